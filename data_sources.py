@@ -1,0 +1,130 @@
+"""Where rows come from: a local directory of split files, one local file, or a Hub dataset. Knows no dataset's columns."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from utils import InputError
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A local path or a Hub id, with an optional Hub revision (branch, tag or commit)."""
+
+    path: str
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, name: str, value: str | Mapping[str, str]) -> Source:
+        """From `dataset_sources.NAME`: a path or Hub id, or `{path: ..., revision: ...}`."""
+        if isinstance(value, str) and value:
+            return cls(value)
+        if isinstance(value, Mapping) and value.get("path") and set(value) <= {"path", "revision"}:
+            return cls(str(value["path"]), value.get("revision"))
+        raise InputError(
+            f"dataset_sources.{name}={value!r} is neither a directory, file or Hub id, nor {{path: ..., revision: ...}}"
+        )
+
+    @property
+    def local(self) -> Path | None:
+        """The path, if it exists here or can only be a local path; None for a Hub id."""
+        path = Path(self.path).expanduser()
+        looks_local = self.path.startswith(("/", ".", "~")) or self.path.endswith(SUFFIXES) or self.path.count("/") > 1
+        return path if path.exists() or looks_local else None
+
+    @property
+    def is_file(self) -> bool:
+        return self.local is not None and self.local.is_file()
+
+
+def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Mapping[str, Any]]:
+    """The rows of a split; all rows of a source that is one file. Raises InputError for what is not there."""
+    path = source.local
+    if path is None:
+        return _load_from_hub(source, split, cache_dir)
+    if not path.exists():
+        raise InputError(f"dataset source {source.path} does not exist; give a directory, a file or a Hub id")
+    files = [path] if path.is_file() else _split_files(path, split)
+    rows = [row for file in files for row in _read(file)]
+    if not rows:
+        raise InputError(f"{', '.join(map(str, files))} holds no rows")
+    return rows
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    """`SPLIT.SUFFIX` or shards `SPLIT-*.SUFFIX`, in the folder or its `data/`, as the Hub lays them out."""
+    for place in (folder, folder / "data"):
+        found = {}
+        for suffix in SUFFIXES:
+            shards = sorted(place.glob(f"{split}{suffix}")) or sorted(place.glob(f"{split}-*{suffix}"))
+            if shards:
+                found[suffix] = shards
+        if len(found) > 1:
+            names = ", ".join(file.name for files in found.values() for file in files)
+            raise InputError(f"{place} holds its {split} split in several formats ({names}); keep one")
+        if found:
+            return next(iter(found.values()))
+    present = ", ".join(sorted(os.listdir(folder))[:8]) or "nothing"
+    wanted = ", ".join(f"{split}{suffix}" for suffix in SUFFIXES)
+    raise InputError(f"{folder} has no {split} split: it needs one of {wanted}; it holds {present}")
+
+
+def _read(file: Path) -> Iterator[Mapping[str, Any]]:
+    if not file.name.endswith(SUFFIXES):
+        raise InputError(f"{file} is not one of {', '.join('*' + s for s in SUFFIXES)}")
+    try:
+        if file.suffix == ".parquet":
+            import pyarrow.parquet
+
+            rows: Any = pyarrow.parquet.read_table(file).to_pylist()
+        else:
+            opened = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
+            with opened as lines:
+                rows = list(_parse_json(lines, file))
+    except (OSError, EOFError, UnicodeDecodeError, ArithmeticError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from error
+    except ValueError as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise error if isinstance(error, InputError) else InputError(f"{file} cannot be read: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise InputError(f"row {number} of {file} is {type(row).__name__}, not an object with fields")
+    return iter(rows)
+
+
+def _parse_json(lines: Any, file: Path) -> Iterator[Any]:
+    """JSON lines, or one JSON list in a `.json` file."""
+    if ".jsonl" not in file.name:
+        text = lines.read()
+        if text.lstrip().startswith("["):
+            yield from json.loads(text)
+            return
+        lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise InputError(f"line {number} of {file} is not JSON: {error}") from error
+
+
+def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequence[Mapping[str, Any]]:
+    revision = {"revision": source.revision} if source.revision else {}
+    try:
+        return datasets.load_dataset(source.path, split=split, cache_dir=cache_dir, **revision)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"dataset {source.path} (split {split}) cannot be loaded from the Hub or its cache: {reason} "
+            f"Without network, point dataset_sources at a local directory."
+        ) from error

@@ -1,0 +1,206 @@
+"""Metrics: one reduction per step, and where they go: `metrics.jsonl`, W&B, samples, the terminal.
+
+The only file that imports wandb. `docs/metrics.md` has the formula of every name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import tqdm
+
+from utils import formatted_dict
+
+
+def reduce_metrics(
+    microbatches: Sequence[Mapping[str, torch.Tensor]],
+    scalars: Mapping[str, torch.Tensor],
+    gather: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, float]:
+    """Means over all examples of all microbatches and processes, and the scalars as they are.
+
+    Each microbatch maps names to (rows,) tensors. One gather and one copy to the host, whatever the counts.
+    """
+    names = list(microbatches[0])
+    table = torch.stack([torch.cat([m[name] for m in microbatches]) for name in names], dim=1)  # (rows, names)
+    means = gather(table).double().mean(0)
+    values = torch.cat([means, *(v.detach().to(means).reshape(1) for v in scalars.values())])
+    return dict(zip([*names, *scalars], values.tolist(), strict=True))
+
+
+def peak_memory_gb() -> float:
+    """Peak memory of this process in GB (1e9 bytes): allocated on the GPUs if there are any, else resident."""
+    if torch.cuda.is_available():
+        return sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+class Sample(NamedTuple):
+    """A prompt with what policy and reference (None for SFT) continued it with."""
+
+    prompt: str
+    policy: str
+    reference: str | None
+
+
+class Logger(Protocol):
+    """Where metrics go. `examples` and `updates` count what was trained on so far."""
+
+    def log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None: ...
+
+    def log_samples(self, samples: Sequence[Sample], *, examples: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NullLogger:
+    """Ranks other than 0 log to this."""
+
+    def log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
+        pass
+
+    def log_samples(self, samples: Sequence[Sample], *, examples: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class FileLogger:
+    """`metrics.jsonl`, `samples.jsonl` and `samples.txt` in the run directory; every line, flushed at once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def _append(self, name: str, lines: Iterable[str]) -> None:
+        with (self.run_dir / name).open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+
+    def log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
+        line = {"split": split, "examples": examples, "updates": updates, **metrics}
+        self._append("metrics.jsonl", [json.dumps(line)])
+
+    def log_samples(self, samples: Sequence[Sample], *, examples: int) -> None:
+        self._append(
+            "samples.jsonl",
+            (json.dumps({"examples": examples, **s._asdict()}, ensure_ascii=False) for s in samples),
+        )
+        lines = []
+        for sample in samples:
+            lines += [f"{'=' * 30} after {examples} examples {'=' * 30}", sample.prompt.strip()]
+            lines += ["--- policy ---", sample.policy.strip()]
+            lines += ["--- reference ---", sample.reference.strip()] if sample.reference is not None else []
+            lines.append("")
+        self._append("samples.txt", lines)
+
+    def close(self) -> None:
+        pass
+
+
+class WandbLogger:
+    """Weights & Biases, under the reference's names; training metrics at most every `interval` seconds.
+
+    Steps are `counters/examples` (a metric, not W&B's own step), so that a run rolled back to an earlier checkpoint
+    can log the same counts again and loses nothing. The system's own records go with it.
+    """
+
+    def __init__(
+        self, *, name: str, project: str, entity: str | None, config: Mapping, run_dir: Path, interval: float
+    ) -> None:
+        import wandb
+
+        # with a mode set, a key configured or a terminal to ask on, wandb itself knows what to do
+        decided = os.environ.get("WANDB_MODE") or sys.stdin.isatty() or wandb.login(prompt=False)
+        mode = None if decided else "offline"
+        self._table = wandb.Table
+        self.run = wandb.init(
+            name=name, project=project, entity=entity, config=dict(config), dir=str(run_dir), mode=mode
+        )
+        if mode == "offline":
+            folder = Path(self.run.dir).parent
+            print(f"W&B: no API key and no terminal to ask for one, so logging offline; upload with: wandb sync {folder}")
+        self.run.define_metric("counters/examples")
+        self.run.define_metric("*", step_metric="counters/examples")
+        self.interval = interval
+        self._last_train = float("-inf")
+
+    def log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
+        now = time.monotonic()
+        if split == "train":
+            if now - self._last_train < self.interval:
+                return
+            self._last_train = now
+        self.run.log({**metrics, "counters/examples": examples, "counters/updates": updates})
+
+    def log_samples(self, samples: Sequence[Sample], *, examples: int) -> None:
+        tables = {}
+        for who in ("policy", "reference"):
+            rows = [[examples, s.prompt, getattr(s, who)] for s in samples if getattr(s, who) is not None]
+            if rows:
+                tables[f"{who}_samples"] = self._table(columns=["step", "prompt", "sample"], data=rows)
+        self.run.log({**tables, "counters/examples": examples})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Loggers:
+    """Several loggers as one."""
+
+    def __init__(self, *loggers: Logger) -> None:
+        self.loggers = loggers
+
+    def log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
+        for logger in self.loggers:
+            logger.log(split, metrics, examples=examples, updates=updates)
+
+    def log_samples(self, samples: Sequence[Sample], *, examples: int) -> None:
+        for logger in self.loggers:
+            logger.log_samples(samples, examples=examples)
+
+    def close(self) -> None:
+        for logger in self.loggers:
+            logger.close()
+
+
+class Progress:
+    """The terminal: a tqdm bar with loss and speed; plain lines, at most every `interval` seconds, in a log file."""
+
+    def __init__(self, *, interval: float, silent: bool) -> None:
+        self.interval = interval
+        self.silent = silent
+        self.show_bar = not silent and sys.stdout.isatty()
+        self._bar: Any = None
+        self._last_line = float("-inf")
+
+    def over(self, items: Iterable, *, total: int, what: str) -> Iterator:
+        """Iterate over `items` under a bar."""
+        bar = tqdm.tqdm(items, total=total, desc=what, file=sys.stdout, disable=not self.show_bar, leave=what == "train")
+        outer, self._bar = self._bar, bar
+        try:
+            yield from bar
+        finally:
+            bar.close()
+            self._bar = outer
+
+    def train(self, metrics: Mapping[str, float], *, examples: int) -> None:
+        if self.show_bar:
+            speed = f"{metrics['examples_per_second']:.3g} ex/s"
+            self._bar.set_postfix_str(f"loss {metrics['loss/train']:.4g}, {speed}", refresh=False)
+        elif time.monotonic() - self._last_line >= self.interval:
+            self._last_line = time.monotonic()
+            self.line(f"train stats after {examples} examples: {formatted_dict(metrics)}")
+
+    def line(self, text: str) -> None:
+        """A line that does not break the bar."""
+        if not self.silent:
+            tqdm.tqdm.write(text, file=sys.stdout) if self.show_bar else print(text, flush=True)

@@ -1,0 +1,314 @@
+"""The datasets as `{prompt: {responses, pairs, sft_target}}`, and the order in which their examples are trained on.
+
+`hh`, `shp` and `se` are the paper's; `demo` is ours; any other name is the user's own data (see `own_data.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import tqdm
+from bs4 import BeautifulSoup, NavigableString
+
+from data_sources import Source, load_rows
+from demo_data import get_demo
+from own_data import get_own
+from preference_data import PreferenceData, get_field
+from tokenization import (
+    Batch,
+    TextEncoder,
+    TruncationMode,
+    encode_example,
+    get_collate_fn,
+    tokenize_batch_element,  # noqa: F401  (the reference has it here)
+)
+from utils import InputError, TemporarilySeededRandom
+
+HUB_IDS = {
+    "hh": "Anthropic/hh-rlhf",
+    "shp": "stanfordnlp/SHP",
+    "se": "HuggingFaceH4/stack-exchange-preferences",
+}
+
+
+def _progress(rows: Sequence, name: str, silent: bool) -> Iterator:
+    # disable=None shows the bar only on a terminal
+    return tqdm.tqdm(rows, desc=f"Processing {name}", disable=True if silent else None)
+
+
+def extract_anthropic_prompt(prompt_and_response: str) -> str:
+    """The dialogue up to and including its last `\\n\\nAssistant:`."""
+    marker = "\n\nAssistant:"
+    start = prompt_and_response.rfind(marker)
+    if start < 0:
+        raise InputError(f"no {marker!r} in {prompt_and_response[:200]!r}: not a dialogue in Anthropic's format")
+    return prompt_and_response[: start + len(marker)]
+
+
+def strip_html_tags(html_string: str) -> str:
+    """Stack Exchange HTML as text: top-level `p` (its direct text only), `pre > code` and `code` elements, in order,
+    with a blank line between. Code keeps `<code>` around it; everything else (lists, quotes, links) is dropped."""
+    parts = []
+    for element in BeautifulSoup(html_string, "html.parser").children:
+        if isinstance(element, NavigableString):
+            continue
+        if element.name == "p":
+            parts.append("".join(str(child) for child in element.children if isinstance(child, NavigableString)))
+        elif element.name == "pre":
+            parts.extend(f"<code>{code.get_text()}</code>" for code in element.find_all("code"))
+        elif element.name == "code":
+            parts.append(f"<code>{element.get_text()}</code>")
+    return "\n\n".join(parts)
+
+
+def get_hh(
+    split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["hh"])
+) -> PreferenceData:
+    """Anthropic's helpful and harmless dialogues: one pair per row, target the chosen response of the last row."""
+    data = PreferenceData(truncation_mode="keep_end")
+    diverged = 0
+    for number, row in enumerate(_progress(load_rows(source, split, cache_dir), "HH", silent), start=1):
+        where = f"row {number} of {source.path} ({split})"
+        chosen, rejected = (get_field(row, key, where) for key in ("chosen", "rejected"))
+        try:
+            prompt = extract_anthropic_prompt(chosen)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        diverged += not rejected.startswith(prompt)
+        data.add_pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
+    if diverged and not silent:
+        print(f"HH {split}: the rejected dialogue leaves the chosen one's prompt in {diverged} rows; cut like the others")
+    return data
+
+
+def get_shp(
+    split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["shp"])
+) -> PreferenceData:
+    """Stanford Human Preferences: pairs of replies whose scores differ at least twofold; the target scores highest."""
+    data = PreferenceData(truncation_mode="keep_start")
+    scores: dict[str, dict[str, float]] = defaultdict(dict)
+    for number, row in enumerate(_progress(load_rows(source, split, cache_dir), "SHP", silent), start=1):
+        where = f"row {number} of {source.path} ({split})"
+        prompt = f"\n\nHuman: {get_field(row, 'history', where)}\n\nAssistant:"
+        responses = [" " + get_field(row, f"human_ref_{side}", where) for side in "AB"]
+        score_a, score_b = (get_field(row, f"score_{side}", where, (int, float)) for side in "AB")
+        label = get_field(row, "labels", where, int)
+        if not (score_a and score_b):
+            raise InputError(f"{where}: score_A={score_a} and score_B={score_b} must not be 0 to have a ratio")
+        if max(score_a / score_b, score_b / score_a) < 2:
+            continue
+        data.add_pair(prompt, *responses, better=0 if label == 1 else 1)  # label 1 means that A is preferred
+        for response, score in zip(responses, (score_a, score_b), strict=True):
+            scores[prompt].setdefault(response, score)  # a repeated text keeps its first score
+    for prompt, entry in data.items():
+        entry["sft_target"] = max(entry["responses"], key=scores[prompt].__getitem__)
+    return data
+
+
+def _strip_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    answers = [{**answer, "text": strip_html_tags(answer["text"])} for answer in row["answers"]]
+    return {**row, "question": strip_html_tags(row["question"]), "answers": answers}
+
+
+def get_se(
+    split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["se"])
+) -> PreferenceData:
+    """Stack Exchange: every pair of a question's answers; a tie counts as (later, earlier). The source has one split,
+    `train`: shuffled with seed 42, its first 1 % is our test split. A repeated question keeps its last row."""
+    rows = load_rows(source, "train", cache_dir)
+    order = np.random.default_rng(42).permutation(len(rows))  # what datasets.Dataset.shuffle(seed=42) draws
+    n_test = int(len(rows) * 0.01)
+    order = order[:n_test] if split == "test" else order[n_test:]
+    if isinstance(rows, datasets.Dataset):  # ten million rows of HTML: on every core, and cached
+        stripped: Any = rows.select(order).map(_strip_row, num_proc=os.cpu_count())
+    else:
+        stripped = (_strip_row(_checked_se_row(rows[i], f"row {i + 1} of {source.path}")) for i in order)
+
+    data = PreferenceData(truncation_mode="keep_start")
+    for row in _progress(stripped, "SE", silent):
+        responses = [" " + answer["text"] for answer in row["answers"]]
+        scores = [answer["pm_score"] for answer in row["answers"]]
+        later_of = ((i, j) for i in range(len(scores)) for j in range(i + 1, len(scores)))
+        first_score = dict(zip(reversed(responses), reversed(scores), strict=True))  # a repeated text: its first score
+        data[f"\n\nHuman: {row['question']}\n\nAssistant:"] = {
+            "responses": responses,
+            "pairs": [(i, j) if scores[i] > scores[j] else (j, i) for i, j in later_of],
+            "sft_target": max(responses, key=first_score.__getitem__),
+        }
+    return data
+
+
+def _checked_se_row(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    get_field(row, "question", where)
+    answers = get_field(row, "answers", where, list)
+    if not answers:
+        raise InputError(f"{where}: answers is empty")
+    for answer in answers:
+        get_field(answer, "text", where)
+        get_field(answer, "pm_score", where, (int, float))
+    return row
+
+
+LOADERS: dict[str, Callable[..., PreferenceData]] = {"hh": get_hh, "shp": get_shp, "se": get_se}
+BUILT_IN = (*LOADERS, "demo")  # these need no entry in dataset_sources
+
+
+def get_dataset(
+    name: str,
+    split: str,
+    silent: bool = False,
+    cache_dir: str | None = None,
+    dataset_sources: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+) -> PreferenceData:
+    """`{prompt: {"responses": [str], "pairs": [(better, worse)], "sft_target": str}}` of a dataset's split.
+
+    `dataset_sources[name]` redirects a built-in dataset and is required for any other name; `tokenizer` renders own
+    data in chat messages. A source that is one file is split by prompt: a tenth, drawn with seed 42, is test.
+    Raises InputError for an unknown name, a missing split, a row without a field, and empty data.
+    """
+    value = (dataset_sources or {}).get(name)
+    if name == "demo":
+        return get_demo(split)
+    if value is None and name not in HUB_IDS:
+        known = ", ".join(BUILT_IN)
+        raise InputError(f"dataset {name!r} is not one of {known}; for own data give dataset_sources.{name}=PATH_OR_ID")
+    source = Source.parse(name, HUB_IDS[name] if value is None else value)
+    if name in LOADERS:
+        data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
+    else:
+        data = get_own(load_rows(source, split, cache_dir), f"{source.path} ({split})", tokenizer)
+    if source.is_file and name != "se":  # se makes its own test split
+        data = data.hold_out(split)
+    if not data:
+        raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split")
+    first = next(iter(data.values()))
+    assert set(first) == {"responses", "pairs", "sft_target"}, f"{name} gives {set(first)}"
+    return data
+
+
+class Prompt(NamedTuple):
+    """One prompt with all that is trained on it."""
+
+    text: str
+    responses: list[str]
+    pairs: list[tuple[int, int]]
+    sft_target: str
+    truncation_mode: TruncationMode
+    rendered: bool  # by a chat template: special tokens in the text are meant
+
+    def examples(self, sft_mode: bool) -> list[dict[str, str]]:
+        """The texts of each example: the SFT target, or every pair."""
+        if sft_mode:
+            return [{"chosen": self.sft_target}]
+        return [{"chosen": self.responses[a], "rejected": self.responses[b]} for a, b in self.pairs]
+
+
+def load_prompts(names: Sequence[str], split: str, **dataset_options: Any) -> list[Prompt]:
+    """The prompts of several datasets, one after the other; options as for `get_dataset`."""
+    prompts = []
+    for name in names:
+        data = get_dataset(name, split, **dataset_options)
+        prompts += [Prompt(text, *entry.values(), data.truncation_mode, data.rendered) for text, entry in data.items()]
+    return prompts
+
+
+def iterate_batches(
+    prompts: Sequence[Prompt],
+    encode: TextEncoder,
+    *,
+    batch_size: int,
+    shuffle: bool,
+    max_length: int,
+    max_prompt_length: int,
+    sft_mode: bool,
+    n_epochs: int | None,
+    n_examples: int | None,
+    seed: int,
+) -> Iterator[Batch]:
+    """Batches in the reference's order, until `n_epochs` or `n_examples` is reached, whichever comes first.
+
+    Each epoch shuffles the list left by the one before, prompt by prompt; all pairs of a prompt follow each other.
+    The partial batch at an epoch's end is dropped, though its examples count towards `n_examples`.
+    """
+    prompts = list(prompts)
+    epoch_seeds = np.random.RandomState(seed)
+    collate = get_collate_fn(encode.tokenizer)
+    epoch = seen = 0
+    while n_epochs is None or epoch < n_epochs:
+        if shuffle:
+            with TemporarilySeededRandom(epoch_seeds.randint(0, 2**32, dtype=np.int64)):
+                random.shuffle(prompts)
+        rows = []
+        for prompt in prompts:
+            for texts in prompt.examples(sft_mode):
+                rows.append((prompt, texts))
+                seen += 1
+                if len(rows) < batch_size:
+                    continue
+                yield collate(
+                    [
+                        encode_example(
+                            p.text,
+                            t,
+                            encode,
+                            truncation_mode=p.truncation_mode,
+                            max_length=max_length,
+                            max_prompt_length=max_prompt_length,
+                            rendered=p.rendered,
+                        )
+                        for p, t in rows
+                    ]
+                )
+                rows = []
+                if n_examples is not None and seen >= n_examples:
+                    return
+        epoch += 1
+
+
+def get_batch_iterator(
+    names: Sequence[str],
+    tokenizer: Any,
+    split: str = "train",
+    batch_size: int = 1,
+    shuffle: bool = True,
+    max_length: int = 512,
+    max_prompt_length: int = 128,
+    sft_mode: bool = False,
+    n_epochs: int | None = None,
+    n_examples: int | None = None,
+    seed: int = 0,
+    silent: bool = False,
+    cache_dir: str | None = None,
+    dataset_sources: Mapping[str, Any] | None = None,
+) -> Iterator[Batch]:
+    """The reference's name for: load the datasets, tokenize, yield batches (see `iterate_batches`).
+
+    Raises InputError if neither `n_epochs` nor `n_examples` is given, or no epoch would fill a single batch.
+    """
+    if n_epochs is None and n_examples is None:
+        raise InputError("give n_epochs or n_examples: without either the batches would never end")
+    prompts = load_prompts(
+        names, split, silent=silent, cache_dir=cache_dir, dataset_sources=dataset_sources, tokenizer=tokenizer
+    )
+    available = len(prompts) if sft_mode else sum(len(prompt.pairs) for prompt in prompts)
+    if available < batch_size:
+        raise InputError(f"the {split} split has {available} examples, too few for one batch of {batch_size}")
+    yield from iterate_batches(
+        prompts,
+        TextEncoder(tokenizer),
+        batch_size=batch_size,
+        shuffle=shuffle,
+        max_length=max_length,
+        max_prompt_length=max_prompt_length,
+        sft_mode=sft_mode,
+        n_epochs=n_epochs,
+        n_examples=n_examples,
+        seed=seed,
+    )

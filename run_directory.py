@@ -1,0 +1,65 @@
+"""The directory of a run: created once, never shared by two runs, with the config and the environment written down."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from utils import InputError
+
+SECRET_KEY = re.compile(r"(^|_)(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+URL_CREDENTIALS = re.compile(r"://[^/@\s]+@")
+PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "hydra-core", "omegaconf", "wandb", "numpy", "accelerate")
+
+
+def redact(value: Any) -> Any:
+    """`value` with what looks like a secret replaced: keys that name one, and credentials inside URLs."""
+    if isinstance(value, dict):
+        return {k: "REDACTED" if SECRET_KEY.search(str(k)) and v else redact(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [redact(v) for v in value]
+    return URL_CREDENTIALS.sub("://REDACTED@", value) if isinstance(value, str) else value
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices and the git commit: what somebody needs to run it again. No environment variables."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False).stdout
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cpus": os.cpu_count(),
+        "git_commit": commit or None,
+        "git_uncommitted_changes": bool(changed.strip()) if commit else None,
+        "command": redact(sys.argv),
+    }
+
+
+def create_run_dir(path: str, config: dict[str, Any]) -> Path:
+    """Create the directory with `config.yaml` and `env.json`. Raises InputError if it already holds a run."""
+    run_dir = Path(path).expanduser()
+    held = [name for name in ("metrics.jsonl", "LATEST") if os.path.lexists(run_dir / name)]
+    if held:
+        raise InputError(f"local_run_dir={path} already holds a run ({', '.join(held)}); choose another or move it away")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
+        (run_dir / "env.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"local_run_dir={path} cannot be written: {error}; choose another with local_dirs") from error
+    return run_dir

@@ -1,0 +1,85 @@
+"""Step 0: a few rows of the first batch, before the first update, through what the run relies on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from losses import LOSSES
+from models import chosen_logps, concatenated_forward
+from tokenization import Batch
+from utils import InputError
+
+
+@torch.no_grad()
+def self_test(
+    policy: torch.nn.Module,
+    reference: torch.nn.Module | None,
+    batch: Batch,
+    *,
+    loss_name: str,
+    loss_options: Mapping[str, Any],
+    same_dtype: bool,
+) -> list[str]:
+    """Check policy and reference (None for SFT) on `batch`; what is worth saying. Leaves the policy in train mode.
+
+    Log-probabilities are finite, train-mode and eval-mode forwards agree bit for bit, and, when policy and reference
+    have the same dtype, rewards are 0 and the loss is the one at h = 0 (ln 2 for DPO). Raises InputError that names
+    the failed check and its likely cause.
+    """
+
+    def logps(model: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+        return (chosen_logps(model, batch),) if reference is None else concatenated_forward(model, batch)
+
+    policy.eval()
+    in_eval = logps(policy)
+    policy.train()
+    in_train = logps(policy)
+    of_reference = logps(reference) if reference is not None else ()
+    for who, values in (("policy", in_train), ("reference", of_reference)):
+        if not all(v.isfinite().all() for v in values):
+            raise InputError(
+                f"self-test: log-probabilities of the {who} are not finite; float16 overflows in many models: "
+                f"use bfloat16 or float32, and check the weights"
+            )
+    difference = max((a - b).abs().max().item() for a, b in zip(in_train, in_eval, strict=True))
+    if difference:
+        raise InputError(
+            f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}, so something random "
+            f"is on in training (dropout, router noise) in {type(policy).__name__}; switch it off in the model's config"
+        )
+    if reference is None:
+        return ["self-test passed: finite log-probabilities, dropout off"]
+
+    options = dict(loss_options)
+    losses, *rewards = LOSSES[loss_name].on_pairs(*in_train, *of_reference, **options)
+    reward = max(r.abs().max().item() for r in rewards)
+    if not same_dtype:
+        return [
+            f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
+            f"the policy, so first rewards are rounding, up to {reward:.2g}, not 0; for 0 set "
+            f"model.reference_dtype to the policy's"
+        ]
+    scale = max(v.abs().max().item() for v in in_train)
+    tolerance = 1e-4 * options["beta"] * max(1.0, scale)
+    expected = _loss_at_zero(loss_name, options)
+    loss = losses.mean().item()
+    if reward > tolerance:
+        raise InputError(
+            f"self-test: first rewards reach {reward:.3g} instead of 0, so policy and reference do not hold the same "
+            f"weights; was only one of them loaded from model.archive? (self_test=false goes on regardless)"
+        )
+    if expected is not None and not math.isclose(loss, expected, rel_tol=1e-3, abs_tol=tolerance):
+        raise InputError(f"self-test: the first {loss_name} loss is {loss:.6g} instead of {expected:.6g}")
+    return [f"self-test passed: first loss {loss:.6f}, rewards within {reward:.1g} of 0, dropout off"]
+
+
+def _loss_at_zero(loss_name: str, options: Mapping[str, Any]) -> float | None:
+    """The loss when policy and reference agree; None if it depends on the policy even then."""
+    if options.get("reference_free"):
+        return None
+    zero = torch.zeros(1)
+    return LOSSES[loss_name].on_pairs(zero, zero, zero, zero, **options)[0].item()

@@ -1,0 +1,200 @@
+"""Config validation: every problem found at once, in plain words, before anything is loaded. Imports no torch.
+
+What each key means and its default are in `config/`; here is only what a value must be.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class Rule(NamedTuple):
+    holds: Callable[[Any], bool]
+    wanted: str
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or isinstance(value, float)
+
+
+def _or_null(rule: Rule) -> Rule:
+    return Rule(lambda v: v is None or rule.holds(v), f"{rule.wanted}, or null")
+
+
+SEED = Rule(lambda v: _is_int(v) and 0 <= v < 2**32, "a whole number from 0 to 2**32 - 1")
+COUNT = Rule(lambda v: _is_int(v) and v > 0, "a whole number above 0")
+NATURAL = Rule(lambda v: _is_int(v) and v >= 0, "a whole number, 0 or more")
+POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
+NON_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a number, 0 or more")
+FLAG = Rule(lambda v: isinstance(v, bool), "true or false")
+TEXT = Rule(lambda v: isinstance(v, str) and bool(v.strip()), "a text")
+PATH = Rule(lambda v: isinstance(v, str) and bool(v.strip()) and "\0" not in v, "a path")
+NAMES = Rule(
+    lambda v: isinstance(v, list) and bool(v) and all(isinstance(n, str) and n for n in v) and len(set(v)) == len(v),
+    "a list of different names, such as [hh] or [hh,shp]",
+)
+PATHS = Rule(lambda v: isinstance(v, list) and bool(v) and all(map(PATH.holds, v)), "a list of paths")
+RUN_NAME = Rule(
+    lambda v: TEXT.holds(v) and not os.path.isabs(v) and ".." not in v.split("/") and "\0" not in v,
+    "a name for the run, relative and without '..'",
+)
+SMOOTHING = Rule(lambda v: _is_number(v) and 0 <= v < 0.5, "a number in [0, 0.5): the fraction of flipped pairs")
+PORT = Rule(lambda v: _is_int(v) and 0 < v < 65536, "a port from 1 to 65535")
+CHOICE = Rule(lambda v: isinstance(v, str), "a name")  # the names themselves come from the tables that hold them
+
+RULES: dict[str, Rule] = {
+    "seed": SEED,
+    "exp_name": RUN_NAME,
+    "batch_size": COUNT,
+    "eval_batch_size": COUNT,
+    "debug": FLAG,
+    "fsdp_port": _or_null(PORT),
+    "datasets": NAMES,
+    "wandb.enabled": FLAG,
+    "wandb.entity": _or_null(TEXT),
+    "wandb.project": TEXT,
+    "local_dirs": PATHS,
+    "local_run_dir": PATH,
+    "sample_during_eval": FLAG,
+    "n_eval_model_samples": COUNT,
+    "do_first_eval": FLAG,
+    "lr": POSITIVE,
+    "gradient_accumulation_steps": COUNT,
+    "max_grad_norm": POSITIVE,
+    "max_length": COUNT,
+    "max_prompt_length": COUNT,
+    "n_epochs": _or_null(COUNT),
+    "n_examples": _or_null(COUNT),
+    "n_eval_examples": COUNT,
+    "trainer": CHOICE,
+    "optimizer": CHOICE,
+    "warmup_steps": NATURAL,
+    "activation_checkpointing": FLAG,
+    "eval_every": COUNT,
+    "minimum_log_interval_secs": NON_NEGATIVE,
+    "self_test": FLAG,
+    "model.name_or_path": TEXT,
+    "model.tokenizer_name_or_path": _or_null(TEXT),
+    "model.archive": _or_null(PATH),
+    "model.block_name": _or_null(TEXT),
+    "model.policy_dtype": CHOICE,
+    "model.fsdp_policy_mp": _or_null(CHOICE),
+    "model.reference_dtype": CHOICE,
+    "model.random_init": FLAG,
+    "loss.name": CHOICE,
+    "loss.beta": POSITIVE,
+    "loss.label_smoothing": SMOOTHING,
+    "loss.reference_free": FLAG,
+}
+
+HOW_TO_SET = {
+    "exp_name": "exp_name=NAME names the run",
+    "loss.beta": "loss.beta=0.1 is the paper's choice; the smaller, the further from the reference",
+    "model.name_or_path": "choose a model with model=pythia28 (see config/model), or give model.name_or_path=DIR_OR_HUB_ID",
+}
+
+
+def flatten(config: DictConfig) -> dict[str, Any]:
+    """Dotted keys to plain values, `dataset_sources` left whole; '???' and what cannot be resolved stay as they are."""
+    flat: dict[str, Any] = {}
+
+    def visit(prefix: str, node: Mapping[str, Any]) -> None:
+        for key, value in node.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping) and name != "dataset_sources":
+                visit(f"{name}.", value)
+                continue
+            if isinstance(value, str) and "${" in value:
+                try:
+                    value = OmegaConf.select(config, name)
+                except OmegaConfBaseException:
+                    pass  # it depends on a key that is missing, which has its own message
+            flat[name] = value
+
+    visit("", OmegaConf.to_container(config, resolve=False))  # type: ignore[arg-type]
+    return flat
+
+
+def did_you_mean(key: str, known: Collection[str]) -> str:
+    """`unknown key ...` with the nearest known key, if one is near."""
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"unknown key {key}" + (f": did you mean {near[0]}?" if near else "; `python train.py --cfg job` shows all keys")
+
+
+def find_problems(
+    config: DictConfig, *, choices: Mapping[str, Collection[str]], data_names: Collection[str], world_size: int
+) -> list[str]:
+    """Everything wrong with a composed config, one sentence each with the value and the fix; empty if it can run.
+
+    `choices` maps keys (`trainer`, `loss.name`, ...) to the names their tables hold, `data_names` are the datasets
+    that need no source, `world_size` the number of processes.
+    """
+    values = flatten(config)
+    sources = values.pop("dataset_sources", {})
+    problems = []
+    for key, value in values.items():
+        if key not in RULES:
+            problems.append(did_you_mean(key, RULES))
+        elif value == "???":
+            problems.append(f"{key} is not set: {HOW_TO_SET.get(key, f'give {key}=VALUE')}")
+        elif not RULES[key].holds(value) and not (isinstance(value, str) and "${" in value):
+            problems.append(f"{key}={value} must be {RULES[key].wanted}")
+        elif key in choices and value is not None and value not in choices[key]:
+            problems.append(f"{key}={value} is not one of {', '.join(sorted(choices[key]))}")
+    sound = {k: v for k, v in values.items() if k in RULES and v != "???" and RULES[k].holds(v)}
+    problems += _combination_problems(sound, world_size)
+    problems += _dataset_problems(sound.get("datasets", []), sources, data_names)
+    return problems
+
+
+def _combination_problems(sound: Mapping[str, Any], world_size: int) -> Iterator[str]:
+    """Keys that are right alone and wrong together; `sound` holds only those that are right alone."""
+
+    def have(*keys: str) -> bool:
+        return all(key in sound for key in keys)
+
+    if have("batch_size", "gradient_accumulation_steps"):
+        batch, parts = sound["batch_size"], sound["gradient_accumulation_steps"] * world_size
+        if batch % parts:
+            yield (
+                f"batch_size={batch} must be divisible by gradient_accumulation_steps * processes = "
+                f"{sound['gradient_accumulation_steps']} * {world_size} = {parts}: try batch_size="
+                f"{max(1, round(batch / parts)) * parts}"
+            )
+    if have("eval_batch_size") and sound["eval_batch_size"] % world_size:
+        yield f"eval_batch_size={sound['eval_batch_size']} must be divisible by the {world_size} processes"
+    if have("max_length", "max_prompt_length") and sound["max_prompt_length"] >= sound["max_length"]:
+        yield (
+            f"max_prompt_length={sound['max_prompt_length']} must be below max_length={sound['max_length']}, "
+            f"or no token is left for a response"
+        )
+    if have("n_epochs", "n_examples") and sound["n_epochs"] is None and sound["n_examples"] is None:
+        yield "n_epochs and n_examples are both null, so training would never end: give one of them"
+    if have("eval_every", "batch_size") and sound["eval_every"] < sound["batch_size"]:
+        yield f"eval_every={sound['eval_every']} (examples) must be at least batch_size={sound['batch_size']}"
+
+
+def _dataset_problems(names: list[str], sources: Any, data_names: Collection[str]) -> Iterator[str]:
+    if not isinstance(sources, Mapping):
+        yield f"dataset_sources={sources} must map names to places, such as dataset_sources.hh=DIR"
+        return
+    for name in names:
+        if name not in data_names and not sources.get(name):
+            yield (
+                f"datasets names {name!r}, which is none of {', '.join(data_names)}: "
+                f"say where it is with dataset_sources.{name}=DIR_FILE_OR_HUB_ID"
+            )
+    for name, value in sources.items():
+        allowed = isinstance(value, Mapping) and "path" in value and set(value) <= {"path", "revision"}
+        if not (value is None or (isinstance(value, str) and value) or allowed):
+            yield f"dataset_sources.{name}={value} must be a directory, file or Hub id, or {{path: ..., revision: ...}}"

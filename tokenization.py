@@ -1,0 +1,184 @@
+"""From texts to one padded batch: token ids, truncation, labels, collation. Knows no dataset and no process."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NotRequired, TypedDict
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from losses import IGNORE_INDEX
+from utils import InputError, pad_to_length
+
+TruncationMode = Literal["keep_start", "keep_end"]
+
+
+class Batch(TypedDict):
+    """Rows of a collated batch. In SFT mode the `rejected` keys are absent and `chosen` holds the SFT target.
+
+    Texts: `chosen` is prompt plus response. Tensors (rows, tokens), int64: chosen and rejected padded on the right,
+    prompt on the left (as generation wants it), with the pad token, 0 in masks and -100 in labels.
+    """
+
+    prompt: list[str]
+    chosen: list[str]
+    chosen_response_only: list[str]
+    chosen_input_ids: torch.Tensor
+    chosen_attention_mask: torch.Tensor
+    chosen_labels: torch.Tensor
+    prompt_input_ids: torch.Tensor
+    prompt_attention_mask: torch.Tensor
+    rejected: NotRequired[list[str]]
+    rejected_response_only: NotRequired[list[str]]
+    rejected_input_ids: NotRequired[torch.Tensor]
+    rejected_attention_mask: NotRequired[torch.Tensor]
+    rejected_labels: NotRequired[torch.Tensor]
+
+
+class TextEncoder:
+    """A tokenizer that remembers: each distinct text is tokenized once, without special tokens.
+
+    `prime` tokenizes many texts in one call, which fast tokenizers spread over the cores. Ids are kept as 32-bit
+    arrays, a seventh of what Python lists of integers take.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._ids: dict[str, array] = {}
+
+    def prime(self, texts: Iterable[str], *, chunk: int = 10_000) -> None:
+        new = list(dict.fromkeys(text for text in texts if text not in self._ids))
+        for start in range(0, len(new), chunk):
+            part = new[start : start + chunk]
+            for text, ids in zip(part, self.tokenizer(part, add_special_tokens=False)["input_ids"], strict=True):
+                self._ids[text] = array("i", ids)
+
+    def largest_id(self) -> int:
+        """The largest token id seen so far, -1 if none."""
+        return max((max(ids) for ids in self._ids.values() if ids), default=-1)
+
+    def __call__(self, text: str) -> list[int]:
+        if text not in self._ids:
+            self._ids[text] = array("i", self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._ids[text].tolist()
+
+
+def truncate(
+    prompt: list[int],
+    responses: Sequence[list[int]],
+    mode: TruncationMode,
+    max_length: int,
+    max_prompt_length: int,
+) -> tuple[list[int], list[list[int]]]:
+    """Cut a prompt and its responses (EOS included) to `max_length` tokens together, only if the longest is too long.
+
+    First the prompt to `max_prompt_length` (its start or its end is kept), then, if that is not enough, every
+    response to `max_length - max_prompt_length`, whatever room a short prompt may leave: the reference's rule.
+    """
+    longest = max(map(len, responses))
+    if len(prompt) + longest > max_length:
+        prompt = prompt[:max_prompt_length] if mode == "keep_start" else prompt[-max_prompt_length:]
+    if len(prompt) + longest > max_length:
+        responses = [response[: max_length - max_prompt_length] for response in responses]
+    return prompt, list(responses)
+
+
+def encode_with_eos(encode: TextEncoder, text: str, *, rendered: bool = False) -> list[int]:
+    """Token ids of a response, EOS appended.
+
+    Raises InputError if the text contains EOS, unless a chat template has `rendered` it: there EOS ends a turn.
+    """
+    eos = encode.tokenizer.eos_token_id
+    ids = encode(text)
+    if eos in ids and not rendered:
+        raise InputError(f"EOS token {encode.tokenizer.eos_token!r} inside a response: {text!r}")
+    return [*ids, eos]
+
+
+def encode_example(
+    prompt: str,
+    responses: dict[str, str],
+    encode: TextEncoder,
+    *,
+    truncation_mode: TruncationMode,
+    max_length: int,
+    max_prompt_length: int,
+    rendered: bool = False,
+) -> dict[str, Any]:
+    """One row of a batch before padding. `responses` maps `chosen` (and `rejected`) to texts; see `Batch`."""
+    prompt_ids = encode(prompt)
+    if encode.tokenizer.eos_token_id in prompt_ids and not rendered:
+        raise InputError(f"EOS token {encode.tokenizer.eos_token!r} inside a prompt: {prompt!r}")
+    response_ids = [encode_with_eos(encode, text, rendered=rendered) for text in responses.values()]
+    prompt_ids, response_ids = truncate(prompt_ids, response_ids, truncation_mode, max_length, max_prompt_length)
+
+    row: dict[str, Any] = {"prompt": prompt}
+    for (name, text), ids in zip(responses.items(), response_ids, strict=True):
+        row[name] = prompt + text
+        row[f"{name}_response_only"] = text
+        row[f"{name}_input_ids"] = prompt_ids + ids
+        row[f"{name}_attention_mask"] = [1] * (len(prompt_ids) + len(ids))
+        row[f"{name}_labels"] = [IGNORE_INDEX] * len(prompt_ids) + ids
+    row["prompt_input_ids"] = prompt_ids
+    row["prompt_attention_mask"] = [1] * len(prompt_ids)
+    return row
+
+
+def tokenize_batch_element(
+    prompt: str,
+    chosen: str,
+    rejected: str,
+    truncation_mode: TruncationMode,
+    tokenizer: Any,
+    max_length: int,
+    max_prompt_length: int,
+) -> dict[str, Any]:
+    """The reference's name for one tokenized pair: texts, and lists of ids, masks and labels (see `Batch`).
+
+    Prompt and responses are tokenized separately, without special tokens; EOS is appended to each response; prompt
+    tokens are labelled -100. Raises InputError if a text already contains EOS or the truncation mode is unknown.
+    """
+    if truncation_mode not in ("keep_start", "keep_end"):
+        raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
+    return encode_example(
+        prompt,
+        {"chosen": chosen, "rejected": rejected},
+        TextEncoder(tokenizer),
+        truncation_mode=truncation_mode,
+        max_length=max_length,
+        max_prompt_length=max_prompt_length,
+    )
+
+
+def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], Batch]:
+    """A function from tokenized rows to a padded `Batch` (int64 tensors on the CPU)."""
+    pad_values = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
+
+    def collate(rows: list[dict[str, Any]]) -> Batch:
+        batch: dict[str, Any] = {}
+        for key in rows[0]:
+            values = [row[key] for row in rows]
+            pad_value = next((v for suffix, v in pad_values.items() if key.endswith(suffix)), None)
+            if pad_value is None:
+                batch[key] = values
+                continue
+            side = "left" if key.startswith("prompt") else "right"
+            tensors = [torch.tensor(value, dtype=torch.int64) for value in values]
+            batch[key] = pad_sequence(tensors, batch_first=True, padding_value=pad_value, padding_side=side)
+        return batch  # type: ignore[return-value]
+
+    return collate
+
+
+def concatenated_inputs(batch: Batch) -> dict[str, torch.Tensor]:
+    """Chosen rows, then rejected rows, padded to one length: `concatenated_{input_ids,attention_mask,labels}`."""
+    length = max(batch["chosen_input_ids"].shape[1], batch["rejected_input_ids"].shape[1])
+    pad_values = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
+    return {
+        f"concatenated_{key}": torch.cat(
+            [pad_to_length(batch[f"{side}_{key}"], length, value) for side in ("chosen", "rejected")]
+        )
+        for key, value in pad_values.items()
+    }

@@ -1,0 +1,175 @@
+"""Entry point: compose and validate the config, create the run directory, load models, train.
+
+    python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft
+    python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST datasets=[hh] exp_name=dpo
+
+`--help` lists every key. Exit status: 0 trained, 2 bad input (one message), 1 anything else. Heavy imports wait until
+they are needed, so that `--help` and shell completion are quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+CONFIG_DIR = Path(__file__).parent / "config"
+
+
+def _local_run_dir(exp_name: str, local_dirs: list[str]) -> str:
+    from utils import get_local_run_dir
+
+    return get_local_run_dir(exp_name, local_dirs)
+
+
+OmegaConf.register_new_resolver("get_local_run_dir", _local_run_dir, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent), replace=True)
+
+
+def find_config_problems(config: DictConfig) -> list[str]:
+    """Everything wrong with a composed config, with the names that our tables hold today."""
+    from losses import LOSSES
+    from models import DTYPES
+    from preference_datasets import BUILT_IN
+    from settings import find_problems
+    from trainers import OPTIMIZERS, TRAINERS
+
+    choices = {
+        "trainer": TRAINERS,
+        "optimizer": OPTIMIZERS,
+        "loss.name": LOSSES,
+        "model.policy_dtype": DTYPES,
+        "model.fsdp_policy_mp": DTYPES,
+        "model.reference_dtype": DTYPES,
+    }
+    return find_problems(config, choices=choices, data_names=BUILT_IN, world_size=1)
+
+
+def run(config: DictConfig) -> None:
+    """Train as a validated config says."""
+    import torch
+
+    from losses import LOSSES
+    from models import DTYPES, load_model
+    from run_directory import create_run_dir
+    from trainers import TRAINERS, load_data
+    from utils import get_cache_dir
+
+    OmegaConf.resolve(config)
+    print(OmegaConf.to_yaml(config))
+    run_dir = create_run_dir(config.local_run_dir, OmegaConf.to_container(config))
+    torch.manual_seed(config.seed)
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+    data = load_data(config)
+    data.report.write(run_dir / "preflight.json")
+    trainer_class = TRAINERS[config.trainer]
+
+    def load(dtype: str) -> Any:
+        return load_model(
+            config.model.name_or_path,
+            dtype=DTYPES[dtype],
+            archive=config.model.archive,
+            random_init=config.model.random_init,
+            seed=config.seed,
+            device_map=trainer_class.device_map(),
+            cache_dir=get_cache_dir(config.local_dirs),
+        )
+
+    policy = load(config.model.policy_dtype)
+    reference = load(config.model.reference_dtype) if LOSSES[config.loss.name].uses_reference else None
+    trainer = trainer_class(policy, config, config.seed, run_dir, reference_model=reference, data=data)
+    trainer.train()
+    print(f"run directory: {run_dir}")
+
+
+@hydra.main(version_base="1.3", config_path="config", config_name="config")
+def main(config: DictConfig) -> None:
+    from utils import InputError
+
+    hydra_config = HydraConfig.get()
+    if hydra_config.mode == RunMode.MULTIRUN and "local_run_dir" in _overridden(hydra_config.overrides.task):
+        # one directory was given for the whole sweep: each job gets its own inside
+        config.local_run_dir = os.path.join(config.local_run_dir, str(hydra_config.job.num))
+    try:
+        _exit_on(find_config_problems(config))
+        run(config)
+    except InputError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _exit_on(problems: list[str]) -> None:
+    if problems:
+        print("\n".join(["bad configuration:", *(f"  - {problem}" for problem in problems)]), file=sys.stderr)
+        sys.exit(2)
+
+
+def _overridden(overrides: list[str]) -> set[str]:
+    return {override.split("=", 1)[0].lstrip("+~") for override in overrides}
+
+
+def check_command_line(arguments: list[str]) -> list[str]:
+    """The overrides, with `dataset_sources.NAME=` open to new names.
+
+    Hydra stops at the first override it cannot apply, with status 1. This finds all of them, and whatever else is
+    wrong with the rest, and exits with status 2. Options of Hydra's own (`--cfg`, `--help`, ...) are left to Hydra.
+    """
+    arguments = [f"++{a}" if a.startswith("dataset_sources.") else a for a in arguments]
+    if any(a.startswith("-") and a not in ("-m", "--multirun") for a in arguments):
+        return arguments
+    overrides = [_first_of_sweep(a) for a in arguments if not a.startswith("-")]
+    with hydra.initialize_config_dir(str(CONFIG_DIR.resolve()), version_base="1.3"):
+        if not _refusal(overrides):
+            return arguments  # main() validates the values, for every job of a sweep
+        groups = [o for o in overrides if o.split("=")[0] in os.listdir(CONFIG_DIR)]
+        refused = {o: reason for o in groups if (reason := _refusal([o]))}
+        groups = [o for o in groups if o not in refused]
+        refused |= {o: reason for o in overrides if o not in refused and (reason := _refusal([*groups, o]))}
+        rest = [o for o in overrides if o not in refused]
+        config = hydra.compose("config", rest)
+    _exit_on([*refused.values(), *find_config_problems(config)])
+    return arguments
+
+
+def _refusal(overrides: list[str]) -> str | None:
+    """Why Hydra cannot compose with these overrides, in a sentence; None if it can."""
+    from settings import RULES, did_you_mean
+
+    try:
+        hydra.compose("config", overrides)
+        return None
+    except HydraException as error:
+        key, _, value = overrides[-1].lstrip("+~").partition("=")
+        if (CONFIG_DIR / key).is_dir():
+            options = sorted(path.stem for path in (CONFIG_DIR / key).glob("*.yaml"))
+            return f"{key}={value} is not one of {', '.join(options)}"
+        if "is not in struct" in f"{error}{error.__cause__}":
+            return did_you_mean(key, RULES)
+        return f"{overrides[-1]} is not a valid override: {' '.join(str(error).split())[:300]}"
+
+
+def _first_of_sweep(override: str) -> str:
+    """`loss.beta=0.1,0.5` as `loss.beta=0.1`: a sweep's first job stands for all when keys are checked."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return override  # _refusal explains it
+    if not parsed.is_sweep_override():
+        return override
+    return f"{override.split('=', 1)[0]}={next(parsed.sweep_string_iterator())}"
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = check_command_line(sys.argv[1:])
+    main()
