@@ -1,4 +1,4 @@
-"""Where rows come from: a local directory of split files, one local file, or a Hub dataset. Knows no dataset's columns."""
+"""Where rows come from: a local directory of split files, one local file, or the Hub. Knows no dataset's columns."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _read(file: Path) -> Iterator[Mapping[str, Any]]:
 
             rows: Any = pyarrow.parquet.read_table(file).to_pylist()
         else:
-            opened = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
-            with opened as lines:
+            opener = gzip.open if file.suffix == ".gz" else open
+            with opener(file, "rt", encoding="utf-8") as lines:
                 rows = list(_parse_json(lines, file))
     except (OSError, EOFError, UnicodeDecodeError, ArithmeticError) as error:
         raise InputError(f"{file} cannot be read: {error}") from error

@@ -127,7 +127,9 @@ class WandbLogger:
         )
         if mode == "offline":
             folder = Path(self.run.dir).parent
-            print(f"W&B: no API key and no terminal to ask for one, so logging offline; upload with: wandb sync {folder}")
+            print(
+                f"W&B: no API key and no terminal to ask for one, so logging offline; upload with: wandb sync {folder}"
+            )
         self.run.define_metric("counters/examples")
         self.run.define_metric("*", step_metric="counters/examples")
         self.interval = interval
@@ -184,7 +186,9 @@ class Progress:
 
     def over(self, items: Iterable, *, total: int, what: str) -> Iterator:
         """Iterate over `items` under a bar."""
-        bar = tqdm.tqdm(items, total=total, desc=what, file=sys.stdout, disable=not self.show_bar, leave=what == "train")
+        bar = tqdm.tqdm(
+            items, total=total, desc=what, file=sys.stdout, disable=not self.show_bar, leave=what == "train"
+        )
         outer, self._bar = self._bar, bar
         try:
             yield from bar

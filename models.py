@@ -13,6 +13,7 @@ from losses import _get_batch_logps
 from tokenization import Batch, concatenated_inputs
 from utils import InputError, disable_dropout
 
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -21,8 +22,8 @@ def _explaining(what: str, name: str):
     """Turn the many ways in which a hub or a directory lacks something into one sentence."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if isinstance(error, InputError) or isinstance(error, torch.cuda.OutOfMemoryError):
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        if isinstance(error, (InputError, torch.cuda.OutOfMemoryError)):
             raise
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{what} {name!r} cannot be loaded; give a local directory or a Hub id: {reason}") from error
@@ -44,6 +45,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     archive: str | None = None,
+    attn_implementation: str = "eager",
     random_init: bool = False,
     seed: int = 0,
     device_map: str | dict | None = None,
@@ -59,14 +61,22 @@ def load_model(
             config = transformers.AutoConfig.from_pretrained(name, cache_dir=cache_dir)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
+                model = transformers.AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, attn_implementation=attn_implementation
+                ).to(dtype)
             model.to(device_map[""] if isinstance(device_map, dict) else "cuda" if device_map else "cpu")
         else:
             model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, device_map=device_map, cache_dir=cache_dir, output_loading_info=True
+                name,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                device_map=device_map,
+                cache_dir=cache_dir,
+                output_loading_info=True,
             )
             if loading["missing_keys"]:  # transformers would leave these random and go on
-                raise InputError(f"model {name!r} has no weights for {', '.join(sorted(loading['missing_keys'])[:5])}")
+                missing = ", ".join(sorted(loading["missing_keys"])[:5])
+                raise InputError(f"model {name!r} has no weights for {missing}; were they saved with another class?")
     disable_dropout(model)
     if archive is not None:
         load_archive(model, archive)
@@ -84,9 +94,7 @@ def sequence_logps(
 
 def chosen_logps(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Log-probabilities of the chosen responses (SFT: of the targets), (B,)."""
-    return sequence_logps(
-        model, batch["chosen_input_ids"], batch["chosen_attention_mask"], batch["chosen_labels"]
-    )
+    return sequence_logps(model, batch["chosen_input_ids"], batch["chosen_attention_mask"], batch["chosen_labels"])
 
 
 def concatenated_forward(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

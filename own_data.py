@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -48,13 +47,18 @@ def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
     A dialogue with a shared `\\n\\nAssistant:` is cut at the last one, as in HH. Otherwise the prompt is the shared
     beginning up to the last whitespace, so that no word is cut in two and each response starts with its space.
     """
-    shared = os.path.commonprefix([chosen, rejected])
+    shared = _common_start(chosen, rejected)
     cut = shared.rfind(ASSISTANT)
     if cut >= 0:
         cut += len(ASSISTANT)
     else:
         cut = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
     return shared[:cut], chosen[cut:], rejected[cut:]
+
+
+def _common_start(*texts: str) -> str:
+    first, last = min(texts), max(texts)  # in sorting order; what these two share, all share
+    return next((first[:i] for i, character in enumerate(first) if character != last[i]), first)
 
 
 def _from_messages(
@@ -93,7 +97,7 @@ def _render(prompt: Messages, chosen: Messages, rejected: Messages, tokenizer: A
     except jinja2.TemplateError as error:
         raise InputError(f"{where}: the tokenizer's chat template refuses these messages: {error}") from error
     # some templates open a turn with more than a finished turn shows (a thinking tag, say): keep what both show
-    shared = os.path.commonprefix([opened, *dialogues]) if not all(d.startswith(opened) for d in dialogues) else opened
+    shared = _common_start(opened, *dialogues)
     if not shared.startswith(bare):
         raise InputError(f"{where}: the chat template renders the prompt differently once a response follows it")
     chosen_text, rejected_text = (_without_final_eos(d[len(shared) :], tokenizer.eos_token) for d in dialogues)

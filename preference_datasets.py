@@ -83,7 +83,9 @@ def get_hh(
         diverged += not rejected.startswith(prompt)
         data.add_pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
     if diverged and not silent:
-        print(f"HH {split}: the rejected dialogue leaves the chosen one's prompt in {diverged} rows; cut like the others")
+        print(
+            f"HH {split}: the rejected dialogue leaves the chosen one's prompt in {diverged} rows; cut like the others"
+        )
     return data
 
 

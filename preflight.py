@@ -47,9 +47,7 @@ class Preflight:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-def count_updates(
-    examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None
-) -> tuple[int, int]:
+def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> tuple[int, int]:
     """(updates, dropped examples) of `iterate_batches`, without iterating."""
     per_epoch, remainder = divmod(examples, batch_size)
     if per_epoch == 0:
@@ -72,9 +70,7 @@ def inspect_split(
 ) -> SplitReport:
     """Tokenize and count every example of a split. Raises InputError that names the first text containing EOS."""
     report = SplitReport(prompts=len(prompts))
-    encode.prime(
-        text for p in prompts for texts in p.examples(sft_mode) for text in (p.text, *texts.values())
-    )
+    encode.prime(text for p in prompts for texts in p.examples(sft_mode) for text in (p.text, *texts.values()))
     longer = 0
     for prompt in prompts:
         pairs_seen: set[tuple[str, ...]] = set()
@@ -208,5 +204,9 @@ def prepare_data(
             flush=True,
         )
     return TrainingData(
-        tokenizer, encode, prompts["train"], prompts["test"], Preflight(**reports, updates=updates, dropped_examples=dropped)
+        tokenizer,
+        encode,
+        prompts["train"],
+        prompts["test"],
+        Preflight(**reports, updates=updates, dropped_examples=dropped),
     )

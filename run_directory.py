@@ -19,7 +19,17 @@ from utils import InputError
 
 SECRET_KEY = re.compile(r"(^|_)(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 URL_CREDENTIALS = re.compile(r"://[^/@\s]+@")
-PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "hydra-core", "omegaconf", "wandb", "numpy", "accelerate")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "hydra-core",
+    "omegaconf",
+    "wandb",
+    "numpy",
+    "accelerate",
+)
 
 
 def redact(value: Any) -> Any:
@@ -55,7 +65,9 @@ def create_run_dir(path: str, config: dict[str, Any]) -> Path:
     run_dir = Path(path).expanduser()
     held = [name for name in ("metrics.jsonl", "LATEST") if os.path.lexists(run_dir / name)]
     if held:
-        raise InputError(f"local_run_dir={path} already holds a run ({', '.join(held)}); choose another or move it away")
+        raise InputError(
+            f"local_run_dir={path} already holds a run ({', '.join(held)}); choose another or move it away"
+        )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")

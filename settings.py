@@ -5,6 +5,7 @@ What each key means and its default are in `config/`; here is only what a value 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -90,6 +91,7 @@ RULES: dict[str, Rule] = {
     "model.policy_dtype": CHOICE,
     "model.fsdp_policy_mp": _or_null(CHOICE),
     "model.reference_dtype": CHOICE,
+    "model.attn_implementation": CHOICE,
     "model.random_init": FLAG,
     "loss.name": CHOICE,
     "loss.beta": POSITIVE,
@@ -100,7 +102,7 @@ RULES: dict[str, Rule] = {
 HOW_TO_SET = {
     "exp_name": "exp_name=NAME names the run",
     "loss.beta": "loss.beta=0.1 is the paper's choice; the smaller, the further from the reference",
-    "model.name_or_path": "choose a model with model=pythia28 (see config/model), or give model.name_or_path=DIR_OR_HUB_ID",
+    "model.name_or_path": "choose model=pythia28 or another of config/model, or give model.name_or_path=DIR_OR_HUB_ID",
 }
 
 
@@ -115,10 +117,9 @@ def flatten(config: DictConfig) -> dict[str, Any]:
                 visit(f"{name}.", value)
                 continue
             if isinstance(value, str) and "${" in value:
-                try:
+                # what cannot be resolved depends on a key that is missing, which has its own message
+                with contextlib.suppress(OmegaConfBaseException):
                     value = OmegaConf.select(config, name)
-                except OmegaConfBaseException:
-                    pass  # it depends on a key that is missing, which has its own message
             flat[name] = value
 
     visit("", OmegaConf.to_container(config, resolve=False))  # type: ignore[arg-type]
@@ -128,7 +129,9 @@ def flatten(config: DictConfig) -> dict[str, Any]:
 def did_you_mean(key: str, known: Collection[str]) -> str:
     """`unknown key ...` with the nearest known key, if one is near."""
     near = difflib.get_close_matches(key, known, n=1)
-    return f"unknown key {key}" + (f": did you mean {near[0]}?" if near else "; `python train.py --cfg job` shows all keys")
+    return f"unknown key {key}" + (
+        f": did you mean {near[0]}?" if near else "; `python train.py --cfg job` shows all keys"
+    )
 
 
 def find_problems(

@@ -37,7 +37,7 @@ OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent
 def find_config_problems(config: DictConfig) -> list[str]:
     """Everything wrong with a composed config, with the names that our tables hold today."""
     from losses import LOSSES
-    from models import DTYPES
+    from models import ATTENTION, DTYPES
     from preference_datasets import BUILT_IN
     from settings import find_problems
     from trainers import OPTIMIZERS, TRAINERS
@@ -49,6 +49,7 @@ def find_config_problems(config: DictConfig) -> list[str]:
         "model.policy_dtype": DTYPES,
         "model.fsdp_policy_mp": DTYPES,
         "model.reference_dtype": DTYPES,
+        "model.attn_implementation": ATTENTION,
     }
     return find_problems(config, choices=choices, data_names=BUILT_IN, world_size=1)
 
@@ -78,6 +79,7 @@ def run(config: DictConfig) -> None:
             config.model.name_or_path,
             dtype=DTYPES[dtype],
             archive=config.model.archive,
+            attn_implementation=config.model.attn_implementation,
             random_init=config.model.random_init,
             seed=config.seed,
             device_map=trainer_class.device_map(),

@@ -49,6 +49,7 @@ OPTIMIZERS = {
         torch.optim.Rprop, torch.optim.SGD,
     )
 }  # fmt: skip
+SEQUENCE_MASKS = ("chosen_attention_mask", "rejected_attention_mask")
 
 
 def load_data(config: DictConfig, *, silent: bool = False) -> TrainingData:
@@ -168,7 +169,7 @@ class BasicTrainer:
 
         metrics = reduce_metrics(microbatches, {"grad_norm": grad_norm}, self._gather)  # waits for the device
         seconds = time.perf_counter() - start
-        tokens = sum(int(mask.sum()) for key, mask in batch.items() if key in ("chosen_attention_mask", "rejected_attention_mask"))
+        tokens = sum(int(batch[key].sum()) for key in SEQUENCE_MASKS if key in batch)
         return metrics | {
             "lr": lr,
             "examples_per_second": self.config.batch_size / seconds,
@@ -287,7 +288,9 @@ class BasicTrainer:
         for note in notes:
             self.progress.line(note)
 
-    def _batches(self, prompts: list, batch_size: int, *, n_epochs: int | None, n_examples: int | None) -> Iterator[Batch]:
+    def _batches(
+        self, prompts: list, batch_size: int, *, n_epochs: int | None, n_examples: int | None
+    ) -> Iterator[Batch]:
         return iterate_batches(
             prompts,
             self.data.encode,

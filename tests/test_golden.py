@@ -66,4 +66,6 @@ def test_every_metric_of_the_published_reference(run, tmp_path):
     assert [e["examples"] for e in evaluations] == [0, 32, 64]  # the reference never evaluates its final weights
     for ours, theirs in zip(evaluations, golden["evals"], strict=False):
         assert ours["examples"] == theirs["examples"]
-        assert_same(ours, theirs["metrics"], 3e-5 if ours["examples"] == 0 else tolerance, f"evaluation {ours['examples']}")
+        assert_same(
+            ours, theirs["metrics"], 3e-5 if ours["examples"] == 0 else tolerance, f"evaluation {ours['examples']}"
+        )
