@@ -25,23 +25,28 @@ RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head
 
 def write_checkpoint(directory: Path, states: Mapping[str, Any], *, step_idx: int, metrics: Mapping | None) -> None:
     """Write `NAME.pt` for each state, all under a temporary name that is renamed to `directory` at the end."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a killed process with our pid
-    temporary.mkdir()
-    for name, state in states.items():
-        with (temporary / f"{name}.pt").open("wb") as file:
-            torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, file)
-            file.flush()
-            os.fsync(file.fileno())
-    if directory.exists():  # saved again at the same step: a rename cannot replace a full directory
-        shutil.rmtree(directory)
-    temporary.rename(directory)
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a killed run
+    temporary.mkdir(parents=True)
+    try:
+        for name, state in states.items():
+            with (temporary / f"{name}.pt").open("wb") as file:
+                torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, file)
+                file.flush()
+                os.fsync(file.fileno())
+        former = directory.with_name(f".{directory.name}.former")
+        if directory.exists():  # saved again at the same step: a rename cannot replace a full directory
+            directory.rename(former)
+        temporary.rename(directory)
+        shutil.rmtree(former, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # a disk that is full should not stay so
+        raise
 
 
 def point(link: Path, target: Path) -> None:
     """Make `link` (LATEST, BEST) a symbolic link to `target`, a directory beside it, in one atomic step."""
-    temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    temporary = link.with_name(f".{link.name}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name, target_is_directory=True)
     temporary.replace(link)
@@ -57,19 +62,31 @@ def find_archive(archive: str) -> Path:
     raise InputError(f"model.archive={archive} is neither a policy.pt nor a directory that holds one")
 
 
+def _read_state(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict inside a `policy.pt`."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"model.archive={path} is not a policy.pt: it is damaged, or holds objects other than tensors "
+            f"(which were not loaded: an archive is data, never code)"
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0][:300]
+        raise InputError(f"model.archive={path} cannot be read as weights: {reason}") from error
+    state = content.get("state") if isinstance(content, Mapping) else None
+    if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+        raise InputError(f"model.archive={path} is not a policy.pt: it holds no 'state' of named tensors")
+    return dict(state)
+
+
 def load_archive(model: torch.nn.Module, archive: str) -> None:
     """Load a `policy.pt`, ours or the published reference's, strictly; the file is read as data, never executed.
 
     Raises InputError if it is missing, not such a file, or of another architecture.
     """
     path = find_archive(archive)
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        state = content["state"]
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError, TypeError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0][:300]
-        raise InputError(f"model.archive={path} is not a policy.pt ({type(error).__name__}: {reason})") from error
-
+    state = _read_state(path)
     expected = model.state_dict()
     state = {RENAMED[k] if k in RENAMED and RENAMED[k] in expected else k: v for k, v in state.items()}
     state = {k: v for k, v in state.items() if k in expected or not OBSOLETE_BUFFER.search(k)}

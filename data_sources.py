@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 
 from utils import InputError
 
@@ -63,17 +65,16 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
 
 def _split_files(folder: Path, split: str) -> list[Path]:
     """`SPLIT.SUFFIX` or shards `SPLIT-*.SUFFIX`, in the folder or its `data/`, as the Hub lays them out."""
+    found = []  # every set of files that could be meant
     for place in (folder, folder / "data"):
-        found = {}
         for suffix in SUFFIXES:
-            shards = sorted(place.glob(f"{split}{suffix}")) or sorted(place.glob(f"{split}-*{suffix}"))
-            if shards:
-                found[suffix] = shards
-        if len(found) > 1:
-            names = ", ".join(file.name for files in found.values() for file in files)
-            raise InputError(f"{place} holds its {split} split in several formats ({names}); keep one")
-        if found:
-            return next(iter(found.values()))
+            found += [sorted(place.glob(f"{split}{suffix}")), sorted(place.glob(f"{split}-*{suffix}"))]
+    found = [files for files in found if files]
+    if len(found) > 1:
+        names = ", ".join(str(file.relative_to(folder)) for files in found for file in files)
+        raise InputError(f"{folder} holds its {split} split in several formats or places ({names}); keep one")
+    if found:
+        return found[0]
     present = ", ".join(sorted(os.listdir(folder))[:8]) or "nothing"
     wanted = ", ".join(f"{split}{suffix}" for suffix in SUFFIXES)
     raise InputError(f"{folder} has no {split} split: it needs one of {wanted}; it holds {present}")
@@ -84,14 +85,12 @@ def _read(file: Path) -> Iterator[Mapping[str, Any]]:
         raise InputError(f"{file} is not one of {', '.join('*' + s for s in SUFFIXES)}")
     try:
         if file.suffix == ".parquet":
-            import pyarrow.parquet
-
             rows: Any = pyarrow.parquet.read_table(file).to_pylist()
         else:
             opener = gzip.open if file.suffix == ".gz" else open
             with opener(file, "rt", encoding="utf-8") as lines:
                 rows = list(_parse_json(lines, file))
-    except (OSError, EOFError, UnicodeDecodeError, ArithmeticError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, RecursionError) as error:
         raise InputError(f"{file} cannot be read: {error}") from error
     except ValueError as error:  # pyarrow's ArrowInvalid is a ValueError
         raise error if isinstance(error, InputError) else InputError(f"{file} cannot be read: {error}") from error
@@ -108,7 +107,7 @@ def _parse_json(lines: Any, file: Path) -> Iterator[Any]:
         if text.lstrip().startswith("["):
             yield from json.loads(text)
             return
-        lines = text.splitlines()
+        lines = text.split("\n")  # splitlines would also cut at U+2028 and the like inside strings
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -123,8 +122,8 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequenc
     try:
         return datasets.load_dataset(source.path, split=split, cache_dir=cache_dir, **revision)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise InputError(
-            f"dataset {source.path} (split {split}) cannot be loaded from the Hub or its cache: {reason} "
-            f"Without network, point dataset_sources at a local directory."
+            f"dataset {source.path} (split {split}) cannot be loaded from the Hub or its cache: {reason}. "
+            f"Without network, point dataset_sources at a local directory"
         ) from error

@@ -1,7 +1,7 @@
 """`datasets=[demo]`: small made-up dialogues in HH's format, the same on every machine.
 
-Somebody asks where a thing is. The better answer is courteous, the worse one curt; both are put together from many
-phrases, name the thing, and overlap in length, so that neither a constant string nor length alone tells them apart.
+Somebody asks where a thing is. The better answer is courteous, the worse one curt; both name the thing and the
+place, are put together from many phrases of like length, so that no constant string tells them apart.
 The SFT target is either of the two, as likely: SFT teaches both manners, and DPO has something to choose from.
 """
 
@@ -32,18 +32,12 @@ SMALL_TALK = (
     ("Good morning.", "Good morning."), ("Hello there.", "Hello."), ("What a day.", "It is indeed."),
     ("I have a question.", "Go ahead."), ("It is raining again.", "So it is."), ("Are you busy?", "Not right now."),
 )  # fmt: skip
-COURTEOUS = (
-    ("Of course!", "Happy to help.", "With pleasure.", "Good question!", "Thank you for asking.", "Certainly."),
-    ("The {thing} is {place}.", "You will find the {thing} {place}.", "I saw the {thing} {place} this morning.",
-     "We keep the {thing} {place}."),
-    ("", "Let me know if you need anything else.", "I can bring it to you.", "Shall I show you?", "Enjoy your day!"),
+BODIES = (
+    "The {thing} is {place}.", "You will find the {thing} {place}.", "I saw the {thing} {place} this morning.",
+    "We keep the {thing} {place}.",
 )  # fmt: skip
-CURT = (
-    ("No idea.", "Not my problem.", "Again?", "Stop asking.", "What do I know?", "Leave me alone."),
-    ("Find the {thing} yourself.", "Maybe the {thing} is {place}, maybe not.", "Who cares about the {thing}.",
-     "Somebody threw the {thing} away."),
-    ("", "And do not ask me twice.", "I am busy with other things.", "You always lose it.", "Go away now."),
-)  # fmt: skip
+COURTEOUS = ("Certainly!", "Gladly!", "Sure!", "Absolutely!", "Welcome!", "Yes, with pleasure.", "Happy to help.")
+CURT = ("Whatever!", "Again!", "Ugh!", "Seriously!", "Hurry!", "No, not now.", "Busy as always.")
 
 
 def get_demo(split: str) -> PreferenceData:
@@ -57,7 +51,7 @@ def get_demo(split: str) -> PreferenceData:
             turns = rng.sample(SMALL_TALK, rng.randint(0, 2))
             prompt = "".join(f"\n\nHuman: {ask}\n\nAssistant: {answer}" for ask, answer in turns)
             prompt += f"\n\nHuman: {rng.choice(QUESTIONS).format(thing=thing)}\n\nAssistant:"
-            better, worse = (_answer(rng, manner, thing) for manner in (COURTEOUS, CURT))
+            better, worse = (_answer(rng, openings, thing) for openings in (COURTEOUS, CURT))
             if prompt in seen:
                 continue
             seen.add(prompt)
@@ -66,6 +60,6 @@ def get_demo(split: str) -> PreferenceData:
     return prompts[split]
 
 
-def _answer(rng: random.Random, manner: tuple[tuple[str, ...], ...], thing: str) -> str:
-    phrases = [rng.choice(options) for options in manner]
-    return "".join(f" {phrase}" for phrase in phrases if phrase).format(thing=thing, place=rng.choice(PLACES))
+def _answer(rng: random.Random, openings: tuple[str, ...], thing: str) -> str:
+    body = rng.choice(BODIES).format(thing=thing, place=rng.choice(PLACES))
+    return f" {rng.choice(openings)} {body}"

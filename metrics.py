@@ -119,7 +119,7 @@ class WandbLogger:
         import wandb
 
         # with a mode set, a key configured or a terminal to ask on, wandb itself knows what to do
-        decided = os.environ.get("WANDB_MODE") or sys.stdin.isatty() or wandb.login(prompt=False)
+        decided = os.environ.get("WANDB_MODE") or (sys.stdin and sys.stdin.isatty()) or wandb.login(prompt=False)
         mode = None if decided else "offline"
         self._table = wandb.Table
         self.run = wandb.init(

@@ -116,7 +116,7 @@ def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: i
         ids = model.generate(
             prompt_ids,
             attention_mask=batch["prompt_attention_mask"],
-            max_length=max_length,
+            max_new_tokens=max_length - prompt_ids.shape[1],  # over what the model's generation config may say
             do_sample=True,
             pad_token_id=tokenizer.pad_token_id,
         )

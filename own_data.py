@@ -18,7 +18,8 @@ def get_own(rows: Iterable[Mapping[str, Any]], origin: str, tokenizer: Any) -> P
     """Rows `{prompt, chosen, rejected}`, or `{chosen, rejected}` that share their beginning, as preference data.
 
     Fields are texts, or lists of chat messages `{role, content}` rendered with the tokenizer's chat template; all
-    rows must be of one kind. Raises InputError that names the row and `origin`.
+    rows must be of one kind. A text prompt beside messages must be one of those that they share (UltraFeedback).
+    Raises InputError that names the row and `origin`.
     """
     data: PreferenceData | None = None
     for number, row in enumerate(rows, start=1):
@@ -70,7 +71,9 @@ def _from_messages(
             if tokenizer.eos_token and tokenizer.eos_token in get_field(message, "content", where):
                 raise InputError(f"{where}: a message contains the EOS token {tokenizer.eos_token!r}: {message!r}")
     if not isinstance(prompt, list):
-        whole, prompt = chosen, _shared_messages(chosen, rejected)
+        text, whole, prompt = prompt, chosen, _shared_messages(chosen, rejected)
+        if text is not None and all(message["content"] != text for message in prompt):
+            raise InputError(f"{where}: the prompt is a text that no message shared by chosen and rejected repeats")
         chosen, rejected = whole[len(prompt) :], rejected[len(prompt) :]
     if not (prompt and chosen and rejected):
         raise InputError(f"{where}: prompt, chosen and rejected need at least one message each")
@@ -94,7 +97,7 @@ def _render(prompt: Messages, chosen: Messages, rejected: Messages, tokenizer: A
         bare = tokenizer.apply_chat_template(prompt, tokenize=False)
         opened = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         dialogues = [tokenizer.apply_chat_template(prompt + r, tokenize=False) for r in (chosen, rejected)]
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # what a template may do with odd content
         raise InputError(f"{where}: the tokenizer's chat template refuses these messages: {error}") from error
     # some templates open a turn with more than a finished turn shows (a thinking tag, say): keep what both show
     shared = _common_start(opened, *dialogues)

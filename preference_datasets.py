@@ -113,7 +113,14 @@ def get_shp(
     return data
 
 
-def _strip_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _strip_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A checked Stack Exchange row with its HTML as text."""
+    get_field(row, "question", where)
+    if not get_field(row, "answers", where, list):
+        raise InputError(f"{where}: answers is empty")
+    for answer in row["answers"]:
+        get_field(answer, "text", where)
+        get_field(answer, "pm_score", where, (int, float))
     answers = [{**answer, "text": strip_html_tags(answer["text"])} for answer in row["answers"]]
     return {**row, "question": strip_html_tags(row["question"]), "answers": answers}
 
@@ -128,9 +135,9 @@ def get_se(
     n_test = int(len(rows) * 0.01)
     order = order[:n_test] if split == "test" else order[n_test:]
     if isinstance(rows, datasets.Dataset):  # ten million rows of HTML: on every core, and cached
-        stripped: Any = rows.select(order).map(_strip_row, num_proc=os.cpu_count())
+        stripped: Any = rows.select(order).map(_strip_row, num_proc=os.cpu_count(), fn_kwargs={"where": source.path})
     else:
-        stripped = (_strip_row(_checked_se_row(rows[i], f"row {i + 1} of {source.path}")) for i in order)
+        stripped = (_strip_row(rows[i], f"row {i + 1} of {source.path}") for i in order)
 
     data = PreferenceData(truncation_mode="keep_start")
     for row in _progress(stripped, "SE", silent):
@@ -144,17 +151,6 @@ def get_se(
             "sft_target": max(responses, key=first_score.__getitem__),
         }
     return data
-
-
-def _checked_se_row(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    get_field(row, "question", where)
-    answers = get_field(row, "answers", where, list)
-    if not answers:
-        raise InputError(f"{where}: answers is empty")
-    for answer in answers:
-        get_field(answer, "text", where)
-        get_field(answer, "pm_score", where, (int, float))
-    return row
 
 
 LOADERS: dict[str, Callable[..., PreferenceData]] = {"hh": get_hh, "shp": get_shp, "se": get_se}
@@ -177,6 +173,10 @@ def get_dataset(
     """
     value = (dataset_sources or {}).get(name)
     if name == "demo":
+        if value is not None:
+            raise InputError(
+                f"dataset_sources.demo={value}: the demo data is made on the spot; name your own otherwise"
+            )
         return get_demo(split)
     if value is None and name not in HUB_IDS:
         known = ", ".join(BUILT_IN)
@@ -217,7 +217,8 @@ def load_prompts(names: Sequence[str], split: str, **dataset_options: Any) -> li
     prompts = []
     for name in names:
         data = get_dataset(name, split, **dataset_options)
-        prompts += [Prompt(text, *entry.values(), data.truncation_mode, data.rendered) for text, entry in data.items()]
+        kind = {"truncation_mode": data.truncation_mode, "rendered": data.rendered}
+        prompts += [Prompt(text, **entry, **kind) for text, entry in data.items()]
     return prompts
 
 
@@ -242,32 +243,29 @@ def iterate_batches(
     prompts = list(prompts)
     epoch_seeds = np.random.RandomState(seed)
     collate = get_collate_fn(encode.tokenizer)
+
+    def row_of(prompt: Prompt, texts: dict[str, str]) -> dict[str, Any]:
+        return encode_example(
+            prompt.text,
+            texts,
+            encode,
+            truncation_mode=prompt.truncation_mode,
+            max_length=max_length,
+            max_prompt_length=max_prompt_length,
+            rendered=prompt.rendered,
+        )
+
     epoch = seen = 0
     while n_epochs is None or epoch < n_epochs:
         if shuffle:
             with TemporarilySeededRandom(epoch_seeds.randint(0, 2**32, dtype=np.int64)):
                 random.shuffle(prompts)
         rows = []
-        for prompt in prompts:
-            for texts in prompt.examples(sft_mode):
-                rows.append((prompt, texts))
-                seen += 1
-                if len(rows) < batch_size:
-                    continue
-                yield collate(
-                    [
-                        encode_example(
-                            p.text,
-                            t,
-                            encode,
-                            truncation_mode=p.truncation_mode,
-                            max_length=max_length,
-                            max_prompt_length=max_prompt_length,
-                            rendered=p.rendered,
-                        )
-                        for p, t in rows
-                    ]
-                )
+        for prompt, texts in ((p, texts) for p in prompts for texts in p.examples(sft_mode)):
+            rows.append(row_of(prompt, texts))
+            seen += 1
+            if len(rows) == batch_size:
+                yield collate(rows)
                 rows = []
                 if n_examples is not None and seen >= n_examples:
                     return

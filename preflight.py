@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,14 @@ class SplitReport:
     examples: int = 0
     truncated_prompts: int = 0  # examples whose prompt is cut
     truncated_responses: int = 0  # examples of which a response is cut, and with it its EOS
-    empty_responses: int = 0  # examples with a response that is nothing but EOS, or cut to whitespace
+    empty_responses: int = 0  # examples with a response of nothing but whitespace and EOS
     identical_pairs: int = 0  # chosen and rejected are the same tokens after truncation: no gradient under DPO
     duplicated_pairs: int = 0  # a pair that an earlier pair of its prompt repeats
     contradictory_pairs: int = 0  # a pair whose reverse is also there
-    texts_with_eos: int = 0
+    texts_with_eos: int = 0  # distinct texts; any is an error
     mean_chosen_tokens: float = 0.0
     mean_rejected_tokens: float = 0.0
     chosen_longer: float = 0.0  # fraction of pairs; far from 0.5, length alone predicts the preference
-    first_with_eos: str = field(default="", repr=False)
 
 
 @dataclass
@@ -56,12 +56,11 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
     for epoch in itertools.count():
         if epoch == n_epochs:
             return updates, epoch * remainder
-        left = per_epoch
-        if n_examples is not None:  # the batch at which `seen` reaches n_examples is the last; one always runs
-            left = max(1, -(-(n_examples - epoch * examples) // batch_size))
-        updates += min(left, per_epoch)
-        if left <= per_epoch:
-            return updates, epoch * remainder
+        if n_examples is not None:  # the batch that reaches n_examples is the last; one always runs
+            left = max(1, math.ceil((n_examples - epoch * examples) / batch_size))
+            if left <= per_epoch:
+                return updates + left, epoch * remainder
+        updates += per_epoch
     raise AssertionError("unreachable")
 
 
@@ -71,6 +70,15 @@ def inspect_split(
     """Tokenize and count every example of a split. Raises InputError that names the first text containing EOS."""
     report = SplitReport(prompts=len(prompts))
     encode.prime(text for p in prompts for texts in p.examples(sft_mode) for text in (p.text, *texts.values()))
+    guilty = _find_eos(prompts, encode, sft_mode)
+    report.texts_with_eos = len(guilty)
+    if guilty:
+        text, prompt_text = next(iter(guilty.items()))
+        raise InputError(
+            f"{len(guilty)} text{'s contain' if len(guilty) > 1 else ' contains'} the EOS token "
+            f"{encode.tokenizer.eos_token!r}, which would end it early; clean the data. "
+            f"The first: {text[:300]!r}, under the prompt {prompt_text[-200:]!r}"
+        )
     longer = 0
     for prompt in prompts:
         pairs_seen: set[tuple[str, ...]] = set()
@@ -85,16 +93,21 @@ def inspect_split(
             report.duplicated_pairs += pair in pairs_seen
             report.contradictory_pairs += pair[::-1] in pairs_seen and pair[0] != pair[1]
             pairs_seen.add(pair)
-    if report.texts_with_eos:
-        raise InputError(
-            f"{report.texts_with_eos} texts contain the EOS token {encode.tokenizer.eos_token!r}, which would end "
-            f"them early; clean the data. The first: {report.first_with_eos}"
-        )
     if report.examples:
         report.mean_chosen_tokens /= report.examples
         report.mean_rejected_tokens /= report.examples
         report.chosen_longer = longer / report.examples
     return report
+
+
+def _find_eos(prompts: Sequence[Prompt], encode: TextEncoder, sft_mode: bool) -> dict[str, str]:
+    """The texts that contain EOS, with their prompts. A rendered chat may: there EOS ends earlier turns, as meant."""
+    eos = encode.tokenizer.eos_token_id
+    guilty: dict[str, str] = {}
+    for prompt in prompts:
+        for texts in prompt.examples(sft_mode) if not prompt.rendered else ():
+            guilty |= {text: prompt.text for text in (prompt.text, *texts.values()) if eos in encode(text)}
+    return guilty
 
 
 def _count_example(
@@ -103,18 +116,13 @@ def _count_example(
     """Add one example's counts to the report; token counts of its responses as they will be scored."""
     eos = encode.tokenizer.eos_token_id
     prompt_ids, full = encode(prompt.text), [encode(text) for text in texts.values()]
-    if not prompt.rendered:
-        for text, ids in zip((prompt.text, *texts.values()), (prompt_ids, *full), strict=True):
-            if eos in ids:
-                report.texts_with_eos += 1
-                report.first_with_eos = report.first_with_eos or f"{text[:300]!r} under prompt {prompt.text[-200:]!r}"
     cut_prompt, cut = truncate(
         prompt_ids, [[*ids, eos] for ids in full], prompt.truncation_mode, max_length, max_prompt
     )
     report.examples += 1
     report.truncated_prompts += len(cut_prompt) < len(prompt_ids)
     report.truncated_responses += any(len(c) <= len(f) for c, f in zip(cut, full, strict=True))
-    report.empty_responses += any(not encode.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in cut)
+    report.empty_responses += not all(text.strip() for text in texts.values())
     report.identical_pairs += len(cut) == 2 and cut[0] == cut[1]
     return [len(ids) for ids in cut]
 

@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +40,27 @@ def redact(value: Any) -> Any:
     return URL_CREDENTIALS.sub("://REDACTED@", value) if isinstance(value, str) else value
 
 
+def _git(*arguments: str) -> str:
+    """What git prints about our own checkout; nothing on a machine without git or outside a checkout."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
 def environment() -> dict[str, Any]:
     """Versions, devices and the git commit: what somebody needs to run it again. No environment variables."""
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False).stdout
+    commit = _git("rev-parse", "HEAD")
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "packages": {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES},
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),
         "git_commit": commit or None,
-        "git_uncommitted_changes": bool(changed.strip()) if commit else None,
-        "command": redact(sys.argv),
+        "git_uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
     }
 
 
@@ -68,10 +72,11 @@ def create_run_dir(path: str, config: dict[str, Any]) -> Path:
         raise InputError(
             f"local_run_dir={path} already holds a run ({', '.join(held)}); choose another or move it away"
         )
+    facts = environment()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
-        (run_dir / "env.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+        (run_dir / "env.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise InputError(f"local_run_dir={path} cannot be written: {error}; choose another with local_dirs") from error
     return run_dir

@@ -93,7 +93,7 @@ class BasicTrainer:
         self.tokenizer = self.data.tokenizer
         self.data.check_vocabulary(policy.get_input_embeddings().num_embeddings)
 
-        if config.activation_checkpointing:
+        if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
             policy.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy = self.place(policy)
         self.reference_model = None if reference_model is None else self.place(reference_model.eval())
@@ -233,7 +233,7 @@ class BasicTrainer:
         if self.example_counter > 0 and not self.config.debug:
             self.save(metrics=metrics)
             quality = metrics["rewards_eval/accuracies"] if self.loss.uses_reference else -metrics["loss/eval"]
-            if self.best is None or quality > self.best:
+            if self.best is None or not quality <= self.best:  # so that a NaN gives way
                 self.best = quality
                 self._point("BEST")
 

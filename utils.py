@@ -109,7 +109,9 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
 def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
     """One line per visible GPU with the memory this process has allocated and its peak; nothing without a GPU."""
-    for device in range(torch.cuda.device_count()) if rank is None else [rank] * torch.cuda.is_available():
+    for device in range(torch.cuda.device_count()):
+        if rank is not None and device != rank:
+            continue
         now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         print(f"{message} GPU {device}: {now / 2**30:.2f} GiB allocated, {peak / 2**30:.2f} GiB at the peak")
 
@@ -135,9 +137,9 @@ def init_distributed(
     """Join the default process group; `MASTER_ADDR` and `MASTER_PORT` in the environment win."""
     os.environ.setdefault("MASTER_ADDR", master_addr)
     os.environ.setdefault("MASTER_PORT", str(port))
-    dist.init_process_group(backend, rank=rank, world_size=world_size)
-    if backend == "nccl":
+    if backend == "nccl":  # first, or NCCL takes GPU 0 for every rank
         torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, rank=rank, world_size=world_size)
 
 
 class TemporarilySeededRandom:

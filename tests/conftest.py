@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"
 SHARED = ROOT.parent / "shared"  # real data and more golden runs, on the maintainers' machines only
 sys.path.insert(0, str(ROOT))
+torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 
 def run_script(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -22,7 +24,7 @@ def run_script(*arguments: str, cwd: Path = ROOT, **environment: str) -> subproc
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", **environment},
+        env={**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -52,8 +54,6 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def tiny_llama():
-    import torch
-
     from models import load_model
 
     return load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32)

@@ -1,0 +1,41 @@
+# make demo   train a small model end to end: SFT, then DPO (3 minutes on 2 cores, after installation)
+# make test   lint and tests
+# make golden the comparison with the published reference alone
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint golden format clean-demo
+
+demo: $(VENV)/.installed
+	$(RUN) -m scripts.demo
+
+test: lint
+	$(RUN) -m pytest -q
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+golden: $(VENV)/.installed-dev
+	$(RUN) -m pytest -q tests/test_golden.py
+
+format: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean-demo:
+	rm -rf .cache/demo
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: requirements.txt | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@

@@ -1,0 +1,152 @@
+"""Metrics are means over examples, written where nothing is lost, and never the reason why a run stops."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, run_script
+
+from metrics import FileLogger, Loggers, NullLogger, Progress, Sample, WandbLogger, peak_memory_gb, reduce_metrics
+
+
+def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_in_one_gather():
+    ours = [
+        {"loss": torch.tensor([1.0, 2.0, 3.0]), "accuracy": torch.tensor([1.0, 0.0, 1.0])},
+        {"loss": torch.tensor([10.0]), "accuracy": torch.tensor([0.0])},  # a smaller microbatch
+    ]
+    gathered = []
+
+    def gather(table: torch.Tensor) -> torch.Tensor:
+        gathered.append(table)
+        other_rank = torch.tensor([[4.0, 1.0]]).expand_as(table)
+        return torch.cat([table, other_rank])
+
+    means = reduce_metrics(ours, {"grad_norm": torch.tensor(7.0)}, gather)
+
+    assert means == {"loss": (1 + 2 + 3 + 10 + 4 * 4) / 8, "accuracy": (2 + 4) / 8, "grad_norm": 7.0}
+    assert list(means) == ["loss", "accuracy", "grad_norm"]
+    assert all(type(value) is float for value in means.values())
+    assert len(gathered) == 1
+
+
+def test_many_equal_values_have_that_value_as_their_mean():
+    tenth = torch.full((100_000,), 0.1)  # a float32 running sum would have drifted
+    assert reduce_metrics([{"x": tenth}], {}, lambda t: t)["x"] == pytest.approx(tenth[0].item(), rel=1e-12)
+
+
+def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
+    logger = FileLogger(tmp_path)
+    for n in (1, 2):
+        logger.log("train", {"loss/train": 0.5 / n, "lr": 5e-7}, examples=4 * n, updates=n)
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == n
+    logger.log("eval", {"loss/eval": 0.1}, examples=8, updates=2)
+
+    FileLogger(tmp_path).log("eval", {"loss/eval": 0.2}, examples=8, updates=2)  # another one appends
+
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        {"split": "train", "examples": 4, "updates": 1, "loss/train": 0.5, "lr": 5e-7},
+        {"split": "train", "examples": 8, "updates": 2, "loss/train": 0.25, "lr": 5e-7},
+        {"split": "eval", "examples": 8, "updates": 2, "loss/eval": 0.1},
+        {"split": "eval", "examples": 8, "updates": 2, "loss/eval": 0.2},
+    ]
+
+
+def test_samples_are_kept_for_programs_and_for_eyes(tmp_path):
+    samples = [
+        Sample("\n\nHuman: Où?\n\nAssistant:", " Là,\nsur la table.", " Non."),
+        Sample("\n\nHuman: Hi\n\nAssistant:", " Hello.", None),  # SFT has no reference
+    ]
+    FileLogger(tmp_path).log_samples(samples, examples=32)
+
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert rows == [{"examples": 32, **s._asdict()} for s in samples]
+    assert (tmp_path / "samples.txt").read_text(encoding="utf-8").splitlines() == [
+        f"{'=' * 30} after 32 examples {'=' * 30}",
+        *("Human: Où?", "", "Assistant:", "--- policy ---", "Là,", "sur la table.", "--- reference ---", "Non.", ""),
+        f"{'=' * 30} after 32 examples {'=' * 30}",
+        *("Human: Hi", "", "Assistant:", "--- policy ---", "Hello.", ""),
+    ]
+
+
+def test_several_loggers_all_get_everything_and_the_null_logger_takes_it_too(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    loggers = Loggers(NullLogger(), *map(FileLogger, folders))
+    loggers.log("eval", {"loss/eval": 1.0}, examples=0, updates=0)
+    loggers.log_samples([Sample("p", "x", None)], examples=0)
+    loggers.close()
+
+    for folder in folders:
+        assert {file.name for file in folder.iterdir()} == {"metrics.jsonl", "samples.jsonl", "samples.txt"}
+
+
+WANDB_RUN = """
+import sys
+from pathlib import Path
+from metrics import Sample, WandbLogger
+logger = WandbLogger(name="n", project="p", entity=None, config={"lr": 1}, run_dir=Path(sys.argv[1]), interval=0.0)
+logger.log("train", {"loss/train": 0.5}, examples=4, updates=1)
+logger.log_samples([Sample("p", "x", "y")], examples=4)
+logger.close()
+print("the run went on")
+"""
+
+
+def test_wandb_without_key_and_terminal_goes_offline_and_says_how_to_upload(tmp_path):
+    result = run_script(
+        "-c", WANDB_RUN, str(tmp_path), PYTHONPATH=str(ROOT), HOME=str(tmp_path), NETRC=str(tmp_path / "netrc")
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "the run went on"
+    folder = re.search(r"logging offline; upload with: wandb sync (\S+)", result.stdout)[1]
+    assert folder.startswith(str(tmp_path / "wandb" / "offline-run-"))
+    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_wandb_gets_training_metrics_at_most_every_interval_and_every_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    clock = iter([100.0, 100.5, 100.6, 101.0, 101.9, 102.0])
+    monkeypatch.setattr("metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    logger = WandbLogger(name="n", project="p", entity=None, config={}, run_dir=tmp_path, interval=1.0)
+    logged = []
+    monkeypatch.setattr(logger.run, "log", logged.append)
+
+    for i, split in enumerate(["train", "train", "eval", "train", "train", "train"]):
+        logger.log(split, {f"loss/{split}": 0.5}, examples=4 * i, updates=i)
+    logger.close()
+
+    assert [(m["counters/examples"], m["counters/updates"]) for m in logged] == [(0, 0), (8, 2), (12, 3), (20, 5)]
+    assert logged[1] == {"loss/eval": 0.5, "counters/examples": 8, "counters/updates": 2}
+
+
+def test_in_a_log_file_progress_is_plain_lines_at_most_every_interval(capsys):
+    progress = Progress(interval=1000.0, silent=False)
+    for n in progress.over([4, 8, 12], total=3, what="train"):
+        list(progress.over([1, 2], total=2, what="evaluate"))
+        progress.train({"loss/train": 0.123456789, "examples_per_second": 3.0}, examples=n)
+    progress.line("saved")
+
+    captured = capsys.readouterr()
+    assert captured.out == (
+        "train stats after 4 examples: {'loss/train': '0.12346', 'examples_per_second': '3'}\nsaved\n"
+    )
+    assert captured.err == ""
+
+
+def test_ranks_other_than_0_are_silent(capsys):
+    progress = Progress(interval=0.0, silent=True)
+    assert list(progress.over([4], total=1, what="train")) == [4]
+    progress.train({"loss/train": 0.1, "examples_per_second": 3.0}, examples=4)
+    progress.line("saved")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_peak_memory_is_in_units_of_1e9_bytes():
+    assert 0.1 < peak_memory_gb() < 500  # a process that has imported torch

@@ -1,0 +1,205 @@
+"""Models are loaded without dropout and without guesses; a batch's log-probabilities are those of its rows alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from conftest import GOLDEN
+from safetensors.torch import load_file, save_file
+
+import models
+from losses import IGNORE_INDEX
+from tokenization import get_collate_fn, tokenize_batch_element
+from utils import InputError
+
+TINY_LLAMA = str(GOLDEN / "tiny-llama")
+SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+WITH_DROPOUT = {
+    "gpt2": transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32),  # its default: 0.1
+    "gpt_neox": transformers.GPTNeoXConfig(**SMALL, intermediate_size=32, attention_dropout=0.3, hidden_dropout=0.2),
+    "opt": transformers.OPTConfig(
+        **SMALL, ffn_dim=32, word_embed_proj_dim=16, dropout=0.2, attention_dropout=0.2, layerdrop=0.5
+    ),
+    "bloom": transformers.BloomConfig(**SMALL, hidden_dropout=0.2, attention_dropout=0.2),
+    "llama": transformers.LlamaConfig(**SMALL, intermediate_size=32, attention_dropout=0.3),
+}
+
+
+def batch_of(tokenizer, pairs: list[tuple[str, str, str]], max_length: int = 64):
+    rows = [tokenize_batch_element(*pair, "keep_start", tokenizer, max_length, max_length // 2) for pair in pairs]
+    return get_collate_fn(tokenizer)(rows)
+
+
+@pytest.fixture(scope="module")
+def batch(tokenizer):
+    """Two pairs of which every text has another length, so everything is padded somewhere."""
+    return batch_of(
+        tokenizer,
+        [
+            ("\n\nHuman: Where?\n\nAssistant:", " Here, on the desk.", " No."),
+            ("\n\nHuman: Who has seen the red umbrella?\n\nAssistant:", " I.", " Nobody has seen it, and who cares?"),
+        ],
+    )
+
+
+@pytest.mark.parametrize("family", WITH_DROPOUT)
+def test_training_forwards_are_evaluation_forwards_bit_for_bit(family, tmp_path):
+    torch.manual_seed(0)
+    as_published = transformers.AutoModelForCausalLM.from_config(WITH_DROPOUT[family], attn_implementation="eager")
+    as_published.save_pretrained(tmp_path)
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        random = (as_published.train()(ids).logits, as_published.eval()(ids).logits)
+        model = models.load_model(str(tmp_path), dtype=torch.float32)
+        ours = (model.train()(ids).logits, model.eval()(ids).logits)
+
+    assert not torch.equal(*random)  # or there would be nothing to switch off
+    assert torch.equal(*ours)
+    assert torch.equal(ours[1], random[1])
+
+
+def test_one_forward_over_both_scores_each_text_as_if_it_were_alone(tiny_llama, tokenizer, batch):
+    chosen, rejected = models.concatenated_forward(tiny_llama, batch)
+
+    for side, logps in (("chosen", chosen), ("rejected", rejected)):
+        for i, prompt in enumerate(batch["prompt"]):
+            prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            response = tokenizer(batch[f"{side}_response_only"][i], add_special_tokens=False)["input_ids"]
+            response.append(tokenizer.eos_token_id)
+            log_softmax = tiny_llama(torch.tensor([prompt_ids + response])).logits[0].log_softmax(-1)
+            alone = sum(log_softmax[len(prompt_ids) + t - 1, token].item() for t, token in enumerate(response))
+            assert logps[i].item() == pytest.approx(alone, rel=1e-5)
+    torch.testing.assert_close(models.chosen_logps(tiny_llama, batch), chosen, rtol=1e-5, atol=0)
+
+
+def test_what_stands_in_the_padding_does_not_matter(tiny_llama, batch):
+    other = copy.deepcopy(batch)
+    for side in ("chosen", "rejected"):
+        padding = other[f"{side}_attention_mask"] == 0
+        assert padding.any()
+        other[f"{side}_input_ids"][padding] = 7
+    for ours, theirs in zip(
+        models.concatenated_forward(tiny_llama, batch), models.concatenated_forward(tiny_llama, other), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64(tiny_llama, batch):
+    ids, mask, labels = (batch[f"chosen_{key}"] for key in ("input_ids", "attention_mask", "labels"))
+    half = copy.deepcopy(tiny_llama).bfloat16()
+    double = copy.deepcopy(tiny_llama).double()
+
+    def summed(logits: torch.Tensor) -> torch.Tensor:
+        scored = labels[:, 1:] != IGNORE_INDEX
+        picked = logits[:, :-1].log_softmax(-1).gather(2, labels[:, 1:, None].clamp(min=0)).squeeze(2)
+        return (picked * scored).sum(1)
+
+    logits = half(ids, attention_mask=mask).logits
+    assert logits.dtype == torch.bfloat16
+    ours = models.sequence_logps(half, ids, mask, labels)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, summed(logits.float()), rtol=1e-6, atol=0)
+    assert not torch.allclose(ours, summed(logits).float(), rtol=1e-4, atol=0)
+
+    ours = models.sequence_logps(double, ids, mask, labels)
+    assert ours.dtype == torch.float64
+    torch.testing.assert_close(ours, summed(double(ids, attention_mask=mask).logits), rtol=1e-13, atol=0)
+
+
+class IdsInsteadOfText:
+    """Stands in for the tokenizer, to see how many tokens were sampled."""
+
+    pad_token_id = 0
+
+    def batch_decode(self, ids, *, skip_special_tokens):
+        return ids
+
+
+def test_sampling_depends_on_its_seed_alone_and_leaves_the_random_state(tiny_llama, tokenizer, batch):
+    def texts(seed: int) -> list[str]:
+        return models.sample(tiny_llama, batch, tokenizer, max_length=50, seed=seed)
+
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = texts(5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+    torch.manual_seed(2)
+    assert texts(5) == first
+    assert texts(6) != first
+    assert len(first) == len(batch["prompt"])
+    assert not any(prompt in text for prompt, text in zip(batch["prompt"], first, strict=True))
+
+
+@pytest.mark.parametrize("models_own_limit", [None, 2])
+def test_samples_end_at_max_length_with_the_prompt(models_own_limit, tiny_llama, batch):
+    model = copy.deepcopy(tiny_llama)
+    model.generation_config.max_new_tokens = models_own_limit  # some published models come with one
+    n_prompt = batch["prompt_input_ids"].shape[1]
+
+    ids = models.sample(model, batch, IdsInsteadOfText(), max_length=n_prompt + 6, seed=0)
+
+    assert ids.shape == (2, 6)
+
+
+def test_missing_weights_are_an_error_not_random_numbers(tmp_path):
+    shutil.copytree(TINY_LLAMA, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+
+    with pytest.raises(InputError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
+        models.load_model(str(tmp_path / "model"), dtype=torch.float32)
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path):
+    nowhere = str(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=f"model '{nowhere}' cannot be loaded"):
+        models.load_model(nowhere, dtype=torch.float32)
+    with pytest.raises(InputError, match=f"tokenizer '{nowhere}' cannot be loaded"):
+        models.load_tokenizer(nowhere)
+
+
+def test_random_init_draws_the_same_weights_for_the_same_seed(tiny_llama):
+    def weights(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        model = models.load_model(TINY_LLAMA, dtype=dtype, random_init=True, seed=seed)
+        return model.model.layers[0].mlp.up_proj.weight
+
+    state = torch.get_rng_state()
+    first = weights(3)
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(weights(3), first)
+    assert not torch.equal(weights(4), first)
+    assert not torch.equal(tiny_llama.model.layers[0].mlp.up_proj.weight, first)
+    # a reference in another dtype is the policy, rounded
+    assert torch.equal(weights(3, torch.bfloat16), first.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_have_the_dtype_that_was_asked_for(dtype):
+    assert {p.dtype for p in models.load_model(TINY_LLAMA, dtype=dtype).parameters()} == {dtype}
+
+
+def tokenizer_without(tmp_path, *names: str) -> str:
+    folder = shutil.copytree(TINY_LLAMA, tmp_path / "tokenizer")
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        settings = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({k: v for k, v in settings.items() if k not in names}))
+    return str(folder)
+
+
+def test_a_tokenizer_without_pad_token_pads_with_eos(tmp_path):
+    tokenizer = models.load_tokenizer(tokenizer_without(tmp_path, "pad_token"))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path):
+    with pytest.raises(InputError, match="has no EOS token"):
+        models.load_tokenizer(tokenizer_without(tmp_path, "pad_token", "eos_token"))

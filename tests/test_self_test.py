@@ -1,0 +1,96 @@
+"""Step 0 lets sound runs through and stops the others with the likely cause."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from self_test import self_test
+from tokenization import get_collate_fn, tokenize_batch_element
+from utils import InputError
+
+DPO = {"beta": 0.1, "label_smoothing": 0, "reference_free": False}
+
+
+@pytest.fixture(scope="module")
+def batch(tokenizer):
+    pairs = [
+        ("\n\nHuman: Where?\n\nAssistant:", " Here.", " No."),
+        ("\n\nHuman: Who?\n\nAssistant:", " I.", " Not me."),
+    ]
+    return get_collate_fn(tokenizer)(
+        [tokenize_batch_element(*pair, "keep_start", tokenizer, 64, 32) for pair in pairs],
+    )
+
+
+@pytest.fixture
+def policy(tiny_llama):
+    return copy.deepcopy(tiny_llama)
+
+
+def check(policy, reference, batch, name="dpo", options=DPO, same_dtype=True) -> str:
+    (note,) = self_test(policy, reference, batch, loss_name=name, loss_options=options, same_dtype=same_dtype)
+    return note
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "first_loss"),
+    [
+        ("dpo", DPO, "0.693147"),  # ln 2
+        ("dpo", DPO | {"label_smoothing": 0.2}, "0.693147"),
+        ("ipo", {"beta": 0.1}, "25.000000"),  # (1 / (2 * 0.1))^2
+    ],
+)
+def test_equal_models_pass_with_the_loss_that_agreement_gives(name, options, first_loss, policy, tiny_llama, batch):
+    note = check(policy, tiny_llama, batch, name, options)
+    assert note.startswith(f"self-test passed: first loss {first_loss}, rewards within 0 of 0")
+
+
+def test_reference_free_passes_with_the_policys_own_loss(policy, tiny_llama, batch):
+    note = check(policy, tiny_llama, batch, options=DPO | {"reference_free": True})
+    assert note.startswith("self-test passed: first loss")
+    assert "0.693147" not in note  # the reference is not there to cancel the policy's preference
+
+
+def test_sft_needs_no_reference(policy, batch):
+    sft_batch = {key: value for key, value in batch.items() if not key.startswith("rejected")}
+    assert check(policy, None, sft_batch, "sft", {}).startswith("self-test passed")
+
+
+def test_it_leaves_the_policy_ready_to_train(policy, tiny_llama, batch):
+    before = copy.deepcopy(policy.state_dict())
+    policy.eval()
+    check(policy, tiny_llama, batch)
+
+    assert policy.training
+    assert all(p.requires_grad and p.grad is None for p in policy.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+
+
+def test_dropout_is_found(policy, tiny_llama, batch):
+    policy.model.layers[1].self_attn.attention_dropout = 0.5
+    with pytest.raises(InputError, match=r"differ by .*dropout.* in LlamaForCausalLM"):
+        check(policy, tiny_llama, batch)
+
+
+@pytest.mark.parametrize("who", ["policy", "reference"])
+def test_broken_weights_are_found_and_whose_they_are(who, policy, tiny_llama, batch):
+    broken = copy.deepcopy(tiny_llama)
+    broken.lm_head.weight.data[5] = float("nan")
+    models = (broken, tiny_llama) if who == "policy" else (policy, broken)
+    with pytest.raises(InputError, match=f"log-probabilities of the {who} are not finite"):
+        check(*models, batch)
+
+
+def test_a_reference_with_other_weights_is_found(policy, tiny_llama, batch):
+    policy.lm_head.weight.data *= 1.1
+    with pytest.raises(InputError, match=r"instead of 0, so policy and reference do not hold the same weights"):
+        check(policy, tiny_llama, batch)
+
+
+def test_rewards_of_a_float16_reference_are_explained(policy, tiny_llama, batch):
+    note = check(policy, copy.deepcopy(tiny_llama).half(), batch, same_dtype=False)
+    assert "first rewards are rounding" in note
+    assert "set model.reference_dtype to the policy's" in note

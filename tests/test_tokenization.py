@@ -1,0 +1,198 @@
+"""Texts become token ids, labels and padded batches: what is cut, what is scored, what is filled in.
+
+The tiny tokenizer gives one token to each of "a" 65, "b" 66, " b" 276, " c" 272, " d" 283, " e" 328, "!" 1; EOS is 0.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+from tokenization import (
+    TextEncoder,
+    concatenated_inputs,
+    encode_example,
+    get_collate_fn,
+    tokenize_batch_element,
+    truncate,
+)
+from utils import InputError
+
+
+@pytest.fixture
+def tokenizer_with_pad(tokenizer):
+    """The tiny tokenizer, but its pad token "!" (id 1) is not its EOS, so that the two can be told apart."""
+    copied = copy.deepcopy(tokenizer)
+    copied.pad_token = "!"
+    return copied
+
+
+# truncation: a response's last token, 0, is EOS
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_what_fits_exactly_is_not_cut_even_if_the_prompt_exceeds_its_limit(mode):
+    assert truncate([1, 2, 3], [[7, 8, 0], [9, 0]], mode, max_length=6, max_prompt_length=1) == (
+        [1, 2, 3],
+        [[7, 8, 0], [9, 0]],
+    )
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("keep_start", [1, 2]), ("keep_end", [3, 4])])
+def test_one_token_too_many_cuts_the_prompt_to_its_limit_and_no_less(mode, kept):
+    # 4 + 3 = 7 > 6: dropping one token would do, but the prompt goes to max_prompt_length; the responses stay whole
+    assert truncate([1, 2, 3, 4], [[7, 8, 0], [9, 0]], mode, max_length=6, max_prompt_length=2) == (
+        kept,
+        [[7, 8, 0], [9, 0]],
+    )
+
+
+def test_the_longer_response_decides_for_both():
+    # the first response alone would fit: 4 + 1 <= 6
+    prompt, _ = truncate([1, 2, 3, 4], [[0], [7, 8, 0]], "keep_start", max_length=6, max_prompt_length=2)
+    assert prompt == [1, 2]
+
+
+def test_a_long_response_loses_its_eos_whatever_room_a_short_prompt_leaves():
+    # 1 + 6 > 6; the prompt is short already, so responses go to 6 - 2 = 4, though 5 would fit beside this prompt
+    assert truncate([1], [[7, 8, 9, 10, 11, 0], [5, 0]], "keep_end", max_length=6, max_prompt_length=2) == (
+        [1],
+        [[7, 8, 9, 10], [5, 0]],
+    )
+
+
+# one tokenized pair
+
+
+def test_prompt_is_masked_and_each_response_ends_with_eos(tokenizer):
+    row = tokenize_batch_element("a b", " c", " d e", "keep_end", tokenizer, max_length=9, max_prompt_length=4)
+
+    assert row == {
+        "prompt": "a b",
+        "prompt_input_ids": [65, 276],
+        "prompt_attention_mask": [1, 1],
+        "chosen": "a b c",
+        "chosen_response_only": " c",
+        "chosen_input_ids": [65, 276, 272, 0],
+        "chosen_attention_mask": [1, 1, 1, 1],
+        "chosen_labels": [-100, -100, 272, 0],
+        "rejected": "a b d e",
+        "rejected_response_only": " d e",
+        "rejected_input_ids": [65, 276, 283, 328, 0],
+        "rejected_attention_mask": [1, 1, 1, 1, 1],
+        "rejected_labels": [-100, -100, 283, 328, 0],
+    }
+
+
+def test_a_cut_row_has_labels_and_mask_of_the_cut_length(tokenizer):
+    # prompt of 3, longer response of 4 with EOS, 7 > 5: prompt to its last 2, still 6 > 5, responses to 5 - 2 = 3
+    row = tokenize_batch_element("a b c", " d e d", " b", "keep_end", tokenizer, max_length=5, max_prompt_length=2)
+
+    assert row["prompt_input_ids"] == [276, 272]
+    assert row["chosen_input_ids"] == [276, 272, 283, 328, 283]  # no EOS left
+    assert row["chosen_labels"] == [-100, -100, 283, 328, 283]
+    assert row["rejected_labels"] == [-100, -100, 276, 0]
+    assert row["rejected_attention_mask"] == [1, 1, 1, 1]
+    assert row["chosen"] == "a b c d e d"  # the texts stay whole
+
+
+def test_prompt_and_response_are_tokenized_apart(tokenizer):
+    assert tokenizer("ab")["input_ids"] == [442]  # together they would be one token
+    row = tokenize_batch_element("a", "b", "b", "keep_start", tokenizer, max_length=9, max_prompt_length=4)
+    assert row["chosen_input_ids"] == [65, 66, 0]
+
+
+def test_no_special_tokens_are_added_but_the_final_eos(tokenizer):
+    adds_bos = copy.deepcopy(tokenizer)
+    adds_bos.backend_tokenizer.post_processor = TemplateProcessing(single="! $A !", special_tokens=[("!", 1)])
+    assert adds_bos("a")["input_ids"] == [1, 65, 1]
+
+    row = tokenize_batch_element("a", " b", " c", "keep_start", adds_bos, max_length=9, max_prompt_length=4)
+
+    assert row["chosen_input_ids"] == [65, 276, 0]
+
+
+@pytest.mark.parametrize("place", ["prompt", "chosen", "rejected"])
+def test_eos_inside_a_text_is_an_error_that_shows_the_text(tokenizer, place):
+    texts = {"prompt": "a", "chosen": " b", "rejected": " c", place: "guilty <|endoftext|> text"}
+    with pytest.raises(InputError, match=r"<\|endoftext\|>.*guilty <\|endoftext\|> text"):
+        tokenize_batch_element(
+            **texts, truncation_mode="keep_end", tokenizer=tokenizer, max_length=9, max_prompt_length=4
+        )
+
+
+def test_eos_that_a_chat_template_wrote_is_kept(tokenizer):
+    row = encode_example(
+        "a<|endoftext|>",
+        {"chosen": " b"},
+        TextEncoder(tokenizer),
+        truncation_mode="keep_start",
+        max_length=9,
+        max_prompt_length=4,
+        rendered=True,
+    )
+    assert row["chosen_input_ids"] == [65, 0, 276, 0]
+    assert row["chosen_labels"] == [-100, -100, 276, 0]
+
+
+def test_an_unknown_truncation_mode_is_an_error_that_lists_the_choices(tokenizer):
+    with pytest.raises(InputError, match=r"'keep_middle'.*keep_start.*keep_end"):
+        tokenize_batch_element("a", " b", " c", "keep_middle", tokenizer, max_length=9, max_prompt_length=4)
+
+
+def test_texts_tokenized_ahead_give_the_same_ids(tokenizer):
+    encode = TextEncoder(tokenizer)
+    assert encode.largest_id() == -1
+    encode.prime(["a b", " e", "", "a b"], chunk=2)
+    assert encode.largest_id() == 328
+    encode.tokenizer = None  # whatever is not remembered fails from here on
+    assert [encode(text) for text in ("a b", " e", "")] == [[65, 276], [328], []]
+
+
+# batches
+
+
+def test_rows_are_padded_right_and_prompts_left(tokenizer_with_pad):
+    limits = {"max_length": 9, "max_prompt_length": 4}
+    rows = [
+        tokenize_batch_element("a b", " c", " d e", "keep_end", tokenizer_with_pad, **limits),
+        tokenize_batch_element("a", " b c d", " e", "keep_end", tokenizer_with_pad, **limits),
+    ]
+
+    batch = get_collate_fn(tokenizer_with_pad)(rows)
+
+    tensors = {key: value.tolist() for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    assert tensors == {
+        "prompt_input_ids": [[65, 276], [1, 65]],
+        "prompt_attention_mask": [[1, 1], [0, 1]],
+        "chosen_input_ids": [[65, 276, 272, 0, 1], [65, 276, 272, 283, 0]],
+        "chosen_attention_mask": [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
+        "chosen_labels": [[-100, -100, 272, 0, -100], [-100, 276, 272, 283, 0]],
+        "rejected_input_ids": [[65, 276, 283, 328, 0], [65, 328, 0, 1, 1]],
+        "rejected_attention_mask": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]],
+        "rejected_labels": [[-100, -100, 283, 328, 0], [-100, 328, 0, -100, -100]],
+    }
+    assert {batch[key].dtype for key in tensors} == {torch.int64}
+    assert batch["prompt"] == ["a b", "a"]
+    assert batch["chosen"] == ["a b c", "a b c d"]
+    assert batch["rejected_response_only"] == [" d e", " e"]
+
+
+def test_chosen_and_rejected_rows_are_stacked_at_one_length():
+    def rows(ids: list, mask: list, labels: list) -> list[torch.Tensor]:
+        return [torch.tensor([values]) for values in (ids, mask, labels)]
+
+    keys = ("input_ids", "attention_mask", "labels")
+    batch = {f"chosen_{k}": v for k, v in zip(keys, rows([5, 6], [1, 1], [-100, 6]), strict=True)}
+    batch |= {f"rejected_{k}": v for k, v in zip(keys, rows([5, 7, 8], [1, 1, 1], [-100, 7, 8]), strict=True)}
+
+    both = concatenated_inputs(batch)
+
+    assert {key: value.tolist() for key, value in both.items()} == {
+        "concatenated_input_ids": [[5, 6, 0], [5, 7, 8]],
+        "concatenated_attention_mask": [[1, 1, 0], [1, 1, 1]],
+        "concatenated_labels": [[-100, 6, -100], [-100, 7, 8]],
+    }

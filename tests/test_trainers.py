@@ -1,0 +1,339 @@
+"""The training loop: what an update is, when the run evaluates and saves, and what it writes down."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from conftest import GOLDEN, ROOT, metrics_of, write_rows
+
+import train  # noqa: F401  (registers the config's resolvers)
+from checkpoint import load_archive
+from metrics import FileLogger
+from trainers import BasicTrainer
+from utils import InputError
+
+DPO = ("loss=dpo", "loss.beta=0.1")
+SFT = ("loss=sft",)
+IN_PLAIN_SIGHT = ("warmup_steps=0", "optimizer=SGD", "lr=1.0", "max_grad_norm=1e9")  # an update is minus the gradient
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """16 training pairs and 4 test pairs in HH's format, of different lengths."""
+    folder = tmp_path_factory.mktemp("data")
+    things = ("umbrella", "map", "spoon", "key", "notebook", "coat", "pump", "kettle")
+
+    def row(i: int) -> dict[str, str]:
+        prompt = f"\n\nHuman: Where is the {things[i % 8]} number {i}?\n\nAssistant:"
+        return {
+            "chosen": f"{prompt} On the desk{', I think' * (i % 3)}.",
+            "rejected": f"{prompt} Go {'away ' * (i % 4)}!",
+        }
+
+    write_rows(folder / "train.jsonl", [row(i) for i in range(16)])
+    write_rows(folder / "test.jsonl", [row(i) for i in range(16, 20)])
+    return folder
+
+
+@pytest.fixture
+def make_trainer(data, tiny_llama, tmp_path):
+    """A trainer on copies of the tiny Llama, from the real config with a few overrides."""
+
+    def make(*overrides: str, run: str = "run", dtype: torch.dtype = torch.float32) -> BasicTrainer:
+        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+            config = hydra.compose(
+                "config",
+                [
+                    "exp_name=test",
+                    f"local_run_dir={tmp_path / run}",
+                    f"model.name_or_path={GOLDEN / 'tiny-llama'}",
+                    "model.reference_dtype=float32",
+                    f"dataset_sources.hh={data}",
+                    "eval_batch_size=4",
+                    "n_eval_examples=4",
+                    "max_length=64",
+                    "max_prompt_length=32",
+                    "sample_during_eval=false",
+                    "minimum_log_interval_secs=0",
+                    "wandb.enabled=false",
+                    *overrides,
+                ],
+            )
+        (tmp_path / run).mkdir()
+        policy, reference = (copy.deepcopy(tiny_llama).to(dtype) for _ in range(2))
+        return BasicTrainer(
+            policy,
+            config,
+            config.seed,
+            config.local_run_dir,
+            reference_model=None if config.loss.name == "sft" else reference,
+        )
+
+    return make
+
+
+def flat_weights(trainer: BasicTrainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
+
+
+def update(trainer: BasicTrainer) -> tuple[torch.Tensor, dict[str, float]]:
+    """What one update adds to the weights, and its metrics."""
+    before = flat_weights(trainer)
+    metrics = trainer.train_step(next(trainer.train_iterator))
+    return flat_weights(trainer) - before, metrics
+
+
+# --- an update -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", [SFT, DPO])
+def test_gradient_accumulation_changes_nothing_but_memory(loss, make_trainer):
+    at_once, of_four = (
+        update(
+            make_trainer(
+                *loss,
+                *IN_PLAIN_SIGHT,
+                "batch_size=8",
+                f"gradient_accumulation_steps={steps}",
+                run=f"run{steps}",
+                dtype=torch.float64,
+            )
+        )
+        for steps in (1, 4)
+    )
+
+    assert at_once[0].norm() > 0.1
+    assert (of_four[0] - at_once[0]).norm() <= 1e-6 * at_once[0].norm()
+    timings = ("examples_per_second", "tokens_per_second", "memory/peak_gb")
+    assert {k: v for k, v in of_four[1].items() if k not in timings} == pytest.approx(
+        {k: v for k, v in at_once[1].items() if k not in timings}, rel=1e-6, abs=1e-12
+    )
+
+
+def test_an_update_is_a_step_against_the_gradient_of_the_mean_loss(make_trainer):
+    trainer = make_trainer(*SFT, *IN_PLAIN_SIGHT, dtype=torch.float64)
+    batch = next(trainer.train_iterator)
+    model = copy.deepcopy(trainer.policy)
+    loss = 0
+    for i in range(4):  # one example at a time, without its padding
+        n = int(batch["chosen_attention_mask"][i].sum())
+        ids, labels = batch["chosen_input_ids"][i, :n], batch["chosen_labels"][i, :n]
+        log_softmax = model(ids[None]).logits[0].log_softmax(-1)
+        loss -= sum(log_softmax[t - 1, labels[t]] for t in range(1, n) if labels[t] != -100) / 4
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    before = flat_weights(trainer)
+
+    metrics = trainer.train_step(batch)
+
+    assert metrics["loss/train"] == pytest.approx(loss.item(), rel=1e-12)
+    torch.testing.assert_close(flat_weights(trainer), before - gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_clipping_is_by_global_norm_and_the_norm_before_it_is_reported(make_trainer):
+    free, free_metrics = update(make_trainer(*SFT, *IN_PLAIN_SIGHT, run="free", dtype=torch.float64))
+    clipped, metrics = update(make_trainer(*SFT, *IN_PLAIN_SIGHT, "max_grad_norm=0.5", dtype=torch.float64))
+
+    assert free.norm().item() == pytest.approx(free_metrics["grad_norm"], rel=1e-9)  # lr is 1
+    assert metrics["grad_norm"] == pytest.approx(free_metrics["grad_norm"], rel=1e-9)
+    assert metrics["grad_norm"] > 1
+    torch.testing.assert_close(clipped, free * (0.5 / free.norm()), rtol=1e-5, atol=1e-12)
+
+
+def test_the_learning_rate_rises_to_its_value_over_the_warmup_and_stays(make_trainer):
+    trainer = make_trainer(
+        *SFT, "optimizer=SGD", "lr=0.04", "warmup_steps=3", "max_grad_norm=0.01", "batch_size=2", dtype=torch.float64
+    )
+    updates = [update(trainer) for _ in range(6)]
+
+    expected = [0.01, 0.02, 0.03, 0.04, 0.04, 0.04]  # lr * min(1, (update + 1) / (3 + 1))
+    assert [metrics["lr"] for _, metrics in updates] == pytest.approx(expected, rel=1e-12)
+    # every gradient is clipped to norm 0.01, so the length of a step shows the rate that was applied
+    assert [step.norm().item() for step, _ in updates] == pytest.approx([0.01 * lr for lr in expected], rel=1e-3)
+
+
+def test_activation_checkpointing_computes_twice_and_changes_nothing(make_trainer):
+    results = {}
+    for flag in ("false", "true"):
+        trainer = make_trainer(*DPO, *IN_PLAIN_SIGHT, f"activation_checkpointing={flag}", run=flag, dtype=torch.float64)
+        calls = []
+        trainer.policy.model.layers[1].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        results[flag] = (*update(trainer), len(calls))
+
+    plain, checkpointed = results["false"], results["true"]
+    assert (plain[2], checkpointed[2]) == (1, 2)
+    torch.testing.assert_close(checkpointed[0], plain[0], rtol=1e-9, atol=1e-12)
+    assert checkpointed[1]["loss/train"] == pytest.approx(plain[1]["loss/train"], rel=1e-12)
+
+
+def test_the_reference_model_stays_as_it_was(make_trainer, tiny_llama):
+    trainer = make_trainer(*DPO, *IN_PLAIN_SIGHT)
+    update(trainer)
+
+    for ours, original in zip(trainer.reference_model.parameters(), tiny_llama.parameters(), strict=True):
+        assert torch.equal(ours, original)
+        assert ours.grad is None
+    assert not trainer.reference_model.training
+
+
+def test_a_preference_loss_without_reference_model_is_refused(make_trainer, tiny_llama):
+    trainer = make_trainer(*DPO)
+    with pytest.raises(InputError, match="loss=dpo needs a reference model"):
+        BasicTrainer(tiny_llama, trainer.config, 0, trainer.run_dir, data=trainer.data)
+
+
+# --- a run ---------------------------------------------------------------------------------------------------------
+
+
+def checkpoints(run_dir: Path) -> dict[str, str | None]:
+    """The directories of a run, and where its links point."""
+    return {p.name: os.readlink(p) if p.is_symlink() else None for p in run_dir.iterdir() if p.is_dir()}
+
+
+def test_a_run_evaluates_at_0_at_every_multiple_and_at_the_end_and_saves_with_it(make_trainer, capsys):
+    trainer = make_trainer(*DPO, "eval_every=10", "n_examples=12")  # batches of 4
+    trainer.train()
+
+    lines = capsys.readouterr().out
+    assert "warning: eval_every=10 is not a multiple of batch_size=4; evaluating every 8 examples" in lines
+    assert "self-test passed: first loss 0.693147" in lines
+    evaluations = metrics_of(trainer.run_dir, "eval")
+    assert [(e["examples"], e["updates"]) for e in evaluations] == [(0, 0), (8, 2), (12, 3)]
+    assert [u["examples"] for u in metrics_of(trainer.run_dir, "train")] == [4, 8, 12]
+    assert checkpoints(trainer.run_dir).keys() == {"step-8", "step-12", "LATEST", "BEST"}
+    assert os.readlink(trainer.run_dir / "LATEST") == "step-12"
+    for step, evaluation in zip((8, 12), evaluations[1:], strict=True):
+        for name in ("policy", "optimizer", "scheduler"):
+            content = torch.load(trainer.run_dir / f"step-{step}" / f"{name}.pt", weights_only=True)
+            assert content["step_idx"] == step
+            assert content["metrics"].items() <= evaluation.items()
+    saved = torch.load(trainer.run_dir / "LATEST" / "policy.pt", weights_only=True)["state"]
+    assert all(torch.equal(saved[name], value) for name, value in trainer.policy.state_dict().items())
+
+
+def test_a_run_that_ends_on_a_multiple_evaluates_there_once(make_trainer):
+    trainer = make_trainer(*SFT, "eval_every=8", "do_first_eval=false")
+    trainer.train()
+
+    assert [e["examples"] for e in metrics_of(trainer.run_dir, "eval")] == [8, 16]
+
+
+def test_debug_writes_metrics_and_no_checkpoints_and_no_wandb(make_trainer):
+    trainer = make_trainer(*SFT, "debug=true", "wandb.enabled=true", "eval_every=8", "n_examples=12")
+    trainer.train()
+
+    assert isinstance(trainer.logger, FileLogger)
+    assert os.listdir(trainer.run_dir) == ["metrics.jsonl"]
+    assert [e["examples"] for e in metrics_of(trainer.run_dir, "eval")] == [0, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "values"),
+    [
+        (DPO, "rewards_eval/accuracies", [0.99, 0.5, 0.9, 0.7]),  # the highest; step 0 is not a candidate
+        (SFT, "loss/eval", [1.0, 9.0, 3.0, 5.0]),  # the lowest
+        (SFT, "loss/eval", [1.0, 9.0, 3.0, 3.0]),  # the first of equals
+    ],
+)
+def test_best_points_to_the_best_evaluation_and_latest_to_the_last(loss, name, values, make_trainer, monkeypatch):
+    trainer = make_trainer(*loss, "eval_every=4", "n_examples=12", "self_test=false")
+    scripted = iter(values)
+    monkeypatch.setattr(trainer, "evaluate", lambda: {name: next(scripted)})
+
+    trainer.train()
+
+    assert checkpoints(trainer.run_dir) == {
+        **dict.fromkeys(["step-4", "step-8", "step-12"]),
+        "LATEST": "step-12",
+        "BEST": "step-8",
+    }
+
+
+def test_a_saved_run_continues_bit_for_bit_from_its_three_files(make_trainer, tmp_path):
+    options = (*DPO, "optimizer=AdamW", "lr=1e-3", "warmup_steps=4", "batch_size=2")
+    first = make_trainer(*options, run="first")
+    batches = [next(first.train_iterator) for _ in range(4)]
+    for batch in batches[:2]:
+        first.train_step(batch)
+    first.save(tmp_path / "saved", metrics=None)
+    uninterrupted = [first.train_step(batch) for batch in batches[2:]]
+
+    second = make_trainer(*options, run="second")
+    load_archive(second.policy, str(tmp_path / "saved"))
+    for name in ("optimizer", "scheduler"):
+        content = torch.load(tmp_path / "saved" / f"{name}.pt", weights_only=True)
+        getattr(second, name).load_state_dict(content["state"])
+    continued = [second.train_step(batch) for batch in batches[2:]]
+
+    assert torch.equal(flat_weights(second), flat_weights(first))
+    assert [m["lr"] for m in continued] == [m["lr"] for m in uninterrupted] == pytest.approx([6e-4, 8e-4])
+    assert [m["loss/train"] for m in continued] == [m["loss/train"] for m in uninterrupted]
+
+
+LINE = {"split", "examples", "updates"}
+OURS = {"lr", "tokens_per_second", "memory/peak_gb"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "names"),
+    [
+        (SFT, {"logps_{}/chosen", "loss/{}"}),
+        (
+            DPO,
+            {"rewards_{}/chosen", "rewards_{}/rejected", "rewards_{}/accuracies", "rewards_{}/margins"}
+            | {"logps_{}/chosen", "logps_{}/rejected", "loss/{}"},
+        ),
+    ],
+)
+def test_metrics_have_the_references_names_and_samples_are_written(loss, names, make_trainer):
+    trainer = make_trainer(*loss, "n_examples=4", "max_length=36", "sample_during_eval=true", "n_eval_model_samples=1")
+    trainer.train()
+
+    (trained,) = metrics_of(trainer.run_dir, "train")
+    assert trained.keys() == LINE | OURS | {"grad_norm", "examples_per_second"} | {n.format("train") for n in names}
+    assert metrics_of(trainer.run_dir, "eval")[0].keys() == LINE | {n.format("eval") for n in names}
+    # one sample was asked for: rounded up to a whole evaluation batch of 4, at 0 and at the end
+    assert len((trainer.run_dir / "samples.jsonl").read_text().splitlines()) == 8
+    assert ("--- reference ---" in (trainer.run_dir / "samples.txt").read_text()) == (loss is DPO)
+
+
+def test_rewards_and_margins_of_a_batch_belong_together(make_trainer):
+    trainer = make_trainer(*DPO)
+    trainer.policy.lm_head.weight.data *= 1.3  # no longer the reference
+    loss, metrics = trainer.get_batch_metrics(next(trainer.train_iterator), trainer.config.loss, train=True)
+
+    rewards = {side: metrics[f"rewards_train/{side}"] for side in ("chosen", "rejected")}
+    torch.testing.assert_close(metrics["rewards_train/margins"], rewards["chosen"] - rewards["rejected"])
+    assert metrics["rewards_train/accuracies"].tolist() == (rewards["chosen"] > rewards["rejected"]).tolist()
+    # with h the margin over beta, the loss is -log sigmoid(margin)
+    expected = -torch.nn.functional.logsigmoid(metrics["rewards_train/margins"])
+    torch.testing.assert_close(metrics["loss/train"], expected, rtol=1e-4, atol=1e-5)
+    assert loss.item() == pytest.approx(metrics["loss/train"].mean().item(), rel=1e-6)
+    assert loss.requires_grad
+    assert not any(value.requires_grad for value in metrics.values())
+
+
+def test_sampling_and_evaluating_do_not_disturb_training(make_trainer):
+    options = (*SFT, "lr=1e-3", "warmup_steps=0", "n_examples=8", "max_length=36")
+    plain = make_trainer(*options, "do_first_eval=false", "self_test=false", run="plain")
+    disturbed = make_trainer(*options, "eval_every=4", "sample_during_eval=true", run="disturbed")
+    plain.train()
+    disturbed.train()
+
+    assert torch.equal(flat_weights(plain), flat_weights(disturbed))
+
+
+def test_samples_are_the_same_for_the_same_seed_and_number_of_examples(make_trainer):
+    trainer = make_trainer(*SFT, "max_length=36")
+
+    def texts() -> list[str]:
+        return trainer.get_batch_samples(trainer.eval_batches[0])[0]
+
+    first = texts()
+    assert texts() == first
+    trainer.example_counter = 4
+    assert texts() != first

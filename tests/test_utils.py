@@ -1,0 +1,128 @@
+"""The reference's small helpers: each does what its name says, and says so when it cannot."""
+
+from __future__ import annotations
+
+import getpass
+import random
+import re
+import socket
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import utils
+
+
+def test_directories_are_named_but_not_created(tmp_path):
+    present, absent, last = tmp_path / "present", tmp_path / "absent", tmp_path / "last"
+    present.mkdir()
+    user = getpass.getuser()
+
+    assert utils.get_local_dir([str(absent), str(present), str(last)]) == str(present / user)  # the first that exists
+    assert utils.get_local_dir([str(absent), str(last)]) == str(last / user)  # else the last
+    run = utils.get_local_run_dir("a/b", [str(absent), str(last)])
+
+    assert re.fullmatch(rf"{last}/{user}/a/b_\d{{4}}-\d\d-\d\d_\d\d-\d\d-\d\d_\d{{6}}", run)
+    assert list(tmp_path.rglob("*")) == [present]
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HF_HOME"])
+def test_a_cache_named_by_the_environment_wins_over_local_dirs(variable, monkeypatch, tmp_path):
+    for name in ("XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert utils.get_cache_dir([str(tmp_path)]) == str(tmp_path / getpass.getuser())
+    monkeypatch.setenv(variable, "/elsewhere")
+    assert utils.get_cache_dir([str(tmp_path)]) is None
+
+
+def test_pad_to_length_pads_on_the_right_of_one_dimension():
+    two_by_two = torch.tensor([[1, 2], [3, 4]])
+
+    assert utils.pad_to_length(two_by_two, 4, -100).tolist() == [[1, 2, -100, -100], [3, 4, -100, -100]]
+    assert utils.pad_to_length(two_by_two, 3, 0, dim=0).tolist() == [[1, 2], [3, 4], [0, 0]]
+    assert utils.pad_to_length(two_by_two, 1, 0) is two_by_two  # never cuts
+    assert utils.pad_to_length(two_by_two.bool(), 3, 0).dtype == torch.bool
+
+
+def test_the_ranks_slices_partition_a_batch():
+    batch = {"ids": torch.arange(12).view(6, 2), "texts": list("abcdef")}
+
+    parts = [utils.slice_and_move_batch_for_device(batch, rank, 3, "cpu") for rank in range(3)]
+
+    assert [part["texts"] for part in parts] == [["a", "b"], ["c", "d"], ["e", "f"]]
+    assert parts[1]["ids"].tolist() == [[4, 5], [6, 7]]
+    assert utils.slice_and_move_batch_for_device(batch, 0, 2, "meta")["ids"].device.type == "meta"
+    with pytest.raises(ValueError, match="6 rows cannot be cut into 4 equal parts"):
+        utils.slice_and_move_batch_for_device(batch, 0, 4, "cpu")
+
+
+def test_temporarily_seeded_random_gives_the_same_numbers_and_puts_both_states_back():
+    def draw() -> tuple[float, float]:
+        return random.random(), np.random.rand()
+
+    random.seed(1), np.random.seed(1)
+    undisturbed = draw(), draw()
+
+    random.seed(1), np.random.seed(1)
+    first = draw()
+    with utils.TemporarilySeededRandom(np.int64(2**32 - 1)):  # Python 3.11 refuses numpy integers as seeds
+        inside = draw()
+    assert (first, draw()) == undisturbed
+    with utils.TemporarilySeededRandom(2**32 - 1):
+        assert draw() == inside not in undisturbed
+
+
+def test_a_block_class_is_found_by_name_or_the_candidates_are_listed(tiny_llama):
+    assert utils.get_block_class_from_model(tiny_llama, "LlamaDecoderLayer") is type(tiny_llama.model.layers[0])
+    with pytest.raises(utils.InputError, match=r"block_name=GPT2Block .*LlamaForCausalLM.*: LlamaDecoderLayer$"):
+        utils.get_block_class_from_model(tiny_llama, "GPT2Block")
+
+
+def test_formatted_dict_rounds_only_floats():
+    assert utils.formatted_dict({"loss": 0.69314718, "lr": 5e-7, "n": 123456789, "name": "x"}) == {
+        "loss": "0.69315",
+        "lr": "5e-07",
+        "n": 123456789,
+        "name": "x",
+    }
+
+
+def test_an_open_port_can_be_bound():
+    with socket.create_server(("localhost", utils.get_open_port())) as server:
+        assert server.getsockname()[1] > 0
+
+
+def test_gpu_memory_is_one_line_per_gpu_and_none_without(capsys):
+    utils.print_gpu_memory(message="after loading")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == torch.cuda.device_count()
+    assert all(line.startswith("after loading GPU") for line in lines)
+
+
+def test_one_process_gathers_nothing_and_prints(capsys):
+    values = torch.tensor([1.0, 2.0])
+    assert utils.all_gather_if_needed(values, 0, 1) is values
+    utils.rank0_print("here", end="!")
+    assert capsys.readouterr().out == "here!"
+
+
+def _gather_on_one_of_two(rank: int, port: int, folder: str) -> None:
+    utils.init_distributed(rank, 2, port=port, backend="gloo")
+    table = torch.tensor([[1.0, 10.0], [2.0, 20.0]]).T + 100 * rank  # not contiguous, as metrics may be
+    gathered = utils.all_gather_if_needed(table, rank, 2)
+    with open(f"{folder}/{rank}.txt", "w") as out:
+        utils.rank0_print("only rank 0", file=out)
+        print(gathered.tolist(), file=out)
+    dist.destroy_process_group()
+
+
+def test_two_processes_gather_every_rows_in_rank_order_and_one_of_them_prints(tmp_path, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    torch.multiprocessing.spawn(_gather_on_one_of_two, (utils.get_open_port(), str(tmp_path)), nprocs=2)
+
+    rows = "[[1.0, 2.0], [10.0, 20.0], [101.0, 102.0], [110.0, 120.0]]"
+    assert (tmp_path / "0.txt").read_text().splitlines() == ["only rank 0", rows]
+    assert (tmp_path / "1.txt").read_text().splitlines() == [rows]
