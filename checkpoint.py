@@ -15,12 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from distributed import full_tensor
 from utils import InputError
 
 # buffers that transformers stored in 2023 and computes today
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
 RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head
+
+
+def full_state(state: Any) -> Any:
+    """A state dict with every sharded tensor gathered, on the CPU; every process must call it.
+
+    One tensor at a time, so that no device holds the whole model; ranks other than 0 drop what they gathered.
+    """
+    keep = not dist.is_initialized() or dist.get_rank() == 0
+    if isinstance(state, torch.Tensor):
+        gathered = full_tensor(state)
+        return gathered.detach().cpu() if keep else None
+    if isinstance(state, Mapping):
+        return {key: full_state(value) for key, value in state.items()}
+    return state
 
 
 def write_checkpoint(directory: Path, states: Mapping[str, Any], *, step_idx: int, metrics: Mapping | None) -> None:

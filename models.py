@@ -108,8 +108,11 @@ def concatenated_forward(model: torch.nn.Module, batch: Batch) -> tuple[torch.Te
 
 
 @torch.no_grad()
-def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: int) -> list[str]:
-    """One sampled continuation per prompt, up to `max_length` tokens with the prompt. Leaves the random state alone."""
+def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: int, in_step: bool = False) -> list[str]:
+    """One sampled continuation per prompt, up to `max_length` tokens with the prompt. Leaves the random state alone.
+
+    `in_step`: several processes share the model's shards, so each goes on until the last has finished its rows.
+    """
     prompt_ids = batch["prompt_input_ids"]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
@@ -118,6 +121,7 @@ def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: i
             attention_mask=batch["prompt_attention_mask"],
             max_new_tokens=max_length - prompt_ids.shape[1],  # over what the model's generation config may say
             do_sample=True,
+            synced_gpus=in_step,
             pad_token_id=tokenizer.pad_token_id,
         )
     return tokenizer.batch_decode(ids[:, prompt_ids.shape[1] :], skip_special_tokens=True)

@@ -60,6 +60,7 @@ RULES: dict[str, Rule] = {
     "eval_batch_size": COUNT,
     "debug": FLAG,
     "fsdp_port": _or_null(PORT),
+    "world_size": _or_null(COUNT),
     "datasets": NAMES,
     "wandb.enabled": FLAG,
     "wandb.entity": _or_null(TEXT),
@@ -174,6 +175,8 @@ def _combination_problems(sound: Mapping[str, Any], world_size: int) -> Iterator
                 f"{sound['gradient_accumulation_steps']} * {world_size} = {parts}: try batch_size="
                 f"{max(1, round(batch / parts)) * parts}"
             )
+    if sound.get("world_size") not in (None, world_size):
+        yield f"world_size={sound['world_size']} needs a trainer of several processes: trainer=FSDPTrainer"
     if have("eval_batch_size") and sound["eval_batch_size"] % world_size:
         yield f"eval_batch_size={sound['eval_batch_size']} must be divisible by the {world_size} processes"
     if have("max_length", "max_prompt_length") and sound["max_prompt_length"] >= sound["max_length"]:

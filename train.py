@@ -51,27 +51,54 @@ def find_config_problems(config: DictConfig) -> list[str]:
         "model.reference_dtype": DTYPES,
         "model.attn_implementation": ATTENTION,
     }
-    return find_problems(config, choices=choices, data_names=BUILT_IN, world_size=1)
+    return find_problems(config, choices=choices, data_names=BUILT_IN, world_size=_world_size(config))
+
+
+def _world_size(config: DictConfig) -> int:
+    import torch
+
+    from trainers import TRAINERS
+
+    trainer = TRAINERS.get(config.trainer)
+    if trainer is None or not trainer.multi_process:
+        return 1
+    return config.world_size or max(1, torch.cuda.device_count())
 
 
 def run(config: DictConfig) -> None:
-    """Train as a validated config says."""
+    """Train as a validated config says, in as many processes as it asks for."""
+    from distributed import launch
+    from run_directory import create_run_dir
+    from trainers import TRAINERS
+
+    OmegaConf.resolve(config)
+    print(OmegaConf.to_yaml(config), flush=True)
+    run_dir = create_run_dir(config.local_run_dir, OmegaConf.to_container(config))
+    process_group = TRAINERS[config.trainer].multi_process
+    launch(work, _world_size(config), config, run_dir, port=config.fsdp_port, process_group=process_group)
+    print(f"run directory: {run_dir}")
+
+
+def work(rank: int, world_size: int, config: DictConfig, run_dir: Path) -> None:
+    """What one process does: load data and models, train."""
+    import datasets
     import torch
+    import transformers
 
     from losses import LOSSES
     from models import DTYPES, load_model
-    from run_directory import create_run_dir
     from trainers import TRAINERS, load_data
     from utils import get_cache_dir
 
-    OmegaConf.resolve(config)
-    print(OmegaConf.to_yaml(config))
-    run_dir = create_run_dir(config.local_run_dir, OmegaConf.to_container(config))
     torch.manual_seed(config.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
+    if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
 
-    data = load_data(config)
-    data.report.write(run_dir / "preflight.json")
+    data = load_data(config, silent=rank != 0)
+    if rank == 0:
+        data.report.write(run_dir / "preflight.json")
     trainer_class = TRAINERS[config.trainer]
 
     def load(dtype: str) -> Any:
@@ -88,9 +115,8 @@ def run(config: DictConfig) -> None:
 
     policy = load(config.model.policy_dtype)
     reference = load(config.model.reference_dtype) if LOSSES[config.loss.name].uses_reference else None
-    trainer = trainer_class(policy, config, config.seed, run_dir, reference_model=reference, data=data)
+    trainer = trainer_class(policy, config, config.seed, run_dir, reference, rank, world_size, data)
     trainer.train()
-    print(f"run directory: {run_dir}")
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from checkpoint import point, write_checkpoint
+from checkpoint import full_state, point, write_checkpoint
+from distributed import full_tensor, gather_list, shard_fully
 from losses import (
     LOSSES,
     _get_batch_logps,  # noqa: F401  (this and the next two: the reference has them here)
@@ -27,7 +29,7 @@ from metrics import (
     peak_memory_gb,
     reduce_metrics,
 )
-from models import chosen_logps, concatenated_forward, sample
+from models import DTYPES, chosen_logps, concatenated_forward, sample
 from preference_datasets import iterate_batches
 from preflight import TrainingData, prepare_data
 from run_directory import redact
@@ -95,15 +97,19 @@ class BasicTrainer:
 
         if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
             policy.gradient_checkpointing_enable({"use_reentrant": False})
-        self.policy = self.place(policy)
-        self.reference_model = None if reference_model is None else self.place(reference_model.eval())
+        model = config.model
+        self.compute_dtype = (model.fsdp_policy_mp if self.multi_process else None) or model.policy_dtype
+        self.policy = self.place(policy, compute_dtype=DTYPES[self.compute_dtype])
+        self.reference_model = reference_model
+        if reference_model is not None:
+            self.reference_model = self.place(reference_model.eval(), compute_dtype=DTYPES[model.reference_dtype])
         self.optimizer = OPTIMIZERS[config.optimizer](self.policy.parameters(), lr=config.lr)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / (config.warmup_steps + 1))
         )
         self.eval_every = config.eval_every - config.eval_every % config.batch_size
         self.example_counter = self.batch_counter = 0
-        self.best: float | None = None
+        self.best = -math.inf  # quality of the checkpoint that BEST names
 
         self.progress = Progress(interval=config.minimum_log_interval_secs, silent=rank != 0)
         if self.eval_every != config.eval_every:
@@ -121,13 +127,15 @@ class BasicTrainer:
 
     # --- what a subclass may override ------------------------------------------------------------------------------
 
+    multi_process = False  # whether several processes share a run, joined by a process group
+
     @classmethod
     def device_map(cls) -> str | dict | None:
         """Where transformers puts the weights while loading: over all GPUs, on the one, or on the CPU."""
         gpus = torch.cuda.device_count()
         return None if gpus == 0 else {"": 0} if gpus == 1 else "balanced"
 
-    def place(self, model: Any) -> Any:
+    def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         """Distribute a loaded model over devices and processes; here it is where it was loaded."""
         return model
 
@@ -179,7 +187,8 @@ class BasicTrainer:
 
     def clip_gradient(self) -> torch.Tensor:
         """Clip by global norm; the norm before clipping."""
-        return torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
+        return full_tensor(norm)
 
     # --- the loss --------------------------------------------------------------------------------------------------
 
@@ -233,7 +242,7 @@ class BasicTrainer:
         if self.example_counter > 0 and not self.config.debug:
             self.save(metrics=metrics)
             quality = metrics["rewards_eval/accuracies"] if self.loss.uses_reference else -metrics["loss/eval"]
-            if self.best is None or not quality <= self.best:  # so that a NaN gives way
+            if quality > self.best:  # never so for NaN
                 self.best = quality
                 self._point("BEST")
 
@@ -244,6 +253,7 @@ class BasicTrainer:
         self.policy.eval()
         for batch in self.progress.over(self.eval_batches[:n_batches], total=n_batches, what="sample"):
             policy, reference = self.get_batch_samples(self._local_rows(batch))
+            policy, reference = (gather_list(texts, self.world_size) for texts in (policy, reference))
             collected += map(Sample, batch["prompt"], policy, reference or [None] * len(policy))
         return collected
 
@@ -252,17 +262,28 @@ class BasicTrainer:
         seed = np.random.SeedSequence([self.seed, self.example_counter, self.rank]).generate_state(1)[0]
         models = [self.policy, self.reference_model] if self.loss.uses_reference else [self.policy]
         policy, *reference = (
-            sample(model, batch, self.tokenizer, max_length=self.config.max_length, seed=int(seed)) for model in models
+            sample(
+                model,
+                batch,
+                self.tokenizer,
+                max_length=self.config.max_length,
+                seed=int(seed),
+                in_step=self.world_size > 1,
+            )
+            for model in models
         )
         return policy, reference[0] if reference else []
 
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
         """Write policy, optimizer and scheduler to `output_dir`, or to `step-N` in the run, which LATEST then names."""
         directory = Path(output_dir) if output_dir else self._step_dir()
-        states = {"policy": self.policy, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        stateful = {"policy": self.policy, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        states = {name: full_state(part.state_dict()) for name, part in stateful.items()}  # a collective
+        if self.rank != 0:
+            return
         write_checkpoint(
             directory,
-            {name: stateful.state_dict() for name, stateful in states.items()},
+            states,
             step_idx=self.example_counter,
             metrics=metrics,
         )
@@ -283,7 +304,7 @@ class BasicTrainer:
             {key: value[:2] for key, value in rows.items()},
             loss_name=self.config.loss.name,
             loss_options=loss_options(self.config.loss),
-            same_dtype=self.config.model.policy_dtype == self.config.model.reference_dtype,
+            same_dtype=self.compute_dtype == self.config.model.reference_dtype,
         )
         for note in notes:
             self.progress.line(note)
@@ -319,7 +340,8 @@ class BasicTrainer:
         return self.run_dir / f"step-{self.example_counter}"
 
     def _point(self, name: str) -> None:
-        point(self.run_dir / name, self._step_dir())
+        if self.rank == 0:
+            point(self.run_dir / name, self._step_dir())
 
     def _make_logger(self) -> Any:
         if self.rank != 0:
@@ -345,4 +367,17 @@ def loss_options(loss_config: DictConfig) -> dict[str, float | bool]:
     return {key: value for key, value in loss_config.items() if key != "name"}
 
 
-TRAINERS = {trainer.__name__: trainer for trainer in (BasicTrainer,)}
+class FSDPTrainer(BasicTrainer):
+    """Parameters, gradients and optimizer state sharded over all processes, policy and reference alike."""
+
+    multi_process = True
+
+    @classmethod
+    def device_map(cls) -> None:
+        return None  # on the CPU until it is sharded
+
+    def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
+        return shard_fully(model, block_name=self.config.model.block_name, compute_dtype=compute_dtype)
+
+
+TRAINERS = {trainer.__name__: trainer for trainer in (BasicTrainer, FSDPTrainer)}

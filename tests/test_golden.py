@@ -46,8 +46,18 @@ def assert_same(ours: dict, theirs: dict, tolerance: float, where: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("run", ["words-sft", "words-dpo", "words-ipo", "llama-sft", "llama-dpo", "llama-ipo"])
-def test_every_metric_of_the_published_reference(run, tmp_path):
+SHARDED = ("trainer=FSDPTrainer", "world_size=2")
+
+
+@pytest.mark.parametrize(
+    ("run", "overrides"),
+    [
+        *((f"{data}-{loss}", ()) for data in ("words", "llama") for loss in ("sft", "dpo", "ipo")),
+        ("words-dpo", SHARDED),
+        ("words-sft", (*SHARDED, "gradient_accumulation_steps=2")),
+    ],
+)
+def test_every_metric_of_the_published_reference(run, overrides, tmp_path):
     words = run.startswith("words")
     file = (GOLDEN if words else SHARED / "golden") / f"{run}.json"
     if not file.exists():
@@ -55,7 +65,9 @@ def test_every_metric_of_the_published_reference(run, tmp_path):
     golden = json.loads(file.read_text())
     data = GOLDEN / "words" if words else SHARED / "data" / "hh"
 
-    result = train(*command_of(golden, str(data), str(tmp_path / "run")))
+    settings = {o.split("=")[0] for o in overrides}
+    command = [o for o in command_of(golden, str(data), str(tmp_path / "run")) if o.split("=")[0] not in settings]
+    result = train(*command, *overrides)
 
     assert result.returncode == 0, result.stderr
     tolerance = 5e-3 if run.endswith("ipo") else 2e-3

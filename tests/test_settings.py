@@ -1,0 +1,289 @@
+"""The config: its defaults, and what is said about a value that cannot work, all of it at once."""
+
+from __future__ import annotations
+
+import re
+
+import hydra
+import pytest
+import yaml
+from conftest import ROOT
+from omegaconf import DictConfig
+
+import train  # noqa: F401  (registers the config's resolvers)
+from settings import RULES, did_you_mean, find_problems, flatten
+
+CONFIG = ROOT / "config"
+CHOICES = {
+    "trainer": ("BasicTrainer",),
+    "optimizer": ("RMSprop", "SGD"),
+    "loss.name": ("dpo", "ipo", "sft"),
+    "model.policy_dtype": ("float32", "bfloat16"),
+    "model.fsdp_policy_mp": ("float32", "bfloat16"),
+    "model.reference_dtype": ("float32", "bfloat16", "float16"),
+    "model.attn_implementation": ("eager", "sdpa"),
+}
+COMPLETE = ("exp_name=x", "model.name_or_path=gpt2", "loss=dpo", "loss.beta=0.1")
+
+
+def compose(*overrides: str) -> DictConfig:
+    with hydra.initialize_config_dir(str(CONFIG), version_base="1.3"):
+        return hydra.compose("config", list(overrides))
+
+
+def problems(*overrides: str, complete: tuple[str, ...] = COMPLETE, world_size: int = 1) -> list[str]:
+    return find_problems(
+        compose(*complete, *overrides), choices=CHOICES, data_names=("hh", "shp", "se"), world_size=world_size
+    )
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("loss=sft",),
+        ("loss=ipo", "loss.beta=1"),
+        ("loss.label_smoothing=0.499", "loss.reference_free=true"),
+        ("batch_size=64", "gradient_accumulation_steps=16", "eval_every=64"),
+        ("max_length=2", "max_prompt_length=1"),
+        ("n_epochs=null", "n_examples=1"),
+        ("n_epochs=1", "n_examples=1"),
+        ("warmup_steps=0", "minimum_log_interval_secs=0", "seed=4294967295"),
+        ("exp_name=group/run..1",),
+        ("datasets=[hh,mine]", "+dataset_sources.mine=/data"),
+        ("datasets=[mine]", "+dataset_sources.mine={path: me/data, revision: main}"),
+    ],
+)
+def test_what_can_run_has_no_problems(overrides):
+    assert problems(*overrides) == []
+
+
+def test_all_problems_are_told_at_once_with_value_and_fix():
+    assert problems(
+        "batch_size=6",
+        "gradient_accumulation_steps=4",
+        "eval_every=5",
+        "debug=maybe",
+        "datasets=[hh,mine]",
+        "lr=-1",
+        "max_length=256",
+        "n_epochs=null",
+        "trainer=BasicTrainr",
+        "loss=dpo",
+        "loss.label_smoothing=0.5",
+        complete=(),
+    ) == [
+        "exp_name is not set: exp_name=NAME names the run",
+        "debug=maybe must be true or false",
+        "lr=-1 must be a number above 0",
+        "trainer=BasicTrainr is not one of BasicTrainer",
+        "model.name_or_path is not set: choose model=pythia28 or another of config/model, "
+        "or give model.name_or_path=DIR_OR_HUB_ID",
+        "loss.beta is not set: loss.beta=0.1 is the paper's choice; the smaller, the further from the reference",
+        "loss.label_smoothing=0.5 must be a number in [0, 0.5): the fraction of flipped pairs",
+        "batch_size=6 must be divisible by gradient_accumulation_steps * processes = 4 * 1 = 4: try batch_size=8",
+        "max_prompt_length=256 must be below max_length=256, or no token is left for a response",
+        "n_epochs and n_examples are both null, so training would never end: give one of them",
+        "eval_every=5 (examples) must be at least batch_size=6",
+        "datasets names 'mine', which is none of hh, shp, se: "
+        "say where it is with dataset_sources.mine=DIR_FILE_OR_HUB_ID",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+lrr=1", "unknown key lrr: did you mean lr?"),
+        ("+model.name_or_pth=gpt2", "unknown key model.name_or_pth: did you mean model.name_or_path?"),
+        ("+zzz=1", "unknown key zzz; `python train.py --cfg job` shows all keys"),
+        ("exp_name=???", "exp_name is not set: exp_name=NAME"),
+        ("loss.beta=???", "loss.beta is not set: loss.beta=0.1"),
+        ("model.name_or_path=???", "model.name_or_path is not set: choose model=pythia28"),
+        ("datasets=[hhh]", "datasets names 'hhh', which is none of hh, shp, se"),
+        ("trainer=Trainer", "trainer=Trainer is not one of BasicTrainer"),
+        ("optimizer=AdmW", "optimizer=AdmW is not one of RMSprop, SGD"),
+        ("loss.name=dpoo", "loss.name=dpoo is not one of dpo, ipo, sft"),
+        ("model.policy_dtype=fp32", "model.policy_dtype=fp32 is not one of bfloat16, float32"),
+        ("model.reference_dtype=half", "model.reference_dtype=half is not one of bfloat16, float16, float32"),
+        ("model.attn_implementation=fast", "model.attn_implementation=fast is not one of eager, sdpa"),
+        ("gradient_accumulation_steps=3", "batch_size=4 must be divisible by gradient_accumulation_steps"),
+        ("max_prompt_length=513", "max_prompt_length=513 must be below max_length=512"),
+        ("loss.label_smoothing=-0.1", "loss.label_smoothing=-0.1 must be a number in [0, 0.5)"),
+        ("n_epochs=null", "n_epochs and n_examples are both null"),
+        ("eval_every=3", "eval_every=3 (examples) must be at least batch_size=4"),
+        ("batch_size=four", "batch_size=four must be a whole number above 0"),
+        ("batch_size=4.0", "batch_size=4.0 must be a whole number above 0"),
+        ("batch_size=true", "batch_size=True must be a whole number above 0"),  # a bool is an int in Python
+        ("batch_size=null", "batch_size=None must be a whole number above 0"),
+        ("warmup_steps=-1", "warmup_steps=-1 must be a whole number, 0 or more"),
+        ("seed=4294967296", "seed=4294967296 must be a whole number from 0 to 2**32 - 1"),
+        ("lr=nan", "lr=nan must be a number above 0"),
+        ("loss.beta=0", "loss.beta=0 must be a number above 0"),
+        ("sample_during_eval=1", "sample_during_eval=1 must be true or false"),
+        ("datasets=hh", "datasets=hh must be a list of different names"),
+        ("datasets=[]", "datasets=[] must be a list of different names"),
+        ("datasets=[hh,hh]", "datasets=['hh', 'hh'] must be a list of different names"),
+        ("local_dirs=.cache", "local_dirs=.cache must be a list of paths"),
+        ("fsdp_port=65536", "fsdp_port=65536 must be a port from 1 to 65535, or null"),
+        ("model.archive=''", "model.archive= must be a path, or null"),
+        ("exp_name=''", "exp_name= must be a name for the run"),
+        ("exp_name=../../x", "exp_name=../../x must be a name for the run, relative and without '..'"),
+        ("exp_name=/x", "exp_name=/x must be a name for the run, relative and without '..'"),
+        ("dataset_sources=/data", "dataset_sources=/data must map names to places"),
+        ("dataset_sources.hh=[a]", "dataset_sources.hh=['a'] must be a directory, file or Hub id, or {path"),
+        ("dataset_sources.hh=''", "dataset_sources.hh= must be a directory, file or Hub id, or {path"),
+        ("dataset_sources.hh={revision: main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
+        ("dataset_sources.hh={path: a, split: b}", "dataset_sources.hh={'path': 'a', 'split': 'b'} must be"),
+    ],
+)
+def test_each_problem_is_told_alone_and_starts_with_its_key(override, message):
+    (problem,) = problems(override)
+    assert problem.startswith(message)
+
+
+def test_batches_must_divide_by_all_processes():
+    assert problems("batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8", world_size=4) == []
+    assert problems("batch_size=8", "gradient_accumulation_steps=4", "eval_batch_size=6", world_size=4) == [
+        "batch_size=8 must be divisible by gradient_accumulation_steps * processes = 4 * 4 = 16: try batch_size=16",
+        "eval_batch_size=6 must be divisible by the 4 processes",
+    ]
+
+
+def test_a_value_that_cannot_be_resolved_is_a_problem_unless_it_waits_for_a_missing_key():
+    (problem,) = problems("exp_name=${NAME}")
+    assert problem.startswith("exp_name=${NAME}")
+    # local_run_dir is made from exp_name: one message, not two
+    assert problems("exp_name=???") == ["exp_name is not set: exp_name=NAME names the run"]
+
+
+def test_a_key_that_was_removed_is_a_problem():
+    (problem,) = problems("~lr")
+    assert problem.startswith("lr ")
+
+
+def test_a_known_key_of_another_loss_is_not_its_own_suggestion():
+    message = did_you_mean("loss.beta", RULES)  # asked about when loss=sft, which has no beta
+    assert "loss.beta" in message
+    assert "did you mean loss.beta?" not in message
+
+
+# --- the YAML files ------------------------------------------------------------------------------------------------
+
+
+def keys_of(node: dict, prefix: str = "") -> set[str]:
+    names = set()
+    for key, value in node.items():
+        names |= keys_of(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}"}
+    return names
+
+
+def read(name: str) -> dict:
+    return yaml.safe_load((CONFIG / name).read_text(encoding="utf-8"))
+
+
+def test_every_key_has_a_rule_and_every_rule_a_key():
+    main = {k: v for k, v in read("config.yaml").items() if k not in ("defaults", "hydra", "dataset_sources")}
+    losses = set().union(*(keys_of(read(f"loss/{f.name}"), "loss.") for f in CONFIG.glob("loss/*.yaml")))
+    models = {f.stem: keys_of(read(f"model/{f.name}"), "model.") for f in CONFIG.glob("model/*.yaml")}
+
+    assert all(keys == models["blank_model"] for keys in models.values())
+    assert keys_of(main) | losses | models["blank_model"] == RULES.keys()
+
+
+@pytest.mark.parametrize("file", sorted(str(f.relative_to(CONFIG)) for f in CONFIG.rglob("*.yaml")))
+def test_every_key_has_a_comment_above_it_or_on_its_line(file):
+    lines = (CONFIG / file).read_text(encoding="utf-8").split("\ndefaults:")[0].splitlines()
+    keys = [i for i, line in enumerate(lines) if re.match(r"\s*\w+:", line)]
+
+    # a key that only opens a section leaves it to the keys in it
+    sections = {i for i in keys if re.fullmatch(r"\w+:", lines[i]) and re.match(r"  # |  \w", lines[i + 1])}
+    bare = [
+        lines[i]
+        for i in keys
+        if i not in sections and " # " not in lines[i] and not lines[i - 1].strip().startswith("#")
+    ]
+    assert keys
+    assert bare == []
+
+
+def test_defaults_are_the_references():
+    values = flatten(compose("exp_name=x", "local_run_dir=/run"))
+    ours = {"self_test": True, "world_size": None, "model.attn_implementation": "eager", "model.random_init": False}
+
+    assert {k: v for k, v in values.items() if k not in ours} == {
+        "seed": 0,
+        "exp_name": "x",
+        "batch_size": 4,
+        "eval_batch_size": 16,
+        "debug": False,
+        "fsdp_port": None,
+        "datasets": ["hh"],
+        "dataset_sources": {"hh": None, "shp": None, "se": None},
+        "wandb.enabled": True,
+        "wandb.entity": None,
+        "wandb.project": "direct-preference-optimization",
+        "local_dirs": ["/scr-ssd", "/scr", ".cache"],
+        "local_run_dir": "/run",
+        "sample_during_eval": True,
+        "n_eval_model_samples": 16,
+        "do_first_eval": True,
+        "lr": 5e-7,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": 10.0,
+        "max_length": 512,
+        "max_prompt_length": 256,
+        "n_epochs": 1,
+        "n_examples": None,
+        "n_eval_examples": 256,
+        "trainer": "BasicTrainer",
+        "optimizer": "RMSprop",
+        "warmup_steps": 150,
+        "activation_checkpointing": False,
+        "eval_every": 20_000,
+        "minimum_log_interval_secs": 1.0,
+        "model.name_or_path": "???",
+        "model.tokenizer_name_or_path": None,
+        "model.archive": None,
+        "model.block_name": None,
+        "model.policy_dtype": "float32",
+        "model.fsdp_policy_mp": None,
+        "model.reference_dtype": "float16",
+        "loss.name": "sft",
+    }
+    assert {k: v for k, v in values.items() if k in ours} == {k: v for k, v in ours.items() if k in values}
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "block"),
+    [
+        ("blank_model", "???", None),
+        ("gpt2-large", "gpt2-large", "GPT2Block"),
+        ("gpt2-xl", "gpt2-xl", "GPT2Block"),
+        ("gptj", "EleutherAI/gpt-j-6b", "GPTJBlock"),
+        ("llama7b", "huggyllama/llama-7b", "LlamaDecoderLayer"),
+        ("pythia28", "EleutherAI/pythia-2.8b", "GPTNeoXLayer"),
+        ("pythia69", "EleutherAI/pythia-6.9b", "GPTNeoXLayer"),
+    ],
+)
+def test_models_differ_from_the_blank_one_in_name_and_block_alone(model, name, block):
+    assert read(f"model/{model}.yaml") == read("model/blank_model.yaml") | {"name_or_path": name, "block_name": block}
+
+
+def test_losses_have_the_papers_options():
+    assert read("loss/sft.yaml") == {"name": "sft"}
+    assert read("loss/dpo.yaml") == {"name": "dpo", "beta": "???", "label_smoothing": 0, "reference_free": False}
+    assert read("loss/ipo.yaml") == {"name": "ipo", "beta": "???"}
+
+
+def test_the_run_directory_is_named_after_user_experiment_and_time_and_composing_creates_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOGNAME", "somebody")
+    (tmp_path / "second").mkdir()
+    dirs = f"local_dirs=[{tmp_path / 'first'},{tmp_path / 'second'},{tmp_path / 'third'}]"
+
+    path = compose("exp_name=x", dirs).local_run_dir
+
+    assert re.fullmatch(rf"{tmp_path}/second/somebody/x_\d{{4}}-\d\d-\d\d_[-\d_]+", path)
+    assert [p.name for p in tmp_path.rglob("*")] == ["second"]
