@@ -5,9 +5,9 @@ What each key means and its default are in `config/`; here is only what a value 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -107,23 +107,28 @@ HOW_TO_SET = {
 }
 
 
+WAITING = object()  # in place of a value made from another key that has a problem of its own
+
+
 def flatten(config: DictConfig) -> dict[str, Any]:
     """Dotted keys to plain values, `dataset_sources` left whole; '???' and what cannot be resolved stay as they are."""
     flat: dict[str, Any] = {}
 
     def visit(prefix: str, node: Mapping[str, Any]) -> None:
         for key, value in node.items():
-            name = f"{prefix}{key}"
-            if isinstance(value, Mapping) and name != "dataset_sources":
-                visit(f"{name}.", value)
-                continue
-            if isinstance(value, str) and "${" in value:
-                # what cannot be resolved depends on a key that is missing, which has its own message
-                with contextlib.suppress(OmegaConfBaseException):
-                    value = OmegaConf.select(config, name)
-            flat[name] = value
+            if isinstance(value, Mapping) and f"{prefix}{key}" != "dataset_sources":
+                visit(f"{prefix}{key}.", value)
+            else:
+                flat[f"{prefix}{key}"] = value
 
     visit("", OmegaConf.to_container(config, resolve=False))  # type: ignore[arg-type]
+    for name, value in flat.items():
+        if isinstance(value, str) and "${" in value:
+            try:
+                flat[name] = OmegaConf.select(config, name)
+            except OmegaConfBaseException:
+                if any(other in flat for other in re.findall(r"\$\{([\w.]+)\}", value)):
+                    flat[name] = WAITING
     return flat
 
 
@@ -145,17 +150,22 @@ def find_problems(
     """
     values = flatten(config)
     sources = values.pop("dataset_sources", {})
-    problems = []
+    absent = [key for key in RULES if key not in values and not key.startswith("loss.")]
+    problems = [f"{key} was removed from the config: give {key}=VALUE instead of ~{key}" for key in absent]
     for key, value in values.items():
+        if value is WAITING:
+            continue
         if key not in RULES:
             problems.append(did_you_mean(key, RULES))
         elif value == "???":
             problems.append(f"{key} is not set: {HOW_TO_SET.get(key, f'give {key}=VALUE')}")
-        elif not RULES[key].holds(value) and not (isinstance(value, str) and "${" in value):
+        elif isinstance(value, str) and "${" in value:
+            problems.append(f"{key}={value} cannot be resolved: no such key or resolver")
+        elif not RULES[key].holds(value):
             problems.append(f"{key}={value} must be {RULES[key].wanted}")
         elif key in choices and value is not None and value not in choices[key]:
             problems.append(f"{key}={value} is not one of {', '.join(sorted(choices[key]))}")
-    sound = {k: v for k, v in values.items() if k in RULES and v != "???" and RULES[k].holds(v)}
+    sound = {k: v for k, v in values.items() if k in RULES and v not in ("???", WAITING) and RULES[k].holds(v)}
     problems += _combination_problems(sound, world_size)
     problems += _dataset_problems(sound.get("datasets", []), sources, data_names)
     return problems

@@ -22,6 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 CONFIG_DIR = Path(__file__).parent / "config"
+MULTIRUN = ("-m", "--multirun")
 
 
 def _local_run_dir(exp_name: str, local_dirs: list[str]) -> str:
@@ -59,10 +60,13 @@ def _world_size(config: DictConfig) -> int:
 
     from trainers import TRAINERS
 
-    trainer = TRAINERS.get(config.trainer)
+    trainer = TRAINERS.get(config.get("trainer"))
     if trainer is None or not trainer.multi_process:
         return 1
-    return config.world_size or max(1, torch.cuda.device_count())
+    asked = config.get("world_size")
+    if asked is None:
+        return max(1, torch.cuda.device_count())
+    return asked if isinstance(asked, int) and asked > 0 else 1  # settings says what is wrong with any other
 
 
 def run(config: DictConfig) -> None:
@@ -153,10 +157,13 @@ def check_command_line(arguments: list[str]) -> list[str]:
     Hydra stops at the first override it cannot apply, with status 1. This finds all of them, and whatever else is
     wrong with the rest, and exits with status 2. Options of Hydra's own (`--cfg`, `--help`, ...) are left to Hydra.
     """
-    arguments = [f"++{a}" if a.startswith("dataset_sources.") else a for a in arguments]
-    if any(a.startswith("-") and a not in ("-m", "--multirun") for a in arguments):
+    arguments = [f"++{a}" if a.startswith(("dataset_sources.", "dataset_sources=")) else a for a in arguments]
+    arguments.sort(key=lambda a: a not in MULTIRUN)  # Hydra wants its options first
+    overrides = [a for a in arguments if a not in MULTIRUN]
+    if any(a.startswith("-") for a in overrides):
         return arguments
-    overrides = [_first_of_sweep(a) for a in arguments if not a.startswith("-")]
+    if len(overrides) < len(arguments):
+        overrides = [_first_of_sweep(a) for a in overrides]
     with hydra.initialize_config_dir(str(CONFIG_DIR.resolve()), version_base="1.3"):
         if not _refusal(overrides):
             return arguments  # main() validates the values, for every job of a sweep
@@ -183,6 +190,10 @@ def _refusal(overrides: list[str]) -> str | None:
             options = sorted(path.stem for path in (CONFIG_DIR / key).glob("*.yaml"))
             return f"{key}={value} is not one of {', '.join(options)}"
         if "is not in struct" in f"{error}{error.__cause__}":
+            group, _, name = key.partition(".")
+            having = sorted(f.stem for f in CONFIG_DIR.glob(f"{group}/*.yaml") if name in OmegaConf.load(f).keys())
+            if having:
+                return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={h}' for h in having)}"
             return did_you_mean(key, RULES)
         return f"{overrides[-1]} is not a valid override: {' '.join(str(error).split())[:300]}"
 

@@ -11,7 +11,7 @@ from conftest import ROOT
 from omegaconf import DictConfig
 
 import train  # noqa: F401  (registers the config's resolvers)
-from settings import RULES, did_you_mean, find_problems, flatten
+from settings import RULES, find_problems, flatten
 
 CONFIG = ROOT / "config"
 CHOICES = {
@@ -44,7 +44,6 @@ def problems(*overrides: str, complete: tuple[str, ...] = COMPLETE, world_size: 
     "overrides",
     [
         (),
-        ("loss=sft",),
         ("loss=ipo", "loss.beta=1"),
         ("loss.label_smoothing=0.499", "loss.reference_free=true"),
         ("batch_size=64", "gradient_accumulation_steps=16", "eval_every=64"),
@@ -59,6 +58,10 @@ def problems(*overrides: str, complete: tuple[str, ...] = COMPLETE, world_size: 
 )
 def test_what_can_run_has_no_problems(overrides):
     assert problems(*overrides) == []
+
+
+def test_sft_needs_a_name_and_a_model_alone():
+    assert problems("exp_name=x", "model.name_or_path=gpt2", complete=()) == []
 
 
 def test_all_problems_are_told_at_once_with_value_and_fix():
@@ -162,12 +165,6 @@ def test_a_value_that_cannot_be_resolved_is_a_problem_unless_it_waits_for_a_miss
 def test_a_key_that_was_removed_is_a_problem():
     (problem,) = problems("~lr")
     assert problem.startswith("lr ")
-
-
-def test_a_known_key_of_another_loss_is_not_its_own_suggestion():
-    message = did_you_mean("loss.beta", RULES)  # asked about when loss=sft, which has no beta
-    assert "loss.beta" in message
-    assert "did you mean loss.beta?" not in message
 
 
 # --- the YAML files ------------------------------------------------------------------------------------------------

@@ -1,0 +1,90 @@
+"""What an update spends outside forward, backward and optimizer: data, metrics, logging, the loop itself.
+
+    python -m benchmarks.step_overhead model.name_or_path=DIR dataset_sources.hh=DIR batch_size=16 n_examples=64 ...
+
+Takes the overrides of train.py (datasets, loss, batch size, ...; W&B is off) and trains through the real loop. The
+first update is not counted. Prints seconds per update and the overhead as a fraction.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import hydra
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+import train
+from trainers import TRAINERS, BasicTrainer
+
+PARTS: dict[str, float] = defaultdict(float)
+
+
+def timed(part: str, function: Callable) -> Callable:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        PARTS[part] += time.perf_counter() - start
+        return result
+
+    return wrapper
+
+
+class TimedTrainer(BasicTrainer):
+    """The trainer with a stopwatch around the model's own work; the rest of an update is overhead."""
+
+    def train(self) -> None:
+        self.get_batch_metrics = timed("forward", self.get_batch_metrics)
+        self.clip_gradient = timed("optimizer", self.clip_gradient)
+        self.optimizer.step = timed("optimizer", self.optimizer.step)
+        self.optimizer.zero_grad = timed("optimizer", self.optimizer.zero_grad)
+        torch.Tensor.backward = timed("backward", torch.Tensor.backward)
+        rows = []
+        show, start = self.progress.train, time.perf_counter()
+
+        def end_of_update(metrics: dict[str, float], *, examples: int) -> None:
+            nonlocal start
+            show(metrics, examples=examples)
+            now = time.perf_counter()
+            rows.append({"update": now - start, **PARTS})
+            PARTS.clear()
+            start = now
+
+        self.progress.train = end_of_update
+        super().train()
+        report(rows[1:])  # the first holds the self-test
+
+
+def report(rows: list[dict[str, float]]) -> None:
+    parts = {name: median(row[name] for row in rows) for name in rows[0]}
+    overheads = [1 - sum(v for k, v in row.items() if k != "update") / row["update"] for row in rows]
+    print(f"\n{len(rows)} updates, medians: " + ", ".join(f"{k} {v:.4f} s" for k, v in parts.items()))
+    print(f"outside forward, backward and optimizer: {median(overheads):.3%} (worst {max(overheads):.3%})")
+
+
+def compose(overrides: list[str]) -> DictConfig:
+    fixed = ["exp_name=benchmark", "wandb.enabled=false", "debug=true", "do_first_eval=false"]
+    arguments = train.check_command_line([*fixed, *overrides])
+    with hydra.initialize_config_dir(str(train.CONFIG_DIR.resolve()), version_base="1.3"):
+        config = hydra.compose("config", arguments)
+    problems = train.find_config_problems(config)
+    if problems:
+        sys.exit("\n".join(problems))
+    OmegaConf.resolve(config)
+    return config
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose([f"local_run_dir={folder}", *sys.argv[1:]])
+        TRAINERS["BasicTrainer"] = TimedTrainer
+        train.work(0, 1, config, Path(folder))

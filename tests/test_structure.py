@@ -1,0 +1,126 @@
+"""The shape of the code: which file may know which. What fails here is drawn in docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+
+import pytest
+from conftest import ROOT, run_script
+
+LEVELS = {
+    "train": 3,
+    "trainers": 2,
+    **dict.fromkeys(["self_test", "preflight", "models", "preference_datasets"], 1),
+    **dict.fromkeys(["own_data", "demo_data", "preference_data", "data_sources", "tokenization"], 0),
+    **dict.fromkeys(["losses", "distributed", "checkpoint", "metrics", "settings", "run_directory", "utils"], 0),
+}
+FILES = {file.stem: file for file in sorted(ROOT.glob("*.py"))}
+TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in FILES.items()}
+
+
+def imports_of(name: str) -> set[str]:
+    """The modules a file imports, also inside functions, by the first part of their name."""
+    found = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}.py has a relative import"
+            found.add(node.module.split(".")[0])
+    return found
+
+
+OURS = {name: imports_of(name) & FILES.keys() for name in FILES}
+
+
+def importers_of(module: str) -> set[str]:
+    return {name for name in FILES if module in imports_of(name)}
+
+
+def test_every_file_has_a_level():
+    assert FILES.keys() == LEVELS.keys()
+
+
+def test_arrows_point_down_or_along_a_level():
+    upward = {f"{name}.py imports {other}.py" for name in OURS for other in OURS[name] if LEVELS[other] > LEVELS[name]}
+    assert upward == set()
+
+
+def test_there_is_no_cycle():
+    graphlib.TopologicalSorter(OURS).prepare()  # raises CycleError, which names the files
+
+
+def test_the_foundations_import_nothing_of_ours():
+    assert OURS["losses"] | OURS["settings"] | OURS["utils"] == set()
+
+
+def test_each_foreign_world_has_one_door():
+    assert importers_of("wandb") == {"metrics"}
+    assert importers_of("hydra") == {"train"}
+    knows_shards = {name for name, file in FILES.items() if re.search("DTensor|DeviceMesh", file.read_text("utf-8"))}
+    assert knows_shards <= {"distributed", "checkpoint"}
+
+
+def test_data_tokenization_and_losses_know_no_processes():
+    for name in ("losses", "tokenization", "preference_data", "preference_datasets", "own_data", "data_sources"):
+        assert not re.search(r"\b(world_size|torch\.distributed)\b", FILES[name].read_text("utf-8")), name
+
+
+def test_files_and_functions_are_short():
+    long_files = {name: n for name, f in FILES.items() if (n := len(f.read_text("utf-8").splitlines())) > 400}
+    functions = [
+        (f"{name}.{node.name}", node.end_lineno - node.lineno + 1)
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    assert long_files == {}
+    assert len(functions) > 100
+    assert [f for f in functions if f[1] > 60] == []
+
+
+IMPORT_ALL = """
+import importlib, random, sys
+import numpy, torch
+allow_tf32, dtype = torch.backends.cuda.matmul.allow_tf32, torch.get_default_dtype()
+states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1]
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+assert torch.backends.cuda.matmul.allow_tf32 == allow_tf32 == False
+assert torch.get_default_dtype() == dtype
+assert torch.equal(torch.get_rng_state(), states[0])
+assert random.getstate() == states[1]
+assert (numpy.random.get_state()[1] == states[2]).all()
+"""
+
+
+def test_importing_prints_and_changes_nothing(tmp_path):
+    result = run_script("-c", IMPORT_ALL, *FILES, cwd=tmp_path, PYTHONPATH=str(ROOT))
+
+    assert result.returncode == 0, result.stderr
+    assert (result.stdout, result.stderr) == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checking_a_config_needs_no_torch():
+    script = "import sys, settings; assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()"
+    result = run_script("-c", script, PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stderr
+
+
+def test_nothing_depends_on_where_the_project_lies():
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    places = {"neighbour": b".." + b"/shared", "absolute": b"/wo" + b"rk/"}  # in two parts, for this file is read too
+    found = {
+        f"{name}: {kind}"
+        for name in listed.stdout.decode().split("\0")
+        if name and (ROOT / name).is_file()
+        for kind, text in places.items()
+        if text in (ROOT / name).read_bytes()
+    }
+    assert found == set()  # tests/conftest.py finds the maintainers' data as ROOT.parent / "shared"
