@@ -173,7 +173,9 @@ def check_command_line(arguments: list[str]) -> list[str]:
         refused |= {o: reason for o in overrides if o not in refused and (reason := _refusal([*groups, o]))}
         rest = [o for o in overrides if o not in refused]
         config = hydra.compose("config", rest)
-    _exit_on([*refused.values(), *find_config_problems(config)])
+    # a refused override leaves its key as it was, which is not another problem
+    keys = tuple(f"{o.split('=')[0]} is not set" for o in refused)
+    _exit_on([*refused.values(), *(p for p in find_config_problems(config) if not p.startswith(keys))])
     return arguments
 
 
@@ -191,7 +193,8 @@ def _refusal(overrides: list[str]) -> str | None:
             return f"{key}={value} is not one of {', '.join(options)}"
         if "is not in struct" in f"{error}{error.__cause__}":
             group, _, name = key.partition(".")
-            having = sorted(f.stem for f in CONFIG_DIR.glob(f"{group}/*.yaml") if name in OmegaConf.load(f).keys())
+            # in a list, for '???' does not count as being in a DictConfig
+            having = sorted(f.stem for f in CONFIG_DIR.glob(f"{group}/*.yaml") if name in [*OmegaConf.load(f)])
             if having:
                 return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={h}' for h in having)}"
             return did_you_mean(key, RULES)
