@@ -8,6 +8,7 @@ Writes `.cache/demo/{sft,dpo}`; a stage that is already there is not run again (
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ COMMON = [
 ]
 STAGES = {
     "sft": ["loss=sft", "optimizer=AdamW", "lr=2e-3", "n_epochs=4"],
-    "dpo": ["loss=dpo", "loss.beta=0.1", "lr=2e-5", f"model.archive={DEMO / 'sft' / 'LATEST'}"],
+    "dpo": ["loss=dpo", "loss.beta=0.1", "lr=1e-5", f"model.archive={DEMO / 'sft' / 'LATEST'}"],
 }
 
 
@@ -44,7 +45,8 @@ def run_stage(name: str) -> None:
     command = [*STAGES[name], *COMMON, f"exp_name=demo_{name}", f"local_run_dir={run_dir}"]
     print(f"\n$ python train.py {' '.join(command)}\n", flush=True)
     start = time.perf_counter()
-    if subprocess.run([sys.executable, "train.py", *command], cwd=ROOT, check=False).returncode:
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # in a model this small, threads mostly wait for each other
+    if subprocess.run([sys.executable, "train.py", *command], cwd=ROOT, env=one_thread, check=False).returncode:
         sys.exit(f"the {name} stage failed; its output is above")
     print(f"\n{name} took {time.perf_counter() - start:.0f} s", flush=True)
 
