@@ -197,7 +197,7 @@ def _refusal(overrides: list[str]) -> str | None:
             having = sorted(f.stem for f in CONFIG_DIR.glob(f"{group}/*.yaml") if name in [*OmegaConf.load(f)])
             if having:
                 return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={h}' for h in having)}"
-            return did_you_mean(key, RULES)
+            return did_you_mean(key, [*RULES, "dataset_sources", *os.listdir(CONFIG_DIR)])
         return f"{overrides[-1]} is not a valid override: {' '.join(str(error).split())[:300]}"
 
 
