@@ -83,6 +83,17 @@ def load_model(
     return model
 
 
+def check_positions(model: Any, max_length: int) -> None:
+    """Raises InputError if the model has learned positions (GPT-2) and too few of them: it would end in an IndexError.
+
+    Rotary positions have no end, and pass.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None)
+    tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not model.get_input_embeddings())
+    if limit is not None and max_length > limit and any(table.num_embeddings == limit for table in tables):
+        raise InputError(f"max_length={max_length} is more than the {limit} positions that {type(model).__name__} has")
+
+
 def sequence_logps(
     model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:

@@ -29,7 +29,7 @@ from metrics import (
     peak_memory_gb,
     reduce_metrics,
 )
-from models import DTYPES, chosen_logps, concatenated_forward, sample
+from models import DTYPES, check_positions, chosen_logps, concatenated_forward, sample
 from preference_datasets import iterate_batches
 from preflight import TrainingData, prepare_data
 from run_directory import redact
@@ -94,6 +94,7 @@ class BasicTrainer:
         self.data = data or load_data(config, silent=rank != 0)
         self.tokenizer = self.data.tokenizer
         self.data.check_vocabulary(policy.get_input_embeddings().num_embeddings)
+        check_positions(policy, config.max_length)
 
         if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
             policy.gradient_checkpointing_enable({"use_reentrant": False})

@@ -203,3 +203,11 @@ def test_a_tokenizer_without_pad_token_pads_with_eos(tmp_path):
 def test_a_tokenizer_without_eos_is_refused(tmp_path):
     with pytest.raises(InputError, match="has no EOS token"):
         models.load_tokenizer(tokenizer_without(tmp_path, "pad_token", "eos_token"))
+
+
+def test_learned_positions_limit_the_length_and_rotary_ones_do_not(tiny_llama):
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=16))
+    models.check_positions(gpt2, 16)
+    with pytest.raises(InputError, match="max_length=17 is more than the 16 positions that GPT2LMHeadModel has"):
+        models.check_positions(gpt2, 17)
+    models.check_positions(tiny_llama, 10 * tiny_llama.config.max_position_embeddings)
