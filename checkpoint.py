@@ -10,7 +10,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +39,23 @@ def full_state(state: Any) -> Any:
     return state
 
 
-def write_checkpoint(directory: Path, states: Mapping[str, Any], *, step_idx: int, metrics: Mapping | None) -> None:
-    """Write `NAME.pt` for each state, all under a temporary name that is renamed to `directory` at the end."""
+def write_checkpoint(
+    directory: Path, states: Iterable[tuple[str, Any]], *, step_idx: int, metrics: Mapping | None
+) -> None:
+    """Write `NAME.pt` for each (name, state), all under a temporary name that is renamed to `directory` at the end.
+
+    Each state is freed before the next is asked for.
+    """
     temporary = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left behind by a killed run
     temporary.mkdir(parents=True)
     try:
-        for name, state in states.items():
+        for name, state in states:
             with (temporary / f"{name}.pt").open("wb") as file:
                 torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, file)
                 file.flush()
                 os.fsync(file.fileno())
+            del state
         former = directory.with_name(f".{directory.name}.former")
         if directory.exists():  # saved again at the same step: a rename cannot replace a full directory
             directory.rename(former)

@@ -1,99 +1,193 @@
-"""Processes and shards: starting workers, sharding a finished model, gathering what ranks hold.
+"""Models over processes: which process holds which shard and which rows, weights from rank 0, gathering.
 
-The trainers call these as functions on a model that is complete; one process skips every collective.
+The trainers call these as functions on a finished model. With one process every collective is skipped.
 """
 
 from __future__ import annotations
 
-import os
-import resource
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from utils import InputError, get_block_class_from_model, get_open_port, init_distributed
+from tensor_parallelism import cut_modules, find_plan
+from utils import InputError, all_gather_if_needed, get_block_class_from_model
 
 
-def launch(worker: Callable[..., None], world_size: int, *args: Any, port: int | None, process_group: bool) -> None:
-    """Run `worker(rank, world_size, *args)` in `world_size` processes; in this one if that is 1.
+class Layout:
+    """How the processes of a run share its models and its rows.
 
-    `process_group` joins them through NCCL, one GPU each, or through gloo on the CPU, at `port` (None: a free one).
-    A worker that fails ends all, and the run with its traceback; one that found bad input, with status 2.
+    Ranks fill a grid of `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours (usually on one
+    machine) share most. Along `tensor` a layer is cut (tensor parallelism); along `shard` parameters, gradients and
+    optimizer state are (FSDP); along `replicate` whole copies of these are kept equal. Processes that differ in
+    `tensor` only see the same rows.
     """
-    port = port or get_open_port()
-    if world_size == 1:
-        if process_group:
-            _join(0, 1, port)
-        try:
-            worker(0, 1, *args)
-        finally:
-            if process_group:
-                dist.destroy_process_group()
-        return
-    _raise_open_file_limit()
-    try:
-        mp.spawn(_run_worker, args=(world_size, port, worker, *args), nprocs=world_size)
-    except mp.ProcessExitedException as error:
-        if error.exit_code == 2:  # the worker has printed its message
-            sys.exit(2)
-        raise RuntimeError(f"rank {error.error_index} died ({error}); the other workers were ended") from error
+
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, *, shard_size: int | None = None, tensor_size: int = 1
+    ) -> None:
+        self.rank, self.world_size, self.tensor_size = rank, world_size, tensor_size
+        self.data_rank, self.data_size = rank // tensor_size, world_size // tensor_size
+        self.shard_size = shard_size or self.data_size
+        self._data_group = None  # all processes
+        if tensor_size > 1:
+            groups = [dist.new_group(range(t, world_size, tensor_size)) for t in range(tensor_size)]
+            self._data_group = groups[rank % tensor_size]
+        self.device = torch.device("cpu")
+        if dist.is_initialized():
+            if torch.cuda.is_available():
+                self.device = torch.device("cuda", torch.cuda.current_device())
+            grid = (self.data_size // self.shard_size, self.shard_size, tensor_size)
+            self.mesh = init_device_mesh(self.device.type, grid, mesh_dim_names=("replicate", "shard", "tensor"))
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """The values of all rows, concatenated along dimension 0 in the order of the rows."""
+        return all_gather_if_needed(values, self.data_rank, self.data_size, group=self._data_group)
+
+    def gather_list(self, values: list) -> list:
+        """The lists of all rows, in the order of the rows."""
+        if self.data_size == 1:
+            return values
+        parts: list[Any] = [None] * self.data_size
+        dist.all_gather_object(parts, values, group=self._data_group)
+        return [value for part in parts for value in part]
 
 
-def _run_worker(rank: int, world_size: int, port: int, worker: Callable[..., None], *args: Any) -> None:
-    _join(rank, world_size, port)
-    try:
-        worker(rank, world_size, *args)
-    except InputError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)  # at once: the other ranks may be waiting in a collective
-    dist.destroy_process_group()
+def distribute(model: Any, layout: Layout, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
+    """Spread a model over the processes of a layout, one unit per transformer block.
 
-
-def _join(rank: int, world_size: int, port: int) -> None:
-    init_distributed(rank, world_size, port=port, backend="nccl" if torch.cuda.is_available() else "gloo")
-
-
-def _raise_open_file_limit() -> None:
-    """Many workers with many tensors in shared memory run out of the soft limit; the hard one is ours to take."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def shard_fully(model: Any, *, block_name: str | None, compute_dtype: torch.dtype | None) -> Any:
-    """Shard parameters, gradients and optimizer state over all processes (FSDP2), one unit per transformer block.
-
-    Blocks are the modules of class `block_name`, or what the model itself says must not be split. Embeddings and
-    head, tied or not, share the root's unit. Computes in `compute_dtype` (None: the weights' own) and reduces
-    gradients in float32. Raises InputError for a class that the model does not have.
+    Rank 0's weights are the ones that count; the other ranks' may be on the meta device. Each unit is sent by rank 0,
+    cut along `tensor` and sharded before the next, so that a process never holds more than its shards and one unit.
+    Blocks are the modules of class `block_name`, or what the model itself says must not be split; embeddings and head,
+    tied or not, share the root's unit. Computes in `compute_dtype` and reduces gradients in float32. Raises InputError
+    for a class that the model does not have, and for a model that cannot be cut along `tensor`.
     """
+    blocks = _find_blocks(model, block_name)
+    plan = find_plan(model) if layout.tensor_size > 1 else {}
+    mesh = layout.mesh["replicate", "shard"] if layout.data_size > layout.shard_size else layout.mesh["shard"]
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # one group of tensor-parallel processes in the weights' own dtype needs nothing of FSDP
+    sharded = layout.tensor_size == 1 or layout.data_size > 1 or compute_dtype != model.dtype
+    specs = _agree_on_tensors(model)
+    done: set[torch.nn.Module] = set()
+    for unit in (*reversed(blocks), model):  # a block inside a block comes first
+        within = {module: name for name, module in model.named_modules() if module in {*unit.modules()} - done}
+        modules = {name: module for module, name in within.items()}
+        _receive(modules, specs, layout)
+        if plan:
+            cut_modules(modules, plan, layout.mesh["tensor"])
+        if sharded:
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        done |= within.keys()
+    return model
+
+
+def _find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
     names = [block_name] if block_name else sorted(model._no_split_modules or ())
     if not names:
         raise InputError(f"{type(model).__name__} does not name its blocks; set model.block_name to their class")
     classes = tuple(get_block_class_from_model(model, name) for name in names)
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for module in model.modules():
-        if isinstance(module, classes):
-            fully_shard(module, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+    return [module for module in model.modules() if isinstance(module, classes)]
+
+
+def _agree_on_tensors(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of rank 0's parameters and buffers by name; with them come its settings for sampling."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}
+    sent = [own, getattr(model, "generation_config", None)]
+    dist.broadcast_object_list(sent, src=0)
+    theirs, model.generation_config = sent
+    odd = sorted(n for n in own.keys() | theirs.keys() if own.get(n, (None,))[0] != theirs.get(n, (None,))[0])
+    if odd:
+        raise InputError(
+            f"rank {dist.get_rank()} and rank 0 see different models at the same name ({', '.join(odd[:3])}); "
+            f"give every machine the same files"
+        )
+    return theirs
+
+
+def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], layout: Layout) -> None:
+    """Parameters and buffers of these modules become rank 0's, on this process's device; tied ones stay tied."""
+    received: dict[torch.Tensor, torch.Tensor] = {}
+    for prefix, module in modules.items():
+        for kind in (module._parameters, module._buffers):
+            for key, tensor in kind.items():
+                if tensor is None:
+                    continue
+                if tensor not in received:
+                    shape, dtype = specs[f"{prefix}.{key}".lstrip(".")]
+                    received[tensor] = _from_rank_0(tensor, shape, dtype, layout)
+                kind[key] = received[tensor]
+
+
+def _from_rank_0(tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, layout: Layout) -> torch.Tensor:
+    if layout.rank == 0:
+        data = tensor.detach().to(layout.device).contiguous()
+    else:
+        data = torch.empty(shape, dtype=dtype, device=layout.device)
+    if layout.world_size > 1:
+        dist.broadcast(data, src=0)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
+    return data
+
+
+def keep_root_gathered(model: torch.nn.Module, keep: bool) -> None:
+    """Whether the root's unit, embeddings and head, stays gathered after a backward: once per update is enough."""
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(not keep, recurse=False)
+
+
+@contextmanager
+def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
+    """Inside, every process holds the weights of all shards, if they fit into its memory; whether they do.
+
+    Sampling runs a forward per token: without this each of them would gather every block anew.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units:
+        yield True
+        return
+    if not _fits(model):
+        yield False
+        return
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield True
+    finally:
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(unit is not model, recurse=False)  # the root's are wanted again at once
+
+
+def _fits(model: torch.nn.Module) -> bool:
+    """Whether the whole weights take at most half of the free memory of every process's device."""
+    parameters = list(model.parameters())
+    needed = sum(p.numel() * p.element_size() for p in parameters)  # numel is that of the whole
+    device = parameters[0].device
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = _available_host_memory() // dist.get_world_size()  # all may be on this machine
+    answer = torch.tensor(int(needed <= free / 2), device=device)
+    dist.all_reduce(answer, op=dist.ReduceOp.MIN)
+    return bool(answer.item())
+
+
+def _available_host_memory() -> int:
+    """Bytes that can be allocated without swapping."""
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded tensor gathered from all processes, any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def gather_list(values: list, world_size: int) -> list:
-    """The lists of all processes, one after the other in rank order."""
-    if world_size == 1:
-        return values
-    parts: list[Any] = [None] * world_size
-    dist.all_gather_object(parts, values)
-    return [value for part in parts for value in part]

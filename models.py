@@ -40,6 +40,25 @@ def load_tokenizer(name: str, *, cache_dir: str | None = None) -> Any:
     return tokenizer
 
 
+def load_config(name: str, *, cache_dir: str | None = None) -> transformers.PretrainedConfig:
+    """A model's config. Raises InputError if it is not there."""
+    with _explaining("model", name):
+        return transformers.AutoConfig.from_pretrained(name, cache_dir=cache_dir)
+
+
+def load_structure(
+    name: str, *, dtype: torch.dtype, attn_implementation: str = "eager", cache_dir: str | None = None
+) -> transformers.PreTrainedModel:
+    """The model of `load_model` without its weights, on the meta device: no memory, to be filled by another process."""
+    config = load_config(name, cache_dir=cache_dir)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation
+        )
+    disable_dropout(model)
+    return model
+
+
 def load_model(
     name: str,
     *,
@@ -58,7 +77,7 @@ def load_model(
     """
     with _explaining("model", name):
         if random_init:
-            config = transformers.AutoConfig.from_pretrained(name, cache_dir=cache_dir)
+            config = load_config(name, cache_dir=cache_dir)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 model = transformers.AutoModelForCausalLM.from_config(

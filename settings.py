@@ -15,6 +15,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 
+class Processes(NamedTuple):
+    """The processes of a run, and what there is for them."""
+
+    world_size: int  # of them in all
+    tensor_size: int  # how many cut each layer among them
+    several: bool  # whether the trainer knows what to do with more than one
+    launched: bool  # whether torchrun or Slurm started them
+    gpus: int  # of this machine
+
+
 class Rule(NamedTuple):
     holds: Callable[[Any], bool]
     wanted: str
@@ -61,6 +71,10 @@ RULES: dict[str, Rule] = {
     "debug": FLAG,
     "fsdp_port": _or_null(PORT),
     "world_size": _or_null(COUNT),
+    "fsdp_shard_size": _or_null(COUNT),
+    "tensor_parallel_size": _or_null(COUNT),
+    "tensor_parallel.backend": CHOICE,
+    "collective_timeout_secs": POSITIVE,
     "datasets": NAMES,
     "wandb.enabled": FLAG,
     "wandb.entity": _or_null(TEXT),
@@ -141,12 +155,12 @@ def did_you_mean(key: str, known: Collection[str]) -> str:
 
 
 def find_problems(
-    config: DictConfig, *, choices: Mapping[str, Collection[str]], data_names: Collection[str], world_size: int
+    config: DictConfig, *, choices: Mapping[str, Collection[str]], data_names: Collection[str], processes: Processes
 ) -> list[str]:
     """Everything wrong with a composed config, one sentence each with the value and the fix; empty if it can run.
 
     `choices` maps keys (`trainer`, `loss.name`, ...) to the names their tables hold, `data_names` are the datasets
-    that need no source, `world_size` the number of processes.
+    that need no source.
     """
     values = flatten(config)
     sources = values.pop("dataset_sources", {})
@@ -166,29 +180,76 @@ def find_problems(
         elif key in choices and value is not None and value not in choices[key]:
             problems.append(f"{key}={value} is not one of {', '.join(sorted(choices[key]))}")
     sound = {k: v for k, v in values.items() if k in RULES and v not in ("???", WAITING) and RULES[k].holds(v)}
-    problems += _combination_problems(sound, world_size)
+    problems += _process_problems(sound, processes)
+    problems += _combination_problems(sound)
     problems += _dataset_problems(sound.get("datasets", []), sources, data_names)
     return problems
 
 
-def _combination_problems(sound: Mapping[str, Any], world_size: int) -> Iterator[str]:
+def _process_problems(sound: Mapping[str, Any], processes: Processes) -> Iterator[str]:
+    """What does not fit the number of processes."""
+    size, tensor_size = processes.world_size, processes.tensor_size
+    asked = sound.get("world_size")
+    if not processes.several and processes.launched and size > 1:
+        yield f"trainer={sound.get('trainer')} is one process, and {size} were launched: use trainer=FSDPTrainer"
+    elif not processes.several and asked not in (None, 1):
+        yield f"world_size={asked} needs a trainer of several processes: trainer=FSDPTrainer"
+    elif processes.launched and asked not in (None, size):
+        yield f"world_size={asked}, but {size} processes were launched: leave it out"
+    if processes.several and processes.gpus and not processes.launched and size > processes.gpus:
+        yield (
+            f"world_size={size} is more than the {processes.gpus} GPUs of this machine: leave it out, or set "
+            f"CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    if sound.get("tensor_parallel_size") not in (None, tensor_size):
+        yield f"tensor_parallel_size={sound['tensor_parallel_size']} needs trainer=TensorParallelTrainer"
+    if size % tensor_size:
+        yield f"tensor_parallel_size={tensor_size} does not divide the {size} processes: try {_divisors(size)}"
+        return
+    data_size = size // tensor_size
+    shards = sound.get("fsdp_shard_size")
+    if shards is not None and not processes.several:
+        yield f"fsdp_shard_size={shards} needs a trainer of several processes: trainer=FSDPTrainer"
+    elif shards is not None and data_size % shards:
+        yield f"fsdp_shard_size={shards} does not divide the {data_size} processes: try {_divisors(data_size)}"
+    yield from _batch_problems(sound, data_size)
+
+
+def _batch_problems(sound: Mapping[str, Any], data_size: int) -> Iterator[str]:
+    """Batches that cannot be shared out evenly to the processes that see different rows."""
+    if "batch_size" in sound and "gradient_accumulation_steps" in sound:
+        batch, steps = sound["batch_size"], sound["gradient_accumulation_steps"]
+        parts = steps * data_size
+        if batch % parts:
+            fix = f"try batch_size={max(1, round(batch / parts)) * parts}"
+            if batch % data_size == 0:
+                fix += f", or gradient_accumulation_steps={_divisors(batch // data_size)}"
+            elif batch % steps == 0:
+                fix += f", or {_divisors(batch // steps)} processes"
+            yield (
+                f"batch_size={batch} must be divisible by gradient_accumulation_steps * processes = "
+                f"{steps} * {data_size} = {parts}: {fix}"
+            )
+    if "eval_batch_size" in sound and sound["eval_batch_size"] % data_size:
+        batch = sound["eval_batch_size"]
+        yield (
+            f"eval_batch_size={batch} must be divisible by the {data_size} processes: "
+            f"try {max(1, round(batch / data_size)) * data_size}, or {_divisors(batch)} processes"
+        )
+
+
+def _divisors(number: int) -> str:
+    """`1, 2 or 4`."""
+    *most, last = [str(n) for n in range(1, number + 1) if number % n == 0]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
     """Keys that are right alone and wrong together; `sound` holds only those that are right alone."""
 
     def have(*keys: str) -> bool:
         return all(key in sound for key in keys)
 
-    if have("batch_size", "gradient_accumulation_steps"):
-        batch, parts = sound["batch_size"], sound["gradient_accumulation_steps"] * world_size
-        if batch % parts:
-            yield (
-                f"batch_size={batch} must be divisible by gradient_accumulation_steps * processes = "
-                f"{sound['gradient_accumulation_steps']} * {world_size} = {parts}: try batch_size="
-                f"{max(1, round(batch / parts)) * parts}"
-            )
-    if sound.get("world_size") not in (None, world_size):
-        yield f"world_size={sound['world_size']} needs a trainer of several processes: trainer=FSDPTrainer"
-    if have("eval_batch_size") and sound["eval_batch_size"] % world_size:
-        yield f"eval_batch_size={sound['eval_batch_size']} must be divisible by the {world_size} processes"
     if have("max_length", "max_prompt_length") and sound["max_prompt_length"] >= sound["max_length"]:
         yield (
             f"max_prompt_length={sound['max_prompt_length']} must be below max_length={sound['max_length']}, "

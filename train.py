@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,6 +20,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+
+if TYPE_CHECKING:
+    from settings import Processes
 
 CONFIG_DIR = Path(__file__).parent / "config"
 MULTIRUN = ("-m", "--multirun")
@@ -52,48 +55,60 @@ def find_config_problems(config: DictConfig) -> list[str]:
         "model.reference_dtype": DTYPES,
         "model.attn_implementation": ATTENTION,
     }
-    return find_problems(config, choices=choices, data_names=BUILT_IN, world_size=_world_size(config))
+    return find_problems(config, choices=choices, data_names=BUILT_IN, processes=_processes(config))
 
 
-def _world_size(config: DictConfig) -> int:
+def _processes(config: DictConfig) -> Processes:
+    """How many processes a config runs in, as far as its keys make sense."""
     import torch
 
+    from launching import find_seat
+    from settings import COUNT, Processes
     from trainers import TRAINERS
 
     trainer = TRAINERS.get(config.get("trainer"))
-    if trainer is None or not trainer.multi_process:
-        return 1
-    asked = config.get("world_size")
-    if asked is None:
-        return max(1, torch.cuda.device_count())
-    return asked if isinstance(asked, int) and asked > 0 else 1  # settings says what is wrong with any other
+    several = trainer is not None and trainer.multi_process
+    gpus, seat, asked = torch.cuda.device_count(), find_seat(), config.get("world_size")
+    size = 1
+    if seat is not None:
+        size = seat.world_size
+    elif several:
+        size = asked if COUNT.holds(asked) else max(1, gpus)
+    tensor_size = 1
+    if several and (config.get("tensor_parallel_size") is None or COUNT.holds(config.tensor_parallel_size)):
+        tensor_size = trainer.tensor_size(config, size)
+    return Processes(size, tensor_size, several=several, launched=seat is not None, gpus=gpus)
 
 
 def run(config: DictConfig) -> None:
     """Train as a validated config says, in as many processes as it asks for."""
-    from distributed import launch
-    from run_directory import create_run_dir
+    from launching import launch
     from trainers import TRAINERS
 
     OmegaConf.resolve(config)
-    print(OmegaConf.to_yaml(config), flush=True)
-    run_dir = create_run_dir(config.local_run_dir, OmegaConf.to_container(config))
-    process_group = TRAINERS[config.trainer].multi_process
-    launch(work, _world_size(config), config, run_dir, port=config.fsdp_port, process_group=process_group)
-    print(f"run directory: {run_dir}")
+    launch(
+        work,
+        _processes(config).world_size,
+        config,
+        process_group=TRAINERS[config.trainer].multi_process,
+        port=config.fsdp_port,
+        timeout_secs=config.collective_timeout_secs,
+    )
 
 
-def work(rank: int, world_size: int, config: DictConfig, run_dir: Path) -> None:
+def work(rank: int, world_size: int, config: DictConfig) -> None:
     """What one process does: load data and models, train."""
     import datasets
     import torch
     import transformers
 
-    from losses import LOSSES
-    from models import DTYPES, load_model
+    from run_directory import create_run_dir
     from trainers import TRAINERS, load_data
-    from utils import get_cache_dir
 
+    run_dir = Path(config.local_run_dir).expanduser()
+    if rank == 0:
+        print(OmegaConf.to_yaml(config), flush=True)
+        create_run_dir(config.local_run_dir, OmegaConf.to_container(config))
     torch.manual_seed(config.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
@@ -103,28 +118,51 @@ def work(rank: int, world_size: int, config: DictConfig, run_dir: Path) -> None:
     data = load_data(config, silent=rank != 0)
     if rank == 0:
         data.report.write(run_dir / "preflight.json")
+    policy, reference = _load_models(config, rank, world_size)
+    trainer = TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size, data)
+    trainer.train()
+    if rank == 0:
+        print(f"run directory: {run_dir}")
+
+
+def _load_models(config: DictConfig, rank: int, world_size: int) -> tuple[Any, Any]:
+    """Policy and reference (None if the loss needs none); ranks other than 0 leave the weights to rank 0."""
+    from losses import LOSSES
+    from models import DTYPES, load_config, load_model, load_structure
+    from tensor_parallelism import check_tensor_parallel
+    from trainers import TRAINERS
+    from utils import get_cache_dir
+
     trainer_class = TRAINERS[config.trainer]
+    name, cache_dir = config.model.name_or_path, get_cache_dir(config.local_dirs)
+    check_tensor_parallel(load_config(name, cache_dir=cache_dir), trainer_class.tensor_size(config, world_size))
 
     def load(dtype: str) -> Any:
+        if rank != 0:
+            return load_structure(
+                name,
+                dtype=DTYPES[dtype],
+                attn_implementation=config.model.attn_implementation,
+                cache_dir=cache_dir,
+            )
         return load_model(
-            config.model.name_or_path,
+            name,
             dtype=DTYPES[dtype],
             archive=config.model.archive,
             attn_implementation=config.model.attn_implementation,
             random_init=config.model.random_init,
             seed=config.seed,
             device_map=trainer_class.device_map(),
-            cache_dir=get_cache_dir(config.local_dirs),
+            cache_dir=cache_dir,
         )
 
     policy = load(config.model.policy_dtype)
-    reference = load(config.model.reference_dtype) if LOSSES[config.loss.name].uses_reference else None
-    trainer = trainer_class(policy, config, config.seed, run_dir, reference, rank, world_size, data)
-    trainer.train()
+    return policy, load(config.model.reference_dtype) if LOSSES[config.loss.name].uses_reference else None
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
 def main(config: DictConfig) -> None:
+    from launching import WorkerFailed
     from utils import InputError
 
     hydra_config = HydraConfig.get()
@@ -139,6 +177,9 @@ def main(config: DictConfig) -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except WorkerFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _exit_on(problems: list[str]) -> None:

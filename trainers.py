@@ -1,10 +1,12 @@
-"""The training loop. `BasicTrainer` runs it in one process; subclasses override only how models are placed."""
+"""The training loop. `BasicTrainer` runs it in one process; subclasses say only how models are spread."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoint import full_state, point, write_checkpoint
-from distributed import full_tensor, gather_list, shard_fully
+from distributed import Layout, distribute, full_tensor, gathered_weights, keep_root_gathered
 from losses import (
     LOSSES,
     _get_batch_logps,  # noqa: F401  (this and the next two: the reference has them here)
@@ -37,7 +39,6 @@ from self_test import self_test
 from tokenization import Batch, concatenated_inputs  # noqa: F401
 from utils import (
     InputError,
-    all_gather_if_needed,
     formatted_dict,
     get_cache_dir,
     slice_and_move_batch_for_device,
@@ -88,6 +89,8 @@ class BasicTrainer:
     ) -> None:
         self.config, self.seed, self.run_dir = config, seed, Path(run_dir)
         self.rank, self.world_size = rank, world_size
+        tensor_size = self.tensor_size(config, world_size)
+        self.layout = Layout(rank, world_size, shard_size=config.fsdp_shard_size, tensor_size=tensor_size)
         self.loss = LOSSES[config.loss.name]
         if self.loss.uses_reference and reference_model is None:
             raise InputError(f"loss={config.loss.name} needs a reference model")
@@ -130,6 +133,11 @@ class BasicTrainer:
 
     multi_process = False  # whether several processes share a run, joined by a process group
 
+    @staticmethod
+    def tensor_size(config: DictConfig, world_size: int) -> int:
+        """How many processes cut each layer among them."""
+        return 1
+
     @classmethod
     def device_map(cls) -> str | dict | None:
         """Where transformers puts the weights while loading: over all GPUs, on the one, or on the CPU."""
@@ -164,6 +172,7 @@ class BasicTrainer:
         accumulation = self.config.gradient_accumulation_steps
         microbatches = []
         for i in range(accumulation):
+            keep_root_gathered(self.policy, i < accumulation - 1)
             rows = self._local_rows(slice_and_move_batch_for_device(batch, i, accumulation, "cpu"))
             loss, metrics = self.get_batch_metrics(rows, self.config.loss, train=True)
             (loss / accumulation).backward()
@@ -176,7 +185,7 @@ class BasicTrainer:
         self.batch_counter += 1
         self.example_counter += self.config.batch_size
 
-        metrics = reduce_metrics(microbatches, {"grad_norm": grad_norm}, self._gather)  # waits for the device
+        metrics = reduce_metrics(microbatches, {"grad_norm": grad_norm}, self.layout.gather)  # waits for the device
         seconds = time.perf_counter() - start
         tokens = sum(int(batch[key].sum()) for key in SEQUENCE_MASKS if key in batch)
         return metrics | {
@@ -231,7 +240,7 @@ class BasicTrainer:
         self.policy.eval()
         batches = self.progress.over(self.eval_batches, total=len(self.eval_batches), what="evaluate")
         metrics = [self.get_batch_metrics(self._local_rows(b), self.config.loss, train=False)[1] for b in batches]
-        return reduce_metrics(metrics, {}, self._gather)
+        return reduce_metrics(metrics, {}, self.layout.gather)
 
     def evaluate_and_save(self) -> None:
         """Evaluate, sample if asked to, and save unless nothing was trained yet or `debug` is set."""
@@ -252,16 +261,17 @@ class BasicTrainer:
         n_batches = max(1, self.config.n_eval_model_samples // self.config.eval_batch_size)
         collected = []
         self.policy.eval()
-        for batch in self.progress.over(self.eval_batches[:n_batches], total=n_batches, what="sample"):
-            policy, reference = self.get_batch_samples(self._local_rows(batch))
-            policy, reference = (gather_list(texts, self.world_size) for texts in (policy, reference))
-            collected += map(Sample, batch["prompt"], policy, reference or [None] * len(policy))
+        with ExitStack() as stack:
+            for model in self._sampled_models():
+                stack.enter_context(gathered_weights(model))
+            for batch in self.progress.over(self.eval_batches[:n_batches], total=n_batches, what="sample"):
+                policy, reference = map(self.layout.gather_list, self.get_batch_samples(self._local_rows(batch)))
+                collected += map(Sample, batch["prompt"], policy, reference or [None] * len(policy))
         return collected
 
     def get_batch_samples(self, batch: Batch) -> tuple[list[str], list[str]]:
         """(policy, reference) continuations of the batch's prompts; no reference under SFT."""
-        seed = np.random.SeedSequence([self.seed, self.example_counter, self.rank]).generate_state(1)[0]
-        models = [self.policy, self.reference_model] if self.loss.uses_reference else [self.policy]
+        seed = np.random.SeedSequence([self.seed, self.example_counter, self.layout.data_rank]).generate_state(1)[0]
         policy, *reference = (
             sample(
                 model,
@@ -271,23 +281,22 @@ class BasicTrainer:
                 seed=int(seed),
                 in_step=self.world_size > 1,
             )
-            for model in models
+            for model in self._sampled_models()
         )
         return policy, reference[0] if reference else []
+
+    def _sampled_models(self) -> list[Any]:
+        return [self.policy, self.reference_model] if self.loss.uses_reference else [self.policy]
 
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
         """Write policy, optimizer and scheduler to `output_dir`, or to `step-N` in the run, which LATEST then names."""
         directory = Path(output_dir) if output_dir else self._step_dir()
         stateful = {"policy": self.policy, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        states = {name: full_state(part.state_dict()) for name, part in stateful.items()}  # a collective
+        states = ((name, full_state(part.state_dict())) for name, part in stateful.items())  # collectives, one by one
         if self.rank != 0:
+            deque(states, maxlen=0)
             return
-        write_checkpoint(
-            directory,
-            states,
-            step_idx=self.example_counter,
-            metrics=metrics,
-        )
+        write_checkpoint(directory, states, step_idx=self.example_counter, metrics=metrics)
         if output_dir is None:
             self._point("LATEST")
         self.progress.line(f"saved {directory}")
@@ -328,14 +337,11 @@ class BasicTrainer:
 
     def _local_rows(self, batch: Batch) -> dict[str, Any]:
         """This process's rows, on its device."""
-        return slice_and_move_batch_for_device(batch, self.rank, self.world_size, self.device)
+        return slice_and_move_batch_for_device(batch, self.layout.data_rank, self.layout.data_size, self.device)
 
     @property
     def device(self) -> torch.device:
         return next(self.policy.parameters()).device
-
-    def _gather(self, values: torch.Tensor) -> torch.Tensor:
-        return all_gather_if_needed(values, self.rank, self.world_size)
 
     def _step_dir(self) -> Path:
         return self.run_dir / f"step-{self.example_counter}"
@@ -369,7 +375,7 @@ def loss_options(loss_config: DictConfig) -> dict[str, float | bool]:
 
 
 class FSDPTrainer(BasicTrainer):
-    """Parameters, gradients and optimizer state sharded over all processes, policy and reference alike."""
+    """Parameters, gradients and optimizer state sharded over the processes, policy and reference alike."""
 
     multi_process = True
 
@@ -378,7 +384,15 @@ class FSDPTrainer(BasicTrainer):
         return None  # on the CPU until it is sharded
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
-        return shard_fully(model, block_name=self.config.model.block_name, compute_dtype=compute_dtype)
+        return distribute(model, self.layout, block_name=self.config.model.block_name, compute_dtype=compute_dtype)
 
 
-TRAINERS = {trainer.__name__: trainer for trainer in (BasicTrainer, FSDPTrainer)}
+class TensorParallelTrainer(FSDPTrainer):
+    """Every layer cut over `tensor_parallel_size` processes (null: all); the rest of the processes share as in FSDP."""
+
+    @staticmethod
+    def tensor_size(config: DictConfig, world_size: int) -> int:
+        return config.tensor_parallel_size or world_size
+
+
+TRAINERS = {trainer.__name__: trainer for trainer in (BasicTrainer, FSDPTrainer, TensorParallelTrainer)}

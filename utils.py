@@ -7,7 +7,7 @@ import os
 import random
 import socket
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -74,12 +74,12 @@ def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim
     return torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=dim)
 
 
-def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int, *, group: Any = None) -> torch.Tensor:
     """Every rank's `values` concatenated along dimension 0, in rank order; `values` itself on one process."""
     if world_size == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(world_size)]
-    dist.all_gather(parts, values.contiguous())
+    dist.all_gather(parts, values.contiguous(), group=group)
     return torch.cat(parts, dim=0)
 
 
@@ -132,14 +132,22 @@ def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) ->
 
 
 def init_distributed(
-    rank: int, world_size: int, master_addr: str = "localhost", port: int = 12355, backend: str = "nccl"
+    rank: int,
+    world_size: int,
+    master_addr: str = "localhost",
+    port: int = 12355,
+    backend: str = "nccl",
+    timeout: timedelta | None = None,
 ) -> None:
-    """Join the default process group; `MASTER_ADDR` and `MASTER_PORT` in the environment win."""
+    """Join the default process group; `MASTER_ADDR` and `MASTER_PORT` in the environment win.
+
+    `timeout` is how long a collective may wait; None leaves it to torch.
+    """
     os.environ.setdefault("MASTER_ADDR", master_addr)
     os.environ.setdefault("MASTER_PORT", str(port))
     if backend == "nccl":  # first, or NCCL takes GPU 0 for every rank
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(backend, rank=rank, world_size=world_size)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
 
 
 class TemporarilySeededRandom:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 import threading
 
 import pytest
@@ -144,7 +145,7 @@ def test_what_is_no_archive_is_refused_in_a_sentence(content, tmp_path):
 
 def test_an_archive_may_be_named_by_its_file_its_directory_or_its_run(tmp_path):
     run = tmp_path / "run"
-    write_checkpoint(run / "step-64", {"policy": {}}, step_idx=64, metrics=None)
+    write_checkpoint(run / "step-64", {"policy": {}}.items(), step_idx=64, metrics=None)
     point(run / "LATEST", run / "step-64")
 
     for name in (run / "step-64" / "policy.pt", run / "step-64", run / "LATEST", run):
@@ -157,7 +158,7 @@ def test_an_archive_may_be_named_by_its_file_its_directory_or_its_run(tmp_path):
 def test_checkpoint_files_hold_the_references_keys_and_load_as_plain_data(tmp_path):
     policy = build("llama", seed=1)
     states = {"policy": policy.state_dict(), "scheduler": {"last_epoch": 3}}
-    write_checkpoint(tmp_path / "run" / "step-8", states, step_idx=8, metrics={"loss/eval": 0.5})
+    write_checkpoint(tmp_path / "run" / "step-8", states.items(), step_idx=8, metrics={"loss/eval": 0.5})
 
     assert sorted(os.listdir(tmp_path / "run")) == ["step-8"]
     assert sorted(os.listdir(tmp_path / "run" / "step-8")) == ["policy.pt", "scheduler.pt"]
@@ -167,9 +168,24 @@ def test_checkpoint_files_hold_the_references_keys_and_load_as_plain_data(tmp_pa
     assert torch.equal(content["state"]["lm_head.weight"], policy.lm_head.weight)
 
 
+def test_one_state_is_freed_before_the_next_is_gathered(tmp_path):
+    alive = weakref.WeakSet()
+
+    def states():
+        for name in ("policy", "optimizer", "scheduler"):
+            assert not alive
+            state = {"a": torch.zeros(1)}
+            alive.add(state["a"])
+            yield name, state
+            del state
+
+    write_checkpoint(tmp_path / "step-8", states(), step_idx=8, metrics=None)
+    assert len(os.listdir(tmp_path / "step-8")) == 3
+
+
 def test_a_directory_that_is_saved_again_holds_only_the_new_files(tmp_path):
-    write_checkpoint(tmp_path / "step-8", {"policy": {"a": 1}, "optimizer": {}}, step_idx=8, metrics=None)
-    write_checkpoint(tmp_path / "step-8", {"policy": {"a": 2}}, step_idx=8, metrics=None)
+    write_checkpoint(tmp_path / "step-8", {"policy": {"a": 1}, "optimizer": {}}.items(), step_idx=8, metrics=None)
+    write_checkpoint(tmp_path / "step-8", {"policy": {"a": 2}}.items(), step_idx=8, metrics=None)
 
     assert sorted(os.listdir(tmp_path / "step-8")) == ["policy.pt"]
     assert torch.load(tmp_path / "step-8" / "policy.pt")["state"] == {"a": 2}
@@ -186,9 +202,9 @@ class Killer:
         os.kill(os.getpid(), signal.SIGKILL)
 
 run = Path(sys.argv[1])
-write_checkpoint(run / "step-8", {"policy": {"a": torch.ones(1)}}, step_idx=8, metrics=None)
+write_checkpoint(run / "step-8", {"policy": {"a": torch.ones(1)}}.items(), step_idx=8, metrics=None)
 states = {"policy": {"a": torch.zeros(1)}, "optimizer": {"a": torch.zeros(1), "b": Killer()}}
-write_checkpoint(run / sys.argv[2], states, step_idx=16, metrics=None)
+write_checkpoint(run / sys.argv[2], states.items(), step_idx=16, metrics=None)
 """
 
 
@@ -207,10 +223,12 @@ class CannotBeSaved:
 
 
 def test_a_save_that_fails_says_so_and_keeps_the_former_checkpoint(tmp_path):
-    write_checkpoint(tmp_path / "step-8", {"policy": {"a": 1}}, step_idx=8, metrics=None)
+    write_checkpoint(tmp_path / "step-8", {"policy": {"a": 1}}.items(), step_idx=8, metrics=None)
     for name in ("step-8", "step-16"):
         with pytest.raises(OSError, match="No space left"):
-            write_checkpoint(tmp_path / name, {"policy": {}, "optimizer": CannotBeSaved()}, step_idx=8, metrics=None)
+            write_checkpoint(
+                tmp_path / name, {"policy": {}, "optimizer": CannotBeSaved()}.items(), step_idx=8, metrics=None
+            )
 
     assert os.listdir(tmp_path) == ["step-8"]  # no half-written files that keep a full disk full
     assert torch.load(tmp_path / "step-8" / "policy.pt")["state"] == {"a": 1}

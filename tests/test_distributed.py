@@ -3,14 +3,8 @@ end for all when one fails. (That the golden runs come out the same is in test_g
 
 from __future__ import annotations
 
-import os
-
-import pytest
 import torch
 from conftest import GOLDEN, metrics_of, train
-
-from distributed import launch
-from utils import get_open_port
 
 TINY = (
     f"model.name_or_path={GOLDEN / 'tiny-llama'}",
@@ -24,30 +18,6 @@ TINY = (
     "exp_name=test",
 )
 TWO = ("trainer=FSDPTrainer", "world_size=2")
-
-
-def report_port(rank, world_size, directory):
-    (directory / f"rank{rank}").write_text(f"{os.environ['MASTER_PORT']} {world_size}")
-
-
-def fail_on_rank_1(rank, world_size):
-    if rank == 1:
-        raise ArithmeticError("rank 1 cannot count")
-    torch.distributed.barrier()  # would wait for rank 1 for ever
-
-
-def test_workers_meet_at_the_port_they_are_given(tmp_path, monkeypatch):
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    port = get_open_port()
-    launch(report_port, 2, tmp_path, port=port, process_group=True)
-    assert [(tmp_path / f"rank{r}").read_text() for r in (0, 1)] == [f"{port} 2"] * 2
-
-
-def test_a_worker_that_fails_ends_the_others_and_shows_its_traceback(monkeypatch):
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    with pytest.raises(Exception, match="rank 1 cannot count") as error:
-        launch(fail_on_rank_1, 2, port=None, process_group=True)
-    assert "in fail_on_rank_1" in str(error.value)
 
 
 def test_two_processes_sample_save_what_one_can_load_and_compute_in_the_dtype_asked_for(tmp_path):

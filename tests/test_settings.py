@@ -11,11 +11,12 @@ from conftest import ROOT
 from omegaconf import DictConfig
 
 import train  # noqa: F401  (registers the config's resolvers)
-from settings import RULES, find_problems, flatten
+from settings import RULES, Processes, find_problems, flatten
 
 CONFIG = ROOT / "config"
 CHOICES = {
     "trainer": ("BasicTrainer",),
+    "tensor_parallel.backend": ("dtensor", "tensor_parallel"),
     "optimizer": ("RMSprop", "SGD"),
     "loss.name": ("dpo", "ipo", "sft"),
     "model.policy_dtype": ("float32", "bfloat16"),
@@ -31,9 +32,16 @@ def compose(*overrides: str) -> DictConfig:
         return hydra.compose("config", list(overrides))
 
 
-def problems(*overrides: str, complete: tuple[str, ...] = COMPLETE, world_size: int = 1) -> list[str]:
+ONE = Processes(world_size=1, tensor_size=1, several=False, launched=False, gpus=0)
+
+
+def several(world_size: int, tensor_size: int = 1, *, launched: bool = False, gpus: int = 0) -> Processes:
+    return Processes(world_size, tensor_size, several=True, launched=launched, gpus=gpus)
+
+
+def problems(*overrides: str, complete: tuple[str, ...] = COMPLETE, processes: Processes = ONE) -> list[str]:
     return find_problems(
-        compose(*complete, *overrides), choices=CHOICES, data_names=("hh", "shp", "se"), world_size=world_size
+        compose(*complete, *overrides), choices=CHOICES, data_names=("hh", "shp", "se"), processes=processes
     )
 
 
@@ -87,7 +95,8 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         "or give model.name_or_path=DIR_OR_HUB_ID",
         "loss.beta is not set: loss.beta=0.1 is the paper's choice; the smaller, the further from the reference",
         "loss.label_smoothing=0.5 must be a number in [0, 0.5): the fraction of flipped pairs",
-        "batch_size=6 must be divisible by gradient_accumulation_steps * processes = 4 * 1 = 4: try batch_size=8",
+        "batch_size=6 must be divisible by gradient_accumulation_steps * processes = 4 * 1 = 4: try batch_size=8, "
+        "or gradient_accumulation_steps=1, 2, 3 or 6",
         "max_prompt_length=256 must be below max_length=256, or no token is left for a response",
         "n_epochs and n_examples are both null, so training would never end: give one of them",
         "eval_every=5 (examples) must be at least batch_size=6",
@@ -147,12 +156,50 @@ def test_each_problem_is_told_alone_and_starts_with_its_key(override, message):
     assert problem.startswith(message)
 
 
-def test_batches_must_divide_by_all_processes():
-    assert problems("batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8", world_size=4) == []
-    assert problems("batch_size=8", "gradient_accumulation_steps=4", "eval_batch_size=6", world_size=4) == [
-        "batch_size=8 must be divisible by gradient_accumulation_steps * processes = 4 * 4 = 16: try batch_size=16",
-        "eval_batch_size=6 must be divisible by the 4 processes",
+def test_batches_must_divide_by_the_processes_that_see_different_rows():
+    batches = ("batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8")
+    assert problems(*batches, processes=several(4)) == []
+    assert problems(*batches, "tensor_parallel_size=2", processes=several(8, tensor_size=2)) == []
+    assert problems("batch_size=8", "gradient_accumulation_steps=4", "eval_batch_size=6", processes=several(4)) == [
+        "batch_size=8 must be divisible by gradient_accumulation_steps * processes = 4 * 4 = 16: "
+        "try batch_size=16, or gradient_accumulation_steps=1 or 2",
+        "eval_batch_size=6 must be divisible by the 4 processes: try 8, or 1, 2, 3 or 6 processes",
     ]
+    (problem,) = problems("batch_size=6", "gradient_accumulation_steps=1", processes=several(4))
+    assert problem.endswith("= 1 * 4 = 4: try batch_size=8, or 1, 2, 3 or 6 processes")
+
+
+@pytest.mark.parametrize(
+    ("override", "processes", "message"),
+    [
+        ("world_size=2", ONE, "world_size=2 needs a trainer of several processes: trainer=FSDPTrainer"),
+        ("lr=1", ONE._replace(world_size=2, launched=True), "trainer=BasicTrainer is one process, and 2 were launched"),
+        ("world_size=4", several(2, launched=True), "world_size=4, but 2 processes were launched: leave it out"),
+        ("world_size=4", several(4, gpus=2), "world_size=4 is more than the 2 GPUs of this machine"),
+        ("tensor_parallel_size=2", several(2), "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
+        ("tensor_parallel_size=2", ONE, "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
+        ("tensor_parallel_size=3", several(4, 3), "tensor_parallel_size=3 does not divide the 4 processes: try 1, 2"),
+        ("fsdp_shard_size=3", several(4), "fsdp_shard_size=3 does not divide the 4 processes: try 1, 2 or 4"),
+        ("fsdp_shard_size=4", several(4, 2), "fsdp_shard_size=4 does not divide the 2 processes: try 1 or 2"),
+        ("fsdp_shard_size=1", ONE, "fsdp_shard_size=1 needs a trainer of several processes: trainer=FSDPTrainer"),
+    ],
+)
+def test_what_does_not_fit_the_processes_is_told(override, processes, message):
+    (problem,) = problems(override, "batch_size=8", processes=processes)
+    assert problem.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes"),
+    [
+        (("world_size=1",), ONE),
+        (("world_size=4", "fsdp_shard_size=2"), several(4)),
+        (("world_size=4", "tensor_parallel_size=2", "fsdp_shard_size=1"), several(4, 2)),
+        (("world_size=4",), several(4, launched=True, gpus=2)),  # two machines of two GPUs
+    ],
+)
+def test_what_fits_the_processes_has_no_problems(overrides, processes):
+    assert problems(*overrides, processes=processes) == []
 
 
 def test_a_value_that_cannot_be_resolved_is_a_problem_unless_it_waits_for_a_missing_key():
@@ -208,7 +255,16 @@ def test_every_key_has_a_comment_above_it_or_on_its_line(file):
 
 def test_defaults_are_the_references():
     values = flatten(compose("exp_name=x", "local_run_dir=/run"))
-    ours = {"self_test": True, "world_size": None, "model.attn_implementation": "eager", "model.random_init": False}
+    ours = {
+        "self_test": True,
+        "world_size": None,
+        "fsdp_shard_size": None,
+        "tensor_parallel_size": None,
+        "tensor_parallel.backend": "dtensor",
+        "collective_timeout_secs": 1800,
+        "model.attn_implementation": "eager",
+        "model.random_init": False,
+    }
 
     assert {k: v for k, v in values.items() if k not in ours} == {
         "seed": 0,

@@ -1,0 +1,251 @@
+"""Worker processes: where they meet, and that none survives the failure of another. All of them are real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+
+from launching import Seat, WorkerFailed, find_seat, launch, slurm_meeting_point
+from utils import InputError
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def note_pid(folder: Path, rank: int) -> None:
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+
+
+def assert_all_gone(folder: Path, count: int = 2, within: float = 10) -> None:
+    pids = [int((folder / f"pid{rank}").read_text()) for rank in range(count)]
+    deadline = time.monotonic() + within
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"of {pids}, some are still there"
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# --- what workers do in these tests --------------------------------------------------------------------------------
+
+
+def add_up(rank, world_size, folder):
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    (folder / f"rank{rank}").write_text(f"{total.item():g} of {world_size} at {os.environ.get('MASTER_PORT')}")
+
+
+def fail_on_rank_1(rank, world_size, folder, how):
+    note_pid(folder, rank)
+    dist.barrier()
+    if rank == 1:
+        {"raise": divide_by_zero, "bad input": refuse, "kill": kill_self, "hang": hang}[how]()
+    dist.barrier()  # where rank 0 waits for it
+
+
+def divide_by_zero():
+    return 1 / 0
+
+
+def refuse():
+    raise InputError("beta=-1 must be above 0")
+
+
+def kill_self():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang():
+    time.sleep(600)
+
+
+class StalledOnArrival:
+    """Keeps the first process that unpickles it from ever joining the others."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __setstate__(self, state: dict) -> None:
+        try:
+            (state["folder"] / "stalled").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        time.sleep(600)
+
+
+def do_nothing(rank, world_size, argument):
+    pass
+
+
+def finish_without_rank_1(rank, world_size, folder):
+    note_pid(folder, rank)
+    if rank == 1:
+        hang()
+
+
+# --- meeting -------------------------------------------------------------------------------------------------------
+
+
+def test_workers_meet_in_one_group(tmp_path):
+    launch(add_up, 2, tmp_path, process_group=True)
+    assert all((tmp_path / f"rank{rank}").read_text().startswith("3 of 2 at ") for rank in (0, 1))
+
+
+def test_they_meet_at_the_port_they_are_given(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    launch(add_up, 2, tmp_path, process_group=True, port=port)
+    assert (tmp_path / "rank1").read_text() == f"3 of 2 at {port}"
+
+
+def test_a_port_that_is_taken_is_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(InputError, match=f"port {port} is not free; fsdp_port=null"):
+            launch(add_up, 2, None, process_group=True, port=port)
+
+
+def test_one_worker_needs_no_process_no_port_and_leaves_no_trace(tmp_path):
+    launch(add_up, 1, tmp_path, process_group=True)
+    assert (tmp_path / "rank0").read_text() == "1 of 1 at None"
+    assert not dist.is_initialized()
+    assert not set(LAUNCHERS) & os.environ.keys()
+
+
+@pytest.mark.parametrize(
+    ("environ", "seat"),
+    [
+        ({}, None),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, Seat(3, 8)),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}, Seat(5, 8)),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # the batch script itself, before any srun
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # srun of one task that starts its own workers
+        ({"RANK": "2", "WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, Seat(2, 4)),
+    ],
+)
+def test_a_launcher_gives_a_seat(environ, seat):
+    assert find_seat(environ) == seat
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node7", "node7"), ("gpu[03-05,9]", "gpu03"), ("a1,b[2-3]", "a1"), ("n-1-[12,15]", "n-1-12")],
+)
+def test_slurm_tasks_meet_on_the_first_node(nodes, first):
+    environ = {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "123456"}
+    assert slurm_meeting_point(environ) == {"MASTER_ADDR": first, "MASTER_PORT": "23456"}
+
+
+def test_tasks_of_a_slurm_step_join(tmp_path):
+    script = (
+        "import pathlib, sys; from launching import launch; from test_launching import add_up;"
+        "launch(add_up, 1, pathlib.Path(sys.argv[1]), process_group=True)"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        job = server.getsockname()[1] - 20_000  # a port that is free: 20000 + job number
+    if not 0 <= job < 20_000:
+        job = 11_311
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path)],
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": str(rank),
+                "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_JOB_ID": str(job),
+            },
+        )
+        for rank in range(2)
+    ]
+    assert [task.wait(timeout=60) for task in tasks] == [0, 0]
+    assert (tmp_path / "rank0").read_text() == f"3 of 2 at {20_000 + job}"
+
+
+# --- failing -------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_raises_ends_all_and_shows_its_traceback(tmp_path):
+    with pytest.raises(WorkerFailed, match="rank 1 failed") as error:
+        launch(fail_on_rank_1, 2, tmp_path, "raise", process_group=True)
+    assert "in divide_by_zero" in str(error.value)
+    assert "ZeroDivisionError" in str(error.value)
+    assert_all_gone(tmp_path)
+
+
+def test_bad_input_that_a_worker_finds_is_bad_input_of_the_run(tmp_path):
+    with pytest.raises(InputError, match=r"^beta=-1 must be above 0$"):
+        launch(fail_on_rank_1, 2, tmp_path, "bad input", process_group=True)
+    assert_all_gone(tmp_path)
+
+
+def test_a_worker_that_is_killed_ends_all_and_is_named(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match="rank 1 was killed by SIGKILL"):
+        launch(fail_on_rank_1, 2, tmp_path, "kill", process_group=True)
+    assert time.monotonic() - start < 60
+    assert_all_gone(tmp_path)
+
+
+def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(tmp_path, capfd):
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match="rank 1 did not answer within collective_timeout_secs=4") as error:
+        launch(fail_on_rank_1, 2, tmp_path, "hang", process_group=True, timeout_secs=4)
+    assert time.monotonic() - start < 60
+    assert "rank 0 lost contact" in str(error.value)
+    assert "in fail_on_rank_1" in str(error.value)
+    assert "in hang" in capfd.readouterr().err
+    assert_all_gone(tmp_path)
+
+
+def test_a_worker_that_never_joins_ends_all_and_is_named(tmp_path):
+    with pytest.raises(WorkerFailed, match=r"rank [01] did not answer within collective_timeout_secs=4"):
+        launch(do_nothing, 2, StalledOnArrival(tmp_path), process_group=True, timeout_secs=4)
+
+
+def test_a_worker_that_hangs_after_the_others_have_finished_is_not_waited_for(tmp_path):
+    with pytest.raises(WorkerFailed, match="rank 1 did not answer"):
+        launch(finish_without_rank_1, 2, tmp_path, process_group=True, timeout_secs=3)
+    assert_all_gone(tmp_path)
+
+
+def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path):
+    script = (
+        "import pathlib, sys; from launching import launch; from test_launching import fail_on_rank_1\n"
+        "if __name__ == '__main__':\n"
+        "    launch(fail_on_rank_1, 2, pathlib.Path(sys.argv[1]), 'hang', process_group=True)"
+    )
+    (tmp_path / "parent.py").write_text(script)
+    parent = subprocess.Popen(
+        [sys.executable, str(tmp_path / "parent.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+    )
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"pid{rank}").exists() for rank in (0, 1)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(1)
+    parent.kill()
+    parent.wait()
+    assert_all_gone(tmp_path)
