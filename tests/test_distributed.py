@@ -1,11 +1,34 @@
-"""Several real processes on the CPU, through gloo: the numbers of one process, files that any run can read, and an
-end for all when one fails. (That the golden runs come out the same is in test_golden.py.)"""
+"""Several real processes on the CPU, through gloo: the numbers, samples and files of one process, whatever the layout.
+(The golden runs are in test_golden.py, failing processes in test_launching.py.)"""
 
 from __future__ import annotations
 
-import torch
-from conftest import GOLDEN, metrics_of, train
+import json
+import shutil
+from pathlib import Path
+from typing import Any
 
+import hydra
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import GOLDEN, ROOT, metrics_of, train
+from tiny_models import FAMILIES, batch_of, build
+from torch.distributed.fsdp import FSDPModule
+
+import distributed
+from distributed import Layout, distribute, full_tensor
+from launching import launch
+from models import concatenated_forward
+from train import _load_models
+from trainers import TRAINERS, BasicTrainer
+
+LAYOUTS = {  # processes, and what the command line says
+    "sharded": (2, {}, ("trainer=FSDPTrainer",)),
+    "cut": (2, {"tensor_size": 2}, ("trainer=TensorParallelTrainer",)),
+    "cut and sharded": (4, {"tensor_size": 2}, ("trainer=TensorParallelTrainer", "tensor_parallel_size=2")),
+    "hybrid": (4, {"shard_size": 2}, ("trainer=FSDPTrainer", "fsdp_shard_size=2")),
+}
 TINY = (
     f"model.name_or_path={GOLDEN / 'tiny-llama'}",
     "datasets=[hh]",
@@ -18,6 +41,219 @@ TINY = (
     "exp_name=test",
 )
 TWO = ("trainer=FSDPTrainer", "world_size=2")
+
+
+# --- the numbers of one process ------------------------------------------------------------------------------------
+
+
+def compare_every_family(rank: int, world_size: int, sizes: dict) -> None:
+    layout = Layout(rank, world_size, **sizes)
+    for family in FAMILIES:
+        compare_with_one_process(family, layout)
+
+
+def loss_of(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+    chosen, rejected = concatenated_forward(model, batch)
+    return (chosen - 0.5 * rejected).mean()
+
+
+def is_tied(model: Any) -> bool:
+    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def compare_with_one_process(family: str, layout: Layout) -> None:
+    batch, whole = batch_of(rows=4), build(family)
+    expected = loss_of(whole, batch)
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in whole.named_parameters()}
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+
+    # only rank 0 has weights, and rotary frequencies that are not persistent
+    model = build(family, on_meta=layout.rank != 0)
+    model = distribute(model, layout, block_name=None, compute_dtype=torch.float32)
+    rows = 4 // layout.data_size
+    own = {key: value[layout.data_rank * rows :][:rows] for key, value in batch.items()}
+    loss = loss_of(model, own)
+    loss.backward()
+
+    assert model.training
+    assert torch.allclose(layout.gather(loss.detach()[None]).mean(), expected, rtol=1e-6), family
+    for name, parameter in model.named_parameters():
+        assert torch.equal(full_tensor(parameter.detach()), whole.get_parameter(name)), f"{family} {name}"
+        off = (full_tensor(parameter.grad) - gradients[name]).norm() / gradients[name].norm()
+        assert off < 1e-5, f"{family}: gradient of {name} is off by {off:.1g}"
+    clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert torch.allclose(full_tensor(clipped), norm, rtol=1e-5), family
+    assert is_tied(model) == is_tied(whole)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradients_are_those_of_one_process_to_1e5(layout):
+    processes, sizes, _ = LAYOUTS[layout]
+    launch(compare_every_family, processes, sizes, process_group=True)
+
+
+def send_different_models(rank: int, world_size: int) -> None:
+    family = ("llama", "gpt-neox")[rank]
+    distribute(build(family), Layout(rank, world_size), block_name=None, compute_dtype=torch.float32)
+
+
+def test_processes_that_see_different_models_are_told_so():
+    with pytest.raises(Exception, match="rank 1 and rank 0 see different models"):
+        launch(send_different_models, 2, process_group=True)
+
+
+def use_no_more_memory_than_shards(rank: int, world_size: int, sizes: dict) -> None:
+    model = distribute(
+        build("llama", on_meta=rank != 0),
+        Layout(rank, world_size, **sizes),
+        block_name=None,
+        compute_dtype=torch.float32,
+    )
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local()
+        held, whole = local.untyped_storage().nbytes(), parameter.numel() * 4
+        assert held <= whole * 0.6 or local.ndim == 1, f"{name} holds {held} of {whole} bytes"
+
+
+@pytest.mark.parametrize("layout", ["sharded", "cut"])
+def test_a_process_keeps_its_shards_alone(layout):
+    launch(use_no_more_memory_than_shards, 2, LAYOUTS[layout][1], process_group=True)
+
+
+# --- trainers ------------------------------------------------------------------------------------------------------
+
+
+def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> BasicTrainer:
+    """The trainer that a command line gives, in this process."""
+    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        config = hydra.compose(
+            "config",
+            [*TINY, "loss=dpo", "loss.beta=0.1", "wandb.enabled=false", "model.reference_dtype=float32",
+             "batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8", "n_eval_examples=8",
+             "n_eval_model_samples=8", f"local_run_dir={run_dir}", *overrides],
+        )  # fmt: skip
+    run_dir.mkdir(exist_ok=True)
+    policy, reference = _load_models(config, rank, world_size)
+    return TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size)
+
+
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of torch < 2.13
+
+
+class GatherCount:
+    """How many tensors FSDP gathers, and of how many elements each process's part was."""
+
+    def __enter__(self) -> GatherCount:
+        self.sizes, self.gather = [], getattr(dist, GATHER)
+
+        def counting(output: torch.Tensor, shard: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.sizes.append(shard.numel())
+            return self.gather(output, shard, *args, **kwargs)
+
+        setattr(dist, GATHER, counting)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        setattr(dist, GATHER, self.gather)
+
+
+def sample_train_and_save(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> None:
+    trainer = make_trainer(rank, world_size, run_dir, overrides)
+    result = {"samples": trainer.samples()}
+    result["metrics"] = [trainer.train_step(next(trainer.train_iterator)) for _ in range(2)]
+    result["evaluation"] = trainer.evaluate()
+    trainer.save(run_dir / "saved")
+    if rank == 0:
+        (run_dir / "result.json").write_text(json.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def greedy_model(tmp_path_factory) -> Path:
+    """The tiny Llama, sampling its likeliest token, and many tokens that end a text: lengths differ."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    shutil.copytree(GOLDEN / "tiny-llama", folder)
+    (folder / "generation_config.json").write_text(json.dumps({"top_k": 1, "eos_token_id": list(range(0, 1024, 16))}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_one_process(greedy_model, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("one")
+    sample_train_and_save(0, 1, run_dir, (f"model.name_or_path={greedy_model}",))
+    return run_dir
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else None
+    if items is None:
+        return {prefix: state}
+    return {k: v for key, value in items for k, v in flat(value, f"{prefix}/{key}").items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_metrics_and_checkpoints_are_those_of_one_process(layout, greedy_model, of_one_process, tmp_path):
+    processes, _, overrides = LAYOUTS[layout]
+    overrides = (*overrides, f"model.name_or_path={greedy_model}")
+    launch(sample_train_and_save, processes, tmp_path, overrides, process_group=True)
+
+    ours, theirs = (json.loads((run / "result.json").read_text()) for run in (tmp_path, of_one_process))
+    assert ours["samples"] == theirs["samples"]  # token for token, in the order of the prompts
+    assert len({len(policy) for _, policy, _ in ours["samples"]}) > 2
+    timings = ("examples_per_second", "tokens_per_second", "memory/peak_gb")
+    for mine, its in zip(
+        [*ours["metrics"], ours["evaluation"]], [*theirs["metrics"], theirs["evaluation"]], strict=True
+    ):
+        values = {name: value for name, value in its.items() if name not in timings}
+        assert {name: mine[name] for name in values} == pytest.approx(values, rel=1e-4, abs=1e-5)
+
+    for file in ("policy.pt", "optimizer.pt", "scheduler.pt"):
+        mine, its = (flat(torch.load(run / "saved" / file, weights_only=True)) for run in (tmp_path, of_one_process))
+        assert mine.keys() == its.keys()
+        for key, value in its.items():
+            if isinstance(value, torch.Tensor):
+                assert type(mine[key]) is torch.Tensor
+                torch.testing.assert_close(mine[key], value, rtol=1e-3, atol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
+            else:
+                assert mine[key] == value
+
+
+def count_gathers_in_an_update(rank: int, world_size: int, run_dir: Path) -> None:
+    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer",))
+    root = 2 * 1024 * 64 // world_size  # embeddings and head, each 1,024 tokens by 64
+    with GatherCount() as counted:
+        trainer.train_step(next(trainer.train_iterator))
+    # in two microbatches: the root of policy and reference once, their 3 blocks at every forward and backward
+    assert [size >= root for size in sorted(counted.sizes, reverse=True)] == [True] * 2 + [False] * 2 * 9
+
+
+def test_embeddings_and_head_are_gathered_once_per_update(tmp_path):
+    launch(count_gathers_in_an_update, 2, tmp_path, process_group=True)
+
+
+def count_gathers_in_sampling(rank: int, world_size: int, run_dir: Path, memory: int | None) -> None:
+    if memory is not None:
+        distributed._available_host_memory = lambda: memory
+    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer",))
+    units = [m for model in trainer._sampled_models() for m in model.modules() if isinstance(m, FSDPModule)]
+    sharded = {id(p) for p in trainer.policy.parameters()}
+    with GatherCount() as counted:
+        samples = trainer.samples()
+    assert len(units) == 2 * (3 + 1)
+    assert (len(counted.sizes) == len(units)) == (memory is None), len(counted.sizes)
+    trainer.train_step(next(trainer.train_iterator))  # on shards again
+    assert {id(p) for p in trainer.policy.parameters()} == sharded
+    if rank == 0:
+        (run_dir / f"{memory}.json").write_text(json.dumps(samples))
+
+
+def test_sampling_gathers_the_weights_once_where_they_fit_and_works_where_they_do_not(tmp_path):
+    for memory in (None, 1_000_000):  # the model takes 1.1 MB
+        launch(count_gathers_in_sampling, 2, tmp_path, memory, process_group=True)
+    assert (tmp_path / "None.json").read_text() == (tmp_path / "1000000.json").read_text()
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
 
 
 def test_two_processes_sample_save_what_one_can_load_and_compute_in_the_dtype_asked_for(tmp_path):
@@ -33,11 +269,14 @@ def test_two_processes_sample_save_what_one_can_load_and_compute_in_the_dtype_as
 
     policy = torch.load(tmp_path / "two" / "LATEST" / "policy.pt", weights_only=True)
     assert {str(tensor.dtype) for tensor in policy["state"].values()} == {"torch.float32"}
-    continued = train(
-        *TINY, "loss=sft", "n_examples=4", f"model.archive={tmp_path / 'two'}", f"local_run_dir={tmp_path / 'one'}",
-        "sample_during_eval=false",
-    )  # fmt: skip
-    assert continued.returncode == 0, continued.stderr
+    for trainer in ((), ("trainer=TensorParallelTrainer", "world_size=2")):
+        continued = train(
+            *TINY, *trainer, "loss=dpo", "loss.beta=0.1", "model.reference_dtype=float32", "n_examples=4",
+            f"model.archive={tmp_path / 'two'}", f"local_run_dir={tmp_path / f'then{len(trainer)}'}",
+            "sample_during_eval=false",
+        )  # fmt: skip
+        assert continued.returncode == 0, continued.stderr
+        assert "self-test passed: first loss 0.693147" in continued.stdout
 
 
 def test_an_unknown_block_class_is_one_message_that_lists_the_blocks(tmp_path):
@@ -46,6 +285,15 @@ def test_an_unknown_block_class_is_one_message_that_lists_the_blocks(tmp_path):
     assert "model.block_name=GPT2Block" in result.stderr
     assert "LlamaDecoderLayer" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_heads_that_the_processes_cannot_share_are_one_message(tmp_path):
+    result = train(
+        *TINY, "trainer=TensorParallelTrainer", "world_size=3", "batch_size=3", f"local_run_dir={tmp_path / 'run'}"
+    )
+    assert result.returncode == 2
+    assert "tensor_parallel_size=3 does not divide the model's num_attention_heads=4" in result.stderr
+    assert result.stderr.count("error:") == 1
 
 
 def test_a_batch_that_the_processes_cannot_share_is_refused_before_anything_starts(tmp_path):

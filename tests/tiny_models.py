@@ -1,0 +1,74 @@
+"""Small random models of many families, and a batch for them."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import transformers
+
+from utils import disable_dropout
+
+VOCABULARY = 101  # a prime: divides by no number of processes
+COMMON = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 44,
+    "num_attention_heads": 4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 60,
+}
+GROUPED = {**COMMON, "num_key_value_heads": 2}
+GPT = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "llama, tied": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "qwen2, tied, with biases": lambda: transformers.Qwen2Config(**GROUPED, tie_word_embeddings=True),
+    "qwen3, norms per head": lambda: transformers.Qwen3Config(**GROUPED, head_dim=8),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**COMMON),
+    "gpt-neox, sequential residual": lambda: transformers.GPTNeoXConfig(**COMMON, use_parallel_residual=False),
+    "gemma2": lambda: transformers.Gemma2Config(**GROUPED, head_dim=8),
+    "phi3, fused projections": lambda: transformers.Phi3Config(**GROUPED),
+    "olmo2, norms over all heads": lambda: transformers.Olmo2Config(**GROUPED),
+    "gpt2, tied": lambda: transformers.GPT2Config(**GPT),
+    "gpt-j": lambda: transformers.GPTJConfig(**GPT, rotary_dim=4),
+}
+
+
+def build(family: str, *, on_meta: bool = False, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    """The same weights at every call; none on the meta device."""
+    config = FAMILIES[family]()
+    torch.manual_seed(0)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    disable_dropout(model)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms begin as zeros and ones, which hides mistakes
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model.train()
+
+
+def batch_of(rows: int, length: int = 12) -> dict[str, torch.Tensor]:
+    """Random pairs with prompts of 5 tokens, every second response padded."""
+    generator = torch.Generator().manual_seed(3)
+    batch = {}
+    for which in ("chosen", "rejected"):
+        ids = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[1::2, 8:] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :5] = -100
+        batch |= {f"{which}_input_ids": ids, f"{which}_attention_mask": mask, f"{which}_labels": labels}
+    return batch
+
+
+logging.getLogger("transformers").setLevel(logging.ERROR)  # about token ids that a tiny vocabulary lacks
