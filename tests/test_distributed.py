@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import hydra
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import GOLDEN, ROOT, metrics_of, train
+from conftest import GOLDEN, ROOT, metrics_of, run_script, train
 from tiny_models import FAMILIES, batch_of, build
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,6 +25,7 @@ from launching import launch
 from models import concatenated_forward
 from train import _load_models
 from trainers import TRAINERS, BasicTrainer
+from utils import get_open_port
 
 LAYOUTS = {  # processes, and what the command line says
     "sharded": (2, {}, ("trainer=FSDPTrainer",)),
@@ -277,6 +281,68 @@ def test_two_processes_sample_save_what_one_can_load_and_compute_in_the_dtype_as
         )  # fmt: skip
         assert continued.returncode == 0, continued.stderr
         assert "self-test passed: first loss 0.693147" in continued.stdout
+
+
+# --- several machines ----------------------------------------------------------------------------------------------
+
+
+def start_node(rank: int, port: int, *overrides: str) -> subprocess.Popen[str]:
+    """`scripts/run_distributed.sh` as on one of two machines with one process each."""
+    return subprocess.Popen(
+        ["bash", str(ROOT / "scripts" / "run_distributed.sh"), "1", *overrides, "wandb.enabled=false"],
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "NNODES": "2",
+            "NODE_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_two_nodes_are_one_run(tmp_path):
+    overrides = (*TINY, "loss=dpo", "loss.beta=0.1", "model.reference_dtype=float32", "n_examples=16",
+                 "sample_during_eval=false")  # fmt: skip
+    port = get_open_port()
+    nodes = [
+        start_node(r, port, *overrides, "trainer=FSDPTrainer", f"local_run_dir={tmp_path}/node{r}") for r in (0, 1)
+    ]
+    output = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], output
+    alone = train(*overrides, f"local_run_dir={tmp_path / 'alone'}")
+    assert alone.returncode == 0, alone.stderr
+
+    assert not (tmp_path / "node1").exists()  # only rank 0 writes
+    assert "run directory" in output[0]
+    assert "run directory" not in output[1]
+    ours, theirs = (metrics_of(tmp_path / run, "train") for run in ("node0", "alone"))
+    assert len(ours) == len(theirs) == 4
+    for mine, its in zip(ours, theirs, strict=True):
+        values = {k: v for k, v in its.items() if not k.endswith("per_second") and k not in ("split", "memory/peak_gb")}
+        assert {k: mine[k] for k in values} == pytest.approx(values, rel=2e-3, abs=1e-4)
+
+
+def test_a_node_that_fails_ends_the_others(tmp_path):
+    port = get_open_port()
+    wrong = ("trainer=FSDPTrainer", "model.block_name=GPT2Block")
+    nodes = [start_node(r, port, *TINY, *wrong, f"local_run_dir={tmp_path}/node{r}") for r in (0, 1)]
+    output = [node.communicate(timeout=120)[0] for node in nodes]
+    assert all(node.returncode for node in nodes)
+    assert "error: model.block_name=GPT2Block is not a module class" in output[0]
+
+
+def test_one_process_trainer_under_a_launcher_of_several_is_refused(tmp_path):
+    result = run_script(
+        str(ROOT / "train.py"), *TINY, f"local_run_dir={tmp_path}/run", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0"
+    )
+    assert result.returncode == 2
+    assert "trainer=BasicTrainer is one process, and 2 were launched: use trainer=FSDPTrainer" in result.stderr
 
 
 def test_an_unknown_block_class_is_one_message_that_lists_the_blocks(tmp_path):
