@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -94,6 +95,16 @@ def raise_open_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def return_freed_memory() -> None:
+    """Give large freed tensors back to the system at once.
+
+    glibc keeps them, in ever larger pieces; among the tensors that sharding gathers and frees at every block, that
+    holds as much memory as the whole model would have taken.
+    """
+    M_MMAP_THRESHOLD = -3
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+
+
 def _backend() -> str:
     """NCCL on GPUs, else gloo. Raises InputError if this machine has fewer GPUs than processes."""
     if not torch.cuda.is_available():
@@ -112,6 +123,7 @@ def _backend() -> str:
 
 def _work(seat: Seat, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
     """Join the group, work, leave it; exit status and what went wrong."""
+    return_freed_memory()
     try:
         init_distributed(
             seat.rank,

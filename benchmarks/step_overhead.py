@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -87,4 +86,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         config = compose([f"local_run_dir={folder}", *sys.argv[1:]])
         TRAINERS["BasicTrainer"] = TimedTrainer
-        train.work(0, 1, config, Path(folder))
+        train.work(0, 1, config)

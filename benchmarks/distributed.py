@@ -1,0 +1,129 @@
+"""Time, communication and host memory of an update: one process, two that shard, two that cut every layer.
+
+    python -m benchmarks.distributed model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR loss=dpo ...
+
+Takes the overrides of train.py (W&B is off). Each layout runs the same updates in a fresh process tree; the first
+update is not counted. On a CPU only the ratios mean something: the processes share the cores. Layouts that the model or
+the machine does not allow are printed with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import train
+from benchmarks.step_overhead import compose
+from launching import launch
+from trainers import TRAINERS
+
+LAYOUTS = {
+    "one process": (),
+    "FSDPTrainer, 1 process": ("trainer=FSDPTrainer", "world_size=1"),
+    "FSDPTrainer, 2 processes": ("trainer=FSDPTrainer", "world_size=2"),
+    "TensorParallelTrainer, 2 processes": ("trainer=TensorParallelTrainer", "world_size=2"),
+}
+UPDATES = 4  # the first is not counted
+
+
+def collectives_of(profile: Any) -> dict[str, float]:
+    """How many collectives there were, how many tensor elements went in, and the seconds spent in them, waiting too."""
+    events = [event for event in profile.events() if event.name.startswith(("gloo:", "nccl:"))]
+    return {
+        "collectives": len(events),
+        "elements": sum(math.prod(event.input_shapes[0]) for event in events if event.input_shapes),
+        "seconds_in_them": sum(event.cpu_time_total for event in events) / 1e6,
+    }
+
+
+def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
+    """A few updates on this process; rank 0 writes the seconds and the collectives of one."""
+    policy, reference = train._load_models(config, rank, world_size)
+    run_dir = Path(config.local_run_dir)
+    trainer = TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size)
+    batches, seconds = iter(trainer.train_iterator), []
+    for _ in range(UPDATES):
+        start = time.perf_counter()
+        trainer.train_step(next(batches))
+        seconds.append(time.perf_counter() - start)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        trainer.train_step(next(batches))
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    if rank == 0:
+        facts = {"seconds": median(seconds[1:]), **collectives_of(profile), "cuda_bytes": peak}
+        result.write_text(json.dumps(facts))
+
+
+def memory_of_tree(pid: int) -> int:
+    """Bytes of memory that a process and its descendants use, what they share counted once (PSS)."""
+    try:
+        fields = dict(line.split(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+        own = int(fields["Pss"].split()[0]) * 1024
+        children = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
+    except OSError:  # it has just ended
+        return 0
+    return own + sum(memory_of_tree(child) for child in children)
+
+
+def run_layout(overrides: list[str]) -> dict[str, Any] | str:
+    """What a fresh process tree measured, with its peak of host memory; or why it did not run."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "benchmarks.distributed", "--measure", str(result)]
+        with (Path(folder) / "log").open("w+") as log:
+            process = subprocess.Popen([*command, f"local_run_dir={folder}", *overrides], stdout=log, stderr=log)
+            peak = 0
+            while process.poll() is None:
+                peak = max(peak, memory_of_tree(process.pid))
+                time.sleep(0.05)
+            log.seek(0)
+            if process.returncode:
+                return log.read().strip().splitlines()[-1]
+        return {**json.loads(result.read_text()), "host_bytes": peak}
+
+
+def main(overrides: list[str]) -> None:
+    columns = ("update", "ratio", "collectives", "elements", "time in them", "host memory", "ratio", "CUDA")
+    print(" " * 36 + "".join(f"{column:>13}" for column in columns))
+    first: dict[str, Any] = {}
+    for name, layout in LAYOUTS.items():
+        facts = run_layout([*overrides, *layout])
+        if isinstance(facts, str):
+            print(f"{name:36}  {facts}")
+            continue
+        first = first or facts
+        cells = (
+            f"{facts['seconds']:.2f} s",
+            f"{facts['seconds'] / first['seconds']:.2f}",
+            f"{facts['collectives']}",
+            f"{facts['elements'] / 1e6:.1f} M",
+            f"{facts['seconds_in_them']:.2f} s",
+            f"{facts['host_bytes'] / 1e9:.2f} GB",
+            f"{facts['host_bytes'] / first['host_bytes']:.2f}",
+            "" if facts["cuda_bytes"] is None else f"{facts['cuda_bytes'] / 1e9:.2f} GB",
+        )
+        print(f"{name:36}" + "".join(f"{cell:>13}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:
+        config = compose(sys.argv[3:])
+        processes = train._processes(config)
+        launch(
+            measure,
+            processes.world_size,
+            config,
+            Path(sys.argv[2]),
+            process_group=TRAINERS[config.trainer].multi_process,
+        )
+    else:
+        main(sys.argv[1:])
