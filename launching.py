@@ -155,6 +155,8 @@ def _end(seat: Seat, outcome: tuple[int, str]) -> None:
     if status == 0:
         return
     if status == BAD_INPUT:
+        if seat.rank != 0:
+            time.sleep(GRACE_SECS)  # what every rank found, rank 0 alone should say: by then this one has been ended
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
         print(f"rank {seat.rank} failed:\n{message}", file=sys.stderr, flush=True)
@@ -182,9 +184,9 @@ def _run_worker(seat: Seat, parent: int, port: int, pipe: Any, worker: Callable,
     pipe.send(message[-20_000:])  # fits into the pipe's buffer: nobody reads it before this process has ended
     if status == LOST_CONTACT:
         time.sleep(GRACE_SECS)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    if status:
+        sys.stdout.flush()
+        os._exit(status)
 
 
 # --- in the parent -------------------------------------------------------------------------------------------------

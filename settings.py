@@ -114,6 +114,8 @@ RULES: dict[str, Rule] = {
     "loss.reference_free": FLAG,
 }
 
+NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # in torch 2.13 these fail on sharded tensors
+
 HOW_TO_SET = {
     "exp_name": "exp_name=NAME names the run",
     "loss.beta": "loss.beta=0.1 is the paper's choice; the smaller, the further from the reference",
@@ -196,6 +198,8 @@ def _process_problems(sound: Mapping[str, Any], processes: Processes) -> Iterato
         yield f"world_size={asked} needs a trainer of several processes: trainer=FSDPTrainer"
     elif processes.launched and asked not in (None, size):
         yield f"world_size={asked}, but {size} processes were launched: leave it out"
+    if processes.several and sound.get("optimizer") in NEED_WHOLE_TENSORS:
+        yield f"optimizer={sound['optimizer']} cannot update shards: use another with trainer={sound.get('trainer')}"
     if processes.several and processes.gpus and not processes.launched and size > processes.gpus:
         yield (
             f"world_size={size} is more than the {processes.gpus} GPUs of this machine: leave it out, or set "

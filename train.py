@@ -184,7 +184,11 @@ def main(config: DictConfig) -> None:
 
 def _exit_on(problems: list[str]) -> None:
     if problems:
-        print("\n".join(["bad configuration:", *(f"  - {problem}" for problem in problems)]), file=sys.stderr)
+        from launching import find_seat
+
+        seat = find_seat()
+        if seat is None or seat.rank == 0:  # every rank finds the same
+            print("\n".join(["bad configuration:", *(f"  - {problem}" for problem in problems)]), file=sys.stderr)
         sys.exit(2)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import weakref
 import threading
+import weakref
 
 import pytest
 import torch

@@ -23,8 +23,9 @@ import distributed
 from distributed import Layout, distribute, full_tensor
 from launching import launch
 from models import concatenated_forward
+from settings import NEED_WHOLE_TENSORS
 from train import _load_models
-from trainers import TRAINERS, BasicTrainer
+from trainers import OPTIMIZERS, TRAINERS, BasicTrainer
 from utils import get_open_port
 
 LAYOUTS = {  # processes, and what the command line says
@@ -54,6 +55,7 @@ def compare_every_family(rank: int, world_size: int, sizes: dict) -> None:
     layout = Layout(rank, world_size, **sizes)
     for family in FAMILIES:
         compare_with_one_process(family, layout)
+    compare_with_one_process("llama", layout, activation_checkpointing=True)
 
 
 def loss_of(model: torch.nn.Module, batch: dict) -> torch.Tensor:
@@ -65,7 +67,7 @@ def is_tied(model: Any) -> bool:
     return model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def compare_with_one_process(family: str, layout: Layout) -> None:
+def compare_with_one_process(family: str, layout: Layout, *, activation_checkpointing: bool = False) -> None:
     batch, whole = batch_of(rows=4), build(family)
     expected = loss_of(whole, batch)
     expected.backward()
@@ -74,6 +76,8 @@ def compare_with_one_process(family: str, layout: Layout) -> None:
 
     # only rank 0 has weights, and rotary frequencies that are not persistent
     model = build(family, on_meta=layout.rank != 0)
+    if activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     model = distribute(model, layout, block_name=None, compute_dtype=torch.float32)
     rows = 4 // layout.data_size
     own = {key: value[layout.data_rank * rows :][:rows] for key, value in batch.items()}
@@ -95,6 +99,27 @@ def compare_with_one_process(family: str, layout: Layout) -> None:
 def test_loss_and_gradients_are_those_of_one_process_to_1e5(layout):
     processes, sizes, _ = LAYOUTS[layout]
     launch(compare_every_family, processes, sizes, process_group=True)
+
+
+def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None:
+    layout, batch = Layout(rank, world_size, **sizes), batch_of(rows=4)
+    rows = slice(layout.data_rank * 4 // layout.data_size, (layout.data_rank + 1) * 4 // layout.data_size)
+    for name in OPTIMIZERS.keys() - set(NEED_WHOLE_TENSORS):
+        whole = build("llama")
+        model = build("llama", on_meta=rank != 0)
+        model = distribute(model, layout, block_name=None, compute_dtype=torch.float32)
+        for part, of_batch in ((whole, batch), (model, {key: value[rows] for key, value in batch.items()})):
+            optimizer = OPTIMIZERS[name](part.parameters(), lr=1e-3)
+            loss_of(part, of_batch).backward()
+            torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)
+            optimizer.step()
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(full_tensor(ours.detach()), theirs.detach(), atol=1e-4, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("layout", ["sharded", "cut"])
+def test_every_optimizer_that_the_config_allows_updates_shards(layout):
+    launch(update_with_every_optimizer, 2, LAYOUTS[layout][1], process_group=True)
 
 
 def send_different_models(rank: int, world_size: int) -> None:

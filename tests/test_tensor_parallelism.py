@@ -13,15 +13,19 @@ from launching import launch
 from tensor_parallelism import STYLES, check_tensor_parallel, cut_modules, find_plan
 from utils import InputError
 
+NINE_HEADS = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
+TWO_GROUPS = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2)
+TWENTY_HEADS = transformers.GPT2Config(n_head=20)
+
 
 @pytest.mark.parametrize(
     ("config", "size", "message"),
     [
-        (transformers.LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3), 2, "num_attention_heads=9; sizes that do: 1, 3, 9;"),
-        (transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2), 4, "num_key_value_heads=2; sizes that do: 1, 2;"),
-        (transformers.GPT2Config(n_head=20), 3, "num_attention_heads=20; sizes that do: 1, 2, 4, 5, 10, 20;"),
+        (NINE_HEADS, 2, "num_attention_heads=9; sizes that do: 1, 3, 9;"),
+        (TWO_GROUPS, 4, "num_key_value_heads=2; sizes that do: 1, 2;"),
+        (TWENTY_HEADS, 3, "num_attention_heads=20; sizes that do: 1, 2, 4, 5, 10, 20;"),
     ],
-)  # fmt: skip
+)
 def test_heads_that_do_not_divide_are_refused_before_anything_loads(config, size, message):
     with pytest.raises(InputError, match=f"tensor_parallel_size={size} does not divide the model's {message}"):
         check_tensor_parallel(config, size)
