@@ -15,6 +15,7 @@ import hydra
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from conftest import GOLDEN, ROOT, metrics_of, run_script, train
 from tiny_models import FAMILIES, batch_of, build
 from torch.distributed.fsdp import FSDPModule
@@ -104,7 +105,7 @@ def test_loss_and_gradients_are_those_of_one_process_to_1e5(layout):
 def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None:
     layout, batch = Layout(rank, world_size, **sizes), batch_of(rows=4)
     rows = slice(layout.data_rank * 4 // layout.data_size, (layout.data_rank + 1) * 4 // layout.data_size)
-    for name in OPTIMIZERS.keys() - set(NEED_WHOLE_TENSORS):
+    for name in sorted(OPTIMIZERS.keys() - set(NEED_WHOLE_TENSORS)):
         whole = build("llama")
         model = build("llama", on_meta=rank != 0)
         model = distribute(model, layout, block_name=None, compute_dtype=torch.float32)
@@ -114,7 +115,13 @@ def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None
             torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)
             optimizer.step()
         for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(full_tensor(ours.detach()), theirs.detach(), atol=1e-4, rtol=1e-3, msg=name)
+            torch.testing.assert_close(
+                full_tensor(ours.detach()),
+                theirs.detach(),
+                atol=1e-4,
+                rtol=1e-3,
+                msg=lambda m, name=name: f"{name}: {m}",
+            )
 
 
 @pytest.mark.parametrize("layout", ["sharded", "cut"])
@@ -148,6 +155,29 @@ def use_no_more_memory_than_shards(rank: int, world_size: int, sizes: dict) -> N
 @pytest.mark.parametrize("layout", ["sharded", "cut"])
 def test_a_process_keeps_its_shards_alone(layout):
     launch(use_no_more_memory_than_shards, 2, LAYOUTS[layout][1], process_group=True)
+
+
+def resident_memory(field: str) -> int:
+    """Bytes: VmRSS is now, VmHWM the most since the last reset."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[field].split()[0]) * 1024
+
+
+def distribute_a_larger_model(rank: int, world_size: int) -> None:
+    config = transformers.LlamaConfig(hidden_size=512, num_hidden_layers=8, intermediate_size=2048, vocab_size=2000)
+    with torch.device("meta" if rank else "cpu"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    size = sum(p.numel() * 4 for p in model.parameters())  # 172 MB
+    before = resident_memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    distribute(model, Layout(rank, world_size), block_name=None, compute_dtype=torch.float32)
+    peak, after = resident_memory("VmHWM") - before, resident_memory("VmRSS") - before
+    wanted = ((0.3, -0.3), (0.8, 0.7))[rank]  # rank 0 gives half of its model away, rank 1 gets half of one
+    assert (peak / size < wanted[0], after / size < wanted[1]) == (True, True), f"{peak / size:.2f} {after / size:.2f}"
+
+
+def test_no_process_holds_more_than_its_shards_and_a_block_while_the_weights_are_sent():
+    launch(distribute_a_larger_model, 2, process_group=True)
 
 
 # --- trainers ------------------------------------------------------------------------------------------------------
