@@ -16,13 +16,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 
 class Processes(NamedTuple):
-    """The processes of a run, and what there is for them."""
+    """The processes of a run, what there is for them, and what their trainer can do."""
 
     world_size: int  # of them in all
     tensor_size: int  # how many cut each layer among them
     several: bool  # whether the trainer knows what to do with more than one
     launched: bool  # whether torchrun or Slurm started them
     gpus: int  # of this machine
+    cuts_layers: bool = False  # whether tensor_parallel_size and its backend say anything to the trainer
+    can_sample: bool = True
 
 
 class Rule(NamedTuple):
@@ -205,8 +207,15 @@ def _process_problems(sound: Mapping[str, Any], processes: Processes) -> Iterato
             f"world_size={size} is more than the {processes.gpus} GPUs of this machine: leave it out, or set "
             f"CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    if sound.get("tensor_parallel_size") not in (None, tensor_size):
-        yield f"tensor_parallel_size={sound['tensor_parallel_size']} needs trainer=TensorParallelTrainer"
+    if not processes.cuts_layers:
+        for key, default in (("tensor_parallel_size", None), ("tensor_parallel.backend", "dtensor")):
+            if sound.get(key, default) not in (default, 1):
+                yield f"{key}={sound[key]} needs trainer=TensorParallelTrainer"
+    if not processes.can_sample and sound.get("sample_during_eval"):
+        yield (
+            f"sample_during_eval=True does not work with tensor_parallel.backend={sound['tensor_parallel.backend']}: "
+            f"set sample_during_eval=false, or tensor_parallel.backend=dtensor"
+        )
     if size % tensor_size:
         yield f"tensor_parallel_size={tensor_size} does not divide the {size} processes: try {_divisors(size)}"
         return

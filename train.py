@@ -48,6 +48,7 @@ def find_config_problems(config: DictConfig) -> list[str]:
 
     choices = {
         "trainer": TRAINERS,
+        "tensor_parallel.backend": _tensor_parallel_backends(),
         "optimizer": OPTIMIZERS,
         "loss.name": LOSSES,
         "model.policy_dtype": DTYPES,
@@ -58,39 +59,59 @@ def find_config_problems(config: DictConfig) -> list[str]:
     return find_problems(config, choices=choices, data_names=BUILT_IN, processes=_processes(config))
 
 
+def _tensor_parallel_backends() -> dict[str, Any]:
+    from tensor_parallel_package import PackageTensorParallelTrainer
+    from trainers import TensorParallelTrainer
+
+    return {"dtensor": TensorParallelTrainer, "tensor_parallel": PackageTensorParallelTrainer}
+
+
+def _trainer(config: DictConfig) -> Any:
+    """The class that `trainer` and its backend name; BasicTrainer if they name none."""
+    from trainers import TRAINERS, BasicTrainer, TensorParallelTrainer
+
+    trainer = TRAINERS.get(config.get("trainer"), BasicTrainer)
+    if trainer is TensorParallelTrainer:
+        backend = OmegaConf.select(config, "tensor_parallel.backend")
+        return _tensor_parallel_backends().get(backend, trainer)
+    return trainer
+
+
 def _processes(config: DictConfig) -> Processes:
     """How many processes a config runs in, as far as its keys make sense."""
     import torch
 
     from launching import find_seat
     from settings import COUNT, Processes
-    from trainers import TRAINERS
 
-    trainer = TRAINERS.get(config.get("trainer"))
-    several = trainer is not None and trainer.multi_process
-    gpus, seat, asked = torch.cuda.device_count(), find_seat(), config.get("world_size")
+    trainer, seat, gpus = _trainer(config), find_seat(), torch.cuda.device_count()
+    asked, tensor_size = config.get("world_size"), config.get("tensor_parallel_size")
     size = 1
     if seat is not None:
         size = seat.world_size
-    elif several:
+    elif trainer.multi_process:
         size = asked if COUNT.holds(asked) else max(1, gpus)
-    tensor_size = 1
-    if several and (config.get("tensor_parallel_size") is None or COUNT.holds(config.tensor_parallel_size)):
-        tensor_size = trainer.tensor_size(config, size)
-    return Processes(size, tensor_size, several=several, launched=seat is not None, gpus=gpus)
+    return Processes(
+        size,
+        trainer.tensor_size(config, size) if tensor_size is None or COUNT.holds(tensor_size) else 1,
+        several=trainer.multi_process,
+        launched=seat is not None,
+        gpus=gpus,
+        cuts_layers=trainer.cuts_layers,
+        can_sample=trainer.can_sample,
+    )
 
 
 def run(config: DictConfig) -> None:
     """Train as a validated config says, in as many processes as it asks for."""
     from launching import launch
-    from trainers import TRAINERS
 
     OmegaConf.resolve(config)
     launch(
         work,
         _processes(config).world_size,
         config,
-        process_group=TRAINERS[config.trainer].multi_process,
+        process_group=_trainer(config).multi_process,
         port=config.fsdp_port,
         timeout_secs=config.collective_timeout_secs,
     )
@@ -103,7 +124,7 @@ def work(rank: int, world_size: int, config: DictConfig) -> None:
     import transformers
 
     from run_directory import create_run_dir
-    from trainers import TRAINERS, load_data
+    from trainers import load_data
 
     run_dir = Path(config.local_run_dir).expanduser()
     if rank == 0:
@@ -119,7 +140,7 @@ def work(rank: int, world_size: int, config: DictConfig) -> None:
     if rank == 0:
         data.report.write(run_dir / "preflight.json")
     policy, reference = _load_models(config, rank, world_size)
-    trainer = TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size, data)
+    trainer = _trainer(config)(policy, config, config.seed, run_dir, reference, rank, world_size, data)
     trainer.train()
     if rank == 0:
         print(f"run directory: {run_dir}")
@@ -130,10 +151,9 @@ def _load_models(config: DictConfig, rank: int, world_size: int) -> tuple[Any, A
     from losses import LOSSES
     from models import DTYPES, load_config, load_model, load_structure
     from tensor_parallelism import check_tensor_parallel
-    from trainers import TRAINERS
     from utils import get_cache_dir
 
-    trainer_class = TRAINERS[config.trainer]
+    trainer_class = _trainer(config)
     name, cache_dir = config.model.name_or_path, get_cache_dir(config.local_dirs)
     check_tensor_parallel(load_config(name, cache_dir=cache_dir), trainer_class.tensor_size(config, world_size))
 

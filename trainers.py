@@ -101,12 +101,12 @@ class BasicTrainer:
 
         if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
             policy.gradient_checkpointing_enable({"use_reentrant": False})
-        model = config.model
-        self.compute_dtype = (model.fsdp_policy_mp if self.multi_process else None) or model.policy_dtype
+        dtypes = config.model
+        self.compute_dtype = (dtypes.fsdp_policy_mp if self.multi_process else None) or dtypes.policy_dtype
         self.policy = self.place(policy, compute_dtype=DTYPES[self.compute_dtype])
-        self.reference_model = reference_model
+        self.reference_model = None
         if reference_model is not None:
-            self.reference_model = self.place(reference_model.eval(), compute_dtype=DTYPES[model.reference_dtype])
+            self.reference_model = self.place(reference_model.eval(), compute_dtype=DTYPES[dtypes.reference_dtype])
         self.optimizer = OPTIMIZERS[config.optimizer](self.policy.parameters(), lr=config.lr)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / (config.warmup_steps + 1))
@@ -132,6 +132,8 @@ class BasicTrainer:
     # --- what a subclass may override ------------------------------------------------------------------------------
 
     multi_process = False  # whether several processes share a run, joined by a process group
+    cuts_layers = False  # whether `tensor_parallel_size` and its backend say anything
+    can_sample = True
 
     @staticmethod
     def tensor_size(config: DictConfig, world_size: int) -> int:
@@ -337,11 +339,8 @@ class BasicTrainer:
 
     def _local_rows(self, batch: Batch) -> dict[str, Any]:
         """This process's rows, on its device."""
-        return slice_and_move_batch_for_device(batch, self.layout.data_rank, self.layout.data_size, self.device)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.policy.parameters()).device
+        device = next(self.policy.parameters()).device
+        return slice_and_move_batch_for_device(batch, self.layout.data_rank, self.layout.data_size, device)
 
     def _step_dir(self) -> Path:
         return self.run_dir / f"step-{self.example_counter}"
@@ -389,6 +388,8 @@ class FSDPTrainer(BasicTrainer):
 
 class TensorParallelTrainer(FSDPTrainer):
     """Every layer cut over `tensor_parallel_size` processes (null: all); the rest of the processes share as in FSDP."""
+
+    cuts_layers = True
 
     @staticmethod
     def tensor_size(config: DictConfig, world_size: int) -> int:

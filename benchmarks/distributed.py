@@ -24,7 +24,6 @@ import torch
 import train
 from benchmarks.step_overhead import compose
 from launching import launch
-from trainers import TRAINERS
 
 LAYOUTS = {
     "one process": (),
@@ -49,7 +48,7 @@ def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
     """A few updates on this process; rank 0 writes the seconds and the collectives of one."""
     policy, reference = train._load_models(config, rank, world_size)
     run_dir = Path(config.local_run_dir)
-    trainer = TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size)
+    trainer = train._trainer(config)(policy, config, config.seed, run_dir, reference, rank, world_size)
     batches, seconds = iter(trainer.train_iterator), []
     for _ in range(UPDATES):
         start = time.perf_counter()
@@ -123,7 +122,7 @@ if __name__ == "__main__":
             processes.world_size,
             config,
             Path(sys.argv[2]),
-            process_group=TRAINERS[config.trainer].multi_process,
+            process_group=train._trainer(config).multi_process,
         )
     else:
         main(sys.argv[1:])

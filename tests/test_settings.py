@@ -35,8 +35,12 @@ def compose(*overrides: str) -> DictConfig:
 ONE = Processes(world_size=1, tensor_size=1, several=False, launched=False, gpus=0)
 
 
+PACKAGE = ONE._replace(cuts_layers=True, can_sample=False)
+
+
 def several(world_size: int, tensor_size: int = 1, *, launched: bool = False, gpus: int = 0) -> Processes:
-    return Processes(world_size, tensor_size, several=True, launched=launched, gpus=gpus)
+    cuts_layers = tensor_size > 1
+    return Processes(world_size, tensor_size, several=True, launched=launched, gpus=gpus, cuts_layers=cuts_layers)
 
 
 def problems(*overrides: str, complete: tuple[str, ...] = COMPLETE, processes: Processes = ONE) -> list[str]:
@@ -178,6 +182,8 @@ def test_batches_must_divide_by_the_processes_that_see_different_rows():
         ("world_size=4", several(4, gpus=2), "world_size=4 is more than the 2 GPUs of this machine"),
         ("tensor_parallel_size=2", several(2), "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
         ("tensor_parallel_size=2", ONE, "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
+        ("tensor_parallel.backend=tensor_parallel", ONE, "tensor_parallel.backend=tensor_parallel needs trainer=Tens"),
+        ("tensor_parallel.backend=tensor_parallel", PACKAGE, "sample_during_eval=True does not work with tensor_par"),
         ("tensor_parallel_size=3", several(4, 3), "tensor_parallel_size=3 does not divide the 4 processes: try 1, 2"),
         ("optimizer=Adafactor", several(2), "optimizer=Adafactor cannot update shards: use another with trainer="),
         ("fsdp_shard_size=3", several(4), "fsdp_shard_size=3 does not divide the 4 processes: try 1, 2 or 4"),
@@ -194,6 +200,7 @@ def test_what_does_not_fit_the_processes_is_told(override, processes, message):
     ("overrides", "processes"),
     [
         (("world_size=1",), ONE),
+        (("tensor_parallel.backend=tensor_parallel", "tensor_parallel_size=2", "sample_during_eval=false"), PACKAGE),
         (("world_size=4", "fsdp_shard_size=2"), several(4)),
         (("world_size=4", "tensor_parallel_size=2", "fsdp_shard_size=1"), several(4, 2)),
         (("world_size=4",), several(4, launched=True, gpus=2)),  # two machines of two GPUs

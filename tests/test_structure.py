@@ -12,7 +12,7 @@ from conftest import ROOT, run_script
 
 LEVELS = {
     "train": 3,
-    "trainers": 2,
+    **dict.fromkeys(["trainers", "tensor_parallel_package"], 2),
     **dict.fromkeys(["self_test", "preflight", "models", "preference_datasets"], 1),
     **dict.fromkeys(["own_data", "demo_data", "preference_data", "data_sources", "tokenization"], 0),
     **dict.fromkeys(["losses", "checkpoint", "metrics", "settings", "run_directory", "utils"], 0),
