@@ -67,7 +67,7 @@ def _refusal(problem: str, fix: str) -> InputError:
 def _check(model: Any, n_devices: int) -> None:
     config, family, attention = model.config, model.config.model_type, model.config._attn_implementation
     if n_devices < 2:
-        raise _refusal(f"cuts a model over several devices, and here is {n_devices}", "use trainer=BasicTrainer")
+        raise _refusal(f"cuts a model over two devices or more, and here is {n_devices}", "set tensor_parallel_size=2")
     if family not in FAMILIES:
         raise _refusal(f"cannot cut {family}", f"use a model of {', '.join(FAMILIES)}")
     if attention not in ATTENTION:

@@ -54,11 +54,17 @@ LAYOUTS = {
     "sharded": ("trainer=FSDPTrainer", "world_size=2"),
     "cut": ("trainer=TensorParallelTrainer", "world_size=2"),
     "cut and sharded": ("trainer=TensorParallelTrainer", "world_size=4", "tensor_parallel_size=2"),
+    "cut by the package": (
+        "trainer=TensorParallelTrainer",
+        "tensor_parallel.backend=tensor_parallel",
+        "tensor_parallel_size=2",
+    ),
 }
 EVERYWHERE = {  # what `make test` runs of the layouts; `make golden` runs all
     ("words-dpo", "sharded", 1),
     ("words-sft", "sharded", 2),
     ("words-dpo", "cut", 2),
+    ("words-dpo", "cut by the package", 1),
     ("words-ipo", "cut and sharded", 1),
     ("llama-sft", "cut", 1),
     ("llama-ipo", "sharded", 2),

@@ -195,7 +195,7 @@ def test_a_package_that_does_not_import_is_named_with_the_command_that_helps(mis
     [
         (FAMILIES["qwen2, tied, with biases"](), "eager", 2, "cannot cut qwen2; use a model of gpt2, gpt_neox, llama"),
         (FAMILIES["llama"](), "flex_attention", 2, "set model.attn_implementation=eager or sdpa"),
-        (FAMILIES["llama"](), "eager", 1, "several devices, and here is 1; use trainer=BasicTrainer"),
+        (FAMILIES["llama"](), "eager", 1, "two devices or more, and here is 1; set tensor_parallel_size=2"),
         (FAMILIES["llama"](), "eager", 4, "does not divide the model's num_key_value_heads=2"),
         (transformers.GPT2Config(**GPT), "eager", 3, "does not divide the model's num_attention_heads=4"),
         (transformers.LlamaConfig(**COMMON, attention_bias=True), "eager", 2, "cannot cut a Llama with biases"),
