@@ -5,6 +5,7 @@ The trainers call these as functions on a finished model. With one process every
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -76,14 +77,14 @@ def distribute(model: Any, layout: Layout, *, block_name: str | None, compute_dt
     specs = _agree_on_tensors(model)
     done: set[torch.nn.Module] = set()
     for unit in (*reversed(blocks), model):  # a block inside a block comes first
-        within = {module: name for name, module in model.named_modules() if module in {*unit.modules()} - done}
-        modules = {name: module for module, name in within.items()}
+        within = {*unit.modules()} - done
+        modules = {name: module for name, module in model.named_modules() if module in within}
         _receive(modules, specs, layout)
         if plan:
             cut_modules(modules, plan, layout.mesh["tensor"])
         if sharded:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
-        done |= within.keys()
+        done |= within
     return model
 
 
@@ -175,7 +176,7 @@ def _fits(model: torch.nn.Module) -> bool:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        free = _available_host_memory() // dist.get_world_size()  # all may be on this machine
+        free = _available_host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     answer = torch.tensor(int(needed <= free / 2), device=device)
     dist.all_reduce(answer, op=dist.ReduceOp.MIN)
     return bool(answer.item())

@@ -56,7 +56,7 @@ def find_config_problems(config: DictConfig) -> list[str]:
         "model.reference_dtype": DTYPES,
         "model.attn_implementation": ATTENTION,
     }
-    return find_problems(config, choices=choices, data_names=BUILT_IN, processes=_processes(config))
+    return find_problems(config, choices=choices, data_names=BUILT_IN, processes=count_processes(config))
 
 
 def _tensor_parallel_backends() -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _tensor_parallel_backends() -> dict[str, Any]:
     return {"dtensor": TensorParallelTrainer, "tensor_parallel": PackageTensorParallelTrainer}
 
 
-def _trainer(config: DictConfig) -> Any:
+def find_trainer(config: DictConfig) -> Any:
     """The class that `trainer` and its backend name; BasicTrainer if they name none."""
     from trainers import TRAINERS, BasicTrainer, TensorParallelTrainer
 
@@ -77,14 +77,14 @@ def _trainer(config: DictConfig) -> Any:
     return trainer
 
 
-def _processes(config: DictConfig) -> Processes:
+def count_processes(config: DictConfig) -> Processes:
     """How many processes a config runs in, as far as its keys make sense."""
     import torch
 
     from launching import find_seat
     from settings import COUNT, Processes
 
-    trainer, seat, gpus = _trainer(config), find_seat(), torch.cuda.device_count()
+    trainer, seat, gpus = find_trainer(config), find_seat(), torch.cuda.device_count()
     asked, tensor_size = config.get("world_size"), config.get("tensor_parallel_size")
     size = 1
     if seat is not None:
@@ -109,9 +109,9 @@ def run(config: DictConfig) -> None:
     OmegaConf.resolve(config)
     launch(
         work,
-        _processes(config).world_size,
+        count_processes(config).world_size,
         config,
-        process_group=_trainer(config).multi_process,
+        process_group=find_trainer(config).multi_process,
         port=config.fsdp_port,
         timeout_secs=config.collective_timeout_secs,
     )
@@ -139,21 +139,21 @@ def work(rank: int, world_size: int, config: DictConfig) -> None:
     data = load_data(config, silent=rank != 0)
     if rank == 0:
         data.report.write(run_dir / "preflight.json")
-    policy, reference = _load_models(config, rank, world_size)
-    trainer = _trainer(config)(policy, config, config.seed, run_dir, reference, rank, world_size, data)
+    policy, reference = load_models(config, rank, world_size)
+    trainer = find_trainer(config)(policy, config, config.seed, run_dir, reference, rank, world_size, data)
     trainer.train()
     if rank == 0:
         print(f"run directory: {run_dir}")
 
 
-def _load_models(config: DictConfig, rank: int, world_size: int) -> tuple[Any, Any]:
+def load_models(config: DictConfig, rank: int, world_size: int) -> tuple[Any, Any]:
     """Policy and reference (None if the loss needs none); ranks other than 0 leave the weights to rank 0."""
     from losses import LOSSES
     from models import DTYPES, load_config, load_model, load_structure
     from tensor_parallelism import check_tensor_parallel
     from utils import get_cache_dir
 
-    trainer_class = _trainer(config)
+    trainer_class = find_trainer(config)
     name, cache_dir = config.model.name_or_path, get_cache_dir(config.local_dirs)
     check_tensor_parallel(load_config(name, cache_dir=cache_dir), trainer_class.tensor_size(config, world_size))
 

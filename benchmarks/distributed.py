@@ -46,9 +46,9 @@ def collectives_of(profile: Any) -> dict[str, float]:
 
 def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
     """A few updates on this process; rank 0 writes the seconds and the collectives of one."""
-    policy, reference = train._load_models(config, rank, world_size)
+    policy, reference = train.load_models(config, rank, world_size)
     run_dir = Path(config.local_run_dir)
-    trainer = train._trainer(config)(policy, config, config.seed, run_dir, reference, rank, world_size)
+    trainer = train.find_trainer(config)(policy, config, config.seed, run_dir, reference, rank, world_size)
     batches, seconds = iter(trainer.train_iterator), []
     for _ in range(UPDATES):
         start = time.perf_counter()
@@ -116,13 +116,13 @@ def main(overrides: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
         config = compose(sys.argv[3:])
-        processes = train._processes(config)
+        processes = train.count_processes(config)
         launch(
             measure,
             processes.world_size,
             config,
             Path(sys.argv[2]),
-            process_group=train._trainer(config).multi_process,
+            process_group=train.find_trainer(config).multi_process,
         )
     else:
         main(sys.argv[1:])

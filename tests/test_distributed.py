@@ -25,7 +25,7 @@ from distributed import Layout, distribute, full_tensor
 from launching import launch
 from models import concatenated_forward
 from settings import NEED_WHOLE_TENSORS
-from train import _load_models
+from train import load_models
 from trainers import OPTIMIZERS, TRAINERS, BasicTrainer
 from utils import get_open_port
 
@@ -193,7 +193,7 @@ def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str
              "n_eval_model_samples=8", f"local_run_dir={run_dir}", *overrides],
         )  # fmt: skip
     run_dir.mkdir(exist_ok=True)
-    policy, reference = _load_models(config, rank, world_size)
+    policy, reference = load_models(config, rank, world_size)
     return TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size)
 
 
