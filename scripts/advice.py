@@ -1,0 +1,102 @@
+"""What to train with on some GPUs, or on the CPU: trainer, dtype, batch, and a command line."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from scripts.probes import Gpu
+
+
+def gb(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:.1f} GB"
+
+
+class Model(NamedTuple):
+    """Parameters, and the bytes a forward saves for the backward of one pair of 2 x 512 tokens, eager attention."""
+
+    parameters: float
+    pair_bf16: float
+    pair_fp32: float
+
+
+MODELS = {  # counted on the meta device; tests/test_doctor.py counts again
+    "gpt2-large": Model(0.774e9, 3.6e9, 7.0e9),
+    "gpt2-xl": Model(1.558e9, 5.9e9, 11.5e9),
+    "pythia28": Model(2.775e9, 6.0e9, 7.4e9),
+    "gptj": Model(6.051e9, 8.2e9, 13.4e9),
+    "llama7b": Model(6.738e9, 9.5e9, 13.5e9),
+    "pythia69": Model(6.857e9, 7.5e9, 10.4e9),
+}
+STATE = 4 + 4 + 4 + 2  # bytes per parameter: float32 weights, gradients and RMSprop state, 16-bit reference
+CHECKPOINTED = 0.2  # of the activations stay with activation_checkpointing, or less
+
+
+class Advice(NamedTuple):
+    """`examples_per_gpu` go through one backward pass; None where no model of the table fits."""
+
+    trainer: str
+    model: str
+    dtype: str
+    examples_per_gpu: int | None
+    command: str
+    reasons: list[str]
+
+
+def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") -> Advice:
+    """How to train `model`, or the largest smaller one that fits, on these GPUs; `memory` is the host's, in bytes."""
+    usable = 0.9 * min((g.total for g in gpus), default=memory)
+    bf16 = bool(gpus) and all(g.bf16 for g in gpus)
+    names = sorted((m for m in MODELS if MODELS[m] <= MODELS[model]), key=lambda m: MODELS[m], reverse=True)
+    for name, checkpointing in itertools.product(names if gpus else (), (False, True)):
+        pair = (MODELS[name].pair_bf16 if bf16 else MODELS[name].pair_fp32) * (CHECKPOINTED if checkpointing else 1)
+        left = usable - STATE * MODELS[name].parameters / len(gpus)
+        if left >= pair:
+            break
+    else:
+        return small_model_advice(usable, n_gpus=len(gpus))
+
+    examples = 2 ** int(math.log2(min(left / pair, max(1, 64 // len(gpus)))))
+    reasons = [
+        f"weights 4, gradients 4 and RMSprop state 4 bytes per parameter in float32, reference 2 in 16 bits: "
+        f"{gb(usable - left)} of each GPU's {gb(usable)} (90 %), {gb(left)} remain for activations",
+        f"{gb(pair)} for a pair of 2 x 512 tokens, eager attention{', checkpointed' if checkpointing else ''}: "
+        f"{examples} per GPU at once (calculated, not measured; SFT needs less)",
+    ]
+    if name != model:
+        lacking = f"{gb(STATE * MODELS[model].parameters / len(gpus))} per GPU and activations"
+        reasons.insert(0, f"model={model} needs {lacking}; {name} is the largest that fits")
+    if len(gpus) > 1:
+        reasons.append("TensorParallelTrainer only where one example is too much for a GPU: it splits activations too")
+    if memory < (reading := 4 * MODELS[name].parameters + 4e9):
+        reasons.append(f"rank 0 reads the weights in float32: {gb(reading)} of host memory, and here are {gb(memory)}")
+    reasons.append("then DPO: the same with loss=dpo loss.beta=0.1 exp_name=hh_dpo model.archive=RUN_OF_SFT/LATEST")
+    # on one GPU FSDPTrainer shards nothing, but has the mixed precision that BasicTrainer lacks
+    trainer, dtype = ("FSDPTrainer" if len(gpus) > 1 or bf16 else "BasicTrainer"), ("bfloat16" if bf16 else "float32")
+    command = training_command(name, trainer, len(gpus), examples, bf16=bf16, checkpointing=checkpointing)
+    return Advice(trainer, name, dtype, examples, command, reasons)
+
+
+def training_command(model: str, trainer: str, n_gpus: int, examples: int, *, bf16: bool, checkpointing: bool) -> str:
+    """About 64 examples per update, as in the README, in parts that divide."""
+    accumulation = max(1, 64 // (n_gpus * examples))
+    return (
+        f"python train.py loss=sft model={model} datasets=[hh] exp_name=hh_sft trainer={trainer}"
+        f"{' model.fsdp_policy_mp=bfloat16' if bf16 else ''}{' activation_checkpointing=true' if checkpointing else ''}"
+        f" batch_size={n_gpus * examples * accumulation} gradient_accumulation_steps={accumulation}"
+        f" eval_batch_size={n_gpus * examples}"
+    )
+
+
+def small_model_advice(usable: float, *, n_gpus: int) -> Advice:
+    """BasicTrainer and the model that is shipped; how large another may be."""
+    reasons = [
+        f"{'the GPUs are small' if n_gpus else 'no GPU'}: models of up to about {usable / 2 / STATE / 1e6:.0f} million "
+        f"parameters ({STATE} bytes each, and as much for activations, in 90 % of the memory)",
+    ]
+    if not n_gpus:
+        reasons.append("trainer=FSDPTrainer world_size=2 instead runs the sharded code, in two processes")
+    command = "python train.py loss=sft model=demo datasets=[demo] exp_name=demo_sft trainer=BasicTrainer"
+    return Advice("BasicTrainer", "demo", "float32", None, f"{command} batch_size=32 wandb.enabled=false", reasons)

@@ -1,0 +1,338 @@
+"""What to run first on a new machine: what is there, what is wrong with it, and what to train with on it.
+
+    python -m scripts.doctor
+    python -m scripts.doctor --model llama7b    # which trainer, dtype and batch for this model
+    python -m scripts.doctor --json             # the same as one JSON object
+
+Exit status 1 if something is a problem, else 0. Changes nothing, and asks nothing of the network but whether the
+Hugging Face Hub answers. What may hang or crash (devices, all-reduce, optional packages) runs in child processes that
+are killed after a limit; torch is imported where it is needed, so that there is a report where it is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import math
+import netrc
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from scripts.advice import MODELS, Advice, gb, recommend
+from scripts.probes import ROOT, START_LIMIT, ChildError, Gpu, ask, run_workers
+
+HUB_LIMIT = 5  # seconds
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+FIXES = {
+    "software": "pip install -r requirements.txt",
+    "gpu": "CUDA out of memory is ahead: nvidia-smi shows which process holds the rest; end it, or name the other GPUs "
+    "in CUDA_VISIBLE_DEVICES",
+    "matmul": "end what else runs on that GPU and try again; if it stays, name only the others in CUDA_VISIBLE_DEVICES",
+    "bfloat16": "leave model.fsdp_policy_mp unset, which is float32; float16 needs loss scaling and has none here",
+    "peer access": "it works through host memory, more slowly; if NCCL hangs, set NCCL_P2P_DISABLE=1",
+    "cuda": "install a torch with NCCL, which FSDPTrainer needs: pytorch.org/get-started/locally",
+    "nccl": "NCCL_DEBUG=INFO shows where it fails; then try NCCL_P2P_DISABLE=1, NCCL_SOCKET_IFNAME=lo, a larger "
+    "/dev/shm (docker run --ipc=host), a newer driver",
+    "gloo": "set GLOO_SOCKET_IFNAME=lo, and let this machine's own host name resolve (/etc/hosts)",
+    "host": "end what holds the rest, or ask for a larger machine",
+    "open files": "'too many open files' may end a run of several processes: raise the hard limit to 65536 in "
+    "/etc/security/limits.conf, or with docker run --ulimit nofile=65536",
+    "disk": "free some, or name another place with local_dirs=[DIR] and HF_HOME=DIR; debug=true saves no checkpoints",
+    "hub": "check network and HTTPS_PROXY, or train on local models and data (dataset_sources) with HF_HUB_OFFLINE=1",
+    "wandb": "wandb login; or wandb.enabled=false for no W&B",
+    "block class": "set model.block_name to the class of the transformer block; a run with a wrong one lists them",
+}
+BACKENDS = {  # optional package: who needs it, what installs it
+    "tensor_parallel": (
+        "tensor_parallel.backend=tensor_parallel",
+        "pip install 'setuptools>=77,<82'",
+    ),
+    "flash_attn": ("model.attn_implementation=flash_attention_2", "pip install flash-attn --no-build-isolation"),
+}
+
+
+class Finding(NamedTuple):
+    check: str
+    level: str
+    text: str
+    fix: str | None = None
+
+
+def judge(check: str, text: str, value: float, *, ok: float = 1, warning: float = 0, fix: str | None = None) -> Finding:
+    """Ok from `ok` upwards, else a warning from `warning` upwards, else a problem. True counts 1 and False 0."""
+    level = OK if value >= ok else WARNING if value >= warning else PROBLEM
+    return Finding(check, level, text, None if level == OK else fix or FIXES[check])
+
+
+def processes(count: int) -> str:
+    return f"{count} process{'es' * (count != 1)}"
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_software(requirements: Path = ROOT / "requirements.txt") -> list[Finding]:
+    """What is installed, against what the tests ran with: missing is a problem, another major version a warning."""
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", requirements.read_text(encoding="utf-8"), re.M))
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    if missing := [name for name in pinned if name not in installed]:
+        return [Finding("software", PROBLEM, f"not installed: {', '.join(missing)}", FIXES["software"])]
+    other = [f"{n} {v}" for n, v in pinned.items() if installed[n].split(".")[0] != v.split(".")[0]]
+    text = ", ".join([f"python {platform.python_version()}", *(f"{name} {installed[name]}" for name in pinned)])
+    return [judge("software", f"{text}; the tests ran with {', '.join(other)}" if other else text, not other)]
+
+
+@functools.cache
+def visible_gpus() -> tuple[list[Gpu], str | None]:
+    """The GPUs that torch sees, or why it cannot say."""
+    try:
+        import torch
+
+        if torch.version.cuda is None and torch.version.hip is None:
+            return [], None
+        return [Gpu(*values) for values in run_workers("devices", 1)[0]], None
+    except (ChildError, ImportError, OSError) as error:
+        return [], str(error)
+
+
+def check_gpu() -> list[Finding]:
+    import torch
+
+    gpus, failure = visible_gpus()
+    try:
+        driver = ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()[0]
+    except (ChildError, IndexError):
+        driver = None
+    if not gpus:
+        return [no_gpu_finding(driver, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"), failure)]
+    nccl = torch.distributed.is_nccl_available()
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "missing"
+    text = f"driver {driver or 'unknown'}, CUDA {torch.version.cuda}, NCCL {version}"
+    return [*gpu_findings(gpus), judge("cuda", text, nccl, warning=1)]
+
+
+def no_gpu_finding(driver: str | None, cuda: str | None, hidden: str | None, failure: str | None = None) -> Finding:
+    """`cuda` is what torch was built for, `hidden` CUDA_VISIBLE_DEVICES, `failure` what asking for GPUs ended in."""
+    if driver is None and failure is None:
+        return Finding("gpu", OK, "none; the CPU computes, which is enough for small models")
+    if cuda and hidden is not None and failure is None:
+        return Finding("gpu", WARNING, f"CUDA_VISIBLE_DEVICES={hidden} leaves none", "unset it to use the GPUs")
+    seen = f"failed: {failure}" if failure else "sees no GPU"
+    text = f"driver {driver or 'unknown'}, but torch, built for {f'CUDA {cuda}' if cuda else 'the CPU'}, {seen}"
+    fix = "install the torch that fits the driver (pytorch.org/get-started/locally), or a newer driver"
+    return Finding("gpu", PROBLEM, text, fix)
+
+
+def gpu_findings(gpus: Sequence[Gpu]) -> list[Finding]:
+    """Memory, arithmetic, bfloat16 and peer access."""
+    findings = [
+        judge("gpu", f"{i}: {g.name}, {gb(g.free)} of {gb(g.total)} free", g.free / g.total, ok=0.85, warning=0.5)
+        for i, g in enumerate(gpus)
+    ]
+    sick = "; ".join(f"GPU {i}: {g.error}" for i, g in enumerate(gpus) if g.error)
+    findings.append(judge("matmul", sick or "right on every GPU, in every dtype it supports", not sick, warning=1))
+    old = ", ".join(str(i) for i, g in enumerate(gpus) if not g.bf16)
+    findings.append(judge("bfloat16", f"not supported by GPU {old}" if old else "supported by every GPU", not old))
+    apart = [f"{i}-{j}" for i, j in itertools.combinations(range(len(gpus)), 2) if j not in gpus[i].peers]
+    text = f"none between GPUs {' '.join(apart)}" if apart else "every GPU reads every other's memory"
+    return [*findings, judge("peer access", text, not apart)] if len(gpus) > 1 else findings
+
+
+def check_all_reduce() -> list[Finding]:
+    count = len(visible_gpus()[0])
+    backend = "nccl" if count else "gloo"
+    try:
+        return [reduce_finding(run_workers(backend, count or 2), backend)]
+    except ChildError as error:
+        text = f"{backend} over {processes(count or 2)} failed: {error}"
+        return [Finding("all-reduce", PROBLEM, text, FIXES[backend])]
+
+
+def reduce_finding(results: Sequence[Mapping[str, float]], backend: str) -> Finding:
+    """Whether every rank got the right sum, and how fast: bytes / time, and what each link carried (NCCL's busbw)."""
+    count, size, seconds = len(results), results[0]["bytes"], max(r["seconds"] for r in results)
+    wrong = ", ".join(f"{r['wrong']:.0f} elements on rank {rank}" for rank, r in enumerate(results) if r["wrong"])
+    bus = f", bus {gb(size / seconds * 2 * (count - 1) / count)}/s" if count > 1 else ""
+    speed = f"{size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {gb(size / seconds)}/s{bus}"
+    text = f"the sum is wrong in {wrong}" if wrong else f"right, {speed}"
+    return judge("all-reduce", f"{backend} over {processes(count)}: {text}", not wrong, warning=1, fix=FIXES[backend])
+
+
+def host_memory() -> tuple[int, int]:
+    """(total, available) bytes, of the container if it may use less."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    most = int(text) if limit.exists() and (text := limit.read_text().strip()) != "max" else total
+    return min(total, most), min(available, most)
+
+
+def check_host() -> list[Finding]:
+    total, available = host_memory()
+    text = f"{len(os.sched_getaffinity(0))} CPU cores, {gb(available)} of {gb(total)} of memory available"
+    return [judge("host", text, available, ok=8e9, warning=2e9)]
+
+
+def check_open_files() -> list[Finding]:
+    """The run raises the soft limit itself, so the hard one counts."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    text = f"{soft} soft, {hard} hard; a run raises its soft limit to the hard one"
+    return [judge("open files", text, hard, ok=4096, warning=1024)]
+
+
+def check_disk() -> list[Finding]:
+    import yaml
+
+    from utils import get_local_dir
+
+    place = Path(get_local_dir(yaml.safe_load((ROOT / "config" / "config.yaml").read_text("utf-8"))["local_dirs"]))
+    place = next(p for p in (place.absolute(), *place.absolute().parents) if p.exists())
+    free, writable = shutil.disk_usage(place).free, os.access(place, os.W_OK | os.X_OK)
+    text = f"{gb(free)} free for runs and caches in {place}; a real run needs about 50 GB"
+    return [judge("disk", text if writable else f"{place} cannot be written", free * writable, ok=50e9, warning=2e9)]
+
+
+def check_hub() -> list[Finding]:
+    """Whether the Hub answers; asked in a child, for no timeout of ours ends the look-up of a name."""
+    from huggingface_hub import constants
+
+    host = urlsplit(constants.ENDPOINT).hostname
+    if constants.HF_HUB_OFFLINE:
+        return [Finding("hub", OK, "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set: only local and cached files")]
+    fetch = "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=4)"
+    try:
+        ask(sys.executable, "-P", "-c", fetch, f"{constants.ENDPOINT}/api/models?limit=1", limit=HUB_LIMIT)
+        return [Finding("hub", OK, f"{host} answers")]
+    except ChildError as error:
+        reason = re.sub(r"^[\w.]+: |<urlopen error |>$", "", str(error))
+        return [Finding("hub", WARNING, f"{host}: {reason}", FIXES["hub"])]
+
+
+def check_wandb() -> list[Finding]:
+    """Where W&B's records would go. Looks whether there is an API key; shows none, and tries none."""
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc.split("@")[-1]
+    files = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    if (mode := os.environ.get("WANDB_MODE")) in ("offline", "disabled"):
+        return [Finding("wandb", OK, f"WANDB_MODE={mode}")]
+    if os.environ.get("WANDB_API_KEY"):
+        return [Finding("wandb", OK, "an API key is in the environment")]
+    for file in filter(os.path.exists, map(os.path.expanduser, files)):
+        try:
+            if netrc.netrc(file).authenticators(host):
+                return [Finding("wandb", OK, f"an API key for {host} is in {file}")]
+        except (netrc.NetrcParseError, OSError):  # whose message may quote the file
+            return [Finding("wandb", WARNING, f"{file} cannot be read: runs log offline", FIXES["wandb"])]
+    text = "no API key: a run that cannot ask for one on a terminal logs offline"
+    return [Finding("wandb", WARNING, text, FIXES["wandb"])]
+
+
+def check_block_class(configs: Path = ROOT / "config" / "model") -> list[Finding]:
+    """Whether transformers still has the block class that each model config names."""
+    import yaml
+
+    [library] = importlib.util.find_spec("transformers").submodule_search_locations
+    files = Path(library).glob("models/*/modeling_*.py")  # read, for importing them all would take minutes
+    known = {name for file in files for name in re.findall(r"^class (\w+)", file.read_text("utf-8"), re.M)}
+    named = {c.stem: yaml.safe_load(c.read_text("utf-8"))["block_name"] for c in sorted(configs.glob("*.yaml"))}
+    lost = ", ".join(f"{block} of model={model}" for model, block in named.items() if block and block not in known)
+    text = f"transformers has no {lost}" if lost else "transformers has model.block_name of every model in config/model"
+    return [judge("block class", text, not lost, warning=1)]
+
+
+def check_backends() -> list[Finding]:
+    from torch.nn.attention import flex_attention
+
+    findings = [Finding("flex_attention", OK, f"torch has {flex_attention.flex_attention.__name__}")]
+    for module, (user, install) in BACKENDS.items():
+        try:
+            version = importlib.metadata.version(module)
+            ask(sys.executable, "-P", "-c", f"import {module}", limit=START_LIMIT)
+            findings.append(Finding(module, OK, f"{version} imports, for {user}"))
+        except importlib.metadata.PackageNotFoundError:
+            findings.append(Finding(module, OK, f"not installed; only {user} needs it ({install})"))
+        except ChildError as error:
+            findings.append(Finding(module, WARNING, f"{version} does not import: {error}", f"{install}; for {user}"))
+    return findings
+
+
+CHECKS: dict[str, Callable[[], list[Finding]]] = {
+    "software": check_software,
+    "gpu": check_gpu,
+    "all-reduce": check_all_reduce,
+    "host": check_host,
+    "open files": check_open_files,
+    "disk": check_disk,
+    "hub": check_hub,
+    "wandb": check_wandb,
+    "block class": check_block_class,
+    "backends": check_backends,
+}
+
+
+def examine(checks: Mapping[str, Callable[[], list[Finding]]]) -> list[Finding]:
+    """What the checks find. What one did not foresee is a finding too, and costs the others nothing."""
+    findings = []
+    for name, check in checks.items():
+        try:
+            findings += check()
+        except Exception as error:
+            text = f"could not be checked: {type(error).__name__}: {error}"
+            findings.append(Finding(name, PROBLEM, text, "if software is a problem, put that right; else report this"))
+    return findings
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def as_text(findings: Sequence[Finding], advice: Advice) -> str:
+    """The report, in lines of at most 100 columns."""
+    lines = []
+    for finding in findings:
+        parts = [("", finding.text)] + ([("fix: ", finding.fix)] if finding.fix else [])
+        margin = f"{finding.level:<9}{finding.check:<17}"
+        for label, text in parts:
+            wrapped = textwrap.wrap(label + text, 100 - len(margin), break_on_hyphens=False)
+            for line in wrapped:
+                lines.append(margin + line)
+                margin = " " * len(margin)
+    lines += ["", f"recommended: trainer={advice.trainer}, {advice.dtype}, model={advice.model}"]
+    for reason in advice.reasons:
+        lines += textwrap.wrap(reason, 100, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+    command = textwrap.wrap(advice.command, 92, subsequent_indent="    ", break_on_hyphens=False)
+    counts = {level: sum(f.level == level for f in findings) for level in (PROBLEM, WARNING)}
+    total = ", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items())
+    return "\n".join([*lines, "", " \\\n".join(command), "", total])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.doctor", description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--model", choices=MODELS, default="pythia28", help="what to recommend for (%(default)s)")
+    arguments = parser.parse_args()
+    findings = examine(CHECKS)
+    gpus = visible_gpus()[0]
+    advice = recommend(gpus, memory=host_memory()[0], model=arguments.model)
+    if arguments.json:
+        report = {"findings": [f._asdict() for f in findings], "recommendation": advice._asdict()}
+        print(json.dumps(report, indent=2, allow_nan=False))
+    else:
+        print(as_text(findings, advice))
+    return int(any(f.level == PROBLEM for f in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

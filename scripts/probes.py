@@ -1,0 +1,151 @@
+"""What the doctor tries in child processes, which are killed after a limit: devices, arithmetic, an all-reduce.
+
+Not to be run by hand: `python -m scripts.probes NAME RANK COUNT FOLDER` is one such process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+START_LIMIT, WORK_LIMIT = 60, 10  # seconds: a child's imports and devices, its work
+WORKER = (sys.executable, "-m", "scripts.probes")
+
+
+class Gpu(NamedTuple):
+    """Memory in bytes, `peers` the GPUs whose memory it reads directly, `error` what its matmul ran into."""
+
+    name: str
+    total: int
+    free: int
+    bf16: bool
+    peers: Sequence[int]
+    error: str | None = None
+
+
+class ChildError(Exception):
+    """A child process is not to be had, failed or took too long: one sentence."""
+
+
+def ask(*command: str, limit: float = 10) -> str:
+    """What a command prints. Raises ChildError; either way it has ended."""
+    from run_directory import redact
+
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit, check=False
+        )
+    except OSError as error:
+        raise ChildError(f"{command[0]} cannot be run") from error
+    except subprocess.TimeoutExpired as error:
+        raise ChildError(f"no answer within {limit:g} s") from error
+    if done.returncode == -signal.SIGALRM:
+        raise ChildError(f"not finished within {WORK_LIMIT} s")
+    if done.returncode:  # Python's last line is the exception; a crash may say nothing
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"]
+        raise ChildError(redact(said[-1][:300]))
+    return done.stdout
+
+
+def run_workers(name: str, count: int) -> list[Any]:
+    """What `count` processes of `WORKERS[name]` return, in rank order. Raises ChildError; leaves none running."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(count) as pool:
+        commands = [(*WORKER, name, str(rank), str(count), folder) for rank in range(count)]
+        futures = [pool.submit(ask, *command, limit=START_LIMIT + WORK_LIMIT) for command in commands]
+    errors = [error for future in futures if (error := future.exception())]
+    if errors:  # where one failed, the others waited for it in vain
+        raise min(errors, key=lambda error: " within " in str(error))
+    return [json.loads(future.result().splitlines()[-1]) for future in futures]
+
+
+def work(name: str, rank: str, count: str, folder: str) -> None:
+    """What such a process does: it prints its result as JSON."""
+    try:
+        print(json.dumps(WORKERS[name](int(rank), int(count), folder)), flush=True)
+    except Exception as error:
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        os._exit(1)  # before anything can add a line or wait for the other ranks
+
+
+def probe_devices(rank: int, count: int, folder: str) -> list[Gpu]:
+    """Every visible GPU, with small matrices multiplied on it."""
+    import torch
+
+    gpus = range(torch.cuda.device_count())
+    found = []
+    for i in gpus:
+        peers = [other for other in gpus if other != i and torch.cuda.can_device_access_peer(i, other)]
+        free, bf16, error = 0, False, None
+        try:
+            with torch.cuda.device(i):
+                free, bf16 = torch.cuda.mem_get_info()[0], torch.cuda.is_bf16_supported(including_emulation=False)
+            for dtype in (torch.float32, torch.bfloat16) if bf16 else (torch.float32,):
+                error = error or matmul_error(f"cuda:{i}", dtype)
+        except RuntimeError as failure:  # out of memory, a sick device: this GPU's finding, not the end of the others'
+            error = str(failure).split("\n")[0][:200]
+        properties = torch.cuda.get_device_properties(i)
+        found.append(Gpu(properties.name, properties.total_memory, free, bf16, peers, error))
+    return found
+
+
+def matmul_error(device: str, dtype: Any) -> str | None:
+    """What is wrong with a product computed on `device` in `dtype`, against float64 on the CPU; None if it is right."""
+    import torch
+
+    left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(dtype)  # (512, 512) each
+    wanted = left.double() @ right.double()
+    got = (left.to(device) @ right.to(device)).double().cpu()
+    error = ((got - wanted).abs().max() / wanted.abs().max()).item()
+    return None if error < 0.01 else f"a {dtype} product is off by {error:.1%}"  # NaN is; rounding, TF32's too, is not
+
+
+def all_reduce(rank: int, count: int, folder: str, *, backend: str) -> dict[str, float]:
+    """Sum a tensor over the processes: its bytes, the elements that are wrong on this rank, the fastest of 5 in s."""
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = backend == "nccl"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    values = torch.arange(64_000_000 if on_gpu else 4_000_000, device=device) % 1000 + 1.0  # whose sums are exact
+    # a file to meet at: unlike a port, no other process can take it first
+    store = dist.FileStore(os.path.join(folder, "rendezvous"), count)
+    store.set(f"started {rank}", "")
+    signal.alarm(WORK_LIMIT)  # how long to wait for the last one to start; the signal also ends what hangs inside NCCL
+    store.wait([f"started {other}" for other in range(count)])
+    signal.alarm(WORK_LIMIT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
+    wrong, seconds = 0, []
+    for _ in range(5):
+        summed = values * (rank + 1)
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(summed)
+        summed[0].item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+        wrong += int((summed != values * (count * (count + 1) / 2)).sum())
+    dist.destroy_process_group()
+    return {"bytes": values.numel() * 4, "wrong": wrong, "seconds": min(seconds)}
+
+
+WORKERS: dict[str, Callable[[int, int, str], Any]] = {
+    "devices": probe_devices,
+    "nccl": functools.partial(all_reduce, backend="nccl"),
+    "gloo": functools.partial(all_reduce, backend="gloo"),
+}
+
+
+if __name__ == "__main__":
+    work(*sys.argv[1:])
