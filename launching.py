@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import tqdm
 
 from utils import InputError, init_distributed
 
@@ -31,30 +33,54 @@ class WorkerFailed(RuntimeError):
 
 
 class Seat(NamedTuple):
-    """A process's place among those of a run."""
+    """A process's place among those of a run, and where they meet."""
 
     rank: int
     world_size: int
+    local_rank: int  # among those of its machine: the GPU it takes
+    address: str
+    port: int
+    hosts: bool = False  # whether it serves the store at which all meet
 
 
 def find_seat(environ: Mapping[str, str] = os.environ) -> Seat | None:
-    """The seat that torchrun or Slurm (several tasks of one `srun`) gave this process; None if nobody did."""
+    """The seat that torchrun or Slurm (several tasks of one `srun`) gave this process; None if nobody did.
+
+    Raises InputError for variables that are missing or no numbers.
+    """
+
+    def number(name: str, default: int | None = None) -> int:
+        if name not in environ and default is None:
+            raise InputError(f"a launcher set some of its variables, but not {name}: unset them or launch anew")
+        return _number(name, default or 0, environ)
+
     if {"RANK", "WORLD_SIZE"} <= environ.keys():
-        return Seat(int(environ["RANK"]), int(environ["WORLD_SIZE"]))
-    if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # not SLURM_NTASKS, which a batch script has too
-        return Seat(int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"]))
+        rank = number("RANK")
+        hosts = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        address, port = environ.get("MASTER_ADDR", "localhost"), number("MASTER_PORT", 29500)
+        return Seat(rank, number("WORLD_SIZE"), number("LOCAL_RANK", rank), address, port, hosts)
+    if number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not SLURM_NTASKS, which a batch script has too
+        rank, local_rank = number("SLURM_PROCID"), number("SLURM_LOCALID")
+        port = number("MASTER_PORT", 20_000 + number("SLURM_JOB_ID") % 20_000)
+        address = environ.get("MASTER_ADDR") or _first_node(environ)
+        return Seat(rank, number("SLURM_STEP_NUM_TASKS"), local_rank, address, port, hosts=rank == 0)
     return None
 
 
-def slurm_meeting_point(environ: Mapping[str, str]) -> dict[str, str]:
-    """`MASTER_ADDR` and `MASTER_PORT` that all tasks of a Slurm step agree on: its first node, a port from the job."""
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
+def _number(name: str, default: int, environ: Mapping[str, str] = os.environ) -> int:
+    """An environment variable that must be a whole number."""
+    text = environ.get(name, str(default))
+    if not text.isdigit():
+        raise InputError(f"{name}={text} in the environment is not a number")
+    return int(text)
+
+
+def _first_node(environ: Mapping[str, str]) -> str:
+    nodes = environ.get("SLURM_STEP_NODELIST", "")
     first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)  # "node[03-05,9]" begins with node03
-    assert first is not None
-    return {
-        "MASTER_ADDR": first[1] + (first[2] or ""),
-        "MASTER_PORT": str(20_000 + int(environ["SLURM_JOB_ID"]) % 20_000),
-    }
+    if first is None:
+        raise InputError(f"SLURM_STEP_NODELIST={nodes} names no node: set MASTER_ADDR to the first one")
+    return first[1] + (first[2] or "")
 
 
 def launch(
@@ -74,19 +100,22 @@ def launch(
     raise_open_file_limit()
     seat = find_seat()
     if seat is not None:
-        if "RANK" not in os.environ:
-            os.environ.update({**slurm_meeting_point(os.environ), **os.environ})
-        _end(seat, _work(seat, worker, args, timeout_secs))
+        status, message = _work(seat, worker, args, timeout_secs)
+        if status:
+            if status == BAD_INPUT and seat.rank != 0:
+                time.sleep(GRACE_SECS)  # every rank may have found it: rank 0 says it, and this one is ended meanwhile
+            print(f"error: {message}" if status == BAD_INPUT else message, file=sys.stderr, flush=True)
+            _leave(status)
     elif not process_group:
         worker(0, 1, *args)
     elif world_size == 1:
-        dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(_backend(local_rank=0), store=dist.HashStore(), rank=0, world_size=1)
         try:
             worker(0, 1, *args)
         finally:
             dist.destroy_process_group()
     else:
-        _spawn(worker, world_size, args, port=port or int(os.environ.get("MASTER_PORT", 0)), timeout_secs=timeout_secs)
+        _spawn(worker, world_size, args, port=port or _number("MASTER_PORT", 0), timeout_secs=timeout_secs)
 
 
 def raise_open_file_limit() -> None:
@@ -105,12 +134,12 @@ def return_freed_memory() -> None:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
-def _backend() -> str:
-    """NCCL on GPUs, else gloo. Raises InputError if this machine has fewer GPUs than processes."""
+def _backend(local_rank: int) -> str:
+    """NCCL on this rank's GPU, else gloo. Raises InputError if this machine has fewer GPUs than processes."""
     if not torch.cuda.is_available():
         return "gloo"
     gpus = torch.cuda.device_count()
-    if int(os.environ.get("LOCAL_RANK", 0)) >= gpus:
+    if local_rank >= gpus > 1:  # one: Slurm may show each task its own alone
         raise InputError(
             f"this machine has {gpus} GPUs and was given more processes: lower world_size (or torchrun's "
             f"--nproc-per-node), or set CUDA_VISIBLE_DEVICES= to run on the CPU"
@@ -122,71 +151,88 @@ def _backend() -> str:
 
 
 def _work(seat: Seat, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
-    """Join the group, work, leave it; exit status and what went wrong."""
+    """Join the group, work, leave it; exit status and what went wrong.
+
+    At the store each rank notes that it failed, or that it lost contact; so those that lost contact can tell who did
+    not, after a while in which the guilty have ended: theirs is to be the first end that anyone sees.
+    """
     return_freed_memory()
+    tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore that outlives a killed worker
+    store = None
     try:
+        store = _meet(seat, timeout_secs)
         init_distributed(
             seat.rank,
             seat.world_size,
-            backend=_backend(),
+            backend=_backend(seat.local_rank),
             timeout=timedelta(seconds=timeout_secs),
+            store=dist.PrefixStore("group", store),
         )
         worker(seat.rank, seat.world_size, *args)
         dist.destroy_process_group()
         return 0, ""
     except InputError as error:
+        note, status, message = "failed", BAD_INPUT, str(error)
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            return FAILED, traceback.format_exc()
-        return BAD_INPUT, str(error)
+            status, message = FAILED, traceback.format_exc()
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT, "interrupted"
+        note, status, message = "failed", 128 + signal.SIGINT, "interrupted"
     except Exception as error:
-        return LOST_CONTACT if _lost_contact(error) else FAILED, traceback.format_exc()
+        lost = isinstance(error, dist.DistError) or "/gloo/" in str(error)  # most likely because another rank failed
+        note, status = ("lost", LOST_CONTACT) if lost else ("failed", FAILED)
+        message = f"rank {seat.rank} {'lost contact' if lost else 'failed'}:\n{traceback.format_exc()}"
+    if store is not None:
+        message += _compare_notes(store, seat, note, timeout_secs)
+    return status, message
 
 
-def _lost_contact(error: Exception) -> bool:
-    """Whether a collective failed, most likely because another rank did."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+def _meet(seat: Seat, timeout_secs: float) -> dist.Store:
+    """The store at which all ranks of a run meet; a new one for every restart of torchrun."""
+    store = dist.TCPStore(
+        seat.address, seat.port, is_master=seat.hosts, wait_for_workers=False, timeout=timedelta(seconds=timeout_secs)
+    )
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def _end(seat: Seat, outcome: tuple[int, str]) -> None:
-    """Leave the process if its work failed, at once: other threads may be stuck in a collective."""
-    status, message = outcome
-    if status == 0:
-        return
-    if status == BAD_INPUT:
-        if seat.rank != 0:
-            time.sleep(GRACE_SECS)  # what every rank found, rank 0 alone should say: by then this one has been ended
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    else:
-        print(f"rank {seat.rank} failed:\n{message}", file=sys.stderr, flush=True)
-    if status == LOST_CONTACT:
+def _compare_notes(store: dist.Store, seat: Seat, note: str, timeout_secs: float) -> str:
+    """Leave a note on how this rank ended; if it lost contact, wait a while and name the ranks that did not."""
+    try:
+        store.set(f"{note} {seat.rank}", "")
+        if note != "lost":
+            return ""
         time.sleep(GRACE_SECS)
+        others = [rank for rank in range(seat.world_size) if not store.check([f"lost {rank}"])]
+        failed = [rank for rank in others if store.check([f"failed {rank}"])]
+    except dist.DistError as error:
+        return f"nor does the store answer, which rank 0's machine serves: {error}\n"
+    if not others:
+        return ""
+    if failed:
+        return f"because {_ranks(failed)} failed\n"
+    return f"because {_ranks(others)} did not answer within collective_timeout_secs={timeout_secs:g}, or was killed\n"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)
+
+
+def _leave(status: int) -> None:
+    """End this process at once: other threads may be stuck in a collective."""
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
 
 
-def _run_worker(seat: Seat, parent: int, port: int, pipe: Any, worker: Callable, args: tuple, secs: float) -> None:
+def _run_worker(seat: Seat, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
     faulthandler.enable()  # a stuck worker is ended by SIGABRT and shows where it was
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # no orphan, however the parent dies
     if os.getppid() != parent:
         os._exit(FAILED)
-    os.environ |= {
-        "RANK": str(seat.rank),
-        "WORLD_SIZE": str(seat.world_size),
-        "LOCAL_RANK": str(seat.rank),
-        "LOCAL_WORLD_SIZE": str(seat.world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent serves the store
-    }
-    status, message = _work(seat, worker, args, secs)
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(seat.local_rank), str(seat.world_size)
+    status, message = _work(seat, worker, args, timeout_secs)
     pipe.send(message[-20_000:])  # fits into the pipe's buffer: nobody reads it before this process has ended
-    if status == LOST_CONTACT:
-        time.sleep(GRACE_SECS)
     if status:
-        sys.stdout.flush()
-        os._exit(status)
+        _leave(status)
 
 
 # --- in the parent -------------------------------------------------------------------------------------------------
@@ -197,16 +243,14 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
     try:  # served from here, so that the port is taken before anyone is told of it
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     except dist.DistError as error:
-        raise InputError(f"port {port} is not free; fsdp_port=null (and no MASTER_PORT) picks one that is") from error
+        raise InputError(f"port {port} is not free; fsdp_port=null picks one that is") from error
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            seat = Seat(rank, world_size)
-            process = context.Process(
-                target=_run_worker, args=(seat, os.getpid(), store.port, sender, worker, args, timeout_secs)
-            )
+            seat = Seat(rank, world_size, local_rank=rank, address="127.0.0.1", port=store.port)
+            process = context.Process(target=_run_worker, args=(seat, os.getpid(), sender, worker, args, timeout_secs))
             process.start()
             sender.close()
             pipes.append(receiver)
@@ -256,14 +300,9 @@ def _cause(
         rank = next((r for r in guilty if statuses[r] == BAD_INPUT), guilty[0])
         if statuses[rank] == BAD_INPUT:
             return InputError(messages[rank])
-        return WorkerFailed(
-            f"rank {rank} {'failed' if messages[rank] else _describe(statuses[rank])}:\n{messages[rank]}"
-        )
-    victims = "\n".join(f"rank {rank} lost contact:\n{text}" for rank, text in messages.items())
-    if not stuck:
-        return WorkerFailed(f"every rank lost contact with the others\n{victims}")
-    names = " and ".join(f"rank {rank}" for rank in stuck)
-    return WorkerFailed(f"{names} did not answer within collective_timeout_secs={timeout_secs:g}\n{victims}")
+        return WorkerFailed(messages[rank] or f"rank {rank} {_describe(statuses[rank])}")
+    blame = [f"{_ranks(stuck)} did not answer within collective_timeout_secs={timeout_secs:g}"] * bool(stuck)
+    return WorkerFailed("\n".join([*blame, *messages.values()]))
 
 
 def _last_words(pipe: Any) -> str:

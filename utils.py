@@ -104,7 +104,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
             holder.p = 0.0
         for name, value in list(vars(holder).items()):
             if type(value) in (int, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
-                setattr(holder, name, 0.0)
+                setattr(holder, name, type(value)(0))  # some configs insist on their int
 
 
 def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
@@ -138,16 +138,19 @@ def init_distributed(
     port: int = 12355,
     backend: str = "nccl",
     timeout: timedelta | None = None,
+    store: dist.Store | None = None,
 ) -> None:
-    """Join the default process group; `MASTER_ADDR` and `MASTER_PORT` in the environment win.
+    """Join the default process group, at `store` or where `MASTER_ADDR` and `MASTER_PORT` in the environment say.
 
     `timeout` is how long a collective may wait; None leaves it to torch.
     """
-    os.environ.setdefault("MASTER_ADDR", master_addr)
-    os.environ.setdefault("MASTER_PORT", str(port))
+    if store is None:
+        os.environ.setdefault("MASTER_ADDR", master_addr)
+        os.environ.setdefault("MASTER_PORT", str(port))
     if backend == "nccl":  # first, or NCCL takes GPU 0 for every rank
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", rank)))
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store)
 
 
 class TemporarilySeededRandom:

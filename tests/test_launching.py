@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 
-from launching import Seat, WorkerFailed, find_seat, launch, slurm_meeting_point
+from launching import Seat, WorkerFailed, find_seat, launch
 from utils import InputError
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
@@ -52,7 +52,7 @@ def is_running(pid: int) -> bool:
 def add_up(rank, world_size, folder):
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
-    (folder / f"rank{rank}").write_text(f"{total.item():g} of {world_size} at {os.environ.get('MASTER_PORT')}")
+    (folder / f"rank{rank}").write_text(f"{total.item():g} of {world_size}")
 
 
 def fail_on_rank_1(rank, world_size, folder, how):
@@ -108,39 +108,48 @@ def finish_without_rank_1(rank, world_size, folder):
 
 def test_workers_meet_in_one_group(tmp_path):
     launch(add_up, 2, tmp_path, process_group=True)
-    assert all((tmp_path / f"rank{rank}").read_text().startswith("3 of 2 at ") for rank in (0, 1))
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["3 of 2"] * 2
 
 
-def test_they_meet_at_the_port_they_are_given(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    launch(add_up, 2, tmp_path, process_group=True, port=port)
-    assert (tmp_path / "rank1").read_text() == f"3 of 2 at {port}"
-
-
-def test_a_port_that_is_taken_is_one_sentence():
+def test_a_port_that_is_taken_is_one_sentence(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(InputError, match=f"port {port} is not free; fsdp_port=null"):
             launch(add_up, 2, None, process_group=True, port=port)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(InputError, match=f"port {port} is not free"):
+            launch(add_up, 2, None, process_group=True)
 
 
 def test_one_worker_needs_no_process_no_port_and_leaves_no_trace(tmp_path):
     launch(add_up, 1, tmp_path, process_group=True)
-    assert (tmp_path / "rank0").read_text() == "1 of 1 at None"
+    assert (tmp_path / "rank0").read_text() == "1 of 1"
     assert not dist.is_initialized()
     assert not set(LAUNCHERS) & os.environ.keys()
+
+
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "2",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_NODELIST": "gpu[03-05,9]",
+}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
     ("environ", "seat"),
     [
         ({}, None),
-        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, Seat(3, 8)),
-        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}, Seat(5, 8)),
+        (TORCHRUN, Seat(3, 8, 1, "node0", 29500)),
+        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}, Seat(0, 8, 0, "node0", 29500, hosts=True)),
+        ({**TORCHRUN, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, Seat(0, 8, 1, "node0", 29500)),
+        (SLURM, Seat(5, 8, 2, "gpu03", 23456)),
+        ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "1"}, Seat(5, 8, 2, "head", 1)),
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # the batch script itself, before any srun
-        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # srun of one task that starts its own workers
-        ({"RANK": "2", "WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, Seat(2, 4)),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),  # srun of one task that starts its own workers
+        ({**SLURM, **TORCHRUN}, Seat(3, 8, 1, "node0", 29500)),
     ],
 )
 def test_a_launcher_gives_a_seat(environ, seat):
@@ -152,8 +161,20 @@ def test_a_launcher_gives_a_seat(environ, seat):
     [("node7", "node7"), ("gpu[03-05,9]", "gpu03"), ("a1,b[2-3]", "a1"), ("n-1-[12,15]", "n-1-12")],
 )
 def test_slurm_tasks_meet_on_the_first_node(nodes, first):
-    environ = {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "123456"}
-    assert slurm_meeting_point(environ) == {"MASTER_ADDR": first, "MASTER_PORT": "23456"}
+    assert find_seat({**SLURM, "SLURM_STEP_NODELIST": nodes}).address == first
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({**TORCHRUN, "RANK": "x"}, "RANK=x in the environment is not a number"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"}, "but not SLURM_PROCID"),
+        ({**SLURM, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST= names no node: set MASTER_ADDR"),
+    ],
+)
+def test_a_launcher_that_makes_no_sense_is_one_sentence(environ, message):
+    with pytest.raises(InputError, match=message):
+        find_seat(environ)
 
 
 def test_tasks_of_a_slurm_step_join(tmp_path):
@@ -173,6 +194,7 @@ def test_tasks_of_a_slurm_step_join(tmp_path):
                 "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
                 "SLURM_STEP_NUM_TASKS": "2",
                 "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
                 "SLURM_STEP_NODELIST": "localhost",
                 "SLURM_JOB_ID": str(job),
             },
@@ -180,7 +202,7 @@ def test_tasks_of_a_slurm_step_join(tmp_path):
         for rank in range(2)
     ]
     assert [task.wait(timeout=60) for task in tasks] == [0, 0]
-    assert (tmp_path / "rank0").read_text() == f"3 of 2 at {20_000 + job}"
+    assert (tmp_path / "rank0").read_text() == "3 of 2"
 
 
 # --- failing -------------------------------------------------------------------------------------------------------
@@ -214,6 +236,7 @@ def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(
         launch(fail_on_rank_1, 2, tmp_path, "hang", process_group=True, timeout_secs=4)
     assert time.monotonic() - start < 60
     assert "rank 0 lost contact" in str(error.value)
+    assert "because rank 1 did not answer" in str(error.value)
     assert "in fail_on_rank_1" in str(error.value)
     assert "in hang" in capfd.readouterr().err
     assert_all_gone(tmp_path)
@@ -249,3 +272,35 @@ def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path):
     parent.kill()
     parent.wait()
     assert_all_gone(tmp_path)
+
+
+FAILING_RANK = """
+import pathlib, sys
+from launching import launch
+from test_launching import fail_on_rank_1
+launch(fail_on_rank_1, 2, pathlib.Path(sys.argv[1]), sys.argv[2], process_group=True, timeout_secs=5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "said"),
+    [
+        ("raise", 2, "because rank 1 failed"),
+        ("kill", 2, "because rank 1 did not answer within collective_timeout_secs=5, or was killed"),
+        ("raise", 1, "because rank 1 did not answer within collective_timeout_secs=5, or was killed"),  # never comes
+    ],
+)
+def test_a_rank_of_another_machine_that_fails_is_named(how, ranks, said, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", FAILING_RANK, str(tmp_path), how]
+    started = [
+        subprocess.Popen(command, env={**environ, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(ranks)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in started]
+    assert all(process.returncode for process in started)
+    assert "rank 0 lost contact" in errors[0]
+    assert said in errors[0]
