@@ -5,6 +5,7 @@ The trainers call these as functions on a finished model. With one process every
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ class Layout:
         if dist.is_initialized():
             if torch.cuda.is_available():
                 self.device = torch.device("cuda", torch.cuda.current_device())
+            # its advice, to flatten axes, does not apply to shards of slices
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             grid = (self.data_size // self.shard_size, self.shard_size, tensor_size)
             self.mesh = init_device_mesh(self.device.type, grid, mesh_dim_names=("replicate", "shard", "tensor"))
 
@@ -93,6 +96,8 @@ def _find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
     if not names:
         raise InputError(f"{type(model).__name__} does not name its blocks; set model.block_name to their class")
     classes = tuple(get_block_class_from_model(model, name) for name in names)
+    if isinstance(model, classes):
+        raise InputError(f"model.block_name={block_name} is the whole model; null takes the blocks it names itself")
     return [module for module in model.modules() if isinstance(module, classes)]
 
 

@@ -182,7 +182,7 @@ def load_models(config: DictConfig, rank: int, world_size: int) -> tuple[Any, An
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
 def main(config: DictConfig) -> None:
-    from launching import WorkerFailed
+    from launching import WorkerFailed, find_seat
     from utils import InputError
 
     hydra_config = HydraConfig.get()
@@ -190,6 +190,10 @@ def main(config: DictConfig) -> None:
         # one directory was given for the whole sweep: each job gets its own inside
         config.local_run_dir = os.path.join(config.local_run_dir, str(hydra_config.job.num))
     try:
+        if hydra_config.mode == RunMode.MULTIRUN and find_seat() is not None:
+            raise InputError(
+                "a sweep (-m) starts its own processes, one job after the other: run it without a launcher"
+            )
         _exit_on(find_config_problems(config))
         run(config)
     except InputError as error:
@@ -200,6 +204,9 @@ def main(config: DictConfig) -> None:
     except WorkerFailed as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def _exit_on(problems: list[str]) -> None:

@@ -6,7 +6,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -261,31 +260,32 @@ class BasicTrainer:
     def samples(self) -> list[Sample]:
         """Continuations of the first `n_eval_model_samples` evaluation prompts, in whole batches, at least one."""
         n_batches = max(1, self.config.n_eval_model_samples // self.config.eval_batch_size)
-        collected = []
+        batches = self.eval_batches[:n_batches]
         self.policy.eval()
-        with ExitStack() as stack:
-            for model in self._sampled_models():
-                stack.enter_context(gathered_weights(model))
-            for batch in self.progress.over(self.eval_batches[:n_batches], total=n_batches, what="sample"):
-                policy, reference = map(self.layout.gather_list, self.get_batch_samples(self._local_rows(batch)))
-                collected += map(Sample, batch["prompt"], policy, reference or [None] * len(policy))
-        return collected
+        texts = []
+        for model in self._sampled_models():  # one after the other: gathered weights of both may not fit
+            with gathered_weights(model):
+                over = self.progress.over(batches, total=n_batches, what="sample")
+                rows = [self.layout.gather_list(self._continuations(model, self._local_rows(b))) for b in over]
+            texts.append([text for part in rows for text in part])
+        policy, reference = texts if len(texts) > 1 else (texts[0], [None] * len(texts[0]))
+        return list(map(Sample, [prompt for batch in batches for prompt in batch["prompt"]], policy, reference))
 
     def get_batch_samples(self, batch: Batch) -> tuple[list[str], list[str]]:
         """(policy, reference) continuations of the batch's prompts; no reference under SFT."""
-        seed = np.random.SeedSequence([self.seed, self.example_counter, self.layout.data_rank]).generate_state(1)[0]
-        policy, *reference = (
-            sample(
-                model,
-                batch,
-                self.tokenizer,
-                max_length=self.config.max_length,
-                seed=int(seed),
-                in_step=self.world_size > 1,
-            )
-            for model in self._sampled_models()
-        )
+        policy, *reference = (self._continuations(model, batch) for model in self._sampled_models())
         return policy, reference[0] if reference else []
+
+    def _continuations(self, model: Any, batch: Batch) -> list[str]:
+        seed = np.random.SeedSequence([self.seed, self.example_counter, self.layout.data_rank]).generate_state(1)[0]
+        return sample(
+            model,
+            batch,
+            self.tokenizer,
+            max_length=self.config.max_length,
+            seed=int(seed),
+            in_step=self.world_size > 1,
+        )
 
     def _sampled_models(self) -> list[Any]:
         return [self.policy, self.reference_model] if self.loss.uses_reference else [self.policy]

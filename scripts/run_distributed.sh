@@ -21,4 +21,4 @@ exec python -m torch.distributed.run \
     --node-rank="${NODE_RANK:-0}" \
     --master-addr="${MASTER_ADDR:-127.0.0.1}" \
     --master-port="${MASTER_PORT:-29500}" \
-    "$(dirname "$0")/../train.py" "$@"
+    "$(dirname "$(readlink -f "$0")")/../train.py" "$@"

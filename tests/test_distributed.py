@@ -408,6 +408,21 @@ def test_an_unknown_block_class_is_one_message_that_lists_the_blocks(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_the_whole_model_is_no_block(tmp_path):
+    result = train(*TINY, *TWO, "model.block_name=LlamaForCausalLM", f"local_run_dir={tmp_path / 'run'}")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: model.block_name=LlamaForCausalLM is the whole model; null takes the blocks it names itself\n"
+    )
+
+
+def test_a_sweep_under_a_launcher_is_refused(tmp_path):
+    seat = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    result = train("-m", *TINY, "trainer=FSDPTrainer", "lr=1e-3,1e-4", f"local_run_dir={tmp_path / 'run'}", **seat)
+    assert result.returncode == 2
+    assert "a sweep (-m) starts its own processes" in result.stderr
+
+
 def test_heads_that_the_processes_cannot_share_are_one_message(tmp_path):
     result = train(
         *TINY, "trainer=TensorParallelTrainer", "world_size=3", "batch_size=3", f"local_run_dir={tmp_path / 'run'}"

@@ -70,7 +70,7 @@ EVERYWHERE = {  # what `make test` runs of the layouts; `make golden` runs all
     ("llama-ipo", "sharded", 2),
     ("llama-dpo", "cut and sharded", 2),
 }
-TOO_SENSITIVE = {("words-sft", "cut"), ("words-sft", "cut and sharded")}  # see docs/LOG.md: 4e-3 off at the last update
+TOO_SENSITIVE = {("words-sft", layout) for layout in LAYOUTS if layout != "sharded"}  # at the last update: docs/LOG.md
 
 
 def over_layouts() -> Iterator[Any]:
@@ -79,9 +79,8 @@ def over_layouts() -> Iterator[Any]:
         for layout, overrides in LAYOUTS.items():
             for accumulation in (1, 2):
                 marks = [] if (run, layout, accumulation) in EVERYWHERE else [pytest.mark.slow]
-                if (run, layout) not in TOO_SENSITIVE:
-                    settings = (*overrides, f"gradient_accumulation_steps={accumulation}")
-                    yield pytest.param(run, settings, marks=marks, id=f"{run}, {layout}, accumulation {accumulation}")
+                settings = (*overrides, f"gradient_accumulation_steps={accumulation}")
+                yield pytest.param(run, settings, marks=marks, id=f"{run}, {layout}, accumulation {accumulation}")
 
 
 @pytest.mark.parametrize(("run", "overrides"), over_layouts())
@@ -90,7 +89,9 @@ def test_every_metric_of_the_published_reference(run, overrides, tmp_path):
     tolerance = 5e-3 if run.endswith("ipo") else 2e-3
     updates, evaluations = metrics_of(tmp_path / "run", "train"), metrics_of(tmp_path / "run", "eval")
     assert [u["examples"] for u in updates] == [4 * (i + 1) for i in range(16)]
-    for i, (ours, theirs) in enumerate(zip(updates, golden["updates"], strict=True)):
+    layout = next((name for name, settings in LAYOUTS.items() if set(settings) <= set(overrides)), None)
+    compared = 15 if (run, layout) in TOO_SENSITIVE else 16
+    for i, (ours, theirs) in enumerate(zip(updates[:compared], golden["updates"], strict=False)):
         assert_same(ours, theirs, 3e-5 if i == 0 else tolerance, f"update {i + 1}")
     assert [e["examples"] for e in evaluations] == [0, 32, 64]  # the reference never evaluates its final weights
     for ours, theirs in zip(evaluations, golden["evals"], strict=False):
