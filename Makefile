@@ -1,12 +1,13 @@
 # make demo   train a small model end to end: SFT, then DPO (3 minutes on 2 cores, after installation)
 # make test   lint and tests
+# make doctor what this machine has, what is wrong with it, what to train with
 # make golden the comparison with the published reference alone, in all layouts of processes
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint golden format clean-demo
+.PHONY: demo test lint doctor golden format clean-demo
 
 demo: $(VENV)/.installed
 	$(RUN) -m scripts.demo
@@ -17,6 +18,9 @@ test: lint
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+doctor: $(VENV)/.installed
+	$(RUN) -m scripts.doctor
 
 golden: $(VENV)/.installed-dev
 	$(RUN) -m pytest -q tests/test_golden.py -m ""
