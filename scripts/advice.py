@@ -22,7 +22,7 @@ class Model(NamedTuple):
     pair_fp32: float
 
 
-MODELS = {  # counted on the meta device; tests/test_doctor.py counts again
+MODELS = {  # counted on the meta device; tests/test_advice.py counts again
     "gpt2-large": Model(0.774e9, 3.6e9, 7.0e9),
     "gpt2-xl": Model(1.558e9, 5.9e9, 11.5e9),
     "pythia28": Model(2.775e9, 6.0e9, 7.4e9),
@@ -70,8 +70,10 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
         reasons.insert(0, f"model={model} needs {lacking}; {name} is the largest that fits")
     if len(gpus) > 1:
         reasons.append("TensorParallelTrainer only where one example is too much for a GPU: it splits activations too")
-    if memory < (reading := 4 * MODELS[name].parameters + 4e9):
-        reasons.append(f"rank 0 reads the weights in float32: {gb(reading)} of host memory, and here are {gb(memory)}")
+    # rank 0 reads policy and, for DPO, reference before they are spread
+    reading = 6 * MODELS[name].parameters + 4e9
+    if (len(gpus) > 1 or bf16) and memory < reading:
+        reasons.append(f"rank 0 reads the weights: {gb(reading)} of host memory, and here are {gb(memory)}")
     reasons.append("then DPO: the same with loss=dpo loss.beta=0.1 exp_name=hh_dpo model.archive=RUN_OF_SFT/LATEST")
     # on one GPU FSDPTrainer shards nothing, but has the mixed precision that BasicTrainer lacks
     trainer, dtype = ("FSDPTrainer" if len(gpus) > 1 or bf16 else "BasicTrainer"), ("bfloat16" if bf16 else "float32")

@@ -283,7 +283,7 @@ def test_an_optional_package_that_is_there_is_imported(code, level, text, monkey
     install(tmp_path, code, monkeypatch)
     finding = next(f for f in doctor.check_backends() if f.check == "tensor_parallel")
     assert finding[1:3] == (level, text)
-    assert level == "ok" or "pip install 'setuptools>=77,<82'" in finding.fix
+    assert level == "ok" or "pip install tensor_parallel==2.0.0 'setuptools>=77,<82'" in finding.fix
 
 
 def test_an_optional_package_that_is_absent_is_fine(monkeypatch):
