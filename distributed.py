@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from tensor_parallelism import cut_modules, find_plan
-from utils import InputError, all_gather_if_needed, get_block_class_from_model
+from utils import InputError, get_block_class_from_model
 
 
-class Layout:
+class Grid:
     """How the processes of a run share its models and its rows.
 
     Ranks fill a grid of `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours (usually on one
@@ -49,9 +50,27 @@ class Layout:
             grid = (self.data_size // self.shard_size, self.shard_size, tensor_size)
             self.mesh = init_device_mesh(self.device.type, grid, mesh_dim_names=("replicate", "shard", "tensor"))
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """The values of all rows, concatenated along dimension 0 in the order of the rows."""
-        return all_gather_if_needed(values, self.data_rank, self.data_size, group=self._data_group)
+    def add(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of the values of all processes that see different rows."""
+        if self.data_size > 1:
+            dist.all_reduce(values, group=self._data_group)
+        return values
+
+    def any(self, here: bool) -> bool:
+        """Whether it holds in any process."""
+        if self.world_size == 1:
+            return here
+        answer = torch.tensor(int(here), device=self.device)
+        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+        return bool(answer.item())
+
+    def from_rank_0(self, value: Any) -> Any:
+        """What rank 0 gives."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
 
     def gather_list(self, values: list) -> list:
         """The lists of all rows, in the order of the rows."""
@@ -62,8 +81,8 @@ class Layout:
         return [value for part in parts for value in part]
 
 
-def distribute(model: Any, layout: Layout, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
-    """Spread a model over the processes of a layout, one unit per transformer block.
+def distribute(model: Any, grid: Grid, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
+    """Spread a model over the processes of a grid, one unit per transformer block.
 
     Rank 0's weights are the ones that count; the other ranks' may be on the meta device. Each unit is sent by rank 0,
     cut along `tensor` and sharded before the next, so that a process never holds more than its shards and one unit.
@@ -72,23 +91,36 @@ def distribute(model: Any, layout: Layout, *, block_name: str | None, compute_dt
     for a class that the model does not have, and for a model that cannot be cut along `tensor`.
     """
     blocks = _find_blocks(model, block_name)
-    plan = find_plan(model) if layout.tensor_size > 1 else {}
-    mesh = layout.mesh["replicate", "shard"] if layout.data_size > layout.shard_size else layout.mesh["shard"]
+    plan = find_plan(model) if grid.tensor_size > 1 else {}
+    mesh = grid.mesh["replicate", "shard"] if grid.data_size > grid.shard_size else grid.mesh["shard"]
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # one group of tensor-parallel processes in the weights' own dtype needs nothing of FSDP
-    sharded = layout.tensor_size == 1 or layout.data_size > 1 or compute_dtype != model.dtype
+    sharded = grid.tensor_size == 1 or grid.data_size > 1 or compute_dtype != model.dtype
     specs = _agree_on_tensors(model)
+    names = {module: name for name, module in model.named_modules()}
     done: set[torch.nn.Module] = set()
     for unit in (*reversed(blocks), model):  # a block inside a block comes first
         within = {*unit.modules()} - done
-        modules = {name: module for name, module in model.named_modules() if module in within}
-        _receive(modules, specs, layout)
+        modules = {names[module]: module for module in unit.modules() if module in within}
+        _receive(modules, specs, grid)
         if plan:
-            cut_modules(modules, plan, layout.mesh["tensor"])
+            cut_modules(modules, plan, grid.mesh["tensor"])
         if sharded:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         done |= within
+    if sharded:
+        model.apply_to_itself = MethodType(_apply, model)
+        register_fsdp_forward_method(model, "apply_to_itself")
     return model
+
+
+def _apply(model: Any, function: Callable, *args: Any) -> Any:
+    return function(model, *args)
+
+
+def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
+    """`function(model, *args)`, with the weights of the root's unit gathered once, as in the model's own forward."""
+    return model.apply_to_itself(function, *args) if isinstance(model, FSDPModule) else function(model, *args)
 
 
 def _find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
@@ -117,7 +149,7 @@ def _agree_on_tensors(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return theirs
 
 
-def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], layout: Layout) -> None:
+def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], grid: Grid) -> None:
     """Parameters and buffers of these modules become rank 0's, on this process's device; tied ones stay tied."""
     received: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, module in modules.items():
@@ -127,16 +159,16 @@ def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple],
                     continue
                 if tensor not in received:
                     shape, dtype = specs[f"{prefix}.{key}".lstrip(".")]
-                    received[tensor] = _from_rank_0(tensor, shape, dtype, layout)
+                    received[tensor] = _from_rank_0(tensor, shape, dtype, grid)
                 kind[key] = received[tensor]
 
 
-def _from_rank_0(tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, layout: Layout) -> torch.Tensor:
-    if layout.rank == 0:
-        data = tensor.detach().to(layout.device).contiguous()
+def _from_rank_0(tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, grid: Grid) -> torch.Tensor:
+    if grid.rank == 0:
+        data = tensor.detach().to(grid.device).contiguous()
     else:
-        data = torch.empty(shape, dtype=dtype, device=layout.device)
-    if layout.world_size > 1:
+        data = torch.empty(shape, dtype=dtype, device=grid.device)
+    if grid.world_size > 1:
         dist.broadcast(data, src=0)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
@@ -147,6 +179,12 @@ def keep_root_gathered(model: torch.nn.Module, keep: bool) -> None:
     """Whether the root's unit, embeddings and head, stays gathered after a backward: once per update is enough."""
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(not keep, recurse=False)
+
+
+def release_gathered(model: torch.nn.Module) -> None:
+    """Keep the shards alone of what a forward without a backward left gathered: the root's unit."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 @contextmanager

@@ -20,20 +20,33 @@ import tqdm
 from utils import formatted_dict
 
 
-def reduce_metrics(
-    microbatches: Sequence[Mapping[str, torch.Tensor]],
-    scalars: Mapping[str, torch.Tensor],
-    gather: Callable[[torch.Tensor], torch.Tensor],
-) -> dict[str, float]:
-    """Means over all examples of all microbatches and processes, and the scalars as they are.
+def gather_rows(
+    parts: Iterable[tuple[Sequence[int], Mapping[str, torch.Tensor]]],
+    n_rows: int,
+    add: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Per-example metrics of all microbatches and processes, each (n_rows,), in the order of the examples.
 
-    Each microbatch maps names to (rows,) tensors. One gather and one copy to the host, whatever the counts.
+    A part is the numbers of its examples and their metrics, (rows,) each. `add` sums a tensor over the processes, which
+    hold zeros where another has values: one collective, whatever the counts.
     """
-    names = list(microbatches[0])
-    table = torch.stack([torch.cat([m[name] for m in microbatches]) for name in names], dim=1)  # (rows, names)
-    means = gather(table).double().mean(0)
+    tables: list[torch.Tensor] = []
+    rows: list[int] = []
+    for part_rows, metrics in parts:
+        names = list(metrics)
+        tables.append(torch.stack(list(metrics.values()), dim=1))  # (rows of the part, names)
+        rows += part_rows
+    values = torch.cat(tables)
+    table = values.new_zeros(n_rows, len(names))
+    table[torch.tensor(rows, device=table.device)] = values
+    return dict(zip(names, add(table).unbind(1), strict=True))
+
+
+def reduce_metrics(rows: Mapping[str, torch.Tensor], scalars: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Means over the examples, and the scalars as they are: one copy to the host, which waits for the device."""
+    means = torch.stack(list(rows.values())).double().mean(1)
     values = torch.cat([means, *(v.detach().to(means).reshape(1) for v in scalars.values())])
-    return dict(zip([*names, *scalars], values.tolist(), strict=True))
+    return dict(zip([*rows, *scalars], values.tolist(), strict=True))
 
 
 def peak_memory_gb() -> float:

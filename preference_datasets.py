@@ -24,11 +24,11 @@ from tokenization import (
     Batch,
     TextEncoder,
     TruncationMode,
+    collate,
     encode_example,
-    get_collate_fn,
     tokenize_batch_element,  # noqa: F401  (the reference has it here)
 )
-from utils import InputError, TemporarilySeededRandom
+from utils import InputError
 
 HUB_IDS = {
     "hh": "Anthropic/hh-rlhf",
@@ -222,30 +222,47 @@ def load_prompts(names: Sequence[str], split: str, **dataset_options: Any) -> li
     return prompts
 
 
-def iterate_batches(
+Row = tuple[Prompt, dict[str, str]]  # a prompt with the texts of one example
+
+
+def iterate_rows(
     prompts: Sequence[Prompt],
-    encode: TextEncoder,
     *,
     batch_size: int,
     shuffle: bool,
-    max_length: int,
-    max_prompt_length: int,
     sft_mode: bool,
     n_epochs: int | None,
     n_examples: int | None,
     seed: int,
-) -> Iterator[Batch]:
-    """Batches in the reference's order, until `n_epochs` or `n_examples` is reached, whichever comes first.
+) -> Iterator[list[Row]]:
+    """The examples of each batch in the reference's order, until `n_epochs` or `n_examples` is reached.
 
     Each epoch shuffles the list left by the one before, prompt by prompt; all pairs of a prompt follow each other.
     The partial batch at an epoch's end is dropped, though its examples count towards `n_examples`.
     """
     prompts = list(prompts)
     epoch_seeds = np.random.RandomState(seed)
-    collate = get_collate_fn(encode.tokenizer)
+    epoch = seen = 0
+    while n_epochs is None or epoch < n_epochs:
+        if shuffle:
+            random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(prompts)
+        rows: list[Row] = []
+        for prompt, texts in ((p, texts) for p in prompts for texts in p.examples(sft_mode)):
+            rows.append((prompt, texts))
+            seen += 1
+            if len(rows) == batch_size:
+                yield rows
+                rows = []
+                if n_examples is not None and seen >= n_examples:
+                    return
+        epoch += 1
 
-    def row_of(prompt: Prompt, texts: dict[str, str]) -> dict[str, Any]:
-        return encode_example(
+
+def encode_rows(rows: Sequence[Row], encode: TextEncoder, *, max_length: int, max_prompt_length: int) -> Batch:
+    """Tokenize, truncate and pad the rows of a batch."""
+    encode.prime(text for prompt, texts in rows for text in (prompt.text, *texts.values()))
+    encoded = [
+        encode_example(
             prompt.text,
             texts,
             encode,
@@ -254,22 +271,9 @@ def iterate_batches(
             max_prompt_length=max_prompt_length,
             rendered=prompt.rendered,
         )
-
-    epoch = seen = 0
-    while n_epochs is None or epoch < n_epochs:
-        if shuffle:
-            with TemporarilySeededRandom(epoch_seeds.randint(0, 2**32, dtype=np.int64)):
-                random.shuffle(prompts)
-        rows = []
-        for prompt, texts in ((p, texts) for p in prompts for texts in p.examples(sft_mode)):
-            rows.append(row_of(prompt, texts))
-            seen += 1
-            if len(rows) == batch_size:
-                yield collate(rows)
-                rows = []
-                if n_examples is not None and seen >= n_examples:
-                    return
-        epoch += 1
+        for prompt, texts in rows
+    ]
+    return collate(encoded, encode.tokenizer.pad_token_id)
 
 
 def get_batch_iterator(
@@ -288,7 +292,7 @@ def get_batch_iterator(
     cache_dir: str | None = None,
     dataset_sources: Mapping[str, Any] | None = None,
 ) -> Iterator[Batch]:
-    """The reference's name for: load the datasets, tokenize, yield batches (see `iterate_batches`).
+    """The reference's name for: load the datasets, tokenize, yield batches (see `iterate_rows`).
 
     Raises InputError if neither `n_epochs` nor `n_examples` is given, or no epoch would fill a single batch.
     """
@@ -300,15 +304,14 @@ def get_batch_iterator(
     available = len(prompts) if sft_mode else sum(len(prompt.pairs) for prompt in prompts)
     if available < batch_size:
         raise InputError(f"the {split} split has {available} examples, too few for one batch of {batch_size}")
-    yield from iterate_batches(
+    encode = TextEncoder(tokenizer)
+    for rows in iterate_rows(
         prompts,
-        TextEncoder(tokenizer),
         batch_size=batch_size,
         shuffle=shuffle,
-        max_length=max_length,
-        max_prompt_length=max_prompt_length,
         sft_mode=sft_mode,
         n_epochs=n_epochs,
         n_examples=n_examples,
         seed=seed,
-    )
+    ):
+        yield encode_rows(rows, encode, max_length=max_length, max_prompt_length=max_prompt_length)

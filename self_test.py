@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from losses import LOSSES
-from models import chosen_logps, concatenated_forward
-from tokenization import Batch
 from utils import InputError
 
 
@@ -18,27 +16,24 @@ from utils import InputError
 def self_test(
     policy: torch.nn.Module,
     reference: torch.nn.Module | None,
-    batch: Batch,
+    forward: Callable[[torch.nn.Module], tuple[torch.Tensor, ...]],
     *,
     loss_name: str,
     loss_options: Mapping[str, Any],
     same_dtype: bool,
 ) -> list[str]:
-    """Check policy and reference (None for SFT) on `batch`; what is worth saying. Leaves the policy in train mode.
+    """Check policy and reference (None for SFT); what is worth saying. Leaves the policy in train mode.
 
+    `forward` gives a model's log-probabilities, (chosen, rejected) or (chosen,), of a few examples.
     Log-probabilities are finite, train-mode and eval-mode forwards agree bit for bit, and, when policy and reference
     have the same dtype, rewards are 0 and the loss is the one at h = 0 (ln 2 for DPO). Raises InputError that names
     the failed check and its likely cause.
     """
-
-    def logps(model: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-        return (chosen_logps(model, batch),) if reference is None else concatenated_forward(model, batch)
-
     policy.eval()
-    in_eval = logps(policy)
+    in_eval = forward(policy)
     policy.train()
-    in_train = logps(policy)
-    of_reference = logps(reference) if reference is not None else ()
+    in_train = forward(policy)
+    of_reference = forward(reference) if reference is not None else ()
     for who, values in (("policy", in_train), ("reference", of_reference)):
         if not all(v.isfinite().all() for v in values):
             raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
@@ -152,24 +153,25 @@ def tokenize_batch_element(
     )
 
 
+def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> Batch:
+    """Rows of lists padded to one batch of int64 tensors on the CPU; what is no list of tokens stays a list."""
+    pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
+    batch: dict[str, Any] = {}
+    for key in rows[0]:
+        values = [row[key] for row in rows]
+        pad_value = next((v for suffix, v in pad_values.items() if key.endswith(suffix)), None)
+        if pad_value is None:
+            batch[key] = values
+            continue
+        side = "left" if key.startswith("prompt") else "right"
+        tensors = [torch.tensor(value, dtype=torch.int64) for value in values]
+        batch[key] = pad_sequence(tensors, batch_first=True, padding_value=pad_value, padding_side=side)
+    return batch  # type: ignore[return-value]
+
+
 def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], Batch]:
-    """A function from tokenized rows to a padded `Batch` (int64 tensors on the CPU)."""
-    pad_values = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
-
-    def collate(rows: list[dict[str, Any]]) -> Batch:
-        batch: dict[str, Any] = {}
-        for key in rows[0]:
-            values = [row[key] for row in rows]
-            pad_value = next((v for suffix, v in pad_values.items() if key.endswith(suffix)), None)
-            if pad_value is None:
-                batch[key] = values
-                continue
-            side = "left" if key.startswith("prompt") else "right"
-            tensors = [torch.tensor(value, dtype=torch.int64) for value in values]
-            batch[key] = pad_sequence(tensors, batch_first=True, padding_value=pad_value, padding_side=side)
-        return batch  # type: ignore[return-value]
-
-    return collate
+    """The reference's name for a function from tokenized rows to a padded `Batch`."""
+    return partial(collate, pad_token_id=tokenizer.pad_token_id)
 
 
 def concatenated_inputs(batch: Batch) -> dict[str, torch.Tensor]:

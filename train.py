@@ -40,11 +40,14 @@ OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent
 
 def find_config_problems(config: DictConfig) -> list[str]:
     """Everything wrong with a composed config, with the names that our tables hold today."""
+    from layouts import LAYOUTS
     from losses import LOSSES
     from models import ATTENTION, DTYPES
+    from optimization import OPTIMIZERS
     from preference_datasets import BUILT_IN
+    from reference_logps import CACHING
     from settings import find_problems
-    from trainers import OPTIMIZERS, TRAINERS
+    from trainers import TRAINERS
 
     choices = {
         "trainer": TRAINERS,
@@ -54,7 +57,10 @@ def find_config_problems(config: DictConfig) -> list[str]:
         "model.policy_dtype": DTYPES,
         "model.fsdp_policy_mp": DTYPES,
         "model.reference_dtype": DTYPES,
+        "model.autocast": ("bfloat16",),
         "model.attn_implementation": ATTENTION,
+        "layout": LAYOUTS,
+        "cache_reference_logps": CACHING,
     }
     return find_problems(config, choices=choices, data_names=BUILT_IN, processes=count_processes(config))
 
@@ -141,6 +147,7 @@ def work(rank: int, world_size: int, config: DictConfig) -> None:
         data.report.write(run_dir / "preflight.json")
     policy, reference = load_models(config, rank, world_size)
     trainer = find_trainer(config)(policy, config, config.seed, run_dir, reference, rank, world_size, data)
+    del policy, reference  # the trainer has them, and may free the reference
     trainer.train()
     if rank == 0:
         print(f"run directory: {run_dir}")

@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from batches import Batches, GlobalBatch
 from checkpoint import full_state, point, write_checkpoint
-from distributed import Layout, distribute, full_tensor, gathered_weights, keep_root_gathered
-from losses import (
-    LOSSES,
-    _get_batch_logps,  # noqa: F401  (this and the next two: the reference has them here)
-    preference_loss,  # noqa: F401
-)
-from metrics import (
-    FileLogger,
-    Loggers,
-    NullLogger,
-    Progress,
-    Sample,
-    WandbLogger,
-    peak_memory_gb,
-    reduce_metrics,
-)
-from models import DTYPES, check_positions, chosen_logps, concatenated_forward, sample
-from preference_datasets import iterate_batches
+from distributed import Grid, distribute, full_tensor, keep_root_gathered, release_gathered
+from layouts import Logps, choose_layout
+from losses import LOSSES, _get_batch_logps, preference_loss  # noqa: F401  (the reference has the last two here)
+from metrics import FileLogger, Logger, Loggers, NullLogger, Progress, Sample, WandbLogger, peak_memory_gb
+from models import DTYPES, check_positions
+from objective import REFERENCE, Objective, loss_options
+from optimization import OPTIMIZERS, warmup
 from preflight import TrainingData, prepare_data
+from reference_logps import model_digest, read_logps
 from run_directory import redact
+from sampling import sample_batches, sample_rows
 from self_test import self_test
 from tokenization import Batch, concatenated_inputs  # noqa: F401
-from utils import (
-    InputError,
-    formatted_dict,
-    get_cache_dir,
-    slice_and_move_batch_for_device,
-)
+from utils import InputError, formatted_dict, get_cache_dir, get_local_dir
 
-OPTIMIZERS = {
-    optimizer.__name__: optimizer
-    for optimizer in (
-        torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax,
-        torch.optim.AdamW, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
-        torch.optim.Rprop, torch.optim.SGD,
-    )
-}  # fmt: skip
 SEQUENCE_MASKS = ("chosen_attention_mask", "rejected_attention_mask")
 
 
@@ -89,7 +70,7 @@ class BasicTrainer:
         self.config, self.seed, self.run_dir = config, seed, Path(run_dir)
         self.rank, self.world_size = rank, world_size
         tensor_size = self.tensor_size(config, world_size)
-        self.layout = Layout(rank, world_size, shard_size=config.fsdp_shard_size, tensor_size=tensor_size)
+        self.grid = Grid(rank, world_size, shard_size=config.fsdp_shard_size, tensor_size=tensor_size)
         self.loss = LOSSES[config.loss.name]
         if self.loss.uses_reference and reference_model is None:
             raise InputError(f"loss={config.loss.name} needs a reference model")
@@ -97,36 +78,66 @@ class BasicTrainer:
         self.tokenizer = self.data.tokenizer
         self.data.check_vocabulary(policy.get_input_embeddings().num_embeddings)
         check_positions(policy, config.max_length)
+        self.progress = Progress(interval=config.minimum_log_interval_secs, silent=rank != 0)
 
-        if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
-            policy.gradient_checkpointing_enable({"use_reentrant": False})
-        dtypes = config.model
-        self.compute_dtype = (dtypes.fsdp_policy_mp if self.multi_process else None) or dtypes.policy_dtype
-        self.policy = self.place(policy, compute_dtype=DTYPES[self.compute_dtype])
-        self.reference_model = None
-        if reference_model is not None:
-            self.reference_model = self.place(reference_model.eval(), compute_dtype=DTYPES[dtypes.reference_dtype])
+        self._place_models(policy, reference_model)
         self.optimizer = OPTIMIZERS[config.optimizer](self.policy.parameters(), lr=config.lr)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / (config.warmup_steps + 1))
-        )
+        self.scheduler = warmup(self.optimizer, config.warmup_steps)
+        self.objective = (
+            self._make_objective()
+        )  # last: a forward leaves some weights gathered, not those to be optimized
         self.eval_every = config.eval_every - config.eval_every % config.batch_size
         self.example_counter = self.batch_counter = 0
         self.best = -math.inf  # quality of the checkpoint that BEST names
-
-        self.progress = Progress(interval=config.minimum_log_interval_secs, silent=rank != 0)
         if self.eval_every != config.eval_every:
             self.progress.line(
                 f"warning: eval_every={config.eval_every} is not a multiple of batch_size={config.batch_size}; "
                 f"evaluating every {self.eval_every} examples"
             )
-        self.eval_batches = list(
-            self._batches(self.data.test, config.eval_batch_size, n_epochs=None, n_examples=config.n_eval_examples)
+        self.batches = Batches(
+            self.data,
+            self.objective.layout,
+            rank=self.grid.data_rank,
+            size=self.grid.data_size,
+            sft_mode=not self.loss.uses_reference,
+            seed=seed,
+            num_workers=config.num_workers,
+            max_length=config.max_length,
+            max_prompt_length=config.max_prompt_length,
         )
-        self.train_iterator = self._batches(
-            self.data.train, config.batch_size, n_epochs=config.n_epochs, n_examples=config.n_examples
-        )
+        self.eval_batches = list(self.batches.test(config.eval_batch_size, n_examples=config.n_eval_examples))
+        self.train_iterator = self._train_batches()
         self.logger = self._make_logger()
+
+    def _place_models(self, policy: Any, reference_model: Any) -> None:
+        config, model = self.config, self.config.model
+        if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
+            policy.gradient_checkpointing_enable({"use_reentrant": False})
+        self.compute_dtype = (model.fsdp_policy_mp if self.multi_process else None) or model.policy_dtype
+        self.reference_digest = None
+        if self.rank == 0 and config.cache_reference_logps == "all" and reference_model is not None:
+            self.reference_digest = model_digest(reference_model, model.autocast or model.reference_dtype)
+        self.policy = self.place(policy, compute_dtype=DTYPES[self.compute_dtype])
+        self.reference_model = None
+        if reference_model is not None:
+            self.reference_model = self.place(reference_model.eval(), compute_dtype=DTYPES[model.reference_dtype])
+
+    def _make_objective(self) -> Objective:
+        model = self.config.model
+        autocast = DTYPES[model.autocast] if model.autocast else None
+        device = next(self.policy.parameters()).device
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            layout, note = choose_layout(
+                self.config.layout,
+                self.policy,
+                max_length=self.config.max_length,
+                compute_dtype=autocast or DTYPES[self.compute_dtype],
+                vetoed=self.grid.any,
+            )
+        release_gathered(self.policy)
+        if note:
+            self.progress.line(note)
+        return Objective(layout, self.grid, device=device, autocast=autocast)
 
     # --- what a subclass may override ------------------------------------------------------------------------------
 
@@ -154,6 +165,8 @@ class BasicTrainer:
     def train(self) -> None:
         """Train to the end of the data, evaluating and saving every `eval_every` examples and after the last update."""
         self.self_test()
+        if self.loss.uses_reference and self.config.cache_reference_logps == "all":
+            self.score_all_then_free_reference()
         for batch in self.progress.over(self.train_iterator, total=self.data.report.updates, what="train"):
             if self.evaluation_is_due():
                 self.evaluate_and_save()
@@ -166,18 +179,19 @@ class BasicTrainer:
     def evaluation_is_due(self) -> bool:
         return self.example_counter % self.eval_every == 0 and (self.example_counter > 0 or self.config.do_first_eval)
 
-    def train_step(self, batch: Batch) -> dict[str, float]:
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """One update on a global batch; its metrics, means over the whole batch on every process."""
         start = time.perf_counter()
         self.policy.train()
-        accumulation = self.config.gradient_accumulation_steps
-        microbatches = []
-        for i in range(accumulation):
-            keep_root_gathered(self.policy, i < accumulation - 1)
-            rows = self._local_rows(slice_and_move_batch_for_device(batch, i, accumulation, "cpu"))
-            loss, metrics = self.get_batch_metrics(rows, self.config.loss, train=True)
-            (loss / accumulation).backward()
-            microbatches.append(metrics)
+        losses_of = partial(self.objective.losses, *self._models, split="train", loss_config=self.config.loss)
+        parts = []
+        known = self.objective.reference_logps.find(batch.keys)
+        for microbatch in batch.microbatches:
+            keep_root_gathered(self.policy, microbatch is not batch.microbatches[-1])
+            losses, metrics = losses_of(microbatch, known)
+            # the mean over the global batch, of which FSDP will take the mean over processes
+            (losses.sum() * self.grid.data_size / self.config.batch_size).backward()
+            parts.append((microbatch.rows, metrics))
         grad_norm = self.clip_gradient()
         lr = self.scheduler.get_last_lr()[0]
         self.optimizer.step()
@@ -186,9 +200,9 @@ class BasicTrainer:
         self.batch_counter += 1
         self.example_counter += self.config.batch_size
 
-        metrics = reduce_metrics(microbatches, {"grad_norm": grad_norm}, self.layout.gather)  # waits for the device
+        metrics = self.objective.reduce(parts, batch.keys, {"grad_norm": grad_norm})  # waits for the device
         seconds = time.perf_counter() - start
-        tokens = sum(int(batch[key].sum()) for key in SEQUENCE_MASKS if key in batch)
+        tokens = sum(int(batch.batch[key].sum()) for key in SEQUENCE_MASKS if key in batch.batch)
         return metrics | {
             "lr": lr,
             "examples_per_second": self.config.batch_size / seconds,
@@ -203,35 +217,21 @@ class BasicTrainer:
 
     # --- the loss --------------------------------------------------------------------------------------------------
 
-    def concatenated_forward(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(chosen, rejected) log-probabilities, each (rows,)."""
-        return concatenated_forward(model, batch)
+    def concatenated_forward(self, model: torch.nn.Module, batch: Batch) -> Logps:
+        """(chosen, rejected) log-probabilities, each (rows,), of a batch of this process."""
+        return self.objective.forward(model, self.objective.whole(batch))
 
     def get_batch_metrics(
         self, batch: Batch, loss_config: DictConfig, train: bool = True
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The mean loss of a batch of this process, and detached per-example metrics, each (rows,)."""
-        split = "train" if train else "eval"
-        loss = LOSSES[loss_config.name]
-        if not loss.uses_reference:
-            chosen = chosen_logps(self.policy, batch)
-            losses, metrics = -chosen, {}
-        else:
-            chosen, rejected = self.concatenated_forward(self.policy, batch)
-            with torch.no_grad():
-                reference = self.concatenated_forward(self.reference_model, batch)
-            losses, chosen_rewards, rejected_rewards = loss.on_pairs(
-                chosen, rejected, *reference, **loss_options(loss_config)
-            )
-            metrics = {
-                f"rewards_{split}/chosen": chosen_rewards,
-                f"rewards_{split}/rejected": rejected_rewards,
-                f"rewards_{split}/accuracies": (chosen_rewards > rejected_rewards).float(),
-                f"rewards_{split}/margins": chosen_rewards - rejected_rewards,
-                f"logps_{split}/rejected": rejected.detach(),
-            }
-        metrics |= {f"logps_{split}/chosen": chosen.detach(), f"loss/{split}": losses.detach()}
-        return losses.mean(), metrics
+        split, microbatch = "train" if train else "eval", self.objective.whole(batch)
+        losses, metrics = self.objective.losses(*self._models, microbatch, None, split=split, loss_config=loss_config)
+        return losses.mean(), {name: values for name, values in metrics.items() if name not in REFERENCE}
+
+    @property
+    def _models(self) -> tuple[Any, Any]:
+        return self.policy, self.reference_model
 
     # --- evaluation and checkpoints --------------------------------------------------------------------------------
 
@@ -239,9 +239,15 @@ class BasicTrainer:
     def evaluate(self) -> dict[str, float]:
         """Means over the evaluation batches."""
         self.policy.eval()
-        batches = self.progress.over(self.eval_batches, total=len(self.eval_batches), what="evaluate")
-        metrics = [self.get_batch_metrics(self._local_rows(b), self.config.loss, train=False)[1] for b in batches]
-        return reduce_metrics(metrics, {}, self.layout.gather)
+        losses_of = partial(self.objective.losses, *self._models, split="eval", loss_config=self.config.loss)
+        parts, keys = [], []
+        for batch in self.progress.over(self.eval_batches, total=len(self.eval_batches), what="evaluate"):
+            known = self.objective.reference_logps.find(batch.keys)
+            for microbatch in batch.microbatches:
+                _, metrics = losses_of(microbatch, known)
+                parts.append(([len(keys) + row for row in microbatch.rows], metrics))
+            keys += batch.keys
+        return self.objective.reduce(parts, keys, {})
 
     def evaluate_and_save(self) -> None:
         """Evaluate, sample if asked to, and save unless nothing was trained yet or `debug` is set."""
@@ -257,38 +263,47 @@ class BasicTrainer:
                 self.best = quality
                 self._point("BEST")
 
+    def score_all_then_free_reference(self) -> None:
+        """Know the reference's log-probabilities of all pairs of the run, from a file or scored now; then free it.
+
+        Raises InputError if the file holds something else than the reference gives now.
+        """
+        known = self.objective.reference_logps
+        path = Path(get_local_dir(self.config.local_dirs)) / "reference_logps" / f"{self.reference_digest}.npz"
+        read, seed = self.grid.from_rank_0(
+            (read_logps(path) if self.rank == 0 and path.exists() else {}, random.randrange(2**32))
+        )
+        batches = itertools.chain(self.eval_batches, self._train_batches())
+        over = self.progress.over(batches, total=len(self.eval_batches) + self.data.report.updates, what="score")
+        n_scored = known.score_all(over, partial(self.objective.score, self.reference_model), read, seed=seed)
+        if self.rank == 0:
+            known.save(path)
+        self.progress.line(f"{n_scored:,} pairs scored by the reference, {len(read):,} responses read from {path}")
+        self.reference_model = None
+
     def samples(self) -> list[Sample]:
         """Continuations of the first `n_eval_model_samples` evaluation prompts, in whole batches, at least one."""
         n_batches = max(1, self.config.n_eval_model_samples // self.config.eval_batch_size)
-        batches = self.eval_batches[:n_batches]
+        batches = [batch.batch for batch in self.eval_batches[:n_batches]]
+        over = partial(self.progress.over, total=n_batches, what="sample")
         self.policy.eval()
-        texts = []
-        for model in self._sampled_models():  # one after the other: gathered weights of both may not fit
-            with gathered_weights(model):
-                over = self.progress.over(batches, total=n_batches, what="sample")
-                rows = [self.layout.gather_list(self._continuations(model, self._local_rows(b))) for b in over]
-            texts.append([text for part in rows for text in part])
+        texts = [
+            sample_batches(model, self._continuations, over(batches), self.grid) for model in self._sampled_models()
+        ]
         policy, reference = texts if len(texts) > 1 else (texts[0], [None] * len(texts[0]))
         return list(map(Sample, [prompt for batch in batches for prompt in batch["prompt"]], policy, reference))
 
     def get_batch_samples(self, batch: Batch) -> tuple[list[str], list[str]]:
-        """(policy, reference) continuations of the batch's prompts; no reference under SFT."""
+        """(policy, reference) continuations of this process's part of a batch's prompts; no reference under SFT."""
         policy, *reference = (self._continuations(model, batch) for model in self._sampled_models())
         return policy, reference[0] if reference else []
 
     def _continuations(self, model: Any, batch: Batch) -> list[str]:
-        seed = np.random.SeedSequence([self.seed, self.example_counter, self.layout.data_rank]).generate_state(1)[0]
-        return sample(
-            model,
-            batch,
-            self.tokenizer,
-            max_length=self.config.max_length,
-            seed=int(seed),
-            in_step=self.world_size > 1,
-        )
+        seed, max_length = [self.seed, self.example_counter], self.config.max_length
+        return sample_rows(model, batch, self.tokenizer, self.grid, max_length=max_length, seed=seed)
 
     def _sampled_models(self) -> list[Any]:
-        return [self.policy, self.reference_model] if self.loss.uses_reference else [self.policy]
+        return [self.policy] if self.reference_model is None else [self.policy, self.reference_model]
 
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
         """Write policy, optimizer and scheduler to `output_dir`, or to `step-N` in the run, which LATEST then names."""
@@ -306,14 +321,16 @@ class BasicTrainer:
     # --- helpers ---------------------------------------------------------------------------------------------------
 
     def self_test(self) -> None:
-        """The step-0 checks, on the first two rows of the first evaluation batch of this process."""
+        """The step-0 checks, on the first two evaluation examples per process."""
         if not self.config.self_test:
             return
-        rows = self._local_rows(self.eval_batches[0])
+        first = self.eval_batches[0].batch
+        rows = {key: value[: 2 * self.grid.data_size] for key, value in first.items()}
+        [microbatch] = self.objective.layout.split(rows, 1, rank=self.grid.data_rank, size=self.grid.data_size)
         notes = self_test(
             self.policy,
             self.reference_model,
-            {key: value[:2] for key, value in rows.items()},
+            lambda model: self.objective.forward(model, microbatch),
             loss_name=self.config.loss.name,
             loss_options=loss_options(self.config.loss),
             same_dtype=self.compute_dtype == self.config.model.reference_dtype,
@@ -321,26 +338,13 @@ class BasicTrainer:
         for note in notes:
             self.progress.line(note)
 
-    def _batches(
-        self, prompts: list, batch_size: int, *, n_epochs: int | None, n_examples: int | None
-    ) -> Iterator[Batch]:
-        return iterate_batches(
-            prompts,
-            self.data.encode,
-            batch_size=batch_size,
-            shuffle=True,
-            max_length=self.config.max_length,
-            max_prompt_length=self.config.max_prompt_length,
-            sft_mode=not self.loss.uses_reference,
-            n_epochs=n_epochs,
-            n_examples=n_examples,
-            seed=self.seed,
+    def _train_batches(self) -> Iterator[GlobalBatch]:
+        return self.batches.train(
+            self.config.batch_size,
+            parts=self.config.gradient_accumulation_steps,
+            n_epochs=self.config.n_epochs,
+            n_examples=self.config.n_examples,
         )
-
-    def _local_rows(self, batch: Batch) -> dict[str, Any]:
-        """This process's rows, on its device."""
-        device = next(self.policy.parameters()).device
-        return slice_and_move_batch_for_device(batch, self.layout.data_rank, self.layout.data_size, device)
 
     def _step_dir(self) -> Path:
         return self.run_dir / f"step-{self.example_counter}"
@@ -349,28 +353,22 @@ class BasicTrainer:
         if self.rank == 0:
             point(self.run_dir / name, self._step_dir())
 
-    def _make_logger(self) -> Any:
+    def _make_logger(self) -> Logger:
+        config = self.config
         if self.rank != 0:
             return NullLogger()
         files = FileLogger(self.run_dir)
-        if self.config.debug or not self.config.wandb.enabled:
+        if config.debug or not config.wandb.enabled:
             return files
-        return Loggers(
-            files,
-            WandbLogger(
-                name=self.config.exp_name,
-                project=self.config.wandb.project,
-                entity=self.config.wandb.entity,
-                config=redact(OmegaConf.to_container(self.config, resolve=True)),
-                run_dir=self.run_dir,
-                interval=self.config.minimum_log_interval_secs,
-            ),
+        wandb = WandbLogger(
+            name=config.exp_name,
+            project=config.wandb.project,
+            entity=config.wandb.entity,
+            config=redact(OmegaConf.to_container(config, resolve=True)),
+            run_dir=self.run_dir,
+            interval=config.minimum_log_interval_secs,
         )
-
-
-def loss_options(loss_config: DictConfig) -> dict[str, float | bool]:
-    """The keys of `config/loss/NAME.yaml` other than its name."""
-    return {key: value for key, value in loss_config.items() if key != "name"}
+        return Loggers(files, wandb)
 
 
 class FSDPTrainer(BasicTrainer):
@@ -383,7 +381,7 @@ class FSDPTrainer(BasicTrainer):
         return None  # on the CPU until it is sharded
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
-        return distribute(model, self.layout, block_name=self.config.model.block_name, compute_dtype=compute_dtype)
+        return distribute(model, self.grid, block_name=self.config.model.block_name, compute_dtype=compute_dtype)
 
 
 class TensorParallelTrainer(FSDPTrainer):

@@ -1,4 +1,4 @@
-"""Several real processes on the CPU, through gloo: the numbers, samples and files of one process, whatever the layout.
+"""Several real processes on the CPU, through gloo: the numbers, samples and files of one process, whatever their grid.
 (The golden runs are in test_golden.py, failing processes in test_launching.py.)"""
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from tiny_models import FAMILIES, batch_of, build
 from torch.distributed.fsdp import FSDPModule
 
 import distributed
-from distributed import Layout, distribute, full_tensor
+from distributed import Grid, distribute, full_tensor
 from launching import launch
+from layouts import Padded, SharedPrefix
 from models import concatenated_forward
 from settings import NEED_WHOLE_TENSORS
 from train import load_models
 from trainers import OPTIMIZERS, TRAINERS, BasicTrainer
 from utils import get_open_port
 
-LAYOUTS = {  # processes, and what the command line says
+GRIDS = {  # processes, and what the command line says
     "sharded": (2, {}, ("trainer=FSDPTrainer",)),
     "cut": (2, {"tensor_size": 2}, ("trainer=TensorParallelTrainer",)),
     "cut and sharded": (4, {"tensor_size": 2}, ("trainer=TensorParallelTrainer", "tensor_parallel_size=2")),
@@ -53,10 +54,10 @@ TWO = ("trainer=FSDPTrainer", "world_size=2")
 
 
 def compare_every_family(rank: int, world_size: int, sizes: dict) -> None:
-    layout = Layout(rank, world_size, **sizes)
+    grid = Grid(rank, world_size, **sizes)
     for family in FAMILIES:
-        compare_with_one_process(family, layout)
-    compare_with_one_process("llama", layout, activation_checkpointing=True)
+        compare_with_one_process(family, grid)
+    compare_with_one_process("llama", grid, activation_checkpointing=True)
 
 
 def loss_of(model: torch.nn.Module, batch: dict) -> torch.Tensor:
@@ -68,7 +69,7 @@ def is_tied(model: Any) -> bool:
     return model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def compare_with_one_process(family: str, layout: Layout, *, activation_checkpointing: bool = False) -> None:
+def compare_with_one_process(family: str, grid: Grid, *, activation_checkpointing: bool = False) -> None:
     batch, whole = batch_of(rows=4), build(family)
     expected = loss_of(whole, batch)
     expected.backward()
@@ -76,39 +77,41 @@ def compare_with_one_process(family: str, layout: Layout, *, activation_checkpoi
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
 
     # only rank 0 has weights, and rotary frequencies that are not persistent
-    model = build(family, on_meta=layout.rank != 0)
+    model = build(family, on_meta=grid.rank != 0)
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model = distribute(model, layout, block_name=None, compute_dtype=torch.float32)
-    rows = 4 // layout.data_size
-    own = {key: value[layout.data_rank * rows :][:rows] for key, value in batch.items()}
-    loss = loss_of(model, own)
-    loss.backward()
+    model = distribute(model, grid, block_name=None, compute_dtype=torch.float32)
+    for layout in (Padded(), SharedPrefix({"full_attention": None}, max_length=32)):
+        [microbatch] = layout.split(batch, 1, rank=grid.data_rank, size=grid.data_size)
+        model.zero_grad()
+        chosen, rejected = layout.forward(model, microbatch.inputs)
+        loss = (chosen - 0.5 * rejected).sum() / len(batch["chosen_input_ids"])
+        (loss * grid.data_size).backward()
 
-    assert model.training
-    assert torch.allclose(layout.gather(loss.detach()[None]).mean(), expected, rtol=1e-6), family
-    for name, parameter in model.named_parameters():
-        assert torch.equal(full_tensor(parameter.detach()), whole.get_parameter(name)), f"{family} {name}"
-        off = (full_tensor(parameter.grad) - gradients[name]).norm() / gradients[name].norm()
-        assert off < 1e-5, f"{family}: gradient of {name} is off by {off:.1g}"
+        assert model.training
+        assert torch.allclose(grid.add(loss.detach()[None])[0], expected, rtol=1e-6), family
+        for name, parameter in model.named_parameters():
+            assert torch.equal(full_tensor(parameter.detach()), whole.get_parameter(name)), f"{family} {name}"
+            off = (full_tensor(parameter.grad) - gradients[name]).norm() / gradients[name].norm()
+            assert off < 1e-5, f"{family}, {type(layout).__name__}: gradient of {name} is off by {off:.1g}"
     clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert torch.allclose(full_tensor(clipped), norm, rtol=1e-5), family
     assert is_tied(model) == is_tied(whole)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_gradients_are_those_of_one_process_to_1e5(layout):
-    processes, sizes, _ = LAYOUTS[layout]
+@pytest.mark.parametrize("grid", GRIDS)
+def test_loss_and_gradients_are_those_of_one_process_to_1e5(grid):
+    processes, sizes, _ = GRIDS[grid]
     launch(compare_every_family, processes, sizes, process_group=True)
 
 
 def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None:
-    layout, batch = Layout(rank, world_size, **sizes), batch_of(rows=4)
-    rows = slice(layout.data_rank * 4 // layout.data_size, (layout.data_rank + 1) * 4 // layout.data_size)
+    grid, batch = Grid(rank, world_size, **sizes), batch_of(rows=4)
+    rows = slice(grid.data_rank * 4 // grid.data_size, (grid.data_rank + 1) * 4 // grid.data_size)
     for name in sorted(OPTIMIZERS.keys() - set(NEED_WHOLE_TENSORS)):
         whole = build("llama")
         model = build("llama", on_meta=rank != 0)
-        model = distribute(model, layout, block_name=None, compute_dtype=torch.float32)
+        model = distribute(model, grid, block_name=None, compute_dtype=torch.float32)
         for part, of_batch in ((whole, batch), (model, {key: value[rows] for key, value in batch.items()})):
             optimizer = OPTIMIZERS[name](part.parameters(), lr=1e-3)
             loss_of(part, of_batch).backward()
@@ -124,14 +127,14 @@ def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None
             )
 
 
-@pytest.mark.parametrize("layout", ["sharded", "cut"])
-def test_every_optimizer_that_the_config_allows_updates_shards(layout):
-    launch(update_with_every_optimizer, 2, LAYOUTS[layout][1], process_group=True)
+@pytest.mark.parametrize("grid", ["sharded", "cut"])
+def test_every_optimizer_that_the_config_allows_updates_shards(grid):
+    launch(update_with_every_optimizer, 2, GRIDS[grid][1], process_group=True)
 
 
 def send_different_models(rank: int, world_size: int) -> None:
     family = ("llama", "gpt-neox")[rank]
-    distribute(build(family), Layout(rank, world_size), block_name=None, compute_dtype=torch.float32)
+    distribute(build(family), Grid(rank, world_size), block_name=None, compute_dtype=torch.float32)
 
 
 def test_processes_that_see_different_models_are_told_so():
@@ -142,7 +145,7 @@ def test_processes_that_see_different_models_are_told_so():
 def use_no_more_memory_than_shards(rank: int, world_size: int, sizes: dict) -> None:
     model = distribute(
         build("llama", on_meta=rank != 0),
-        Layout(rank, world_size, **sizes),
+        Grid(rank, world_size, **sizes),
         block_name=None,
         compute_dtype=torch.float32,
     )
@@ -152,9 +155,9 @@ def use_no_more_memory_than_shards(rank: int, world_size: int, sizes: dict) -> N
         assert held <= whole * 0.6 or local.ndim == 1, f"{name} holds {held} of {whole} bytes"
 
 
-@pytest.mark.parametrize("layout", ["sharded", "cut"])
-def test_a_process_keeps_its_shards_alone(layout):
-    launch(use_no_more_memory_than_shards, 2, LAYOUTS[layout][1], process_group=True)
+@pytest.mark.parametrize("grid", ["sharded", "cut"])
+def test_a_process_keeps_its_shards_alone(grid):
+    launch(use_no_more_memory_than_shards, 2, GRIDS[grid][1], process_group=True)
 
 
 def resident_memory(field: str) -> int:
@@ -170,7 +173,7 @@ def distribute_a_larger_model(rank: int, world_size: int) -> None:
     size = sum(p.numel() * 4 for p in model.parameters())  # 172 MB
     before = resident_memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    distribute(model, Layout(rank, world_size), block_name=None, compute_dtype=torch.float32)
+    distribute(model, Grid(rank, world_size), block_name=None, compute_dtype=torch.float32)
     peak, after = resident_memory("VmHWM") - before, resident_memory("VmRSS") - before
     wanted = ((0.3, -0.3), (0.8, 0.7))[rank]  # rank 0 gives half of its model away, rank 1 gets half of one
     assert (peak / size < wanted[0], after / size < wanted[1]) == (True, True), f"{peak / size:.2f} {after / size:.2f}"
@@ -250,9 +253,9 @@ def flat(state: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, value in items for k, v in flat(value, f"{prefix}/{key}").items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_samples_metrics_and_checkpoints_are_those_of_one_process(layout, greedy_model, of_one_process, tmp_path):
-    processes, _, overrides = LAYOUTS[layout]
+@pytest.mark.parametrize("grid", GRIDS)
+def test_samples_metrics_and_checkpoints_are_those_of_one_process(grid, greedy_model, of_one_process, tmp_path):
+    processes, _, overrides = GRIDS[grid]
     overrides = (*overrides, f"model.name_or_path={greedy_model}")
     launch(sample_train_and_save, processes, tmp_path, overrides, process_group=True)
 

@@ -10,32 +10,45 @@ import pytest
 import torch
 from conftest import ROOT, run_script
 
-from metrics import FileLogger, Loggers, NullLogger, Progress, Sample, WandbLogger, peak_memory_gb, reduce_metrics
+from metrics import (
+    FileLogger,
+    Loggers,
+    NullLogger,
+    Progress,
+    Sample,
+    WandbLogger,
+    gather_rows,
+    peak_memory_gb,
+    reduce_metrics,
+)
 
 
-def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_in_one_gather():
+def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_in_one_collective():
     ours = [
-        {"loss": torch.tensor([1.0, 2.0, 3.0]), "accuracy": torch.tensor([1.0, 0.0, 1.0])},
-        {"loss": torch.tensor([10.0]), "accuracy": torch.tensor([0.0])},  # a smaller microbatch
+        ([4, 0, 2], {"loss": torch.tensor([1.0, 2.0, 3.0]), "accuracy": torch.tensor([1.0, 0.0, 1.0])}),
+        ([3], {"loss": torch.tensor([10.0]), "accuracy": torch.tensor([0.0])}),  # a smaller microbatch
     ]
-    gathered = []
+    added = []
 
-    def gather(table: torch.Tensor) -> torch.Tensor:
-        gathered.append(table)
-        other_rank = torch.tensor([[4.0, 1.0]]).expand_as(table)
-        return torch.cat([table, other_rank])
+    def add(table: torch.Tensor) -> torch.Tensor:
+        added.append(table.clone())
+        table[1] += torch.tensor([4.0, 1.0])  # another process has example 1
+        return table
 
-    means = reduce_metrics(ours, {"grad_norm": torch.tensor(7.0)}, gather)
+    rows = gather_rows(ours, 5, add)
+    assert rows["loss"].tolist() == [2, 4, 3, 10, 1]  # in the order of the examples
+    assert rows["accuracy"].tolist() == [0, 1, 1, 0, 1]
+    means = reduce_metrics(rows, {"grad_norm": torch.tensor(7.0)})
 
-    assert means == {"loss": (1 + 2 + 3 + 10 + 4 * 4) / 8, "accuracy": (2 + 4) / 8, "grad_norm": 7.0}
+    assert means == {"loss": (2 + 4 + 3 + 10 + 1) / 5, "accuracy": 3 / 5, "grad_norm": 7.0}
     assert list(means) == ["loss", "accuracy", "grad_norm"]
     assert all(type(value) is float for value in means.values())
-    assert len(gathered) == 1
+    assert len(added) == 1
 
 
 def test_many_equal_values_have_that_value_as_their_mean():
     tenth = torch.full((100_000,), 0.1)  # a float32 running sum would have drifted
-    assert reduce_metrics([{"x": tenth}], {}, lambda t: t)["x"] == pytest.approx(tenth[0].item(), rel=1e-12)
+    assert reduce_metrics({"x": tenth}, {})["x"] == pytest.approx(tenth[0].item(), rel=1e-12)
 
 
 def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):

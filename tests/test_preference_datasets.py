@@ -11,10 +11,11 @@ from conftest import write_rows
 
 from preference_datasets import (
     Prompt,
+    encode_rows,
     extract_anthropic_prompt,
     get_batch_iterator,
     get_dataset,
-    iterate_batches,
+    iterate_rows,
     strip_html_tags,
 )
 from tokenization import TextEncoder
@@ -217,14 +218,14 @@ def batches_of(prompts: list[Prompt], tokenizer, **changes) -> list[dict]:
     options = {
         "batch_size": 1,
         "shuffle": True,
-        "max_length": 64,
-        "max_prompt_length": 32,
         "sft_mode": False,
         "n_epochs": 1,
         "n_examples": None,
         "seed": 0,
     }
-    return list(iterate_batches(prompts, TextEncoder(tokenizer), **{**options, **changes}))
+    encode = TextEncoder(tokenizer)
+    batches = iterate_rows(prompts, **{**options, **changes})
+    return [encode_rows(rows, encode, max_length=64, max_prompt_length=32) for rows in batches]
 
 
 def order_of(prompts: list[Prompt], tokenizer, **options) -> list[list[str]]:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 import pytest
 from conftest import GOLDEN, write_rows
 
-from preference_datasets import Prompt, iterate_batches
+from preference_datasets import Prompt, iterate_rows
 from preflight import count_updates, inspect_split, prepare_data
 from tokenization import TextEncoder
 from utils import InputError
@@ -27,8 +27,7 @@ def inspect(tokenizer, *prompts: Prompt, sft_mode: bool = False):
     return inspect_split(prompts, TextEncoder(tokenizer), sft_mode=sft_mode, max_length=6, max_prompt_length=2)
 
 
-def test_the_predicted_updates_are_those_that_the_batches_give(tokenizer):
-    encode = TextEncoder(tokenizer)
+def test_the_predicted_updates_are_those_that_the_batches_give():
     wrong = []
     for examples in range(1, 8):
         prompts = [prompt_of("a", (" b", " c"))] * examples
@@ -38,9 +37,7 @@ def test_the_predicted_updates_are_those_that_the_batches_give(tokenizer):
                     if n_epochs is None and n_examples is None:
                         continue  # never ends
                     stop = {"batch_size": batch_size, "n_epochs": n_epochs, "n_examples": n_examples}
-                    batches = iterate_batches(
-                        prompts, encode, shuffle=False, max_length=6, max_prompt_length=2, sft_mode=True, seed=0, **stop
-                    )
+                    batches = iterate_rows(prompts, shuffle=False, sft_mode=True, seed=0, **stop)
                     counted = sum(1 for _ in batches)
                     predicted, _ = count_updates(examples, **stop)
                     if counted != predicted:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from models import chosen_logps, concatenated_forward
 from self_test import self_test
 from tokenization import get_collate_fn, tokenize_batch_element
 from utils import InputError
@@ -31,7 +32,10 @@ def policy(tiny_llama):
 
 
 def check(policy, reference, batch, name="dpo", options=DPO, same_dtype=True) -> str:
-    (note,) = self_test(policy, reference, batch, loss_name=name, loss_options=options, same_dtype=same_dtype)
+    def forward(model):
+        return concatenated_forward(model, batch) if reference is not None else (chosen_logps(model, batch),)
+
+    (note,) = self_test(policy, reference, forward, loss_name=name, loss_options=options, same_dtype=same_dtype)
     return note
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -44,12 +46,18 @@ FAMILIES = {
 }
 
 
-def build(family: str, *, on_meta: bool = False, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
-    """The same weights at every call; none on the meta device."""
-    config = FAMILIES[family]()
+def build(
+    family: str | Callable[[], Any],
+    *,
+    on_meta: bool = False,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "eager",
+) -> transformers.PreTrainedModel:
+    """The same weights at every call; none on the meta device. `family`: a name of FAMILIES or what gives a config."""
+    config = FAMILIES[family]() if isinstance(family, str) else family()
     torch.manual_seed(0)
     with torch.device("meta" if on_meta else "cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     disable_dropout(model)
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms begin as zeros and ones, which hides mistakes
@@ -57,14 +65,19 @@ def build(family: str, *, on_meta: bool = False, dtype: torch.dtype = torch.floa
     return model.train()
 
 
-def batch_of(rows: int, length: int = 12) -> dict[str, torch.Tensor]:
-    """Random pairs with prompts of 5 tokens, every second response padded."""
+def batch_of(rows: int, length: int = 12, *, shared: bool = False) -> dict[str, torch.Tensor]:
+    """Random pairs with prompts of 5 tokens, every second response padded; `shared`: some have texts in common."""
     generator = torch.Generator().manual_seed(3)
     batch = {}
+    prompts = torch.randint(0, VOCABULARY, (rows, 5), generator=generator)
+    if shared:
+        prompts[3] = prompts[5] = prompts[0]
     for which in ("chosen", "rejected"):
-        ids = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+        ids = torch.cat((prompts, torch.randint(0, VOCABULARY, (rows, length - 5), generator=generator)), dim=1)
         mask = torch.ones_like(ids)
         mask[1::2, 8:] = 0
+        if shared and which == "chosen":
+            ids[3], mask[3] = ids[0], mask[0]
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :5] = -100
         batch |= {f"{which}_input_ids": ids, f"{which}_attention_mask": mask, f"{which}_labels": labels}

@@ -1,0 +1,249 @@
+"""Ours against the plain path and, if asked for, TRL: the same pairs, model and batch, each in a process of its own.
+
+    python -m benchmarks.compare model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR \\
+        loss=dpo loss.beta=0.1 batch_size=16 gradient_accumulation_steps=4
+    python -m benchmarks.compare --trl VENV/bin/python --updates 4 --only ours,trl ...
+
+Takes the overrides of train.py (W&B is off; all weights are float32). Every row of the table trains on the same batches
+through the real loop; the first update is not counted. `fed` are token positions that the policy computes, padding
+too, `needed` those of the shared prefixes without padding. FLOPs are those of matrix products and attention that the
+policy and the reference execute, computed from the shapes (`count_flops`); the peak is that of a matrix product in the
+same dtype, measured in the same call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+import train
+from benchmarks.step_overhead import compose
+from layouts import SharedPrefix
+from metrics import peak_memory_gb
+from packing import Packed
+
+COMMON = ("exp_name=compare", "model.reference_dtype=float32", "eval_batch_size=4", "n_eval_examples=4", "self_test=false",
+          "sample_during_eval=false", "warmup_steps=0", "n_epochs=null", "n_examples=1000000")  # fmt: skip
+FAST = ("model.attn_implementation=sdpa",)
+CACHED = ("cache_reference_logps=all",)
+BFLOAT16 = ("model.autocast=bfloat16",)
+VARIANTS = {
+    "padded": ("layout=padded",),
+    "ours": FAST,
+    "ours, reference cached": (*FAST, *CACHED),
+    "padded, bfloat16": ("layout=padded", *BFLOAT16),
+    "ours, bfloat16": (*FAST, *BFLOAT16),
+    "ours, bfloat16, reference cached": (*FAST, *BFLOAT16, *CACHED),
+}
+TRL = {
+    "trl": {},
+    "trl, reference precomputed": {"precompute_ref_log_probs": True},
+    "trl, bfloat16": {"bf16": True},
+}
+
+
+class Shape(NamedTuple):
+    """What FLOPs depend on."""
+
+    matrices: int  # parameters that a token meets, the head's apart
+    head: int  # parameters of the head
+    attention: int  # layers * heads * size of a head
+
+
+def shape_of(model: Any) -> Shape:
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings().weight
+    embeddings = {model.get_input_embeddings().weight, head}
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1 and p not in embeddings)
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    return Shape(matrices, head.numel(), config.num_hidden_layers * width)
+
+
+def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
+    """FLOPs of a microbatch: policy forward and backward (twice the forward), reference forward.
+
+    2 per parameter and token; attention 4 per token, column, layer and feature. Shared prefixes compute the logits of
+    scored rows, and once more in the backward pass.
+    """
+    packed = isinstance(inputs, Packed)
+    rows, length = inputs.input_ids.shape if packed else _padded_shape(inputs)
+    scored = len(inputs.scored) if packed else rows * length
+    body = rows * length * (2 * shape.matrices + 4 * length * shape.attention)
+    head = scored * 2 * shape.head
+    return body * (3 + with_reference) + head * (3 + with_reference + packed)
+
+
+def _padded_shape(batch: Any) -> tuple[int, int]:
+    sides = [batch[key] for key in ("chosen_input_ids", "rejected_input_ids") if key in batch]
+    return sum(len(side) for side in sides), max(side.shape[1] for side in sides)
+
+
+def measure(overrides: list[str], updates: int) -> dict[str, Any]:
+    """Train in this process; what each update but the first took."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose([*COMMON, f"local_run_dir={folder}", f"local_dirs=[{folder}]", *overrides])
+        config.n_examples = (updates + 1) * config.batch_size
+        torch.manual_seed(config.seed)
+        policy, reference = train.load_models(config, 0, 1)
+        shape = shape_of(policy)
+        trainer = train.find_trainer(config)(policy, config, config.seed, folder, reference)
+        del policy, reference
+        if config.cache_reference_logps == "all":
+            trainer.score_all_then_free_reference()
+        rows = [measure_update(trainer, batch, shape) for batch in trainer.train_iterator][1:]
+    return {"rows": rows, "pairs": config.batch_size, "memory_gb": peak_memory_gb()}
+
+
+def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:
+    with_reference = trainer.reference_model is not None
+    inputs = [microbatch.inputs for microbatch in batch.microbatches]
+    needed = SharedPrefix({}, max_length=trainer.config.max_length).split(batch.batch, 1)
+    start = time.perf_counter()
+    metrics = trainer.train_step(batch)
+    seconds = time.perf_counter() - start
+    return {
+        "seconds": seconds,
+        "fed": sum(_fed(i) for i in inputs),
+        "needed": sum(int((m.inputs.tree >= 0).sum()) for m in needed),
+        "flops": sum(count_flops(shape, i, with_reference=with_reference) for i in inputs),
+        "loss": metrics["loss/train"],
+        "grad_norm": metrics["grad_norm"],
+    }
+
+
+def _fed(inputs: Any) -> int:
+    rows, length = inputs.input_ids.shape if isinstance(inputs, Packed) else _padded_shape(inputs)
+    return rows * length
+
+
+def measure_peak(dtype: torch.dtype) -> float:
+    """FLOP/s of products of 2,048-square matrices, the best of five."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 8192 if device == "cuda" else 2048
+    a, b = torch.randn(2, size, size, device=device, dtype=torch.float32).to(dtype)
+
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in range(3):
+            a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    once()
+    return 3 * 2 * size**3 / min(once() for _ in range(5))
+
+
+def in_a_process(arguments: list[str], python: str = sys.executable) -> dict[str, Any]:
+    """What a fresh Python prints as its last line."""
+    result = subprocess.run(
+        [python, *arguments], capture_output=True, text=True, check=False, cwd=train.CONFIG_DIR.parent
+    )
+    if result.returncode:
+        return {"failed": (result.stderr.strip() or result.stdout.strip()).splitlines()[-1][:200]}
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def run_all(overrides: list[str], updates: int, only: list[str] | None, trl: str | None) -> Iterator[tuple[str, dict]]:
+    for name, own in VARIANTS.items():
+        if only is None or name in only:
+            yield (
+                name,
+                in_a_process(["-m", "benchmarks.compare", "--measure", f"--updates={updates}", *overrides, *own]),
+            )
+    if trl:
+        with tempfile.TemporaryDirectory() as folder:
+            settings = write_pairs(overrides, updates, Path(folder))
+            for name, options in TRL.items():
+                if only is None or name in only:
+                    (Path(folder) / "settings.json").write_text(json.dumps({**settings, "options": options}))
+                    yield name, in_a_process([str(Path(__file__).with_name("trl_baseline.py")), folder], python=trl)
+
+
+def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, Any]:
+    """The pairs of our batches as rows for TRL, in their order, and the settings."""
+    from preference_datasets import iterate_rows
+    from trainers import load_data
+
+    config = compose([*COMMON, f"local_run_dir={folder}/run", *overrides])
+    n_pairs = (updates + 1) * config.batch_size
+    batches = iterate_rows(load_data(config, silent=True).train, batch_size=config.batch_size, shuffle=True, sft_mode=False,
+                           n_epochs=None, n_examples=n_pairs, seed=config.seed)  # fmt: skip
+    rows = [{"prompt": prompt.text, **texts} for batch in batches for prompt, texts in batch]
+    (folder / "pairs.json").write_text(json.dumps(rows))
+    return {
+        "model": config.model.name_or_path,
+        "batch_size": config.batch_size,
+        "accumulation": config.gradient_accumulation_steps,
+        "max_length": config.max_length,
+        "beta": config.loss.beta,
+        "lr": config.lr,
+    }
+
+
+def print_table(results: dict[str, dict], peaks: Callable[[str], float]) -> None:
+    base = results.get("padded", {}).get("rows")
+    baseline = median(r["seconds"] for r in base) if base else None
+    print(f"\n{'':34} s/pair   times faster  tokens/s  memory GB  of padded  fed/pair  needed  TFLOP/update  of peak")
+    for name, result in results.items():
+        if "failed" in result:
+            print(f"{name:34} failed: {result['failed']}")
+            continue
+        rows, pairs = result["rows"], result["pairs"]
+        seconds = median(r["seconds"] for r in rows)
+        ratio = f"{baseline / seconds:5.2f}" if baseline else "    -"
+        memory = f"{result['memory_gb'] / results['padded']['memory_gb']:.0%}" if baseline else "-"
+        line = f"{name:34} {seconds / pairs:6.3f} {ratio:>13} "
+        if "flops" in rows[0]:
+            fed, needed = (sum(r[key] for r in rows) / len(rows) / pairs for key in ("fed", "needed"))
+            flops = sum(r["flops"] for r in rows) / len(rows)
+            rate = sum(r["flops"] for r in rows) / sum(r["seconds"] for r in rows)
+            line += (
+                f"{needed * pairs / seconds:10.0f} {result['memory_gb']:10.2f} {memory:>10} {fed:9.0f} {needed:7.0f} "
+            )
+            line += f"{flops / 1e12:13.2f} {rate / peaks(name):8.0%}"
+        else:
+            line += f"{'':10} {result['memory_gb']:10.2f} {memory:>10}"
+        print(line)
+    print("\nfirst counted update: " + "; ".join(
+        f"{name}: loss {r['rows'][0]['loss']:.6f}" + (f", gradient norm {r['rows'][0]['grad_norm']:.5f}" if "grad_norm" in r["rows"][0] else "")
+        for name, r in results.items() if "rows" in r))  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--updates", type=int, default=4, help="updates that are counted")
+    parser.add_argument("--only", help="names of rows, by semicolons")
+    parser.add_argument("--trl", metavar="PYTHON", help="the Python of an environment with TRL")
+    parser.add_argument("--json", metavar="FILE", help="write the measurements there")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    arguments, overrides = parser.parse_known_args()
+    if arguments.measure:
+        print(json.dumps(measure(overrides, arguments.updates)))
+        return
+    results: dict[str, dict] = {}
+    only = arguments.only.split(";") if arguments.only else None
+    for name, result in run_all(overrides, arguments.updates, only, arguments.trl):
+        results[name] = result
+        print(f"measured {name}", flush=True)
+    measured = {dtype: measure_peak(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    print(", ".join(f"{str(d).removeprefix('torch.')} peak {p / 1e9:,.0f} GFLOP/s" for d, p in measured.items()))
+    print_table(results, lambda name: measured[torch.bfloat16 if "bfloat16" in name else torch.float32])
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

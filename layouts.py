@@ -1,0 +1,156 @@
+"""How examples are laid out for the model: `padded`, the reference's plain path, and `shared_prefix`, which gives the
+same numbers from a fraction of the tokens (see `packing.py`). Which of them a model can take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from distributed import run_as_forward
+from losses import IGNORE_INDEX
+from models import chosen_logps, concatenated_forward, packed_logps
+from packing import Packed, cut_evenly, find_examples, pack
+from tokenization import Batch, collate
+
+Logps = tuple[torch.Tensor, ...]  # (chosen, rejected), or under SFT (chosen,): each (B,)
+
+
+class Microbatch(NamedTuple):
+    """What one forward takes."""
+
+    rows: list[int]  # which examples of the global batch
+    inputs: Batch | Packed
+
+    def to(self, device: torch.device | str) -> Microbatch:
+        if isinstance(self.inputs, Packed):
+            return Microbatch(self.rows, self.inputs.to(device))
+        return Microbatch(self.rows, {k: v.to(device, non_blocking=True) for k, v in self.inputs.items()})
+
+    def pin_memory(self) -> Microbatch:
+        if isinstance(self.inputs, Packed):
+            return Microbatch(self.rows, self.inputs.pin_memory())
+        return Microbatch(self.rows, {k: v.pin_memory() for k, v in self.inputs.items()})
+
+
+class Padded:
+    """Every response in a row of its own after its prompt, padded to the longest of the global batch."""
+
+    def split(self, batch: Batch, parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
+        """The global batch in `parts * size` microbatches; of these number `rank`, `rank + size`, ..."""
+        tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+        cuts = torch.arange(len(batch["chosen_input_ids"])).tensor_split(parts * size)[rank::size]
+        return [Microbatch(rows.tolist(), {k: v[rows] for k, v in tensors.items()}) for rows in cuts]
+
+    def forward(self, model: torch.nn.Module, inputs: Batch) -> Logps:
+        """Log-probabilities of each example's responses."""
+        return concatenated_forward(model, inputs) if "rejected_input_ids" in inputs else (chosen_logps(model, inputs),)
+
+
+class SharedPrefix:
+    """Each prompt once and each of its distinct responses once, in full rows; about equally many tokens in each
+    microbatch. `windows` maps the kinds of the model's attention layers to how far back they look, None for all."""
+
+    def __init__(self, windows: Mapping[str, int | None], *, max_length: int) -> None:
+        self.windows, self.row_tokens = windows, 2 * max_length  # a prompt and two responses always fit
+
+    def split(self, batch: Batch, parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
+        examples = find_examples(batch)
+        cuts = cut_evenly(examples, parts * size)[rank::size]  # neighbours, equally long, run at the same time
+        return [Microbatch(rows, pack([examples[i] for i in rows], row_tokens=self.row_tokens)) for rows in cuts]
+
+    def forward(self, model: torch.nn.Module, inputs: Packed) -> Logps:
+        logps = run_as_forward(model, packed_logps, inputs, self.windows)  # (U,)
+        return tuple(logps[inputs.choices.to(logps.device)])
+
+
+Layout = Padded | SharedPrefix
+LAYOUTS = {"padded": Padded, "shared_prefix": SharedPrefix}
+
+
+def choose_layout(
+    name: str,
+    model: Any,
+    *,
+    max_length: int,
+    compute_dtype: torch.dtype,
+    vetoed: Callable[[bool], bool] = bool,
+) -> tuple[Layout, str | None]:
+    """The layout of that name; or `Padded`, and a line that says why this model cannot take it.
+
+    Runs two short pairs through the model both ways. `vetoed` is whether any process that shares the model says so.
+    """
+    if name == "padded":
+        return Padded(), None
+    windows, reason = _find_windows(model, max_length)
+    if reason is None:
+        layout = SharedPrefix(windows, max_length=max_length)
+        reason = _find_difference(model, layout, TOLERANCES.get(compute_dtype, 0.05))
+        if not vetoed(reason is not None):
+            return layout, None
+    return Padded(), f"layout=padded: {type(model).__name__} {reason or 'differs on another process'}"
+
+
+def _find_windows(model: Any, max_length: int) -> tuple[dict[str, int | None], str | None]:
+    """How far back each kind of attention layer looks, None for all; and what in the model rules the layout out."""
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return {}, "takes no positions"
+    config = model.config.get_text_config()
+    if getattr(config, "alibi", False):
+        return {}, "counts columns for positions (ALiBi)"
+    if getattr(model, "_is_stateful", False):
+        return {}, "is recurrent"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        return {}, f"has layers of another kind ({', '.join(sorted(unknown))})"
+    for key in ("window_size", "attention_chunk_size"):  # of local attention that makes its own masks
+        if isinstance(size := getattr(config, key, None), int) and size < max_length:
+            return {}, f"attends locally ({key}={size})"
+    window = getattr(config, "sliding_window", None)
+    if window is None or window >= max_length or kinds == {"full_attention"}:
+        return {"full_attention": None}, None
+    if len(kinds) == 2:
+        return {"full_attention": None, "sliding_attention": window}, None
+    return {"sliding_attention": window}, None
+
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; 0.05 for half precision
+
+
+@torch.no_grad()
+def _find_difference(model: Any, layout: SharedPrefix, tolerance: float) -> str | None:
+    """How the log-probabilities of two short pairs differ between the layouts; None if they do not."""
+    batch = _two_short_pairs(model.config.get_text_config().vocab_size)
+    device, training = next(model.parameters()).device, model.training
+    model.eval()
+    try:
+        plain, ours = (
+            torch.stack(way.forward(model, microbatch.to(device).inputs))  # (2, B)
+            for way in (Padded(), layout)
+            for microbatch in way.split(batch, 1)
+        )
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:  # how a model says that it cannot
+        return f"refuses shared prefixes: {' '.join(str(error).split())[:200]}"
+    finally:
+        model.train(training)
+    difference = ((plain - ours).abs() / plain.abs()).max().item()
+    if difference <= tolerance:
+        return None
+    return f"gives log-probabilities with shared prefixes that are off by {difference:.2g}"
+
+
+def _two_short_pairs(vocabulary: int) -> Batch:
+    """Random tokens; prompts of 5 and 2, responses of 4 and 6, 7 and 3."""
+    ids = torch.randint(vocabulary, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = []
+    for start, n, responses in ((0, 5, (4, 6)), (50, 2, (7, 3))):
+        prompt, row = ids[start : start + n], {}
+        for at, side, length in zip((10, 20), ("chosen", "rejected"), responses, strict=True):
+            response = ids[start + at : start + at + length]
+            row[f"{side}_input_ids"] = prompt + response
+            row[f"{side}_attention_mask"] = [1] * (n + length)
+            row[f"{side}_labels"] = [IGNORE_INDEX] * n + response
+        rows.append(row)
+    return collate(rows, pad_token_id=0)  # type: ignore[return-value]

@@ -1,0 +1,107 @@
+"""What a microbatch gives: log-probabilities, losses and metrics of each example, reduced over all processes.
+
+The frozen reference's part is remembered by content, so that no pair is scored by it twice in a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from batches import GlobalBatch
+from distributed import Grid
+from layouts import Layout, Logps, Microbatch
+from losses import LOSSES
+from metrics import gather_rows, reduce_metrics
+from reference_logps import ReferenceLogps
+from tokenization import Batch
+
+Metrics = dict[str, torch.Tensor]  # per example, each (rows,)
+REFERENCE = ("reference/chosen", "reference/rejected")  # columns beside the metrics, to be remembered
+
+
+def loss_options(loss_config: Mapping[str, Any]) -> dict[str, float | bool]:
+    """The keys of `config/loss/NAME.yaml` other than its name."""
+    return {key: value for key, value in loss_config.items() if key != "name"}
+
+
+class Objective:
+    """`autocast` is the dtype in which float32 weights are multiplied, None for their own."""
+
+    def __init__(self, layout: Layout, grid: Grid, *, device: torch.device, autocast: torch.dtype | None) -> None:
+        self.layout, self.grid, self.device, self.autocast = layout, grid, device, autocast
+        self.reference_logps = ReferenceLogps()
+
+    def forward(self, model: torch.nn.Module, microbatch: Microbatch) -> Logps:
+        """Log-probabilities of each example's responses: (chosen, rejected) or, under SFT, (chosen,)."""
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            return self.layout.forward(model, microbatch.to(self.device).inputs)
+
+    def whole(self, batch: Batch) -> Microbatch:
+        """All rows of a batch of this process as one microbatch."""
+        [microbatch] = self.layout.split(batch, 1)
+        return microbatch
+
+    def losses(
+        self,
+        policy: torch.nn.Module,
+        reference_model: torch.nn.Module | None,
+        microbatch: Microbatch,
+        known: torch.Tensor | None,
+        *,
+        split: str,
+        loss_config: Mapping[str, Any],
+    ) -> tuple[torch.Tensor, Metrics]:
+        """Losses of the examples, (rows,), and their detached metrics.
+
+        `known` are the reference's log-probabilities of the whole global batch, (B, 2), if they are known.
+        """
+        loss = LOSSES[loss_config["name"]]
+        if not loss.uses_reference:
+            [chosen] = self.forward(policy, microbatch)
+            losses, metrics = -chosen, {}
+        else:
+            if known is not None:
+                reference = known[microbatch.rows].to(self.device).unbind(1)
+            else:  # before the policy's forward, whose activations stay
+                with torch.no_grad():
+                    reference = self.forward(reference_model, microbatch)
+            chosen, rejected = self.forward(policy, microbatch)
+            reference = tuple(r.to(chosen) for r in reference)
+            losses, chosen_rewards, rejected_rewards = loss.on_pairs(
+                chosen, rejected, *reference, **loss_options(loss_config)
+            )
+            metrics = {
+                f"rewards_{split}/chosen": chosen_rewards,
+                f"rewards_{split}/rejected": rejected_rewards,
+                f"rewards_{split}/accuracies": (chosen_rewards > rejected_rewards).to(chosen_rewards),
+                f"rewards_{split}/margins": chosen_rewards - rejected_rewards,
+                f"logps_{split}/rejected": rejected.detach(),
+                **dict(zip(REFERENCE, reference, strict=True)),
+            }
+        return losses, metrics | {f"logps_{split}/chosen": chosen.detach(), f"loss/{split}": losses.detach()}
+
+    def reduce(
+        self,
+        parts: Sequence[tuple[Sequence[int], Metrics]],
+        keys: Sequence[tuple[bytes, ...]],
+        scalars: Mapping[str, torch.Tensor],
+    ) -> dict[str, float]:
+        """Means over all examples on every process; a part is the numbers of its examples and their metrics."""
+        rows = gather_rows(parts, len(keys), self.grid.add)
+        reference = [rows.pop(name) for name in REFERENCE if name in rows]
+        metrics = reduce_metrics(rows, scalars)
+        if reference:
+            self.reference_logps.add(keys, torch.stack(reference, dim=1))
+        return metrics
+
+    @torch.no_grad()
+    def score(self, reference_model: torch.nn.Module, batch: GlobalBatch) -> torch.Tensor:
+        """The reference's log-probabilities of a global batch, (B, 2), on every process."""
+        parts = [
+            (microbatch.rows, dict(zip(REFERENCE, self.forward(reference_model, microbatch), strict=True)))
+            for microbatch in batch.microbatches
+        ]
+        return torch.stack(list(gather_rows(parts, len(batch.keys), self.grid.add).values()), dim=1)

@@ -1,0 +1,49 @@
+"""Continuations of prompts, sampled from a model, in one process or in step with others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from distributed import Grid, gathered_weights
+from tokenization import Batch
+from utils import slice_and_move_batch_for_device
+
+
+@torch.no_grad()
+def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: int, in_step: bool = False) -> list[str]:
+    """One sampled continuation per prompt, up to `max_length` tokens with the prompt. Leaves the random state alone.
+
+    `in_step`: several processes share the model's shards, so each goes on until the last has finished its rows.
+    """
+    prompt_ids = batch["prompt_input_ids"]
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        ids = model.generate(
+            prompt_ids,
+            attention_mask=batch["prompt_attention_mask"],
+            max_new_tokens=max_length - prompt_ids.shape[1],  # over what the model's generation config may say
+            do_sample=True,
+            synced_gpus=in_step,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    return tokenizer.batch_decode(ids[:, prompt_ids.shape[1] :], skip_special_tokens=True)
+
+
+def sample_rows(model: Any, batch: Batch, tokenizer: Any, grid: Grid, *, max_length: int, seed: list[int]) -> list[str]:
+    """A continuation of each prompt of this process's part of a global batch; `seed` is made its own by its rank."""
+    device = next(model.parameters()).device
+    rows = slice_and_move_batch_for_device(batch, grid.data_rank, grid.data_size, device)
+    own_seed = np.random.SeedSequence([*seed, grid.data_rank]).generate_state(1)[0]
+    return sample(model, rows, tokenizer, max_length=max_length, seed=int(own_seed), in_step=grid.world_size > 1)
+
+
+def sample_batches(
+    model: Any, sample_batch: Callable[[Any, Batch], list[str]], batches: Iterable[Batch], grid: Grid
+) -> list[str]:
+    """Continuations of all prompts of global batches, in their order, with the model's weights gathered once."""
+    with gathered_weights(model):
+        return [text for batch in batches for text in grid.gather_list(sample_batch(model, batch))]

@@ -1,0 +1,57 @@
+"""Batches are prepared ahead, in order, and every text is tokenized once."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from batches import prefetch
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_results_come_in_the_order_of_the_items_however_long_each_takes(workers):
+    def prepare(item: int) -> int:
+        time.sleep(0.01 * (item % 3 == 0))
+        return item * item
+
+    assert list(prefetch(range(20), prepare, workers=workers)) == [i * i for i in range(20)]
+
+
+def test_the_next_are_prepared_while_one_is_used_and_no_more():
+    prepared = []
+    results = prefetch(range(10), prepared.append, workers=1, ahead=2)
+    next(results)
+    deadline = time.monotonic() + 5
+    while len(prepared) < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert prepared == [0, 1, 2]
+
+
+def test_without_workers_nothing_is_prepared_early():
+    prepared = []
+    results = prefetch(range(10), prepared.append, workers=0)
+    next(results)
+    assert prepared == [0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_preparing_raises_is_raised_where_its_result_is_due(workers):
+    def prepare(item: int) -> int:
+        if item == 1:
+            raise ValueError("item 1 is bad")
+        return item
+
+    results = prefetch(range(3), prepare, workers=workers)
+    assert next(results) == 0
+    with pytest.raises(ValueError, match="item 1 is bad"):
+        next(results)
+
+
+def test_no_thread_is_left_when_the_results_are_not_all_taken():
+    results = prefetch(range(100), lambda item: item, workers=2)
+    next(results)
+    results.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]

@@ -1,0 +1,166 @@
+"""Shared prefixes against the plain path: the same numbers for every model that can take them; who cannot says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_packing import batch_of as batch_of_examples
+from tiny_models import COMMON, FAMILIES, GROUPED, batch_of, build
+
+from layouts import Padded, SharedPrefix, choose_layout
+from losses import LOSSES
+from packing import Example
+
+LONG = 32  # max_length of the batches here
+WINDOWED = {**GROUPED, "sliding_window": 6}  # shorter than the prompts and responses of a batch
+LOCAL_TOO = {**WINDOWED, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
+SHARED = {
+    **FAMILIES,
+    "mistral, all layers windowed": lambda: transformers.MistralConfig(**WINDOWED),
+    "qwen2, some layers windowed": lambda: transformers.Qwen2Config(
+        **WINDOWED, use_sliding_window=True, layer_types=LOCAL_TOO["layer_types"]
+    ),
+    "qwen3, all layers windowed": lambda: transformers.Qwen3Config(
+        **WINDOWED, head_dim=8, use_sliding_window=True, layer_types=["sliding_attention"] * 2
+    ),
+    "gemma2, every second layer windowed": lambda: transformers.Gemma2Config(**LOCAL_TOO, final_logit_softcapping=2.0),
+    "cohere, logit_scale": lambda: transformers.CohereConfig(**GROUPED, logit_scale=0.25),
+    "granite, logits_scaling": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=4.0),
+    "opt": lambda: transformers.OPTConfig(
+        **{k: v for k, v in COMMON.items() if k != "intermediate_size"}, ffn_dim=44, word_embed_proj_dim=32
+    ),
+    "falcon, rotary": lambda: transformers.FalconConfig(**COMMON),
+}
+FLOAT32_ONLY = {"mixtral, experts": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4)}
+PADDED = {
+    "bloom": (lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=101), "no positions"),
+    "falcon, alibi": (lambda: transformers.FalconConfig(**COMMON, alibi=True), "ALiBi"),
+    "mamba": (
+        lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=101, state_size=4),
+        "no positions",
+    ),
+    "gpt-neo, local attention": (
+        lambda: transformers.GPTNeoConfig(
+            hidden_size=32, num_layers=2, num_heads=4, vocab_size=101, window_size=6,
+            attention_types=[[["global", "local"], 1]],
+        ),
+        "attends locally (window_size=6)",
+    ),
+    "recurrent gemma": (
+        lambda: transformers.RecurrentGemmaConfig(**{**GROUPED, "lru_width": 32, "attention_window_size": 8}),
+        "",
+    ),
+    "jamba": (
+        lambda: transformers.JambaConfig(**GROUPED, num_experts=2, use_mamba_kernels=False, mamba_d_state=4),
+        "recurrent",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def pairs():
+    """Pairs of many lengths; examples 0 and 3 share a prompt and a response."""
+    return batch_of(rows=8, shared=True)
+
+
+@pytest.fixture
+def nothing_in_float32(monkeypatch):
+    """Models cast to float32 in norms and softmax, whatever their dtype: here float64 stays float64."""
+    softmax, to = torch.nn.functional.softmax, torch.Tensor.to
+
+    def keep(x, *args, **kwargs):
+        return x if x.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values()) else to(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim=None, dtype=None: softmax(x, dim=dim))
+    monkeypatch.setattr(torch.Tensor, "to", keep)
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: keep(x, torch.float32))
+
+
+def losses_and_gradients(model, layout, batch, loss, parts):
+    """Log-probabilities in the order of the batch, mean loss and gradients by name, over `parts` microbatches."""
+    model.zero_grad()
+    n = len(batch["chosen_input_ids"])
+    logps, total = torch.zeros(2, n, dtype=torch.float64), 0.0
+    for microbatch in layout.split(batch, parts):
+        chosen, rejected = layout.forward(model, microbatch.inputs)
+        reference = [torch.full_like(chosen, -3.0), torch.full_like(chosen, -4.0)]
+        losses = loss(chosen, rejected, *reference).sum() / n
+        losses.backward()
+        total += losses.item()
+        logps[:, microbatch.rows] = torch.stack((chosen, rejected)).detach().double()
+    return logps, total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def dpo(*logps):
+    return LOSSES["dpo"].on_pairs(*logps, beta=0.5, label_smoothing=0.1, reference_free=False)[0]
+
+
+def assert_the_same(model, batch, tolerance, parts=2):
+    layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=model.dtype)
+    assert isinstance(layout, SharedPrefix), note
+    logps, loss, gradients = losses_and_gradients(model, layout, batch, dpo, parts)
+    expected_logps, expected_loss, expected_gradients = losses_and_gradients(model, Padded(), batch, dpo, parts)
+
+    torch.testing.assert_close(logps, expected_logps, rtol=tolerance, atol=0)
+    assert loss == pytest.approx(expected_loss, rel=tolerance)
+    assert gradients.keys() == expected_gradients.keys()
+    norms = {name: gradient.norm() for name, gradient in expected_gradients.items()}
+    total = torch.stack(list(norms.values())).norm()
+    for name, gradient in expected_gradients.items():
+        # 0 but for rounding are some, as of a bias of keys, and all of a pair of identical responses
+        assert (gradients[name] - gradient).norm() <= tolerance * max(norms[name], 1e-3 * total, 1e-3), name
+
+
+@pytest.mark.parametrize("family", SHARED)
+def test_float64_agrees_to_1e10(family, pairs, nothing_in_float32):
+    assert_the_same(build(SHARED[family], dtype=torch.float64), pairs, 1e-10)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2, tied", "opt", "qwen2, some layers windowed"])
+def test_float64_agrees_to_1e10_with_sdpa(family, pairs, nothing_in_float32):
+    assert_the_same(build(SHARED[family], dtype=torch.float64, attention="sdpa"), pairs, 1e-10)
+
+
+@pytest.mark.parametrize("family", [*SHARED, "mixtral, experts"])
+def test_float32_agrees_to_1e5(family, pairs):
+    assert_the_same(build({**SHARED, **FLOAT32_ONLY}[family]), pairs, 1e-5)
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_a_model_that_cannot_take_it_is_padded_and_says_why(family):
+    config, reason = PADDED[family]
+    model = build(config, dtype=torch.float64)
+    layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float64)
+    assert isinstance(layout, Padded)
+    assert note.startswith(f"layout=padded: {type(model).__name__} ")
+    assert reason in note
+
+
+tokens = st.integers(0, 90)
+response = st.lists(tokens, max_size=6).map(lambda ids: (*ids, 91))  # often nothing but EOS
+prompt = st.lists(tokens, min_size=1, max_size=8).map(tuple)
+few_prompts = st.lists(prompt, min_size=1, max_size=3)
+
+
+@st.composite
+def batches(draw):
+    prompts, responses = draw(few_prompts), draw(st.lists(response, min_size=1, max_size=6))
+    example = st.builds(
+        lambda p, a, b: Example(p, (a, b)), st.sampled_from(prompts), st.sampled_from(responses), response
+    )
+    return batch_of_examples(draw(st.lists(example, min_size=1, max_size=10)))
+
+
+@pytest.fixture(scope="module")
+def double_llama():
+    return build("llama", dtype=torch.float64)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batches(), st.data())
+def test_any_batch_agrees_to_1e10(double_llama, nothing_in_float32, batch, data):
+    parts = data.draw(st.integers(1, len(batch["chosen_input_ids"])))
+    assert_the_same(double_llama, batch, 1e-10, parts=parts)

@@ -1,0 +1,171 @@
+"""The shared-prefix layout worked by hand, and cut and packed for random batches without losing or adding a token."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packing import NONE, Example, content_key, count_tokens, cut_evenly, find_examples, pack, tree_mask
+from tokenization import collate
+
+PAIR = Example(prompt=(1, 2, 3), responses=((10, 11, 9), (20, 9)))
+
+
+def test_a_pair_is_one_row_whose_responses_restart_after_the_prompt():
+    packed = pack([PAIR], row_tokens=100)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 10, 11, 20]]  # what ends a response predicts nothing
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
+    assert packed.scored.tolist() == [2, 3, 4, 2, 5]  # the prompt's last token predicts the first of both
+    assert packed.targets.tolist() == [10, 11, 9, 20, 9]
+    assert packed.slots.tolist() == [0, 1, 2, 3, 4]
+    assert packed.choices.tolist() == [[0], [1]]
+    assert packed.shape == (2, 3)
+
+
+def test_a_response_sees_its_prompt_and_itself():
+    mask = tree_mask(pack([PAIR], row_tokens=100))[0, 0].int().tolist()
+    assert mask == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 0, 0, 1],
+    ]
+
+
+def test_a_window_counts_positions_not_columns():
+    mask = tree_mask(pack([PAIR], row_tokens=100), window=2)[0, 0].int().tolist()
+    assert mask[4] == [0, 0, 0, 1, 1, 0]
+    assert mask[5] == [0, 0, 1, 0, 0, 1]  # position 3 sees position 2, three columns before it
+
+
+def test_trees_of_one_row_do_not_see_each_other():
+    packed = pack([PAIR, Example((4,), ((30, 31, 9),) * 2)], row_tokens=100)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 10, 11, 20, 4, 30, 31]]  # one row rather than two with padding
+    assert packed.tree.tolist() == [[0] * 6 + [1] * 3]
+    assert tree_mask(packed)[0, 0, 6:].int().tolist() == [
+        [0, 0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 1, 1, 1],
+    ]
+
+
+def test_padding_is_not_seen():
+    other, short = PAIR._replace(prompt=(5, 2, 3)), Example((4,), ((30, 31, 32, 9),) * 2)
+    packed = pack([PAIR, other, short], row_tokens=100)
+    assert packed.input_ids.tolist()[2] == [4, 30, 31, 32, 0, 0]
+    assert packed.tree.tolist()[2] == [0, 0, 0, 0, NONE, NONE]
+    assert tree_mask(packed)[2, 0].int().tolist()[3:] == [[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]]
+
+
+def test_what_several_pairs_share_is_there_once():
+    prompt, a, b, c = (1, 2), (10, 9), (20, 9), (30, 9)
+    packed = pack([Example(prompt, (a, b)), Example(prompt, (a, c)), Example(prompt, (b, c))], row_tokens=100)
+    assert packed.input_ids.tolist() == [[1, 2, 10, 20, 30]]
+    assert packed.choices.tolist() == [[0, 0, 1], [1, 2, 2]]
+
+
+def test_identical_responses_are_one():
+    packed = pack([Example((1,), ((10, 9), (10, 9)))], row_tokens=100)
+    assert packed.input_ids.tolist() == [[1, 10]]
+    assert packed.choices.tolist() == [[0], [0]]
+
+
+def test_a_prompt_with_more_responses_than_a_row_takes_is_repeated():
+    responses = [(10 + i, 50, 9) for i in range(5)]
+    packed = pack([Example((1, 2), tuple(responses))], row_tokens=6)
+    assert packed.input_ids.tolist() == [
+        [1, 2, 10, 50, 11, 50],
+        [1, 2, 12, 50, 13, 50],
+        [1, 2, 14, 50, 0, 0],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("example", "fed", "targets"),
+    [
+        (Example((1,), ((9,),)), [1], [9]),
+        (Example((), ((10, 11, 9),)), [10, 11], [11, 9]),  # nothing predicts the first token
+        (Example((), ((9,),)), [0], []),  # one column, for a model wants one
+    ],
+)
+def test_the_shortest_examples(example, fed, targets):
+    packed = pack([example], row_tokens=100)
+    assert packed.input_ids.tolist() == [fed]
+    assert packed.targets.tolist() == targets
+
+
+def batch_of(examples: list[Example]) -> dict:
+    rows = []
+    for prompt, responses in examples:
+        row = {}
+        for side, response in zip(("chosen", "rejected"), responses, strict=False):
+            row[f"{side}_input_ids"] = [*prompt, *response]
+            row[f"{side}_attention_mask"] = [1] * (len(prompt) + len(response))
+            row[f"{side}_labels"] = [-100] * len(prompt) + [*response]
+        rows.append(row)
+    return collate(rows, pad_token_id=9)  # the pad token is often EOS
+
+
+def test_examples_are_read_back_from_a_padded_batch():
+    examples = [PAIR, Example((4,), ((9,), (30, 31, 32, 33, 9)))]
+    assert find_examples(batch_of(examples)) == examples
+    targets = [Example(e.prompt, e.responses[:1]) for e in examples]
+    assert find_examples(batch_of(targets)) == targets  # SFT
+
+
+def test_keys_tell_prompts_from_responses():
+    assert content_key((1, 2), (3,)) == content_key((1, 2), (3,))
+    assert len({content_key((1, 2), (3,)), content_key((1,), (2, 3)), content_key((1, 2), (4,))}) == 3
+
+
+tokens = st.integers(0, 8)
+response = st.builds(lambda ids: (*ids, 9), st.lists(tokens, max_size=6).map(tuple))
+prompt = st.lists(tokens, min_size=1, max_size=5).map(tuple)
+batches = st.lists(st.builds(lambda p, a, b: Example(p, (a, b)), prompt, response, response), min_size=1, max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches, st.data())
+def test_cuts_hold_every_example_once_and_about_equally_many_tokens(examples, data):
+    parts = data.draw(st.integers(1, len(examples)))
+    cuts = cut_evenly(examples, parts)
+    assert sorted(i for cut in cuts for i in cut) == list(range(len(examples)))
+    assert len(cuts) == parts
+    assert all(cuts)
+    costs = [len(pack([examples[i] for i in cut], row_tokens=10**6).targets) for cut in cuts]
+    largest = max(map(count_tokens, examples))
+    if parts == 1:
+        assert cuts == [list(range(len(examples)))]
+    elif len({e.prompt for e in examples}) == len(examples) > 3 * parts:
+        assert max(costs) <= sum(costs) / parts + 2 * largest
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches, st.integers(4, 30))
+def test_a_pack_scores_every_distinct_response_of_every_prompt_once(examples, row_tokens):
+    packed = pack(examples, row_tokens=row_tokens)
+    ids, length = packed.input_ids.flatten(), packed.input_ids.shape[1]
+    mask = tree_mask(packed)[:, 0]
+    n_responses, longest = packed.shape
+    assert n_responses == len({(e.prompt, r) for e in examples for r in e.responses})
+
+    sequences: dict[int, list[int]] = {}
+    for at, target, slot in zip(packed.scored.tolist(), packed.targets.tolist(), packed.slots.tolist(), strict=True):
+        number, place = divmod(slot, longest)
+        row, column = divmod(at, length)
+        seen = ids[row * length : (row + 1) * length][mask[row, column]].tolist()  # what this token is predicted from
+        assert packed.position_ids[row, mask[row, column]].tolist() == list(range(len(seen)))
+        sequences.setdefault(number, []).append((place, seen, target))
+    for i, example in enumerate(examples):
+        for side, ids_of in enumerate(example.responses):
+            scored = sequences[packed.choices[side, i].item()]
+            expected = [(k, [*example.prompt, *ids_of[:k]], token) for k, token in enumerate(ids_of)]
+            assert scored == expected
+    assert Counter(packed.slots.tolist()).most_common(1)[0][1] == 1
+    assert packed.input_ids.dtype == torch.int64
