@@ -90,7 +90,7 @@ def distribute(model: Any, grid: Grid, *, block_name: str | None, compute_dtype:
     tied or not, share the root's unit. Computes in `compute_dtype` and reduces gradients in float32. Raises InputError
     for a class that the model does not have, and for a model that cannot be cut along `tensor`.
     """
-    blocks = _find_blocks(model, block_name)
+    blocks = find_blocks(model, block_name)
     plan = find_plan(model) if grid.tensor_size > 1 else {}
     mesh = grid.mesh["replicate", "shard"] if grid.data_size > grid.shard_size else grid.mesh["shard"]
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -123,7 +123,11 @@ def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
     return model.apply_to_itself(function, *args) if isinstance(model, FSDPModule) else function(model, *args)
 
 
-def _find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
+def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
+    """The transformer blocks: of class `block_name`, or what the model itself says must not be split.
+
+    Raises InputError for a class that the model does not have.
+    """
     names = [block_name] if block_name else sorted(model._no_split_modules or ())
     if not names:
         raise InputError(f"{type(model).__name__} does not name its blocks; set model.block_name to their class")

@@ -107,6 +107,7 @@ def launch(
             print(f"error: {message}" if status == BAD_INPUT else message, file=sys.stderr, flush=True)
             _leave(status)
     elif not process_group:
+        keep_freed_memory()
         worker(0, 1, *args)
     elif world_size == 1:
         dist.init_process_group(_backend(local_rank=0), store=dist.HashStore(), rank=0, world_size=1)
@@ -124,13 +125,25 @@ def raise_open_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let tensors of up to 32 MB reuse what was freed, as one process on a CPU can afford.
+
+    glibc would return it to the system, and every page that comes from there anew costs a fault: a tenth of an update.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that glibc takes
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
 def return_freed_memory() -> None:
     """Give large freed tensors back to the system at once.
 
     glibc keeps them, in ever larger pieces; among the tensors that sharding gathers and frees at every block, that
     holds as much memory as the whole model would have taken.
     """
-    M_MMAP_THRESHOLD = -3
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 

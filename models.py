@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch.utils.checkpoint import checkpoint
 
@@ -163,22 +163,42 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
+class _PickedLogSoftmax(torch.autograd.Function):
+    """`logits.log_softmax(-1)` at the targets, (N,) for (N, V); backward needs no second tensor of that size."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        log_probabilities = logits.log_softmax(-1)
+        ctx.save_for_backward(log_probabilities, targets)
+        return log_probabilities.gather(1, targets[:, None]).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        log_probabilities, targets = ctx.saved_tensors
+        grad = grad[:, None]
+        grad_logits = log_probabilities.exp_().mul_(-grad)  # in place: nobody else has it
+        return grad_logits.scatter_add_(1, targets[:, None], grad), None
+
+
 LOGITS_AT_ONCE = 2**25  # numbers, 134 MB in float32
 
 
 def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of `targets` (N,) from hidden states (N, H); logits exist for some rows at a time only,
-    and once more in the backward pass."""
+    """Log-probabilities of `targets` (N,) from hidden states (N, H), by chunks of rows.
+
+    The backward pass computes the logits of a chunk anew, but for the last, which it needs at once.
+    """
     head, scale = model.get_output_embeddings(), logit_scale(model.config)
 
     def score(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = scale(head(hidden))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return -F.cross_entropy(logits, targets, reduction="none")
+        return _PickedLogSoftmax.apply(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
 
-    rows = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
-    chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
-    return torch.cat([checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
+    n_chunks = max(1, math.ceil(len(targets) * model.config.get_text_config().vocab_size / LOGITS_AT_ONCE))
+    chunks = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
+    *earlier, last = chunks
+    logps = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in earlier]
+    return torch.cat([*logps, score(*last)])
 
 
 def logit_scale(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -21,7 +21,7 @@ from losses import IGNORE_INDEX
 from tokenization import Batch
 
 KEY_BYTES = 16
-ATTENTION_LENGTH = 4096  # 6 * hidden size: of a small model
+ATTENTION_LENGTH = 2048  # measured on a small model
 NONE = -1  # tree of padding; branch of a prompt
 
 

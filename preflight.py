@@ -5,30 +5,36 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any
 
 from models import load_tokenizer
-from preference_datasets import Prompt, load_prompts
+from preference_datasets import Prompt, Row, load_prompts
 from tokenization import TextEncoder, truncate
 from utils import InputError
 
 
 @dataclass
 class SplitReport:
-    """Counts over the examples of one split (pairs, or SFT targets); lengths in tokens."""
+    """Counts over the examples of one split (pairs, or SFT targets); lengths in tokens.
+
+    What needs token ids is counted over all examples, or over a random sample of a split that is larger.
+    """
 
     prompts: int = 0
     examples: int = 0
-    truncated_prompts: int = 0  # examples whose prompt is cut
-    truncated_responses: int = 0  # examples of which a response is cut, and with it its EOS
     empty_responses: int = 0  # examples with a response of nothing but whitespace and EOS
-    identical_pairs: int = 0  # chosen and rejected are the same tokens after truncation: no gradient under DPO
     duplicated_pairs: int = 0  # a pair that an earlier pair of its prompt repeats
     contradictory_pairs: int = 0  # a pair whose reverse is also there
     texts_with_eos: int = 0  # distinct texts; any is an error
+    tokenized: int = 0  # examples over which the rest is counted
+    truncated_prompts: int = 0  # examples whose prompt is cut
+    truncated_responses: int = 0  # examples of which a response is cut, and with it its EOS
+    identical_pairs: int = 0  # chosen and rejected are the same tokens after truncation: no gradient under DPO
     mean_chosen_tokens: float = 0.0
     mean_rejected_tokens: float = 0.0
     chosen_longer: float = 0.0  # fraction of pairs; far from 0.5, length alone predicts the preference
@@ -65,80 +71,101 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
 
 
 def inspect_split(
-    prompts: Sequence[Prompt], encode: TextEncoder, *, sft_mode: bool, max_length: int, max_prompt_length: int
+    prompts: Sequence[Prompt],
+    encode: TextEncoder,
+    *,
+    sft_mode: bool,
+    max_length: int,
+    max_prompt_length: int,
+    sample_size: int = 10_000,
 ) -> SplitReport:
-    """Tokenize and count every example of a split. Raises InputError that names the first text containing EOS."""
+    """Count every example of a split, and the tokens of at most `sample_size` of them.
+
+    The rest is tokenized in the background while training. Raises InputError that names the first text with EOS.
+    """
     report = SplitReport(prompts=len(prompts))
-    encode.prime(text for p in prompts for texts in p.examples(sft_mode) for text in (p.text, *texts.values()))
-    guilty = _find_eos(prompts, encode, sft_mode)
+    rows: list[Row] = []
+    for prompt in prompts:
+        examples = prompt.examples(sft_mode)
+        rows += [(prompt, texts) for texts in examples]
+        _count_texts(report, examples)
+    report.examples = len(rows)
+    _refuse_eos(report, rows, encode)
+    tokenized = rows if len(rows) <= sample_size else random.Random(0).sample(rows, sample_size)
+    encode.prime(text for prompt, texts in tokenized for text in (prompt.text, *texts.values()))
+    report.tokenized = len(tokenized)
+    lengths = [_count_tokens(report, row, encode, max_length, max_prompt_length) for row in tokenized]
+    if lengths:
+        report.mean_chosen_tokens = mean(row[0] for row in lengths)
+    if lengths and not sft_mode:
+        report.mean_rejected_tokens = mean(rejected for _, rejected in lengths)
+        report.chosen_longer = mean(chosen > rejected for chosen, rejected in lengths)
+    return report
+
+
+def _count_texts(report: SplitReport, examples: Sequence[dict[str, str]]) -> None:
+    """Add the counts of one prompt's examples that need no tokens."""
+    seen: set[tuple[str, ...]] = set()
+    for texts in examples:
+        pair = tuple(texts.values())
+        report.empty_responses += not all(text.strip() for text in pair)
+        if len(pair) == 2:
+            report.duplicated_pairs += pair in seen
+            report.contradictory_pairs += pair[::-1] in seen and pair[0] != pair[1]
+            seen.add(pair)
+
+
+def _refuse_eos(report: SplitReport, rows: Sequence[Row], encode: TextEncoder) -> None:
+    """Raises InputError if a text contains EOS. A rendered chat may: there EOS ends earlier turns, as meant."""
+    eos = encode.tokenizer.eos_token
+    guilty = {
+        text: prompt.text
+        for prompt, texts in rows
+        for text in (prompt.text, *texts.values())
+        if eos in text and not prompt.rendered and encode.tokenizer.eos_token_id in encode(text)
+    }
     report.texts_with_eos = len(guilty)
     if guilty:
         text, prompt_text = next(iter(guilty.items()))
         raise InputError(
-            f"{len(guilty)} text{'s contain' if len(guilty) > 1 else ' contains'} the EOS token "
-            f"{encode.tokenizer.eos_token!r}, which would end it early; clean the data. "
-            f"The first: {text[:300]!r}, under the prompt {prompt_text[-200:]!r}"
+            f"{len(guilty)} text{'s contain' if len(guilty) > 1 else ' contains'} the EOS token {eos!r}, which would "
+            f"end it early; clean the data. The first: {text[:300]!r}, under the prompt {prompt_text[-200:]!r}"
         )
-    longer = 0
-    for prompt in prompts:
-        pairs_seen: set[tuple[str, ...]] = set()
-        for texts in prompt.examples(sft_mode):
-            lengths = _count_example(report, prompt, texts, encode, max_length, max_prompt_length)
-            report.mean_chosen_tokens += lengths[0]
-            if sft_mode:
-                continue
-            report.mean_rejected_tokens += lengths[1]
-            longer += lengths[0] > lengths[1]
-            pair = tuple(texts.values())
-            report.duplicated_pairs += pair in pairs_seen
-            report.contradictory_pairs += pair[::-1] in pairs_seen and pair[0] != pair[1]
-            pairs_seen.add(pair)
-    if report.examples:
-        report.mean_chosen_tokens /= report.examples
-        report.mean_rejected_tokens /= report.examples
-        report.chosen_longer = longer / report.examples
-    return report
 
 
-def _find_eos(prompts: Sequence[Prompt], encode: TextEncoder, sft_mode: bool) -> dict[str, str]:
-    """The texts that contain EOS, with their prompts. A rendered chat may: there EOS ends earlier turns, as meant."""
-    eos = encode.tokenizer.eos_token_id
-    guilty: dict[str, str] = {}
-    for prompt in prompts:
-        for texts in prompt.examples(sft_mode) if not prompt.rendered else ():
-            guilty |= {text: prompt.text for text in (prompt.text, *texts.values()) if eos in encode(text)}
-    return guilty
-
-
-def _count_example(
-    report: SplitReport, prompt: Prompt, texts: dict[str, str], encode: TextEncoder, max_length: int, max_prompt: int
-) -> list[int]:
+def _count_tokens(
+    report: SplitReport, row: Row, encode: TextEncoder, max_length: int, max_prompt: int
+) -> tuple[int, ...]:
     """Add one example's counts to the report; token counts of its responses as they will be scored."""
+    prompt, texts = row
     eos = encode.tokenizer.eos_token_id
     prompt_ids, full = encode(prompt.text), [encode(text) for text in texts.values()]
     cut_prompt, cut = truncate(
         prompt_ids, [[*ids, eos] for ids in full], prompt.truncation_mode, max_length, max_prompt
     )
-    report.examples += 1
     report.truncated_prompts += len(cut_prompt) < len(prompt_ids)
     report.truncated_responses += any(len(c) <= len(f) for c, f in zip(cut, full, strict=True))
-    report.empty_responses += not all(text.strip() for text in texts.values())
     report.identical_pairs += len(cut) == 2 and cut[0] == cut[1]
-    return [len(ids) for ids in cut]
+    return tuple(len(ids) for ids in cut)
 
 
 def describe(split: str, report: SplitReport) -> str:
     """One paragraph for stdout: what is there, then only the counts that are not 0."""
-    text = f"{split}: {report.examples:,} examples of {report.prompts:,} prompts"
-    notes = {
-        "with a truncated prompt": report.truncated_prompts,
-        "with a truncated response": report.truncated_responses,
+    of_texts = {
         "with an empty response": report.empty_responses,
-        "identical pairs": report.identical_pairs,
         "duplicated pairs": report.duplicated_pairs,
         "contradictory pairs": report.contradictory_pairs,
     }
-    text += "".join(f", {count:,} {what}" for what, count in notes.items() if count)
+    of_tokens = {
+        "with a truncated prompt": report.truncated_prompts,
+        "with a truncated response": report.truncated_responses,
+        "identical pairs": report.identical_pairs,
+    }
+    text = f"{split}: {report.examples:,} examples of {report.prompts:,} prompts"
+    text += "".join(f", {count:,} {what}" for what, count in of_texts.items() if count)
+    if report.tokenized < report.examples:
+        text += f"; of {report.tokenized:,} drawn at random"
+    text += "".join(f", {count:,} {what}" for what, count in of_tokens.items() if count)
     text += f"; {report.mean_chosen_tokens:.1f} tokens per chosen response"
     if report.mean_rejected_tokens:
         gap = report.mean_chosen_tokens - report.mean_rejected_tokens
@@ -156,15 +183,6 @@ class TrainingData:
     train: list[Prompt]
     test: list[Prompt]
     report: Preflight
-
-    def check_vocabulary(self, n_embeddings: int) -> None:
-        """Raises InputError if the texts use token ids that the model has no embedding for."""
-        largest = self.encode.largest_id()
-        if largest >= n_embeddings:
-            raise InputError(
-                f"the tokenizer gives token id {largest} but the model embeds only {n_embeddings} tokens; "
-                f"set model.tokenizer_name_or_path to the model's own tokenizer"
-            )
 
 
 def prepare_data(

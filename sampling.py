@@ -34,9 +34,9 @@ def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: i
 
 
 def sample_rows(model: Any, batch: Batch, tokenizer: Any, grid: Grid, *, max_length: int, seed: list[int]) -> list[str]:
-    """A continuation of each prompt of this process's part of a global batch; `seed` is made its own by its rank."""
+    """A continuation of each prompt of this process's rows; `seed` is made its own by its rank."""
     device = next(model.parameters()).device
-    rows = slice_and_move_batch_for_device(batch, grid.data_rank, grid.data_size, device)
+    rows = {key: batch[key].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
     own_seed = np.random.SeedSequence([*seed, grid.data_rank]).generate_state(1)[0]
     return sample(model, rows, tokenizer, max_length=max_length, seed=int(own_seed), in_step=grid.world_size > 1)
 
@@ -44,6 +44,13 @@ def sample_rows(model: Any, batch: Batch, tokenizer: Any, grid: Grid, *, max_len
 def sample_batches(
     model: Any, sample_batch: Callable[[Any, Batch], list[str]], batches: Iterable[Batch], grid: Grid
 ) -> list[str]:
-    """Continuations of all prompts of global batches, in their order, with the model's weights gathered once."""
+    """Continuations of all prompts of global batches, in their order, with the model's weights gathered once.
+
+    `sample_batch` gives those of this process's rows.
+    """
+    texts = []
     with gathered_weights(model):
-        return [text for batch in batches for text in grid.gather_list(sample_batch(model, batch))]
+        for batch in batches:
+            rows = slice_and_move_batch_for_device(batch, grid.data_rank, grid.data_size, "cpu")
+            texts += grid.gather_list(sample_batch(model, rows))
+    return texts

@@ -99,6 +99,7 @@ RULES: dict[str, Rule] = {
     "layout": CHOICE,
     "cache_reference_logps": CHOICE,
     "num_workers": NATURAL,
+    "compile": FLAG,
     "warmup_steps": NATURAL,
     "activation_checkpointing": FLAG,
     "eval_every": COUNT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -48,21 +49,29 @@ class TextEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._ids: dict[str, array] = {}
+        self._largest, self._n_embeddings = -1, math.inf
 
     def prime(self, texts: Iterable[str], *, chunk: int = 10_000) -> None:
         new = list(dict.fromkeys(text for text in texts if text not in self._ids))
         for start in range(0, len(new), chunk):
             part = new[start : start + chunk]
             for text, ids in zip(part, self.tokenizer(part, add_special_tokens=False)["input_ids"], strict=True):
+                self._largest = max(self._largest, max(ids, default=-1))
                 self._ids[text] = array("i", ids)
+        self.check_vocabulary(self._n_embeddings)
 
-    def largest_id(self) -> int:
-        """The largest token id seen so far, -1 if none."""
-        return max((max(ids) for ids in self._ids.values() if ids), default=-1)
+    def check_vocabulary(self, n_embeddings: float) -> None:
+        """From now on, too, raises InputError if a text has a token id that the model has no embedding for."""
+        self._n_embeddings = n_embeddings
+        if self._largest >= n_embeddings:
+            raise InputError(
+                f"the tokenizer gives token id {self._largest} but the model embeds only {n_embeddings} tokens; "
+                f"set model.tokenizer_name_or_path to the model's own tokenizer"
+            )
 
     def __call__(self, text: str) -> list[int]:
         if text not in self._ids:
-            self._ids[text] = array("i", self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            self.prime([text])
         return self._ids[text].tolist()
 
 

@@ -292,5 +292,6 @@ def _first_of_sweep(override: str) -> str:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for torch: large CPU tensors in huge pages, fewer page faults
     sys.argv[1:] = check_command_line(sys.argv[1:])
     main()

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from batches import Batches, GlobalBatch
 from checkpoint import full_state, point, write_checkpoint
-from distributed import Grid, distribute, full_tensor, keep_root_gathered, release_gathered
+from distributed import Grid, distribute, find_blocks, full_tensor, keep_root_gathered, release_gathered
 from layouts import Logps, choose_layout
 from losses import LOSSES, _get_batch_logps, preference_loss  # noqa: F401  (the reference has the last two here)
 from metrics import FileLogger, Logger, Loggers, NullLogger, Progress, Sample, WandbLogger, peak_memory_gb
@@ -76,7 +76,7 @@ class BasicTrainer:
             raise InputError(f"loss={config.loss.name} needs a reference model")
         self.data = data or load_data(config, silent=rank != 0)
         self.tokenizer = self.data.tokenizer
-        self.data.check_vocabulary(policy.get_input_embeddings().num_embeddings)
+        self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
         check_positions(policy, config.max_length)
         self.progress = Progress(interval=config.minimum_log_interval_secs, silent=rank != 0)
 
@@ -113,6 +113,9 @@ class BasicTrainer:
         config, model = self.config, self.config.model
         if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
             policy.gradient_checkpointing_enable({"use_reentrant": False})
+        for whole in (policy, reference_model) if config.compile else ():
+            for block in find_blocks(whole, model.block_name) if whole is not None else ():
+                block.compile(dynamic=True)
         self.compute_dtype = (model.fsdp_policy_mp if self.multi_process else None) or model.policy_dtype
         self.reference_digest = None
         if self.rank == 0 and config.cache_reference_logps == "all" and reference_model is not None:
@@ -294,7 +297,7 @@ class BasicTrainer:
         return list(map(Sample, [prompt for batch in batches for prompt in batch["prompt"]], policy, reference))
 
     def get_batch_samples(self, batch: Batch) -> tuple[list[str], list[str]]:
-        """(policy, reference) continuations of this process's part of a batch's prompts; no reference under SFT."""
+        """(policy, reference) continuations of the batch's prompts; none of a reference that is not there."""
         policy, *reference = (self._continuations(model, batch) for model in self._sampled_models())
         return policy, reference[0] if reference else []
 

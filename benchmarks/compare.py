@@ -28,12 +28,13 @@ import torch
 
 import train
 from benchmarks.step_overhead import compose
+from launching import keep_freed_memory
 from layouts import SharedPrefix
 from metrics import peak_memory_gb
 from packing import Packed
 
-COMMON = ("exp_name=compare", "model.reference_dtype=float32", "eval_batch_size=4", "n_eval_examples=4", "self_test=false",
-          "sample_during_eval=false", "warmup_steps=0", "n_epochs=null", "n_examples=1000000")  # fmt: skip
+COMMON = ("model.reference_dtype=float32", "eval_batch_size=4", "n_eval_examples=4", "sample_during_eval=false",
+          "warmup_steps=0", "n_epochs=null", "n_examples=1000000")  # fmt: skip
 FAST = ("model.attn_implementation=sdpa",)
 CACHED = ("cache_reference_logps=all",)
 BFLOAT16 = ("model.autocast=bfloat16",)
@@ -95,7 +96,7 @@ def measure(overrides: list[str], updates: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = compose([*COMMON, f"local_run_dir={folder}", f"local_dirs=[{folder}]", *overrides])
         config.n_examples = (updates + 1) * config.batch_size
-        torch.manual_seed(config.seed)
+        keep_freed_memory()
         policy, reference = train.load_models(config, 0, 1)
         shape = shape_of(policy)
         trainer = train.find_trainer(config)(policy, config, config.seed, folder, reference)
@@ -179,8 +180,15 @@ def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, A
 
     config = compose([*COMMON, f"local_run_dir={folder}/run", *overrides])
     n_pairs = (updates + 1) * config.batch_size
-    batches = iterate_rows(load_data(config, silent=True).train, batch_size=config.batch_size, shuffle=True, sft_mode=False,
-                           n_epochs=None, n_examples=n_pairs, seed=config.seed)  # fmt: skip
+    batches = iterate_rows(
+        load_data(config, silent=True).train,
+        batch_size=config.batch_size,
+        shuffle=True,
+        sft_mode=False,
+        n_epochs=None,
+        n_examples=n_pairs,
+        seed=config.seed,
+    )
     rows = [{"prompt": prompt.text, **texts} for batch in batches for prompt, texts in batch]
     (folder / "pairs.json").write_text(json.dumps(rows))
     return {
@@ -194,32 +202,28 @@ def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, A
 
 
 def print_table(results: dict[str, dict], peaks: Callable[[str], float]) -> None:
-    base = results.get("padded", {}).get("rows")
-    baseline = median(r["seconds"] for r in base) if base else None
-    print(f"\n{'':34} s/pair   times faster  tokens/s  memory GB  of padded  fed/pair  needed  TFLOP/update  of peak")
+    """A line for each result; times and memory also against the first, which is `padded` unless it was left out."""
+    first = next(iter(results.values()))
+    titles = ("s/pair", "faster", "memory GB", "of it", "fed/pair", "needed", "needed/s", "TFLOP/update", "of peak")
+    print(f"\n{'':34}" + "".join(f"{title:>13}" for title in titles))
     for name, result in results.items():
         if "failed" in result:
             print(f"{name:34} failed: {result['failed']}")
             continue
         rows, pairs = result["rows"], result["pairs"]
         seconds = median(r["seconds"] for r in rows)
-        ratio = f"{baseline / seconds:5.2f}" if baseline else "    -"
-        memory = f"{result['memory_gb'] / results['padded']['memory_gb']:.0%}" if baseline else "-"
-        line = f"{name:34} {seconds / pairs:6.3f} {ratio:>13} "
+        cells = [f"{seconds / pairs:.3f}", f"{median(r['seconds'] for r in first['rows']) / seconds:.2f}"]
+        cells += [f"{result['memory_gb']:.2f}", f"{result['memory_gb'] / first['memory_gb']:.0%}"]
         if "flops" in rows[0]:
-            fed, needed = (sum(r[key] for r in rows) / len(rows) / pairs for key in ("fed", "needed"))
-            flops = sum(r["flops"] for r in rows) / len(rows)
+            fed, needed, flops = (sum(r[key] for r in rows) / len(rows) for key in ("fed", "needed", "flops"))
             rate = sum(r["flops"] for r in rows) / sum(r["seconds"] for r in rows)
-            line += (
-                f"{needed * pairs / seconds:10.0f} {result['memory_gb']:10.2f} {memory:>10} {fed:9.0f} {needed:7.0f} "
-            )
-            line += f"{flops / 1e12:13.2f} {rate / peaks(name):8.0%}"
-        else:
-            line += f"{'':10} {result['memory_gb']:10.2f} {memory:>10}"
-        print(line)
-    print("\nfirst counted update: " + "; ".join(
-        f"{name}: loss {r['rows'][0]['loss']:.6f}" + (f", gradient norm {r['rows'][0]['grad_norm']:.5f}" if "grad_norm" in r["rows"][0] else "")
-        for name, r in results.items() if "rows" in r))  # fmt: skip
+            cells += [f"{fed / pairs:.0f}", f"{needed / pairs:.0f}", f"{needed / seconds:.0f}", f"{flops / 1e12:.2f}"]
+            cells.append(f"{rate / peaks(name):.0%}")
+        print(f"{name:34}" + "".join(f"{cell:>13}" for cell in cells))
+    print("\nlosses of the counted updates, the same where the numbers are:")
+    for name, result in results.items():
+        if "rows" in result:
+            print(f"{name:34}" + "".join(f"{row['loss']:12.6f}" for row in result["rows"]))
 
 
 def main() -> None:

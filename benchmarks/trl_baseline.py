@@ -65,7 +65,7 @@ def main(folder: Path) -> None:
         callbacks=[watch],
     )
     trainer.train()
-    timed = [{"seconds": s, "loss": loss} for s, loss in zip(watch.times[1:], watch.losses[1:])]
+    timed = [{"seconds": s, "loss": loss} for s, loss in zip(watch.times[1:], watch.losses[1:], strict=False)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 1e9

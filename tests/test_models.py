@@ -111,42 +111,6 @@ def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64(tiny_ll
     torch.testing.assert_close(ours, summed(double(ids, attention_mask=mask).logits), rtol=1e-13, atol=0)
 
 
-class IdsInsteadOfText:
-    """Stands in for the tokenizer, to see how many tokens were sampled."""
-
-    pad_token_id = 0
-
-    def batch_decode(self, ids, *, skip_special_tokens):
-        return ids
-
-
-def test_sampling_depends_on_its_seed_alone_and_leaves_the_random_state(tiny_llama, tokenizer, batch):
-    def texts(seed: int) -> list[str]:
-        return models.sample(tiny_llama, batch, tokenizer, max_length=50, seed=seed)
-
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    first = texts(5)
-    assert torch.equal(torch.get_rng_state(), state)
-
-    torch.manual_seed(2)
-    assert texts(5) == first
-    assert texts(6) != first
-    assert len(first) == len(batch["prompt"])
-    assert not any(prompt in text for prompt, text in zip(batch["prompt"], first, strict=True))
-
-
-@pytest.mark.parametrize("models_own_limit", [None, 2])
-def test_samples_end_at_max_length_with_the_prompt(models_own_limit, tiny_llama, batch):
-    model = copy.deepcopy(tiny_llama)
-    model.generation_config.max_new_tokens = models_own_limit  # some published models come with one
-    n_prompt = batch["prompt_input_ids"].shape[1]
-
-    ids = models.sample(model, batch, IdsInsteadOfText(), max_length=n_prompt + 6, seed=0)
-
-    assert ids.shape == (2, 6)
-
-
 def test_missing_weights_are_an_error_not_random_numbers(tmp_path):
     shutil.copytree(TINY_LLAMA, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"

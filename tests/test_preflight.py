@@ -12,7 +12,7 @@ import pytest
 from conftest import GOLDEN, write_rows
 
 from preference_datasets import Prompt, iterate_rows
-from preflight import count_updates, inspect_split, prepare_data
+from preflight import count_updates, describe, inspect_split, prepare_data
 from tokenization import TextEncoder
 from utils import InputError
 
@@ -110,7 +110,12 @@ def test_dropped_examples_are_those_of_the_epochs_that_end(n_epochs, n_examples,
 def test_each_count_counts_its_own_examples_and_nothing_else(tokenizer, prompts, counts):
     report = asdict(inspect(tokenizer, *prompts))
     noted = {key: report[key] for key in report if isinstance(report[key], int) and report[key]}
-    assert noted == {"prompts": len(prompts), "examples": sum(len(p.pairs) for p in prompts), **counts}
+    assert noted == {
+        "prompts": len(prompts),
+        "examples": (n := sum(len(p.pairs) for p in prompts)),
+        "tokenized": n,
+        **counts,
+    }
 
 
 def test_lengths_are_in_tokens_with_eos_after_truncation(tokenizer):
@@ -213,6 +218,31 @@ def test_a_model_that_embeds_fewer_tokens_than_the_texts_use_is_refused(three_pa
     largest = max(
         max(data.tokenizer(text)["input_ids"]) for p in data.train + data.test for text in (p.text, *p.responses)
     )
-    data.check_vocabulary(largest + 1)
+    data.encode.check_vocabulary(largest + 1)
     with pytest.raises(InputError, match=rf"token id {largest} but the model embeds only {largest} tokens"):
-        data.check_vocabulary(largest)
+        data.encode.check_vocabulary(largest)
+
+
+def test_a_text_that_is_tokenized_later_is_checked_too(tokenizer):
+    encode = TextEncoder(tokenizer)
+    [id_of_a] = encode(" a")
+    encode.check_vocabulary(id_of_a + 1)
+    beyond = next(word for word in (" b", " c", " the", " zebra") if max(tokenizer(word)["input_ids"]) > id_of_a)
+    with pytest.raises(InputError, match=rf"the model embeds only {id_of_a + 1} tokens"):
+        encode(beyond)
+
+
+def test_of_a_large_split_texts_are_counted_and_the_tokens_of_a_sample(tokenizer):
+    prompts = [prompt_of("a b c d", (" b c", " c"), ("", " b")) for _ in range(50)]  # the prompt is cut for the first
+    report = inspect_split(
+        prompts, TextEncoder(tokenizer), sft_mode=False, max_length=6, max_prompt_length=2, sample_size=20
+    )
+    assert (report.examples, report.empty_responses, report.tokenized) == (100, 50, 20)
+    assert 0 < report.truncated_prompts < 20
+    assert f"; of 20 drawn at random, {report.truncated_prompts} with a truncated prompt" in describe("train", report)
+
+
+def test_eos_is_found_beyond_the_sample(tokenizer):
+    prompts = [*[prompt_of("a", (" b", " c"))] * 30, prompt_of("a", (" b", f" c{tokenizer.eos_token}"))]
+    with pytest.raises(InputError, match="1 text contains the EOS token"):
+        inspect_split(prompts, TextEncoder(tokenizer), sft_mode=False, max_length=6, max_prompt_length=2, sample_size=5)

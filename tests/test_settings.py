@@ -270,6 +270,11 @@ def test_defaults_are_the_references():
         "tensor_parallel_size": None,
         "tensor_parallel.backend": "dtensor",
         "collective_timeout_secs": 1800,
+        "layout": "shared_prefix",
+        "cache_reference_logps": "as_needed",
+        "num_workers": 1,
+        "compile": False,
+        "model.autocast": None,
         "model.attn_implementation": "eager",
         "model.random_init": False,
     }

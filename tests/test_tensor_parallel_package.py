@@ -100,9 +100,9 @@ def test_clipped_updates_and_saved_states_are_those_of_the_whole_model(family, o
         norms = [update(model, o, max_norm=1.0) for model, o in zip((whole, split), optimizers, strict=True)]
         assert norms[0] > 1  # or nothing would be clipped
         assert_same(norms[1], norms[0], 1e-6)
-    assert_same(split.state_dict(), whole.state_dict(), 1e-5)
+    assert_same(split.state_dict(), whole.state_dict(), 5e-5)  # attention's softmax is float32
     saved = optimizers[1].state_dict()
-    assert_same(saved, optimizers[0].state_dict(), 1e-5)
+    assert_same(saved, optimizers[0].state_dict(), 5e-5)
     assert_same(update(split, optimizers[1], 1.0), update(whole, optimizers[0], 1.0), 1e-6)  # saving changed nothing
     optimizers[0].load_state_dict(saved)
 
@@ -162,7 +162,14 @@ def test_a_frozen_reference_in_half_precision(family, dtype):
 def test_forwards_agree_bit_for_bit_on_more_devices(family):
     whole = build(family)
     policy, reference = (split_over_devices(whole, ["cpu"] * 4) for _ in range(2))
-    (note,) = self_test(policy, reference, batch_of(2), loss_name="dpo", loss_options=DPO, same_dtype=True)
+    (note,) = self_test(
+        policy,
+        reference,
+        lambda model: concatenated_forward(model, batch_of(2)),
+        loss_name="dpo",
+        loss_options=DPO,
+        same_dtype=True,
+    )
     assert "rewards within 0 of 0" in note
     with torch.no_grad():
         assert len({loss(policy).item() for _ in range(20)}) == 1

@@ -145,9 +145,7 @@ def test_an_unknown_truncation_mode_is_an_error_that_lists_the_choices(tokenizer
 
 def test_texts_tokenized_ahead_give_the_same_ids(tokenizer):
     encode = TextEncoder(tokenizer)
-    assert encode.largest_id() == -1
     encode.prime(["a b", " e", "", "a b"], chunk=2)
-    assert encode.largest_id() == 328
     encode.tokenizer = None  # whatever is not remembered fails from here on
     assert [encode(text) for text in ("a b", " e", "")] == [[65, 276], [328], []]
 

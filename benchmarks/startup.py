@@ -1,0 +1,95 @@
+"""How long a run takes to its first update, and what its data weighs, on as many pairs as Anthropic's HH has.
+
+    python -m benchmarks.startup model.name_or_path=DIR [--pairs 160800] [overrides of train.py ...]
+
+Writes made-up pairs in HH's format and lengths (dialogues of one to four turns, log-normal numbers of words), then runs
+the real command line on them and on a thousandth of them, in fresh processes, and stops each after its first updates.
+The difference in resident memory is what the data weighs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from train import CONFIG_DIR
+
+LETTERS = "etaoinshrdlucmfwypvbgk"
+FIXED = (
+    "exp_name=startup", "loss=dpo", "loss.beta=0.1", "wandb.enabled=false", "debug=true", "do_first_eval=false",
+    "n_eval_examples=16", "n_examples=16", "datasets=[hh]", "sample_during_eval=false",
+)  # fmt: skip
+
+
+def write_pairs(path: Path, n: int, seed: int) -> None:
+    """`n` rows of `chosen` and `rejected`, about 1,100 characters each, as JSON lines, compressed."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choices(LETTERS, range(len(LETTERS), 0, -1), k=draw.randint(2, 9))) for _ in range(5000)]
+    weights = [1 / (rank + 2) for rank in range(len(words))]  # Zipf's law
+    text = draw.choices(words, weights, k=1_000_000)
+
+    def say(mean_words: float) -> str:
+        start, n_words = draw.randrange(990_000), int(draw.lognormvariate(0, 0.8) * mean_words) + 1
+        return " ".join(text[start : start + min(n_words, 600)]).capitalize() + "."
+
+    with gzip.open(path, "wt", compresslevel=1, encoding="utf-8") as file:
+        for _ in range(n):
+            turns = [f"\n\nHuman: {say(20)}\n\nAssistant: {say(30)}" for _ in range(draw.randint(0, 3))]
+            prompt = "".join(turns) + f"\n\nHuman: {say(20)}\n\nAssistant:"
+            file.write(json.dumps({"chosen": f"{prompt} {say(40)}", "rejected": f"{prompt} {say(40)}"}) + "\n")
+
+
+def measure(data: Path, overrides: list[str], folder: Path) -> tuple[float, float]:
+    """Seconds to the first line of `metrics.jsonl`, and the peak of resident memory in GB."""
+    run_dir = folder / f"run_{data.name}"
+    command = [sys.executable, str(CONFIG_DIR.parent / "train.py"), *FIXED, f"dataset_sources.hh={data}",
+               f"local_run_dir={run_dir}", *overrides]  # fmt: skip
+    start = time.perf_counter()
+    with (folder / f"{data.name}.log").open("w") as log:
+        # a cache of its own: datasets would keep what an earlier run has parsed
+        environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / f"cache_{data.name}")}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    first = None
+    peak = 0
+    while process.poll() is None:
+        if first is None and (run_dir / "metrics.jsonl").exists():
+            first = time.perf_counter() - start
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+        except FileNotFoundError:
+            break
+        peak = max(peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), 0)
+        time.sleep(0.05)
+    if process.wait():
+        sys.exit((folder / f"{data.name}.log").read_text()[-2000:])
+    return first or time.perf_counter() - start, peak * 1024 / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--pairs", type=int, default=160_800)
+    arguments, overrides = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        results = {}
+        for n in (max(64, arguments.pairs // 1000), arguments.pairs):
+            data = folder / str(n)
+            data.mkdir()
+            write_pairs(data / "train.jsonl.gz", n, seed=0)
+            write_pairs(data / "test.jsonl.gz", 64, seed=1)
+            results[n] = measure(data, overrides, folder)
+            print(f"{n:8,} pairs: first update after {results[n][0]:.1f} s, {results[n][1]:.2f} GB at the peak")
+        few, many = results.values()
+        print(f"the data takes {many[0] - few[0]:.1f} s and {many[1] - few[1]:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Samples depend on their seed alone and end where the config says."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import sampling
+from tokenization import get_collate_fn, tokenize_batch_element
+
+
+@pytest.fixture(scope="module")
+def batch(tokenizer):
+    pairs = [
+        ("\n\nHuman: Where?\n\nAssistant:", " Here, on the desk.", " No."),
+        ("\n\nHuman: Who has seen the red umbrella?\n\nAssistant:", " I.", " Nobody has seen it, and who cares?"),
+    ]
+    return get_collate_fn(tokenizer)([tokenize_batch_element(*p, "keep_start", tokenizer, 64, 32) for p in pairs])
+
+
+class IdsInsteadOfText:
+    """Stands in for the tokenizer, to see how many tokens were sampled."""
+
+    pad_token_id = 0
+
+    def batch_decode(self, ids, *, skip_special_tokens):
+        return ids
+
+
+def test_sampling_depends_on_its_seed_alone_and_leaves_the_random_state(tiny_llama, tokenizer, batch):
+    def texts(seed: int) -> list[str]:
+        return sampling.sample(tiny_llama, batch, tokenizer, max_length=50, seed=seed)
+
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = texts(5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+    torch.manual_seed(2)
+    assert texts(5) == first
+    assert texts(6) != first
+    assert len(first) == len(batch["prompt"])
+    assert not any(prompt in text for prompt, text in zip(batch["prompt"], first, strict=True))
+
+
+@pytest.mark.parametrize("models_own_limit", [None, 2])
+def test_samples_end_at_max_length_with_the_prompt(models_own_limit, tiny_llama, batch):
+    model = copy.deepcopy(tiny_llama)
+    model.generation_config.max_new_tokens = models_own_limit  # some published models come with one
+    n_prompt = batch["prompt_input_ids"].shape[1]
+
+    ids = sampling.sample(model, batch, IdsInsteadOfText(), max_length=n_prompt + 6, seed=0)
+
+    assert ids.shape == (2, 6)
