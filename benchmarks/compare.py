@@ -43,6 +43,7 @@ VARIANTS = {
     "ours": FAST,
     "ours, reference cached": (*FAST, *CACHED),
     "padded, bfloat16": ("layout=padded", *BFLOAT16),
+    "ours, compiled": (*FAST, "compile=true"),
     "ours, bfloat16": (*FAST, *BFLOAT16),
     "ours, bfloat16, reference cached": (*FAST, *BFLOAT16, *CACHED),
 }

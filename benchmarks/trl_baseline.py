@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
@@ -28,6 +29,13 @@ class Stopwatch(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and "loss" in logs:
             self.losses.append(logs["loss"])
+
+
+class InOrder(DPOTrainer):
+    """TRL shuffles; these pairs are in the order of ours."""
+
+    def _get_train_sampler(self, dataset=None):
+        return SequentialSampler(dataset if dataset is not None else self.train_dataset)
 
 
 def main(folder: Path) -> None:
@@ -52,11 +60,10 @@ def main(folder: Path) -> None:
         report_to="none",
         gradient_checkpointing=False,
         disable_tqdm=True,
-        shuffle_dataset=False,
         **({"bf16": False} | settings["options"]),
     )
     watch = Stopwatch()
-    trainer = DPOTrainer(
+    trainer = InOrder(
         model=policy,
         ref_model=None if config.precompute_ref_log_probs else reference,
         args=config,
