@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
@@ -48,12 +49,7 @@ def find_seat(environ: Mapping[str, str] = os.environ) -> Seat | None:
 
     Raises InputError for variables that are missing or no numbers.
     """
-
-    def number(name: str, default: int | None = None) -> int:
-        if name not in environ and default is None:
-            raise InputError(f"a launcher set some of its variables, but not {name}: unset them or launch anew")
-        return _number(name, default or 0, environ)
-
+    number = partial(_number, environ=environ)
     if {"RANK", "WORLD_SIZE"} <= environ.keys():
         rank = number("RANK")
         hosts = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -67,8 +63,10 @@ def find_seat(environ: Mapping[str, str] = os.environ) -> Seat | None:
     return None
 
 
-def _number(name: str, default: int, environ: Mapping[str, str] = os.environ) -> int:
-    """An environment variable that must be a whole number."""
+def _number(name: str, default: int | None = None, *, environ: Mapping[str, str] = os.environ) -> int:
+    """An environment variable that must be a whole number, and be there if it has no default."""
+    if name not in environ and default is None:
+        raise InputError(f"a launcher set some of its variables, but not {name}: unset them or launch anew")
     text = environ.get(name, str(default))
     if not text.isdigit():
         raise InputError(f"{name}={text} in the environment is not a number")
@@ -180,6 +178,7 @@ def _work(seat: Seat, worker: Callable[..., None], args: tuple, timeout_secs: fl
             backend=_backend(seat.local_rank),
             timeout=timedelta(seconds=timeout_secs),
             store=dist.PrefixStore("group", store),
+            local_rank=seat.local_rank,
         )
         worker(seat.rank, seat.world_size, *args)
         dist.destroy_process_group()

@@ -15,6 +15,7 @@ from models import chosen_logps, concatenated_forward, packed_logps
 from packing import Packed, cut_evenly, find_examples, pack
 from tokenization import Batch, collate
 
+FED = ("_input_ids", "_attention_mask", "_labels")
 Logps = tuple[torch.Tensor, ...]  # (chosen, rejected), or under SFT (chosen,): each (B,)
 
 
@@ -40,7 +41,7 @@ class Padded:
 
     def split(self, batch: Batch, parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         """The global batch in `parts * size` microbatches; of these number `rank`, `rank + size`, ..."""
-        tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+        tensors = {key: value for key, value in batch.items() if key.endswith(FED) and not key.startswith("prompt")}
         cuts = torch.arange(len(batch["chosen_input_ids"])).tensor_split(parts * size)[rank::size]
         return [Microbatch(rows.tolist(), {k: v[rows] for k, v in tensors.items()}) for rows in cuts]
 
@@ -122,7 +123,8 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; 0.05 for ha
 @torch.no_grad()
 def _find_difference(model: Any, layout: SharedPrefix, tolerance: float) -> str | None:
     """How the log-probabilities of two short pairs differ between the layouts; None if they do not."""
-    batch = _two_short_pairs(model.config.get_text_config().vocab_size)
+    beyond = max((window or 0 for window in layout.windows.values()), default=0)
+    batch = _two_short_pairs(model.config.get_text_config().vocab_size, prompts=(beyond + 5, beyond + 2))
     device, training = next(model.parameters()).device, model.training
     model.eval()
     try:
@@ -141,16 +143,16 @@ def _find_difference(model: Any, layout: SharedPrefix, tolerance: float) -> str 
     return f"gives log-probabilities with shared prefixes that are off by {difference:.2g}"
 
 
-def _two_short_pairs(vocabulary: int) -> Batch:
-    """Random tokens; prompts of 5 and 2, responses of 4 and 6, 7 and 3."""
-    ids = torch.randint(vocabulary, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+def _two_short_pairs(vocabulary: int, *, prompts: tuple[int, int]) -> Batch:
+    """Random tokens; prompts of these lengths, responses of 4 and 6, 7 and 3."""
+    generator = torch.Generator().manual_seed(0)
     rows = []
-    for start, n, responses in ((0, 5, (4, 6)), (50, 2, (7, 3))):
-        prompt, row = ids[start : start + n], {}
-        for at, side, length in zip((10, 20), ("chosen", "rejected"), responses, strict=True):
-            response = ids[start + at : start + at + length]
+    for n, lengths in zip(prompts, ((4, 6), (7, 3)), strict=True):
+        prompt, *responses = (torch.randint(vocabulary, (k,), generator=generator).tolist() for k in (n, *lengths))
+        row = {}
+        for side, response in zip(("chosen", "rejected"), responses, strict=True):
             row[f"{side}_input_ids"] = prompt + response
-            row[f"{side}_attention_mask"] = [1] * (n + length)
+            row[f"{side}_attention_mask"] = [1] * len(prompt + response)
             row[f"{side}_labels"] = [IGNORE_INDEX] * n + response
         rows.append(row)
-    return collate(rows, pad_token_id=0)  # type: ignore[return-value]
+    return collate(rows, pad_token_id=0)

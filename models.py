@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from checkpoint import load_archive
 from losses import _get_batch_logps
-from packing import Packed, tree_mask
+from packing import Packed, tree_block_mask, tree_mask
 from tokenization import Batch, concatenated_inputs
 from utils import InputError, disable_dropout
 
@@ -143,8 +143,11 @@ def concatenated_forward(model: torch.nn.Module, batch: Batch) -> tuple[torch.Te
 
 def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
     """Summed log-probabilities of the U responses of `packed`, (U,): what `sequence_logps` gives for each alone."""
-    dtype = model.get_input_embeddings().weight.dtype
-    masks = {kind: _additive(tree_mask(packed, window=window), dtype) for kind, window in windows.items()}
+    if model.config._attn_implementation == "flex_attention":
+        masks = {kind: tree_block_mask(packed, window=window) for kind, window in windows.items()}
+    else:
+        dtype = model.get_input_embeddings().weight.dtype
+        masks = {kind: _additive(tree_mask(packed, window=window), dtype) for kind, window in windows.items()}
     hidden = model.base_model(
         packed.input_ids,
         attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
@@ -192,7 +195,8 @@ def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torc
 
     def score(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = scale(head(hidden))
-        return _PickedLogSoftmax.apply(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return _PickedLogSoftmax.apply(logits, targets.to(logits.device))
 
     n_chunks = max(1, math.ceil(len(targets) * model.config.get_text_config().vocab_size / LOGITS_AT_ONCE))
     chunks = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from losses import IGNORE_INDEX
 from tokenization import Batch
@@ -217,3 +218,16 @@ def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
     if window is not None:
         seen &= position[:, :, None] - position[:, None, :] < window
     return seen[:, None]
+
+
+def tree_block_mask(packed: Packed, *, window: int | None = None) -> BlockMask:
+    """`tree_mask` for FlexAttention, which skips the blocks in which nothing is seen."""
+    tree, branch, position = packed.tree, packed.branch, packed.position_ids
+
+    def sees(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        on_path = (branch[row, k] == NONE) | (branch[row, q] == branch[row, k])
+        near = position[row, q] - position[row, k] < (window or tree.shape[1])
+        return (tree[row, q] == tree[row, k]) & on_path & near & (q >= k)
+
+    rows, length = tree.shape
+    return create_block_mask(sees, rows, None, length, length, device=tree.device)

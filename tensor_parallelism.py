@@ -149,9 +149,7 @@ def cut_modules(modules: Mapping[str, torch.nn.Module], plan: Mapping[str, Style
 
     `modules` are by full name and hold whole parameters; tied ones must come in one call, to stay tied.
     """
-    slices: dict[
-        torch.nn.Parameter, torch.nn.Parameter
-    ] = {}  # of the whole ones, which it keeps alive: no id is reused
+    slices: dict[Any, torch.nn.Parameter] = {}  # by the whole ones, which it keeps alive: no id is reused
     for name, module in modules.items():
         style = plan.get(name, STYLES["replicate"])
         width = getattr(module, "out_features", 0) or getattr(module, "nf", 0)

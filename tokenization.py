@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from threading import Lock
 from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
@@ -43,21 +44,23 @@ class TextEncoder:
     """A tokenizer that remembers: each distinct text is tokenized once, without special tokens.
 
     `prime` tokenizes many texts in one call, which fast tokenizers spread over the cores. Ids are kept as 32-bit
-    arrays, a seventh of what Python lists of integers take.
+    arrays, a seventh of what Python lists of integers take. Several threads may share it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._lock = Lock()  # tokenizers change their settings while they work
         self._ids: dict[str, array] = {}
         self._largest, self._n_embeddings = -1, math.inf
 
     def prime(self, texts: Iterable[str], *, chunk: int = 10_000) -> None:
-        new = list(dict.fromkeys(text for text in texts if text not in self._ids))
-        for start in range(0, len(new), chunk):
-            part = new[start : start + chunk]
-            for text, ids in zip(part, self.tokenizer(part, add_special_tokens=False)["input_ids"], strict=True):
-                self._largest = max(self._largest, max(ids, default=-1))
-                self._ids[text] = array("i", ids)
+        with self._lock:
+            new = list(dict.fromkeys(text for text in texts if text not in self._ids))
+            for start in range(0, len(new), chunk):
+                part = new[start : start + chunk]
+                for text, ids in zip(part, self.tokenizer(part, add_special_tokens=False)["input_ids"], strict=True):
+                    self._largest = max(self._largest, max(ids, default=-1))
+                    self._ids[text] = array("i", ids)
         self.check_vocabulary(self._n_embeddings)
 
     def check_vocabulary(self, n_embeddings: float) -> None:

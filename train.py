@@ -218,10 +218,7 @@ def main(config: DictConfig) -> None:
 
 def _exit_on(problems: list[str]) -> None:
     if problems:
-        from launching import find_seat
-
-        seat = find_seat()
-        if seat is None or seat.rank == 0:  # every rank finds the same
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # every rank finds the same
             print("\n".join(["bad configuration:", *(f"  - {problem}" for problem in problems)]), file=sys.stderr)
         sys.exit(2)
 
@@ -254,8 +251,19 @@ def check_command_line(arguments: list[str]) -> list[str]:
         config = hydra.compose("config", rest)
     # a refused override leaves its key as it was, which is not another problem
     keys = tuple(f"{o.split('=')[0]} is not set" for o in refused)
-    _exit_on([*refused.values(), *(p for p in find_config_problems(config) if not p.startswith(keys))])
+    problems = _find_problems_of_rest(config)
+    _exit_on([*refused.values(), *(p for p in problems if not p.startswith(keys))])
     return arguments
+
+
+def _find_problems_of_rest(config: DictConfig) -> list[str]:
+    """What is wrong with the config that remains, or with the launcher's variables."""
+    from utils import InputError
+
+    try:
+        return find_config_problems(config)
+    except InputError as error:
+        return [str(error)]
 
 
 def _refusal(overrides: list[str]) -> str | None:

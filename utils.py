@@ -139,17 +139,18 @@ def init_distributed(
     backend: str = "nccl",
     timeout: timedelta | None = None,
     store: dist.Store | None = None,
+    local_rank: int | None = None,
 ) -> None:
     """Join the default process group, at `store` or where `MASTER_ADDR` and `MASTER_PORT` in the environment say.
 
-    `timeout` is how long a collective may wait; None leaves it to torch.
+    `timeout` is how long a collective may wait; None leaves it to torch. `local_rank`, by default `rank`, is the
+    process's among those of its machine: the GPU it takes under NCCL.
     """
     if store is None:
         os.environ.setdefault("MASTER_ADDR", master_addr)
         os.environ.setdefault("MASTER_PORT", str(port))
     if backend == "nccl":  # first, or NCCL takes GPU 0 for every rank
-        local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", rank)))
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        torch.cuda.set_device((rank if local_rank is None else local_rank) % torch.cuda.device_count())
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store)
 
 

@@ -29,12 +29,16 @@ FIXED = (
 )  # fmt: skip
 
 
+def make_text(draw: random.Random) -> list[str]:
+    """A million words of a made-up language."""
+    words = ["".join(draw.choices(LETTERS, range(len(LETTERS), 0, -1), k=draw.randint(2, 9))) for _ in range(5000)]
+    return draw.choices(words, [1 / (rank + 2) for rank in range(len(words))], k=1_000_000)  # Zipf's law
+
+
 def write_pairs(path: Path, n: int, seed: int) -> None:
     """`n` rows of `chosen` and `rejected`, about 1,100 characters each, as JSON lines, compressed."""
     draw = random.Random(seed)
-    words = ["".join(draw.choices(LETTERS, range(len(LETTERS), 0, -1), k=draw.randint(2, 9))) for _ in range(5000)]
-    weights = [1 / (rank + 2) for rank in range(len(words))]  # Zipf's law
-    text = draw.choices(words, weights, k=1_000_000)
+    text = make_text(draw)
 
     def say(mean_words: float) -> str:
         start, n_words = draw.randrange(990_000), int(draw.lognormvariate(0, 0.8) * mean_words) + 1

@@ -31,6 +31,7 @@ def command_of(golden: dict, data: str, run_dir: str) -> list[str]:
         "sample_during_eval=false",
         "exp_name=golden",
         f"local_run_dir={run_dir}",
+        f"local_dirs=[{Path(run_dir).parent}]",
     ]
 
 
@@ -50,7 +51,7 @@ def assert_same(ours: dict, theirs: dict, tolerance: float, where: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-LAYOUTS = {
+GRIDS = {
     "sharded": ("trainer=FSDPTrainer", "world_size=2"),
     "cut": ("trainer=TensorParallelTrainer", "world_size=2"),
     "cut and sharded": ("trainer=TensorParallelTrainer", "world_size=4", "tensor_parallel_size=2"),
@@ -60,7 +61,16 @@ LAYOUTS = {
         "tensor_parallel_size=2",
     ),
 }
-EVERYWHERE = {  # what `make test` runs of the layouts; `make golden` runs all
+IN_ONE_PROCESS = {  # beside the defaults
+    "padded": ("layout=padded",),
+    "references cached": ("cache_reference_logps=all", "gradient_accumulation_steps=2"),
+    "compiled": ("compile=true",),
+}
+EVERYWHERE = {  # what `make test` runs of these; `make golden` runs all
+    ("words-sft", "padded"),
+    ("words-ipo", "padded"),
+    ("llama-dpo", "padded"),
+    ("words-dpo", "references cached"),
     ("words-dpo", "sharded", 1),
     ("words-sft", "sharded", 2),
     ("words-dpo", "cut", 2),
@@ -70,27 +80,30 @@ EVERYWHERE = {  # what `make test` runs of the layouts; `make golden` runs all
     ("llama-ipo", "sharded", 2),
     ("llama-dpo", "cut and sharded", 2),
 }
-TOO_SENSITIVE = {("words-sft", layout) for layout in LAYOUTS if layout != "sharded"}  # at the last update: docs/LOG.md
+TOO_SENSITIVE = {("words-sft", grid) for grid in GRIDS if grid != "sharded"}  # at the last update: docs/LOG.md
 
 
-def over_layouts() -> Iterator[Any]:
+def over_grids() -> Iterator[Any]:
     for run in [f"{data}-{loss}" for data in ("words", "llama") for loss in ("sft", "dpo", "ipo")]:
         yield pytest.param(run, (), id=run)
-        for layout, overrides in LAYOUTS.items():
+        for name, settings in IN_ONE_PROCESS.items():
+            marks = [] if (run, name) in EVERYWHERE else [pytest.mark.slow]
+            yield pytest.param(run, settings, marks=marks, id=f"{run}, {name}")
+        for grid, overrides in GRIDS.items():
             for accumulation in (1, 2):
-                marks = [] if (run, layout, accumulation) in EVERYWHERE else [pytest.mark.slow]
+                marks = [] if (run, grid, accumulation) in EVERYWHERE else [pytest.mark.slow]
                 settings = (*overrides, f"gradient_accumulation_steps={accumulation}")
-                yield pytest.param(run, settings, marks=marks, id=f"{run}, {layout}, accumulation {accumulation}")
+                yield pytest.param(run, settings, marks=marks, id=f"{run}, {grid}, accumulation {accumulation}")
 
 
-@pytest.mark.parametrize(("run", "overrides"), over_layouts())
+@pytest.mark.parametrize(("run", "overrides"), over_grids())
 def test_every_metric_of_the_published_reference(run, overrides, tmp_path):
     golden = repeat(run, overrides, tmp_path)
     tolerance = 5e-3 if run.endswith("ipo") else 2e-3
     updates, evaluations = metrics_of(tmp_path / "run", "train"), metrics_of(tmp_path / "run", "eval")
     assert [u["examples"] for u in updates] == [4 * (i + 1) for i in range(16)]
-    layout = next((name for name, settings in LAYOUTS.items() if set(settings) <= set(overrides)), None)
-    compared = 15 if (run, layout) in TOO_SENSITIVE else 16
+    grid = next((name for name, settings in GRIDS.items() if set(settings) <= set(overrides)), None)
+    compared = 15 if (run, grid) in TOO_SENSITIVE else 16
     for i, (ours, theirs) in enumerate(zip(updates[:compared], golden["updates"], strict=False)):
         assert_same(ours, theirs, 3e-5 if i == 0 else tolerance, f"update {i + 1}")
     assert [e["examples"] for e in evaluations] == [0, 32, 64]  # the reference never evaluates its final weights
@@ -101,10 +114,16 @@ def test_every_metric_of_the_published_reference(run, overrides, tmp_path):
         )
 
 
-@pytest.mark.parametrize("layout", ["sharded", "cut"])
-def test_bfloat16_stays_within_a_band_of_the_published_float32_run(layout, tmp_path):
-    in_bfloat16 = ("model.fsdp_policy_mp=bfloat16", "model.reference_dtype=bfloat16")
-    golden = repeat("words-dpo", (*LAYOUTS[layout], *in_bfloat16), tmp_path)
+BFLOAT16 = {
+    "sharded": (*GRIDS["sharded"], "model.fsdp_policy_mp=bfloat16", "model.reference_dtype=bfloat16"),
+    "cut": (*GRIDS["cut"], "model.fsdp_policy_mp=bfloat16", "model.reference_dtype=bfloat16"),
+    "autocast": ("model.autocast=bfloat16",),
+}
+
+
+@pytest.mark.parametrize("way", BFLOAT16)
+def test_bfloat16_stays_within_a_band_of_the_published_float32_run(way, tmp_path):
+    golden = repeat("words-dpo", BFLOAT16[way], tmp_path)
     band = {"logps": 5e-3, "loss": 0.1, "grad_norm": 0.1, "rewards": 0.2}  # rewards absolute, the others relative
     for i, (ours, theirs) in enumerate(zip(metrics_of(tmp_path / "run", "train"), golden["updates"], strict=True)):
         for name, value in theirs.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -164,3 +166,16 @@ def double_llama():
 def test_any_batch_agrees_to_1e10(double_llama, nothing_in_float32, batch, data):
     parts = data.draw(st.integers(1, len(batch["chosen_input_ids"])))
     assert_the_same(double_llama, batch, 1e-10, parts=parts)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="on a CPU FlexAttention is compiled by a C++ compiler")
+@pytest.mark.parametrize("family", ["llama", "qwen2, some layers windowed"])
+def test_flex_attention_gives_the_same_log_probabilities(family, pairs):
+    """Forward only: it has no backward on a CPU."""
+    model = build(SHARED[family], attention="flex_attention").requires_grad_(False)
+    layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32)
+    assert isinstance(layout, SharedPrefix), note
+    [packed], [padded] = (way.split(pairs, 1) for way in (layout, Padded()))
+    expected = Padded().forward(build(SHARED[family]), padded.inputs)
+    torch.testing.assert_close(layout.forward(model, packed.inputs), expected, rtol=1e-5, atol=0)

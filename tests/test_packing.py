@@ -9,7 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packing import NONE, Example, content_key, count_tokens, cut_evenly, find_examples, pack, tree_mask
+from packing import (
+    NONE,
+    Example,
+    content_key,
+    count_tokens,
+    cut_evenly,
+    find_examples,
+    pack,
+    tree_block_mask,
+    tree_mask,
+)
 from tokenization import collate
 
 PAIR = Example(prompt=(1, 2, 3), responses=((10, 11, 9), (20, 9)))
@@ -61,6 +71,14 @@ def test_padding_is_not_seen():
     assert packed.input_ids.tolist()[2] == [4, 30, 31, 32, 0, 0]
     assert packed.tree.tolist()[2] == [0, 0, 0, 0, NONE, NONE]
     assert tree_mask(packed)[2, 0].int().tolist()[3:] == [[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_flex_attention_sees_what_the_dense_mask_says(window):
+    packed = pack([PAIR, Example((5, 2, 3), PAIR.responses), Example((4,), ((30, 31, 32, 9),) * 2)], row_tokens=100)
+    sees, (rows, length) = tree_block_mask(packed, window=window).mask_mod, packed.tree.shape
+    row, q, k = torch.meshgrid(*(torch.arange(n) for n in (rows, length, length)), indexing="ij")
+    assert torch.equal(sees(row, torch.tensor(0), q, k), tree_mask(packed, window=window)[:, 0])
 
 
 def test_what_several_pairs_share_is_there_once():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 from pathlib import Path
 
 import hydra
+import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN, ROOT, metrics_of, write_rows
@@ -112,6 +115,19 @@ def test_gradient_accumulation_changes_nothing_but_memory(loss, make_trainer):
     timings = ("examples_per_second", "tokens_per_second", "memory/peak_gb")
     assert {k: v for k, v in of_four[1].items() if k not in timings} == pytest.approx(
         {k: v for k, v in at_once[1].items() if k not in timings}, rel=1e-6, abs=1e-12
+    )
+
+
+@pytest.mark.parametrize("loss", [SFT, DPO])
+def test_the_layout_changes_nothing_but_time(loss, make_trainer):
+    shared, padded = (
+        update(make_trainer(*loss, *IN_PLAIN_SIGHT, "batch_size=8", f"layout={layout}", run=layout))
+        for layout in ("shared_prefix", "padded")
+    )
+    assert (shared[0] - padded[0]).norm() <= 1e-5 * padded[0].norm()
+    timings = ("examples_per_second", "tokens_per_second", "memory/peak_gb")
+    assert {k: v for k, v in shared[1].items() if k not in timings} == pytest.approx(
+        {k: v for k, v in padded[1].items() if k not in timings}, rel=1e-5, abs=1e-6
     )
 
 
@@ -338,3 +354,57 @@ def test_samples_are_the_same_for_the_same_seed_and_number_of_examples(make_trai
     assert texts() == first
     trainer.example_counter = 4
     assert texts() != first
+
+
+# --- the reference -------------------------------------------------------------------------------------------------
+
+
+def count_forwards(model: torch.nn.Module) -> list[None]:
+    """A list that grows by an entry whenever the model computes hidden states."""
+    calls: list[None] = []
+    model.base_model.register_forward_hook(lambda *_: calls.append(None))
+    return calls
+
+
+def test_the_reference_scores_every_pair_once_in_a_run(make_trainer):
+    trainer = make_trainer(*DPO, "n_epochs=3", "batch_size=8", "eval_every=8", "self_test=false", "debug=true")
+    calls = count_forwards(trainer.reference_model)
+    trainer.train()
+    assert trainer.batch_counter == 6
+    assert len(metrics_of(trainer.run_dir, "eval")) == 7
+    assert len(calls) == 1 + 2  # one evaluation batch, and the training batches of the first epoch
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+def test_with_all_references_cached_nothing_changes_and_the_model_is_gone(layout, make_trainer, tmp_path):
+    options = (*DPO, "n_epochs=2", "batch_size=8", "lr=1e-3", "warmup_steps=0", f"layout={layout}", "debug=true",
+               "sample_during_eval=true", "n_eval_model_samples=4")  # fmt: skip
+    plain = make_trainer(*options, run="plain")
+    cached = (f"local_dirs=[{tmp_path}]", "cache_reference_logps=all")
+    first = make_trainer(*options, *cached, run="first")
+    reference = weakref.ref(first.reference_model)
+    second = make_trainer(*options, *cached, "loss.beta=0.5", run="second")
+    calls = count_forwards(second.reference_model)
+    for trainer in (plain, first, second):
+        trainer.train()
+
+    assert torch.equal(flat_weights(first), flat_weights(plain))
+    gc.collect()
+    assert reference() is None
+    assert len(calls) == 1 + 1  # the self-test, and a batch of what the first run left, to check it
+    with_beta = make_trainer(*options, "loss.beta=0.5", run="with beta")
+    with_beta.train()
+    assert torch.equal(flat_weights(second), flat_weights(with_beta))
+    assert "--- reference ---" not in (first.run_dir / "samples.txt").read_text()
+    assert len(list(tmp_path.glob("*/reference_logps/*.npz"))) == 1
+
+
+def test_a_cache_of_another_model_is_noticed(make_trainer, tmp_path):
+    options = (*DPO, "batch_size=8", "debug=true", f"local_dirs=[{tmp_path}]", "cache_reference_logps=all")
+    make_trainer(*options, run="first").train()
+    [file] = tmp_path.glob("*/reference_logps/*.npz")
+    with np.load(file) as stored:
+        np.savez(file, keys=stored["keys"], logps=stored["logps"] * 1.05)
+
+    with pytest.raises(InputError, match="stored reference log-probabilities are off by up to"):
+        make_trainer(*options, run="second").train()

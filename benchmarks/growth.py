@@ -1,0 +1,87 @@
+"""Time and memory of an update as batches, texts and pairs per prompt grow: the plain path against ours.
+
+    python -m benchmarks.growth model.name_or_path=DIR [--updates 2] [overrides of train.py ...]
+
+Made-up pairs: prompts of about half of `max_length` tokens, responses of about a quarter, log-normal; several pairs of
+a prompt share its best response. Four pairs per microbatch. A line is two fresh processes, as in `benchmarks.compare`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from benchmarks.compare import in_a_process
+from benchmarks.startup import make_text
+
+SIZES = {
+    "batch_size": (4, 16, 64),
+    "max_length": (256, 512, 1024, 2048),
+    "pairs per prompt": (1, 2, 4, 8),
+}
+USUAL = {"batch_size": 16, "max_length": 512, "pairs per prompt": 1}
+LAYOUTS = {"padded": ("layout=padded",), "ours": ("model.attn_implementation=sdpa",)}
+
+
+def write_pairs(path: Path, n: int, *, tokens: int, pairs_per_prompt: int) -> None:
+    """At least `n` rows with texts of about these lengths, counting 2.5 tokens a made-up word."""
+    draw = random.Random(0)
+    text = make_text(draw)
+
+    def say(share: float) -> str:
+        n_words = int(share * tokens / 2.5 * draw.lognormvariate(-0.2, 0.6)) + 1
+        start = draw.randrange(len(text) - n_words)
+        return " ".join(text[start : start + n_words])
+
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(-(-n // pairs_per_prompt)):
+            prompt, best = say(0.5), " " + say(0.25)
+            for _ in range(pairs_per_prompt):
+                file.write(json.dumps({"prompt": prompt, "chosen": best, "rejected": " " + say(0.25)}) + "\n")
+
+
+def measure(sizes: dict[str, int], updates: int, overrides: list[str]) -> list[str]:
+    """Seconds per pair and memory of both layouts, and their ratios."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder)
+        for split in ("train", "test"):
+            n = (updates + 1) * sizes["batch_size"] if split == "train" else 8
+            write_pairs(
+                data / f"{split}.jsonl", n, tokens=sizes["max_length"], pairs_per_prompt=sizes["pairs per prompt"]
+            )
+        settings = [f"batch_size={sizes['batch_size']}", f"gradient_accumulation_steps={sizes['batch_size'] // 4}",
+                    f"max_length={sizes['max_length']}", f"max_prompt_length={sizes['max_length'] // 2}", "loss=dpo",
+                    "loss.beta=0.1", "datasets=[made]", f"dataset_sources.made={data}", *overrides]  # fmt: skip
+        results = []
+        for own in LAYOUTS.values():
+            command = ["-m", "benchmarks.compare", "--measure", f"--updates={updates}", *settings, *own]
+            results.append(in_a_process(command))
+    failed = [result["failed"] for result in results if "failed" in result]
+    if failed:
+        return failed
+    seconds = [median(row["seconds"] for row in result["rows"]) / result["pairs"] for result in results]
+    memory = [result["memory_gb"] for result in results]
+    cells = [*(f"{s:.3f}" for s in seconds), f"{seconds[0] / seconds[1]:.1f}"]
+    return [*cells, *(f"{m:.2f}" for m in memory), f"{memory[1] / memory[0]:.0%}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--updates", type=int, default=2, help="updates that are counted")
+    parser.add_argument("--only", choices=SIZES, help="one of the three")
+    arguments, overrides = parser.parse_known_args()
+    titles = ("s/pair padded", "ours", "times", "GB padded", "ours", "of it")
+    for name, values in SIZES.items():
+        if arguments.only in (None, name):
+            print(f"\n{name:>18}" + "".join(f"{title:>14}" for title in titles))
+            for value in values:
+                cells = measure({**USUAL, name: value}, arguments.updates, overrides)
+                print(f"{value:18}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
