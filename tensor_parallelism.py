@@ -29,6 +29,7 @@ class Style(NamedTuple):
     enter: Callable[[torch.Tensor, DeviceMesh], torch.Tensor] | None = None  # its input, before the local forward
     leave: Callable[[torch.Tensor, DeviceMesh, int], torch.Tensor] | None = None  # its output; the int: full width
     grad_is_partial: bool = False  # an uncut parameter that meets only this process's slice of the activations
+    divided: str | None = None  # an attribute that says how much there is, to be divided by the group's size
 
 
 def _convert(x: torch.Tensor, mesh: DeviceMesh, have: Any, want: Any, *, grad: Any = None, width: int = 0) -> Any:
@@ -73,11 +74,14 @@ STYLES = {
     "embedding_rowwise": Style("rows", None, _added),
     "replicated_with_grad_allreduce": Style(None, grad_is_partial=True),
     "replicate": Style(None),
+    "gpt2_attention": Style(None, divided="split_size"),
+    "gptj_attention": Style(None, divided="num_attention_heads"),
 }
 
-# families whose models name no plan; transformers' names of styles, and fused_qkv
+# families whose models name no plan; transformers' names of styles, and fused_qkv and the two attentions
 PLANS = {
     "gpt2": {
+        "transformer.h.*.attn": "gpt2_attention",
         "transformer.h.*.attn.c_attn": "fused_qkv",
         "transformer.h.*.attn.c_proj": "rowwise",
         "transformer.h.*.mlp.c_fc": "colwise",
@@ -85,6 +89,7 @@ PLANS = {
         "lm_head": "colwise_gather_output",
     },
     "gptj": {
+        "transformer.h.*.attn": "gptj_attention",
         **{f"transformer.h.*.attn.{name}_proj": "colwise" for name in "qkv"},
         "transformer.h.*.attn.out_proj": "rowwise",
         "transformer.h.*.mlp.fc_in": "colwise",
@@ -92,8 +97,6 @@ PLANS = {
         "lm_head": "colwise_gather_output",
     },
 }
-# what attention modules of these families must know about their slice: attributes to divide by the group's size
-DIVIDED = {"GPT2Attention": "split_size", "GPTJAttention": "num_attention_heads"}
 
 
 def check_tensor_parallel(config: Any, size: int) -> None:
@@ -159,8 +162,8 @@ def cut_modules(modules: Mapping[str, torch.nn.Module], plan: Mapping[str, Style
             module.register_parameter(key, slices[parameter])
         if next(module.parameters(recurse=False), None) is not None:
             _compute_with_slices(module, style, mesh, width)
-        if (attribute := DIVIDED.get(type(module).__name__)) is not None:
-            setattr(module, attribute, getattr(module, attribute) // mesh.size())
+        if style.divided is not None:
+            setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
 
 
 def _compute_with_slices(module: torch.nn.Module, style: Style, mesh: DeviceMesh, width: int) -> None:

@@ -83,9 +83,7 @@ class BasicTrainer:
         self._place_models(policy, reference_model)
         self.optimizer = OPTIMIZERS[config.optimizer](self.policy.parameters(), lr=config.lr)
         self.scheduler = warmup(self.optimizer, config.warmup_steps)
-        self.objective = (
-            self._make_objective()
-        )  # last: a forward leaves some weights gathered, not those to be optimized
+        self.objective = self._make_objective()
         self.eval_every = config.eval_every - config.eval_every % config.batch_size
         self.example_counter = self.batch_counter = 0
         self.best = -math.inf  # quality of the checkpoint that BEST names
@@ -113,9 +111,10 @@ class BasicTrainer:
         config, model = self.config, self.config.model
         if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
             policy.gradient_checkpointing_enable({"use_reentrant": False})
-        for whole in (policy, reference_model) if config.compile else ():
-            for block in find_blocks(whole, model.block_name) if whole is not None else ():
-                block.compile(dynamic=True)
+        if config.compile:
+            for whole in (policy,) if reference_model is None else (policy, reference_model):
+                for block in find_blocks(whole, model.block_name):
+                    block.compile(dynamic=True)
         self.compute_dtype = (model.fsdp_policy_mp if self.multi_process else None) or model.policy_dtype
         self.reference_digest = None
         if self.rank == 0 and config.cache_reference_logps == "all" and reference_model is not None:

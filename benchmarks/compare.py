@@ -2,7 +2,7 @@
 
     python -m benchmarks.compare model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR \\
         loss=dpo loss.beta=0.1 batch_size=16 gradient_accumulation_steps=4
-    python -m benchmarks.compare --trl VENV/bin/python --updates 4 --only ours,trl ...
+    python -m benchmarks.compare --trl VENV/bin/python --updates 4 --only "ours;trl" ...
 
 Takes the overrides of train.py (W&B is off; all weights are float32). Every row of the table trains on the same batches
 through the real loop; the first update is not counted. `fed` are token positions that the policy computes, padding
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -76,15 +77,15 @@ def shape_of(model: Any) -> Shape:
 def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
     """FLOPs of a microbatch: policy forward and backward (twice the forward), reference forward.
 
-    2 per parameter and token; attention 4 per token, column, layer and feature. Shared prefixes compute the logits of
-    scored rows, and once more in the backward pass.
+    2 per parameter and token; attention 4 per token, column, layer and feature; the head only where a row is scored.
+    What is computed twice to save memory is not counted.
     """
     packed = isinstance(inputs, Packed)
     rows, length = inputs.input_ids.shape if packed else _padded_shape(inputs)
     scored = len(inputs.scored) if packed else rows * length
     body = rows * length * (2 * shape.matrices + 4 * length * shape.attention)
     head = scored * 2 * shape.head
-    return body * (3 + with_reference) + head * (3 + with_reference + packed)
+    return (body + head) * (3 + with_reference)
 
 
 def _padded_shape(batch: Any) -> tuple[int, int]:
@@ -150,8 +151,14 @@ def measure_peak(dtype: torch.dtype) -> float:
 
 def in_a_process(arguments: list[str], python: str = sys.executable) -> dict[str, Any]:
     """What a fresh Python prints as its last line."""
+    environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ} if python == sys.executable else None  # as train.py does
     result = subprocess.run(
-        [python, *arguments], capture_output=True, text=True, check=False, cwd=train.CONFIG_DIR.parent
+        [python, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=train.CONFIG_DIR.parent,
+        env=environment,
     )
     if result.returncode:
         return {"failed": (result.stderr.strip() or result.stdout.strip()).splitlines()[-1][:200]}
@@ -161,10 +168,8 @@ def in_a_process(arguments: list[str], python: str = sys.executable) -> dict[str
 def run_all(overrides: list[str], updates: int, only: list[str] | None, trl: str | None) -> Iterator[tuple[str, dict]]:
     for name, own in VARIANTS.items():
         if only is None or name in only:
-            yield (
-                name,
-                in_a_process(["-m", "benchmarks.compare", "--measure", f"--updates={updates}", *overrides, *own]),
-            )
+            command = ["-m", "benchmarks.compare", "--measure", f"--updates={updates}", *overrides, *own]
+            yield name, in_a_process(command)
     if trl:
         with tempfile.TemporaryDirectory() as folder:
             settings = write_pairs(overrides, updates, Path(folder))
