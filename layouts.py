@@ -99,6 +99,8 @@ def _find_windows(model: Any, max_length: int) -> tuple[dict[str, int | None], s
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return {}, "takes no positions"
     config = model.config.get_text_config()
+    if config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
+        return {}, f"takes no mask of its own with {config._attn_implementation}"
     if getattr(config, "alibi", False):
         return {}, "counts columns for positions (ALiBi)"
     if getattr(model, "_is_stateful", False):

@@ -61,16 +61,18 @@ GRIDS = {
         "tensor_parallel_size=2",
     ),
 }
-IN_ONE_PROCESS = {  # beside the defaults
+OTHERWISE = {  # than by the defaults
     "padded": ("layout=padded",),
     "references cached": ("cache_reference_logps=all", "gradient_accumulation_steps=2"),
+    "references cached, sharded": ("cache_reference_logps=all", "trainer=FSDPTrainer", "world_size=2"),
     "compiled": ("compile=true",),
 }
 EVERYWHERE = {  # what `make test` runs of these; `make golden` runs all
     ("words-sft", "padded"),
     ("words-ipo", "padded"),
     ("llama-dpo", "padded"),
-    ("words-dpo", "references cached"),
+    ("words-ipo", "references cached"),
+    ("words-dpo", "references cached, sharded"),
     ("words-dpo", "sharded", 1),
     ("words-sft", "sharded", 2),
     ("words-dpo", "cut", 2),
@@ -86,7 +88,7 @@ TOO_SENSITIVE = {("words-sft", grid) for grid in GRIDS if grid != "sharded"}  # 
 def over_grids() -> Iterator[Any]:
     for run in [f"{data}-{loss}" for data in ("words", "llama") for loss in ("sft", "dpo", "ipo")]:
         yield pytest.param(run, (), id=run)
-        for name, settings in IN_ONE_PROCESS.items():
+        for name, settings in OTHERWISE.items():
             marks = [] if (run, name) in EVERYWHERE else [pytest.mark.slow]
             yield pytest.param(run, settings, marks=marks, id=f"{run}, {name}")
         for grid, overrides in GRIDS.items():

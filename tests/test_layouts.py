@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 
 import pytest
@@ -139,6 +140,29 @@ def test_a_model_that_cannot_take_it_is_padded_and_says_why(family):
     assert isinstance(layout, Padded)
     assert note.startswith(f"layout=padded: {type(model).__name__} ")
     assert reason in note
+
+
+def test_attention_that_takes_no_mask_is_padded():
+    model = build("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32)
+    assert isinstance(layout, Padded)
+    assert note == "layout=padded: LlamaForCausalLM takes no mask of its own with flash_attention_2"
+
+
+def test_a_head_that_does_more_than_we_know_is_padded():
+    class Shifting(type(build("llama"))):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 1.01
+            return output
+
+    model = build("llama")
+    model.__class__ = Shifting
+    Shifting.forward.__signature__ = inspect.signature(type(build("llama")).forward)
+    layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32)
+    assert isinstance(layout, Padded)
+    assert "gives log-probabilities with shared prefixes that are off by" in note
 
 
 tokens = st.integers(0, 90)
