@@ -131,9 +131,8 @@ def keep_freed_memory() -> None:
 
     glibc would return it to the system, and every page that comes from there anew costs a fault: a tenth of an update.
     """
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that glibc takes
-    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    _set_malloc(M_MMAP_THRESHOLD, 2**25)  # the most that glibc takes
+    _set_malloc(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def return_freed_memory() -> None:
@@ -142,7 +141,12 @@ def return_freed_memory() -> None:
     glibc keeps them, in ever larger pieces; among the tensors that sharding gathers and frees at every block, that
     holds as much memory as the whole model would have taken.
     """
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+    _set_malloc(M_MMAP_THRESHOLD, 2**20)
+
+
+def _set_malloc(option: int, value: int) -> None:
+    if sys.platform == "linux":  # others have no mallopt
+        ctypes.CDLL(None).mallopt(option, value)
 
 
 def _backend(local_rank: int) -> str:

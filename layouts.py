@@ -88,7 +88,7 @@ def choose_layout(
     windows, reason = _find_windows(model, max_length)
     if reason is None:
         layout = SharedPrefix(windows, max_length=max_length)
-        reason = _find_difference(model, layout, TOLERANCES.get(compute_dtype, 0.05))
+        reason = _find_difference(model, layout, TOLERANCES.get(compute_dtype, HALF_PRECISION))
         if not vetoed(reason is not None):
             return layout, None
     return Padded(), f"layout=padded: {type(model).__name__} {reason or 'differs on another process'}"
@@ -108,6 +108,8 @@ def _find_windows(model: Any, max_length: int) -> tuple[dict[str, int | None], s
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         return {}, f"has layers of another kind ({', '.join(sorted(unknown))})"
+    if kind := _rope_of_length(config, max_length):
+        return {}, f"has rotary frequencies that depend on a batch's longest row ({kind})"
     for key in ("window_size", "attention_chunk_size"):  # of local attention that makes its own masks
         if isinstance(size := getattr(config, key, None), int) and size < max_length:
             return {}, f"attends locally ({key}={size})"
@@ -119,7 +121,21 @@ def _find_windows(model: Any, max_length: int) -> tuple[dict[str, int | None], s
     return {"sliding_attention": window}, None
 
 
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; 0.05 for half precision
+def _rope_of_length(config: Any, max_length: int) -> str | None:
+    """The kind of rotary positions whose frequencies change once a batch exceeds the length of pretraining."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (
+        parameters,
+        *(nested for nested in parameters.values() if isinstance(nested, dict)),
+    ):  # or by layer type
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if rope.get("rope_type") in ("dynamic", "longrope") and max_length > original:
+            return rope["rope_type"]
+    return None
+
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative
+HALF_PRECISION = 0.02
 
 
 @torch.no_grad()
@@ -135,6 +151,8 @@ def _find_difference(model: Any, layout: SharedPrefix, tolerance: float) -> str 
             for way in (Padded(), layout)
             for microbatch in way.split(batch, 1)
         )
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:  # how a model says that it cannot
         return f"refuses shared prefixes: {' '.join(str(error).split())[:200]}"
     finally:

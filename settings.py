@@ -25,6 +25,7 @@ class Processes(NamedTuple):
     gpus: int  # of this machine
     cuts_layers: bool = False  # whether tensor_parallel_size and its backend say anything to the trainer
     can_sample: bool = True
+    can_autocast: bool = True
 
 
 class Rule(NamedTuple):
@@ -221,6 +222,13 @@ def _process_problems(sound: Mapping[str, Any], processes: Processes) -> Iterato
             f"sample_during_eval=True does not work with tensor_parallel.backend={sound['tensor_parallel.backend']}: "
             f"set sample_during_eval=false, or tensor_parallel.backend=dtensor"
         )
+    if not processes.can_autocast and sound.get("model.autocast"):
+        yield (
+            f"model.autocast={sound['model.autocast']} does not reach the threads of "
+            f"tensor_parallel.backend={sound['tensor_parallel.backend']}: set model.policy_dtype instead"
+        )
+    if not processes.gpus and sound.get("model.attn_implementation") == "flex_attention":
+        yield "model.attn_implementation=flex_attention cannot train on a CPU: use sdpa"
     if size % tensor_size:
         yield f"tensor_parallel_size={tensor_size} does not divide the {size} processes: try {_divisors(size)}"
         return

@@ -27,6 +27,7 @@ class PackageTensorParallelTrainer(BasicTrainer):
 
     cuts_layers = True
     can_sample = False
+    can_autocast = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -105,6 +105,7 @@ def count_processes(config: DictConfig) -> Processes:
         gpus=gpus,
         cuts_layers=trainer.cuts_layers,
         can_sample=trainer.can_sample,
+        can_autocast=trainer.can_autocast,
     )
 
 

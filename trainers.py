@@ -146,6 +146,7 @@ class BasicTrainer:
     multi_process = False  # whether several processes share a run, joined by a process group
     cuts_layers = False  # whether `tensor_parallel_size` and its backend say anything
     can_sample = True
+    can_autocast = True
 
     @staticmethod
     def tensor_size(config: DictConfig, world_size: int) -> int:

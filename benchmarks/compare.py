@@ -41,6 +41,8 @@ CACHED = ("cache_reference_logps=all",)
 BFLOAT16 = ("model.autocast=bfloat16",)
 VARIANTS = {
     "padded": ("layout=padded",),
+    "padded, sdpa": ("layout=padded", *FAST),
+    "ours, eager": (),  # all defaults
     "ours": FAST,
     "ours, reference cached": (*FAST, *CACHED),
     "padded, bfloat16": ("layout=padded", *BFLOAT16),
@@ -98,7 +100,8 @@ def measure(overrides: list[str], updates: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = compose([*COMMON, f"local_run_dir={folder}", f"local_dirs=[{folder}]", *overrides])
         config.n_examples = (updates + 1) * config.batch_size
-        keep_freed_memory()
+        keep_freed_memory()  # and TF32, as train.work
+        torch.backends.cuda.matmul.allow_tf32 = True
         policy, reference = train.load_models(config, 0, 1)
         shape = shape_of(policy)
         trainer = train.find_trainer(config)(policy, config, config.seed, folder, reference)
@@ -133,6 +136,7 @@ def _fed(inputs: Any) -> int:
 
 def measure_peak(dtype: torch.dtype) -> float:
     """FLOP/s of products of 2,048-square matrices, the best of five."""
+    torch.backends.cuda.matmul.allow_tf32 = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 8192 if device == "cuda" else 2048
     a, b = torch.randn(2, size, size, device=device, dtype=torch.float32).to(dtype)
@@ -161,7 +165,8 @@ def in_a_process(arguments: list[str], python: str = sys.executable) -> dict[str
         env=environment,
     )
     if result.returncode:
-        return {"failed": (result.stderr.strip() or result.stdout.strip()).splitlines()[-1][:200]}
+        words = (result.stderr.strip() or result.stdout.strip() or "nothing was said").splitlines()[-1]
+        return {"failed": f"status {result.returncode} (-9: out of memory): {words[:200]}"}
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -209,7 +214,7 @@ def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, A
 
 def print_table(results: dict[str, dict], peaks: Callable[[str], float]) -> None:
     """A line for each result; times and memory also against the first, which is `padded` unless it was left out."""
-    first = next(iter(results.values()))
+    first = next((result for result in results.values() if "rows" in result), None)
     titles = ("s/pair", "faster", "memory GB", "of it", "fed/pair", "needed", "needed/s", "TFLOP/update", "of peak")
     print(f"\n{'':34}" + "".join(f"{title:>13}" for title in titles))
     for name, result in results.items():
@@ -245,14 +250,16 @@ def main() -> None:
         return
     results: dict[str, dict] = {}
     only = arguments.only.split(";") if arguments.only else None
+    if unknown := set(only or ()) - VARIANTS.keys() - TRL.keys():
+        parser.error(f"--only names {', '.join(sorted(unknown))}; there are {'; '.join([*VARIANTS, *TRL])}")
     for name, result in run_all(overrides, arguments.updates, only, arguments.trl):
         results[name] = result
         print(f"measured {name}", flush=True)
+        if arguments.json:  # after every row: the next may be the one that fails
+            Path(arguments.json).write_text(json.dumps(results, indent=2))
     measured = {dtype: measure_peak(dtype) for dtype in (torch.float32, torch.bfloat16)}
     print(", ".join(f"{str(d).removeprefix('torch.')} peak {p / 1e9:,.0f} GFLOP/s" for d, p in measured.items()))
     print_table(results, lambda name: measured[torch.bfloat16 if "bfloat16" in name else torch.float32])
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

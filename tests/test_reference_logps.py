@@ -78,6 +78,12 @@ def test_a_file_of_other_numbers_is_refused():
         ReferenceLogps().score_all([batch(KEYS[:1])], lambda batch: LOGPS[:1], read, seed=0)
 
 
+def test_what_a_file_knows_of_a_batch_that_is_scored_anyway_is_compared():
+    read = dict(zip(KEYS[0], [-1.5, -2.5], strict=True))
+    with pytest.raises(InputError, match=r"off by up to 0\.25: remove their file"):
+        ReferenceLogps().score_all([batch(KEYS)], lambda batch: LOGPS, read, seed=0)
+
+
 def test_without_a_file_nothing_is_scored_twice():
     known = ReferenceLogps()
     known.score_all([batch(KEYS)], lambda batch: LOGPS, {}, seed=0)
