@@ -85,8 +85,10 @@ def choose_layout(
     """
     if name == "padded":
         return Padded(), None
-    windows, reason = _find_windows(model, max_length)
-    if reason is None:
+    windows = _find_windows(model, max_length)
+    if isinstance(windows, str):
+        reason: str | None = windows
+    else:
         layout = SharedPrefix(windows, max_length=max_length)
         reason = _find_difference(model, layout, TOLERANCES.get(compute_dtype, HALF_PRECISION))
         if not vetoed(reason is not None):
@@ -94,41 +96,40 @@ def choose_layout(
     return Padded(), f"layout=padded: {type(model).__name__} {reason or 'differs on another process'}"
 
 
-def _find_windows(model: Any, max_length: int) -> tuple[dict[str, int | None], str | None]:
-    """How far back each kind of attention layer looks, None for all; and what in the model rules the layout out."""
+def _find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
+    """How far back each kind of attention layer looks, None for all; or what in the model rules the layout out."""
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        return {}, "takes no positions"
+        return "takes no positions"
     config = model.config.get_text_config()
     if config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
-        return {}, f"takes no mask of its own with {config._attn_implementation}"
+        return f"takes no mask of its own with {config._attn_implementation}"
     if getattr(config, "alibi", False):
-        return {}, "counts columns for positions (ALiBi)"
+        return "counts columns for positions (ALiBi)"
     if getattr(model, "_is_stateful", False):
-        return {}, "is recurrent"
+        return "is recurrent"
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
-        return {}, f"has layers of another kind ({', '.join(sorted(unknown))})"
+        return f"has layers of another kind ({', '.join(sorted(unknown))})"
     if kind := _rope_of_length(config, max_length):
-        return {}, f"has rotary frequencies that depend on a batch's longest row ({kind})"
+        return f"has rotary frequencies that depend on a batch's longest row ({kind})"
     for key in ("window_size", "attention_chunk_size"):  # of local attention that makes its own masks
         if isinstance(size := getattr(config, key, None), int) and size < max_length:
-            return {}, f"attends locally ({key}={size})"
+            return f"attends locally ({key}={size})"
     window = getattr(config, "sliding_window", None)
     if window is None or window >= max_length or kinds == {"full_attention"}:
-        return {"full_attention": None}, None
+        return {"full_attention": None}
     if len(kinds) == 2:
-        return {"full_attention": None, "sliding_attention": window}, None
-    return {"sliding_attention": window}, None
+        return {"full_attention": None, "sliding_attention": window}
+    return {"sliding_attention": window}
 
 
 def _rope_of_length(config: Any, max_length: int) -> str | None:
     """The kind of rotary positions whose frequencies change once a batch exceeds the length of pretraining."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    for rope in (
-        parameters,
-        *(nested for nested in parameters.values() if isinstance(nested, dict)),
-    ):  # or by layer type
-        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]
+    limits = [getattr(config, f"{key}max_position_embeddings", None) for key in ("original_", "")]
+    for rope in (parameters, *by_layer_type):
+        original = next((n for n in (rope.get("original_max_position_embeddings"), *limits) if n), max_length)
         if rope.get("rope_type") in ("dynamic", "longrope") and max_length > original:
             return rope["rope_type"]
     return None
