@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ class GlobalBatch(NamedTuple):
     """One batch of all processes, and this process's part of it."""
 
     batch: Batch
+    rows: Sequence[Row]  # the texts
     keys: list[tuple[bytes, ...]]  # of each example's responses under their prompt, by content
     microbatches: list[Microbatch]
 
@@ -73,17 +75,26 @@ class Batches:
         self.max_length, self.max_prompt_length = max_length, max_prompt_length
 
     def train(
-        self, batch_size: int, *, parts: int, n_epochs: int | None, n_examples: int | None
+        self, batch_size: int, *, parts: int, n_epochs: int | None, n_examples: int | None, skip: int = 0
     ) -> Iterator[GlobalBatch]:
-        """Batches in `parts` microbatches per process, in the reference's order and until its stop rule."""
-        return self._iterate(self.data.train, batch_size, parts, n_epochs, n_examples)
+        """Batches in `parts` microbatches per process, in the reference's order and until its stop rule.
+
+        The first `skip` are not prepared: a run that continues had them.
+        """
+        return self._iterate(self.data.train, batch_size, parts, n_epochs, n_examples, skip)
 
     def test(self, batch_size: int, *, n_examples: int) -> Iterator[GlobalBatch]:
         """Batches of one microbatch per process."""
         return self._iterate(self.data.test, batch_size, 1, None, n_examples)
 
     def _iterate(
-        self, prompts: Sequence[Prompt], batch_size: int, parts: int, n_epochs: int | None, n_examples: int | None
+        self,
+        prompts: Sequence[Prompt],
+        batch_size: int,
+        parts: int,
+        n_epochs: int | None,
+        n_examples: int | None,
+        skip: int = 0,
     ) -> Iterator[GlobalBatch]:
         rows = iterate_rows(
             prompts,
@@ -94,6 +105,7 @@ class Batches:
             n_examples=n_examples,
             seed=self.seed,
         )
+        rows = itertools.islice(rows, skip, None)
         return prefetch(rows, partial(self._prepare, parts=parts), workers=self.num_workers)
 
     def _prepare(self, rows: Sequence[Row], *, parts: int) -> GlobalBatch:
@@ -104,4 +116,4 @@ class Batches:
         microbatches = self.layout.split(batch, parts, rank=self.rank, size=self.size)
         if torch.cuda.is_available():  # from pinned memory the copy does not wait
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
-        return GlobalBatch(batch, keys, microbatches)
+        return GlobalBatch(batch, rows, keys, microbatches)

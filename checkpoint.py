@@ -1,69 +1,92 @@
-"""The files of a checkpoint: written whole or not at all, and the published reference's archives read back.
+"""The files of a checkpoint: complete or absent, checked against their manifest, written in the background, pruned.
 
-A checkpoint is a directory of `policy.pt`, `optimizer.pt` and `scheduler.pt`, each
-`{"step_idx": examples, "state": state_dict, "metrics": evaluation means or None}`.
+A checkpoint is a directory `step-EXAMPLES` of `policy.pt`, `optimizer.pt`, `scheduler.pt`, and, to continue from,
+`trainer.pt` and `random.pt`. Each is `{"step_idx": examples, "state": state_dict, "metrics": means or None}`: data.
+`manifest.json` has the size and SHA-256 of each, and facts that a continuation is checked against.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from distributed import full_tensor
-from utils import InputError
+from utils import RunError
 
-# buffers that transformers stored in 2023 and computes today
-OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
-RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head
+MANIFEST = "manifest.json"
+PARTS = ("policy", "optimizer", "scheduler", "trainer", "random")
+STEP = re.compile(r"step-(\d+)")
+ALWAYS_KEPT = 2  # newest checkpoints that pruning leaves: one of them may prove damaged
 
 
-def full_state(state: Any) -> Any:
-    """A state dict with every sharded tensor gathered, on the CPU; every process must call it.
-
-    One tensor at a time, so that no device holds the whole model; ranks other than 0 drop what they gathered.
-    """
-    keep = not dist.is_initialized() or dist.get_rank() == 0
-    if isinstance(state, torch.Tensor):
-        gathered = full_tensor(state)
-        return gathered.detach().cpu() if keep else None
-    if isinstance(state, Mapping):
-        return {key: full_state(value) for key, value in state.items()}
-    return state
+class DamagedCheckpoint(ValueError):
+    """A directory that is no complete checkpoint; the message says what is wrong with it."""
 
 
 def write_checkpoint(
-    directory: Path, states: Iterable[tuple[str, Any]], *, step_idx: int, metrics: Mapping | None
+    directory: Path, states: Iterable[tuple[str, Any]], *, step_idx: int, metrics: Mapping | None, facts: Mapping
 ) -> None:
-    """Write `NAME.pt` for each (name, state), all under a temporary name that is renamed to `directory` at the end.
+    """Write `NAME.pt` for each (name, state) and the manifest, under a temporary name that is renamed at the end.
 
-    Each state is freed before the next is asked for.
+    Each file is synced before the manifest is written, and each state freed before the next is asked for. Raises
+    RunError if the disk does not take it; then nothing is left behind, and what was there before still is.
     """
     temporary = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left behind by a killed run
-    temporary.mkdir(parents=True)
     try:
+        temporary.mkdir(parents=True)
+        files = {}
         for name, state in states:
-            with (temporary / f"{name}.pt").open("wb") as file:
+            with (temporary / f"{name}.pt").open("w+b") as file:
                 torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, file)
-                file.flush()
-                os.fsync(file.fileno())
+                files[f"{name}.pt"] = _sync(file)
             del state
-        former = directory.with_name(f".{directory.name}.former")
+        with (temporary / MANIFEST).open("w+b") as file:
+            file.write(json.dumps({"examples": step_idx, "files": files, **facts}, indent=1).encode())
+            _sync(file)
+        sync_directory(temporary)
+        former = _former(directory)
         if directory.exists():  # saved again at the same step: a rename cannot replace a full directory
+            shutil.rmtree(former, ignore_errors=True)
             directory.rename(former)
         temporary.rename(directory)
+        sync_directory(directory.parent)
         shutil.rmtree(former, ignore_errors=True)
-    except BaseException:
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError when a write fails
+        reason = str(error).strip().split("\n")[0]
+        raise RunError(f"checkpoint {directory} could not be written ({reason}); earlier ones are whole") from error
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)  # a disk that is full should not stay so
-        raise
+
+
+def _sync(file: Any) -> dict[str, Any]:
+    """Bring a written file to the disk; its size and checksum."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.seek(0)
+    return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
+
+
+def sync_directory(directory: Path) -> None:
+    """Bring the names in a directory to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _former(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.former")
 
 
 def point(link: Path, target: Path) -> None:
@@ -72,61 +95,99 @@ def point(link: Path, target: Path) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name, target_is_directory=True)
     temporary.replace(link)
+    sync_directory(link.parent)
 
 
-def find_archive(archive: str) -> Path:
-    """The `policy.pt` that `model.archive` means: the file, its directory, or a run's directory (its LATEST)."""
-    path = Path(archive).expanduser()
-    candidates = [path, path / "policy.pt", path / "LATEST" / "policy.pt"]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    raise InputError(f"model.archive={archive} is neither a policy.pt nor a directory that holds one")
+def find_checkpoints(run_dir: Path) -> list[Path]:
+    """The `step-N` of a run, newest first."""
+    found = [path for path in run_dir.glob("step-*") if STEP.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
 
 
-def _read_state(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict inside a `policy.pt`."""
+def tidy(run_dir: Path) -> None:
+    """Clear up after a run that was killed while it wrote; what it had moved aside to save anew comes back."""
+    for former in run_dir.glob(".step-*.former"):
+        directory = run_dir / former.name.removeprefix(".").removesuffix(".former")
+        if not directory.exists():
+            former.rename(directory)
+    for kind in ("tmp", "former", "pruned"):
+        for rest in run_dir.glob(f".step-*.{kind}"):
+            shutil.rmtree(rest)
+
+
+def step_of(directory: Path) -> int:
+    """The examples after which a `step-N` was saved."""
+    return int(directory.name.removeprefix("step-"))
+
+
+def check_complete(directory: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, every byte of which was compared. Raises DamagedCheckpoint if it is not whole."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"model.archive={path} is not a policy.pt: it is damaged, or holds objects other than tensors "
-            f"(which were not loaded: an archive is data, never code)"
-        ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0][:300]
-        raise InputError(f"model.archive={path} cannot be read as weights: {reason}") from error
-    state = content.get("state") if isinstance(content, Mapping) else None
-    if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-        raise InputError(f"model.archive={path} is not a policy.pt: it holds no 'state' of named tensors")
-    return dict(state)
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        if missing := {f"{part}.pt" for part in PARTS} - manifest["files"].keys():
+            raise DamagedCheckpoint(f"{directory} is without {', '.join(sorted(missing))}")
+        for name, expected in manifest["files"].items():
+            with (directory / name).open("rb") as file:
+                found = {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
+            if found != expected:
+                raise DamagedCheckpoint(f"{directory / name} is not as it was written")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, DamagedCheckpoint):
+            raise
+        reason = "has no manifest" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise DamagedCheckpoint(f"{directory} {reason}") from error
+    return manifest
 
 
-def load_archive(model: torch.nn.Module, archive: str) -> None:
-    """Load a `policy.pt`, ours or the published reference's, strictly; the file is read as data, never executed.
+def read_state(directory: Path, name: str) -> Any:
+    """The state of `NAME.pt`, read as data. Raises DamagedCheckpoint if it holds anything else."""
+    try:
+        return torch.load(directory / f"{name}.pt", map_location="cpu", weights_only=True)["state"]
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{directory / name}.pt cannot be read: {str(error).splitlines()[0]}") from error
 
-    Raises InputError if it is missing, not such a file, or of another architecture.
-    """
-    path = find_archive(archive)
-    state = _read_state(path)
-    expected = model.state_dict()
-    state = {RENAMED[k] if k in RENAMED and RENAMED[k] in expected else k: v for k, v in state.items()}
-    state = {k: v for k, v in state.items() if k in expected or not OBSOLETE_BUFFER.search(k)}
-    unknown = sorted(state.keys() - expected.keys())
-    shared = {expected[k].data_ptr() for k in state if k in expected}  # tied weights may be stored under one name
-    missing = sorted(k for k in expected.keys() - state.keys() if expected[k].data_ptr() not in shared)
-    reshaped = [
-        f"{k} is {tuple(state[k].shape)} there and {tuple(expected[k].shape)} here"
-        for k in state
-        if k in expected and state[k].shape != expected[k].shape
-    ]
-    if unknown or missing or reshaped:
-        details = [f"unknown: {', '.join(unknown[:3])}"] * bool(unknown)
-        details += [f"missing: {', '.join(missing[:3])}"] * bool(missing) + reshaped[:2]
-        raise InputError(
-            f"model.archive={path} is of another architecture than the model "
-            f"({type(model).__name__}): {'; '.join(details)}"
-        )
-    with torch.no_grad():
-        for name, tensor in state.items():
-            expected[name].copy_(tensor)  # casts to the model's dtype
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Remove all checkpoints but the `keep` newest and what BEST and LATEST name; never one of the last two."""
+    named = {(run_dir / link).resolve() for link in ("BEST", "LATEST")}
+    for directory in find_checkpoints(run_dir)[max(keep, ALWAYS_KEPT) :]:
+        if directory.resolve() not in named:
+            doomed = directory.with_name(f".{directory.name}.pruned")
+            directory.rename(doomed)  # at no time is there a half of it
+            shutil.rmtree(doomed)
+
+
+class BackgroundWriter:
+    """Runs one write at a time in a thread; what goes wrong in it is raised by the next call."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: Future[None] | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begin a write when the one before has ended."""
+        self.wait()
+        self._running = self._pool.submit(write)
+
+    def check(self) -> None:
+        """Raise what went wrong, if the write has ended."""
+        if self._running is not None and self._running.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is being written."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+
+def tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a nested state."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from tensors_in(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from tensors_in(value)

@@ -10,13 +10,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from tensor_parallelism import cut_modules, find_plan
 from utils import InputError, get_block_class_from_model
@@ -64,13 +64,13 @@ class Grid:
         dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         return bool(answer.item())
 
-    def from_rank_0(self, value: Any) -> Any:
-        """What rank 0 gives."""
+    def gather_all(self, value: Any) -> list:
+        """The values of all processes, by rank."""
         if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def gather_list(self, values: list) -> list:
         """The lists of all rows, in the order of the rows."""
@@ -79,6 +79,15 @@ class Grid:
         parts: list[Any] = [None] * self.data_size
         dist.all_gather_object(parts, values, group=self._data_group)
         return [value for part in parts for value in part]
+
+
+def from_rank_0(value: Any) -> Any:
+    """What rank 0 gives; `value` in a process that is alone."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def distribute(model: Any, grid: Grid, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
@@ -167,7 +176,7 @@ def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple],
                 kind[key] = received[tensor]
 
 
-def _from_rank_0(tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, grid: Grid) -> torch.Tensor:
+def _from_rank_0(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, grid: Grid) -> torch.Tensor:
     if grid.rank == 0:
         data = tensor.detach().to(grid.device).contiguous()
     else:
@@ -223,13 +232,13 @@ def _fits(model: torch.nn.Module) -> bool:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        free = _available_host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        free = available_host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     answer = torch.tensor(int(needed <= free / 2), device=device)
     dist.all_reduce(answer, op=dist.ReduceOp.MIN)
     return bool(answer.item())
 
 
-def _available_host_memory() -> int:
+def available_host_memory() -> int:
     """Bytes that can be allocated without swapping."""
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":") for line in file)
@@ -239,3 +248,61 @@ def _available_host_memory() -> int:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded tensor gathered from all processes, any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_state(state: Any, *, copy: bool = False) -> Any:
+    """A state dict with every sharded tensor gathered, on the CPU; every process must call it.
+
+    One tensor at a time, so that no device holds the whole model; ranks other than 0 drop what they gathered. With
+    `copy` nothing in it changes when training goes on; tied tensors stay one.
+    """
+    keep = not dist.is_initialized() or dist.get_rank() == 0
+    copies: dict[tuple, torch.Tensor] = {}
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            gathered = full_tensor(value).detach()
+            if not keep:
+                return None
+            if not copy or gathered.device.type != "cpu" or isinstance(value, DTensor):
+                return gathered.cpu()
+            place = (gathered.data_ptr(), gathered.shape, gathered.stride(), gathered.dtype)
+            if place not in copies:
+                copies[place] = gathered.clone()
+            return copies[place]
+        return {key: visit(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+    return visit(state)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, grid: Grid) -> None:
+    """Load rank 0's whole state dict, None elsewhere; each process keeps what belongs to its shards."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        optimizer.load_state_dict(from_rank_0(state))
+        return
+    whole = {} if state is None else {i: dict(values) for i, values in state["state"].items()}
+    for i, values in whole.items():  # what is as large as its parameter travels alone
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameters[i].shape:
+                state["state"][i][key] = _Shaped(value.dtype)
+    sent = from_rank_0(state)
+    for i, values in sent["state"].items():
+        for key, value in values.items():
+            if isinstance(value, _Shaped):
+                values[key] = _place_like(parameters[i], whole[i][key] if grid.rank == 0 else None, value.dtype, grid)
+    optimizer.load_state_dict(sent)
+
+
+class _Shaped(NamedTuple):
+    """Stands for a tensor of the shape of its parameter."""
+
+    dtype: torch.dtype
+
+
+def _place_like(parameter: DTensor, whole: torch.Tensor | None, dtype: torch.dtype, grid: Grid) -> DTensor:
+    """Rank 0's `whole` tensor, cut over the processes as `parameter` is."""
+    data = _from_rank_0(whole, parameter.shape, dtype, grid)
+    mesh = parameter.device_mesh
+    replicated = DTensor.from_local(data, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=parameter.placements)

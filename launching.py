@@ -23,13 +23,15 @@ import torch
 import torch.distributed as dist
 import tqdm
 
-from utils import InputError, init_distributed
+from stopping import STATUS as STOPPED
+from stopping import Stopped, on_stop_signals
+from utils import InputError, RunError, init_distributed
 
 BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
 GRACE_SECS = 5  # between a failure and its victims' end: whoever caused it is to exit, and be named, first
 
 
-class WorkerFailed(RuntimeError):
+class WorkerFailed(RunError):
     """A worker did not finish; the message names its rank and has its traceback."""
 
 
@@ -93,7 +95,8 @@ def launch(
 
     A process with a seat (`find_seat`) runs its own worker; else the processes are started here, at `port` (None: a
     free one), one of them without a process. NCCL joins them, one GPU each, or gloo on the CPU. A collective that
-    waits longer than `timeout_secs` fails. Raises InputError for bad input that a worker found, and WorkerFailed.
+    waits longer than `timeout_secs` fails. Raises InputError for bad input that a worker found, Stopped if the run was
+    asked to stop, and WorkerFailed.
     """
     raise_open_file_limit()
     seat = find_seat()
@@ -102,7 +105,8 @@ def launch(
         if status:
             if status == BAD_INPUT and seat.rank != 0:
                 time.sleep(GRACE_SECS)  # every rank may have found it: rank 0 says it, and this one is ended meanwhile
-            print(f"error: {message}" if status == BAD_INPUT else message, file=sys.stderr, flush=True)
+            if message:
+                print(f"error: {message}" if status == BAD_INPUT else message, file=sys.stderr, flush=True)
             _leave(status)
     elif not process_group:
         keep_freed_memory()
@@ -184,13 +188,19 @@ def _work(seat: Seat, worker: Callable[..., None], args: tuple, timeout_secs: fl
             store=dist.PrefixStore("group", store),
             local_rank=seat.local_rank,
         )
-        worker(seat.rank, seat.world_size, *args)
+        status = 0
+        try:
+            worker(seat.rank, seat.world_size, *args)
+        except Stopped:  # all ranks together
+            status = STOPPED
         dist.destroy_process_group()
-        return 0, ""
+        return status, ""
     except InputError as error:
         note, status, message = "failed", BAD_INPUT, str(error)
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             status, message = FAILED, traceback.format_exc()
+    except RunError as error:
+        note, status, message = "failed", FAILED, f"rank {seat.rank}: {error}\n"
     except KeyboardInterrupt:
         note, status, message = "failed", 128 + signal.SIGINT, "interrupted"
     except Exception as error:
@@ -271,7 +281,9 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             sender.close()
             pipes.append(receiver)
             processes.append(process)
-        _wait_for(processes, pipes, timeout_secs)
+        asked: list[int] = []
+        with on_stop_signals(partial(_forward, processes, asked)):
+            _wait_for(processes, pipes, timeout_secs, asked)
     finally:
         for process in processes:
             process.kill()
@@ -279,8 +291,19 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             process.join()
 
 
-def _wait_for(processes: list, pipes: list, timeout_secs: float) -> None:
-    """Return when all workers are done. Raises for the first that failed, or for those that never ended."""
+def _forward(processes: list, asked: list[int], number: int) -> None:
+    """Pass a signal on to the workers, and remember it."""
+    asked.append(number)
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, number)
+
+
+def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int]) -> None:
+    """Return when all workers are done. Raises for the first that failed, or for those that never ended.
+
+    `asked` are the signals that were passed on: a worker that ended by one was not yet training.
+    """
     running, failed = dict(enumerate(processes)), []
     deadline = None
     while running:
@@ -295,10 +318,14 @@ def _wait_for(processes: list, pipes: list, timeout_secs: float) -> None:
                 failed.append(rank)
         # once one has ended, so should the others: at once if it failed by itself, soon if it lost contact, and within
         # the time that a collective may take if it is done
-        by_itself = any(processes[rank].exitcode != LOST_CONTACT for rank in failed)
-        deadline = time.monotonic() + (1 if by_itself else 2 * GRACE_SECS if failed else timeout_secs)
+        stops = {STOPPED, *(-number for number in asked)}
+        by_itself = any(processes[rank].exitcode not in (LOST_CONTACT, *stops) for rank in failed)
+        lost = any(processes[rank].exitcode == LOST_CONTACT for rank in failed)
+        deadline = time.monotonic() + (1 if by_itself else 2 * GRACE_SECS if lost else timeout_secs)
     if failed or running:
         statuses = {rank: processes[rank].exitcode for rank in failed}
+        if not running and set(statuses.values()) <= {STOPPED, *(-number for number in asked)}:
+            raise Stopped
         messages = {rank: _last_words(pipes[rank]) for rank in failed}
         if all(status == LOST_CONTACT for status in statuses.values()):
             for process in running.values():  # nobody else is to blame: these shall show where they are

@@ -11,12 +11,15 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import tqdm
+from omegaconf import DictConfig, OmegaConf
 
+from run_directory import redact
 from utils import formatted_dict
 
 
@@ -65,12 +68,21 @@ class Sample(NamedTuple):
     reference: str | None
 
 
+FINISH_SECS = 300  # that W&B may take to send the rest at the end
+LOG_FILES = ("metrics.jsonl", "samples.jsonl", "samples.txt")
+
+
 class Logger(Protocol):
-    """Where metrics go. `examples` and `updates` count what was trained on so far."""
+    """Where metrics go. `examples` and `updates` count what was trained on so far.
+
+    From `state_dict()`, saved with a checkpoint, another logger continues: with what was logged by then, and no more.
+    """
 
     def log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None: ...
 
     def log_samples(self, samples: Sequence[Sample], *, examples: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
 
     def close(self) -> None: ...
 
@@ -84,15 +96,39 @@ class NullLogger:
     def log_samples(self, samples: Sequence[Sample], *, examples: int) -> None:
         pass
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         pass
 
 
 class FileLogger:
-    """`metrics.jsonl`, `samples.jsonl` and `samples.txt` in the run directory; every line, flushed at once."""
+    """`metrics.jsonl`, `samples.jsonl` and `samples.txt` in the run directory; every line, flushed at once.
 
-    def __init__(self, run_dir: Path) -> None:
+    What lies there beyond a `state` is cut off: it was logged after the checkpoint and will be again.
+    """
+
+    def __init__(self, run_dir: Path, state: Mapping[str, Any] | None = None) -> None:
         self.run_dir = run_dir
+        for name, size in (state or {}).get("log_bytes", {}).items():
+            path = run_dir / name
+            if (path.stat().st_size if path.exists() else 0) < size:
+                print(f"warning: {path} lacks lines that were logged before the checkpoint")
+            elif path.exists():
+                os.truncate(path, size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The bytes of each file, which are on the disk by then."""
+        sizes = {}
+        for name in LOG_FILES:
+            path = self.run_dir / name
+            sizes[name] = 0
+            if path.exists():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                    sizes[name] = file.seek(0, os.SEEK_END)
+        return {"log_bytes": sizes}
 
     def _append(self, name: str, lines: Iterable[str]) -> None:
         with (self.run_dir / name).open("a", encoding="utf-8") as file:
@@ -123,30 +159,48 @@ class WandbLogger:
     """Weights & Biases, under the reference's names; training metrics at most every `interval` seconds.
 
     Steps are `counters/examples` (a metric, not W&B's own step), so that a run rolled back to an earlier checkpoint
-    can log the same counts again and loses nothing. The system's own records go with it.
+    can log the same counts again and loses nothing. The system's own records go with it. A run never waits or fails for
+    W&B: what cannot be sent stays on the disk (`wandb sync`), and `metrics.jsonl` has everything.
     """
 
     def __init__(
-        self, *, name: str, project: str, entity: str | None, config: Mapping, run_dir: Path, interval: float
+        self,
+        *,
+        name: str,
+        project: str,
+        entity: str | None,
+        config: Mapping,
+        run_dir: Path,
+        interval: float,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         import wandb
 
-        # with a mode set, a key configured or a terminal to ask on, wandb itself knows what to do
-        decided = os.environ.get("WANDB_MODE") or (sys.stdin and sys.stdin.isatty()) or wandb.login(prompt=False)
-        mode = None if decided else "offline"
-        self._table = wandb.Table
-        self.run = wandb.init(
-            name=name, project=project, entity=entity, config=dict(config), dir=str(run_dir), mode=mode
-        )
-        if mode == "offline":
-            folder = Path(self.run.dir).parent
-            print(
-                f"W&B: no API key and no terminal to ask for one, so logging offline; upload with: wandb sync {folder}"
-            )
-        self.run.define_metric("counters/examples")
-        self.run.define_metric("*", step_metric="counters/examples")
+        self._table, self._errors = wandb.Table, (wandb.Error, OSError)
         self.interval = interval
         self._last_train = float("-inf")
+        self._lost = False
+        # with a mode set, a key configured or a terminal to ask on, wandb itself knows what to do
+        decided = os.environ.get("WANDB_MODE") or (sys.stdin and sys.stdin.isatty()) or wandb.login(prompt=False)
+        init = partial(
+            wandb.init,
+            name=name,
+            project=project,
+            entity=entity,
+            config=dict(config),
+            dir=str(run_dir),
+            id=(state or {}).get("wandb_id"),
+            resume="allow",
+            settings=wandb.Settings(finish_timeout=FINISH_SECS),
+        )
+        try:
+            self.run, reason = init(mode=None if decided else "offline"), "no API key and no terminal to ask for one"
+        except wandb.errors.CommError as error:
+            self.run, reason, decided = init(mode="offline"), f"no connection ({error})", None
+        if not decided:
+            print(f"W&B: {reason}, so logging offline; upload with: wandb sync {Path(self.run.dir).parent}")
+        self.run.define_metric("counters/examples")
+        self.run.define_metric("*", step_metric="counters/examples")
 
     def log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
         now = time.monotonic()
@@ -154,7 +208,7 @@ class WandbLogger:
             if now - self._last_train < self.interval:
                 return
             self._last_train = now
-        self.run.log({**metrics, "counters/examples": examples, "counters/updates": updates})
+        self._send({**metrics, "counters/examples": examples, "counters/updates": updates})
 
     def log_samples(self, samples: Sequence[Sample], *, examples: int) -> None:
         tables = {}
@@ -162,10 +216,23 @@ class WandbLogger:
             rows = [[examples, s.prompt, getattr(s, who)] for s in samples if getattr(s, who) is not None]
             if rows:
                 tables[f"{who}_samples"] = self._table(columns=["step", "prompt", "sample"], data=rows)
-        self.run.log({**tables, "counters/examples": examples})
+        self._send({**tables, "counters/examples": examples})
+
+    def _send(self, values: Mapping[str, Any]) -> None:
+        if self._lost:
+            return
+        try:
+            self.run.log(values)
+        except self._errors as error:
+            self._lost = True
+            print(f"warning: W&B takes no more ({type(error).__name__}: {error}); metrics.jsonl goes on", flush=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"wandb_id": self.run.id}
 
     def close(self) -> None:
-        self.run.finish()
+        if not self._lost:
+            self.run.finish()
 
 
 class Loggers:
@@ -182,9 +249,29 @@ class Loggers:
         for logger in self.loggers:
             logger.log_samples(samples, examples=examples)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for logger in self.loggers for key, value in logger.state_dict().items()}
+
     def close(self) -> None:
         for logger in self.loggers:
             logger.close()
+
+
+def make_logger(config: DictConfig, run_dir: Path, state: Mapping[str, Any]) -> Logger:
+    """What a config asks for, continuing from a logger's `state` if it is not empty."""
+    files = FileLogger(run_dir, state)
+    if config.debug or not config.wandb.enabled:
+        return files
+    wandb = WandbLogger(
+        name=config.exp_name,
+        project=config.wandb.project,
+        entity=config.wandb.entity,
+        config=redact(OmegaConf.to_container(config, resolve=True)),
+        run_dir=run_dir,
+        interval=config.minimum_log_interval_secs,
+        state=state,
+    )
+    return Loggers(files, wandb)
 
 
 class Progress:
@@ -197,10 +284,16 @@ class Progress:
         self._bar: Any = None
         self._last_line = float("-inf")
 
-    def over(self, items: Iterable, *, total: int, what: str) -> Iterator:
-        """Iterate over `items` under a bar."""
+    def over(self, items: Iterable, *, total: int, what: str, done: int = 0) -> Iterator:
+        """Iterate over `items` under a bar; `done` of the `total` were before."""
         bar = tqdm.tqdm(
-            items, total=total, desc=what, file=sys.stdout, disable=not self.show_bar, leave=what == "train"
+            items,
+            total=total,
+            initial=done,
+            desc=what,
+            file=sys.stdout,
+            disable=not self.show_bar,
+            leave=what == "train",
         )
         outer, self._bar = self._bar, bar
         try:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
 
-from checkpoint import load_archive
+from archive import load_archive
 from losses import _get_batch_logps
 from packing import Packed, tree_block_mask, tree_mask
 from tokenization import Batch, concatenated_inputs

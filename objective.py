@@ -5,17 +5,22 @@ The frozen reference's part is remembered by content, so that no pair is scored 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
 from batches import GlobalBatch
-from distributed import Grid
-from layouts import Layout, Logps, Microbatch
+from distributed import Grid, from_rank_0, release_gathered
+from layouts import Layout, Logps, Microbatch, choose_layout
 from losses import LOSSES
 from metrics import gather_rows, reduce_metrics
-from reference_logps import ReferenceLogps
+from models import DTYPES
+from reference_logps import ReferenceLogps, read_logps
 from tokenization import Batch
 
 Metrics = dict[str, torch.Tensor]  # per example, each (rows,)
@@ -105,3 +110,31 @@ class Objective:
             for microbatch in batch.microbatches
         ]
         return torch.stack(list(gather_rows(parts, len(batch.keys), self.grid.add).values()), dim=1)
+
+    def score_all(self, reference_model: torch.nn.Module, batches: Iterable[GlobalBatch], path: Path) -> str:
+        """Know all pairs of the batches, from the file at `path` or scored now, and write the file; a line about it.
+
+        Raises InputError if the file holds something else than the reference gives now.
+        """
+        read = read_logps(path) if self.grid.rank == 0 and path.exists() else {}
+        read, seed = from_rank_0((read, secrets.randbits(32)))
+        n_scored = self.reference_logps.score_all(batches, partial(self.score, reference_model), read, seed=seed)
+        if self.grid.rank == 0:
+            self.reference_logps.save(path)
+        return f"{n_scored:,} pairs scored by the reference, {len(read):,} responses read from {path}"
+
+
+def make_objective(config: DictConfig, policy: Any, grid: Grid, *, compute_dtype: str) -> tuple[Objective, str | None]:
+    """The objective with the layout that the policy takes, and why it is not the one asked for. Of every process."""
+    autocast = DTYPES[config.model.autocast] if config.model.autocast else None
+    device = next(policy.parameters()).device
+    with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        layout, note = choose_layout(
+            config.layout,
+            policy,
+            max_length=config.max_length,
+            compute_dtype=autocast or DTYPES[compute_dtype],
+            vetoed=grid.any,
+        )
+    release_gathered(policy)
+    return Objective(layout, grid, device=device, autocast=autocast), note

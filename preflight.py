@@ -12,10 +12,13 @@ from pathlib import Path
 from statistics import fmean as mean
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
+from losses import LOSSES
 from models import load_tokenizer
 from preference_datasets import Prompt, Row, load_prompts
 from tokenization import TextEncoder, truncate
-from utils import InputError
+from utils import InputError, get_cache_dir
 
 
 @dataclass
@@ -235,4 +238,22 @@ def prepare_data(
         prompts["train"],
         prompts["test"],
         Preflight(**reports, updates=updates, dropped_examples=dropped),
+    )
+
+
+def load_data(config: DictConfig, *, silent: bool = False) -> TrainingData:
+    """Tokenizer, prompts of both splits and the preflight, for a config."""
+    return prepare_data(
+        list(config.datasets),
+        config.model.tokenizer_name_or_path or config.model.name_or_path,
+        sft_mode=not LOSSES[config.loss.name].uses_reference,
+        batch_size=config.batch_size,
+        eval_batch_size=config.eval_batch_size,
+        max_length=config.max_length,
+        max_prompt_length=config.max_prompt_length,
+        n_epochs=config.n_epochs,
+        n_examples=config.n_examples,
+        dataset_sources=OmegaConf.to_container(config.dataset_sources),
+        cache_dir=get_cache_dir(config.local_dirs),
+        silent=silent,
     )

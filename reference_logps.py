@@ -62,6 +62,19 @@ class ReferenceLogps:
             return None
         return torch.tensor([[self._known[key] for key in row] for row in keys], dtype=torch.float64)
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All that is known, (n, KEY_BYTES) bytes and (n,) values, for a checkpoint."""
+        keys = torch.frombuffer(bytearray(b"".join(self._known)), dtype=torch.uint8) if self._known else torch.empty(0)
+        return {
+            "keys": keys.reshape(-1, KEY_BYTES),
+            "logps": torch.tensor([*self._known.values()], dtype=torch.float64),
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Know what a checkpoint knew."""
+        keys = (key.tobytes() for key in state["keys"].numpy())
+        self._known = dict(zip(keys, state["logps"].tolist(), strict=True))
+
     def save(self, path: Path) -> None:
         """Write all that is known, whole or not at all."""
         keys = np.frombuffer(b"".join(self._known), dtype=np.uint8).reshape(-1, KEY_BYTES)
@@ -86,7 +99,7 @@ class ReferenceLogps:
         What the file knows of a batch that is scored, and of one more drawn by `seed`, is compared: raises InputError
         if it differs.
         """
-        self._known |= read
+        self._known = {**read, **self._known}
         n_scored = n_known = 0
         drawn, draw = None, random.Random(seed)
         for batch in batches:

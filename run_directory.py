@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import yaml
@@ -64,19 +67,48 @@ def environment() -> dict[str, Any]:
     }
 
 
-def create_run_dir(path: str, config: dict[str, Any]) -> Path:
-    """Create the directory with `config.yaml` and `env.json`. Raises InputError if it already holds a run."""
+def create_run_dir(path: str, *, continued: bool = False) -> Path:
+    """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`."""
     run_dir = Path(path).expanduser()
     held = [name for name in ("metrics.jsonl", "LATEST") if os.path.lexists(run_dir / name)]
-    if held:
+    if held and not continued:
         raise InputError(
-            f"local_run_dir={path} already holds a run ({', '.join(held)}); choose another or move it away"
+            f"local_run_dir={path} already holds a run ({', '.join(held)}); choose another, move it away, or continue "
+            f"it with resume=auto"
         )
-    facts = environment()
-    try:
+    with _explaining(path):
         run_dir.mkdir(parents=True, exist_ok=True)
+    return run_dir
+
+
+def write_record(run_dir: Path, config: dict[str, Any]) -> None:
+    """Write `config.yaml` and `env.json`."""
+    facts = environment()
+    with _explaining(run_dir):
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
         (run_dir / "env.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def lock_run_dir(run_dir: Path) -> IO:
+    """Keep other processes out for as long as this one holds the file that is returned; the system frees it.
+
+    Raises InputError if another process holds it.
+    """
+    with _explaining(run_dir):
+        file = (run_dir / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise InputError(f"local_run_dir={run_dir} is in use by a run that goes on: stop that one first") from error
+    except OSError as error:  # some network file systems know no locks
+        print(f"warning: {run_dir} cannot be locked ({error}): start no second run there")
+    return file
+
+
+@contextmanager
+def _explaining(path: str | Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise InputError(f"local_run_dir={path} cannot be written: {error}; choose another with local_dirs") from error
-    return run_dir

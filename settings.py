@@ -47,6 +47,7 @@ def _or_null(rule: Rule) -> Rule:
 
 SEED = Rule(lambda v: _is_int(v) and 0 <= v < 2**32, "a whole number from 0 to 2**32 - 1")
 COUNT = Rule(lambda v: _is_int(v) and v > 0, "a whole number above 0")
+AT_LEAST_2 = Rule(lambda v: _is_int(v) and v >= 2, "a whole number, 2 or more: one may prove damaged")
 NATURAL = Rule(lambda v: _is_int(v) and v >= 0, "a whole number, 0 or more")
 POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
 NON_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a number, 0 or more")
@@ -106,6 +107,12 @@ RULES: dict[str, Rule] = {
     "eval_every": COUNT,
     "minimum_log_interval_secs": NON_NEGATIVE,
     "self_test": FLAG,
+    "resume": _or_null(PATH),
+    "save_every": _or_null(COUNT),
+    "keep_checkpoints": _or_null(AT_LEAST_2),
+    "nan_policy": CHOICE,
+    "deterministic": FLAG,
+    "dry_run": FLAG,
     "model.name_or_path": TEXT,
     "model.tokenizer_name_or_path": _or_null(TEXT),
     "model.archive": _or_null(PATH),
@@ -190,6 +197,8 @@ def find_problems(
         elif key in choices and value is not None and value not in choices[key]:
             problems.append(f"{key}={value} is not one of {', '.join(sorted(choices[key]))}")
     sound = {k: v for k, v in values.items() if k in RULES and v not in ("???", WAITING) and RULES[k].holds(v)}
+    if values.get("resume") == "auto" and "get_local_run_dir" in str(OmegaConf.to_container(config)["local_run_dir"]):
+        problems.append("resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR")
     problems += _process_problems(sound, processes)
     problems += _combination_problems(sound)
     problems += _dataset_problems(sound.get("datasets", []), sources, data_names)
@@ -285,6 +294,9 @@ def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
         yield "n_epochs and n_examples are both null, so training would never end: give one of them"
     if have("eval_every", "batch_size") and sound["eval_every"] < sound["batch_size"]:
         yield f"eval_every={sound['eval_every']} (examples) must be at least batch_size={sound['batch_size']}"
+    if have("save_every", "batch_size") and (sound["save_every"] or 0) % sound["batch_size"]:
+        fix = max(1, round(sound["save_every"] / sound["batch_size"])) * sound["batch_size"]
+        yield f"save_every={sound['save_every']} (examples) must be a multiple of batch_size: try {fix}"
 
 
 def _dataset_problems(names: list[str], sources: Any, data_names: Collection[str]) -> Iterator[str]:

@@ -29,10 +29,6 @@ class PackageTensorParallelTrainer(BasicTrainer):
     can_sample = False
     can_autocast = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.policy.save_whole_state(self.optimizer)
-
     @classmethod
     def device_map(cls) -> None:
         return None  # on the CPU until it is cut
@@ -41,6 +37,11 @@ class PackageTensorParallelTrainer(BasicTrainer):
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         size = self.config.tensor_parallel_size or len(gpus)
         return split_over_devices(model, gpus[:size] or ["cpu"] * size)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().make_optimizer()
+        self.policy.keep_whole_state(optimizer)
+        return optimizer
 
 
 def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> SplitModel:
@@ -113,14 +114,15 @@ class SplitModel(torch.nn.Module):
         whole = self._whole({})
         return {alias: whole[name] for alias, name in self.names.items()}
 
-    def save_whole_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let `optimizer.state_dict()` be that of an optimizer over the `parameters()` of the model that was cut.
+    def keep_whole_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer's state dicts be those of an optimizer over the `parameters()` of the model that was cut.
 
         Raises InputError for Adafactor, whose updates look at whole rows and columns and not at each number alone.
         """
         if isinstance(optimizer, torch.optim.Adafactor):
             raise _refusal("does not give Adafactor the whole matrices it needs", "use another optimizer")
         optimizer.register_state_dict_post_hook(self._whole_optimizer_state)
+        optimizer.register_load_state_dict_pre_hook(self._cut_optimizer_state)
 
     def _whole_optimizer_state(self, optimizer: torch.optim.Optimizer, cut: dict[str, Any]) -> dict[str, Any]:
         whole: dict[int, dict] = {i: {} for i, _ in enumerate(self.parameter_names) if optimizer.state}
@@ -130,6 +132,21 @@ class SplitModel(torch.nn.Module):
                 state[key] = values.get(self.parameter_names[i], first)  # a number like `step` is the same for all
         groups = [group | {"params": list(range(len(self.parameter_names)))} for group in cut["param_groups"]]
         return cut | {"state": whole, "param_groups": groups}
+
+    def _cut_optimizer_state(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+        """What each parameter of the devices has of the whole state."""
+        cut: dict[torch.Tensor, dict[str, Any]] = {}
+        for i, name in enumerate(self.parameter_names):
+            for rank, part in enumerate(self._parts(name)):
+                rule = self.rules[name]
+                cut[part] = {
+                    key: rule(value, rank=rank).clone() if rule and value.ndim else value
+                    for key, value in whole["state"].get(i, {}).items()
+                }
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        state = {number: cut[parameter] for number, parameter in enumerate(parameters) if cut[parameter]}
+        groups = [group | {"params": list(range(len(parameters)))} for group in whole["param_groups"]]
+        return whole | {"state": state, "param_groups": groups}
 
     @torch.no_grad()
     def _whole(self, instead: Mapping[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -3,8 +3,8 @@
     python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft
     python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST datasets=[hh] exp_name=dpo
 
-`--help` lists every key. Exit status: 0 trained, 2 bad input (one message), 1 anything else. Heavy imports wait until
-they are needed, so that `--help` and shell completion are quick.
+`--help` lists every key. Exit status: 0 trained, 2 bad input (one message), 143 stopped by a signal, 1 anything else.
+Heavy imports wait until they are needed, so that `--help` and shell completion are quick.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent
 
 def find_config_problems(config: DictConfig) -> list[str]:
     """Everything wrong with a composed config, with the names that our tables hold today."""
+    from health import POLICIES
     from layouts import LAYOUTS
     from losses import LOSSES
     from models import ATTENTION, DTYPES
@@ -61,6 +62,7 @@ def find_config_problems(config: DictConfig) -> list[str]:
         "model.attn_implementation": ATTENTION,
         "layout": LAYOUTS,
         "cache_reference_logps": CACHING,
+        "nan_policy": POLICIES,
     }
     return find_problems(config, choices=choices, data_names=BUILT_IN, processes=count_processes(config))
 
@@ -125,36 +127,45 @@ def run(config: DictConfig) -> None:
 
 
 def work(rank: int, world_size: int, config: DictConfig) -> None:
-    """What one process does: load data and models, train."""
+    """What one process does: find its run's state, load data and models, train."""
     import datasets
     import torch
     import transformers
 
-    from run_directory import create_run_dir
-    from trainers import load_data
+    from distributed import from_rank_0
+    from preflight import load_data
+    from resume import check_data, open_run
 
-    run_dir = Path(config.local_run_dir).expanduser()
-    if rank == 0:
-        print(OmegaConf.to_yaml(config), flush=True)
-        create_run_dir(config.local_run_dir, OmegaConf.to_container(config))
+    run = open_run(config) if rank == 0 else None  # and hold it until the end
+    resume_from = from_rank_0(run.checkpoint if run else None)
     torch.manual_seed(config.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks of CUDA users here
+        torch.use_deterministic_algorithms(True)
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
 
     data = load_data(config, silent=rank != 0)
-    if rank == 0:
-        data.report.write(run_dir / "preflight.json")
-    policy, reference = load_models(config, rank, world_size)
-    trainer = find_trainer(config)(policy, config, config.seed, run_dir, reference, rank, world_size, data)
+    if run is not None:
+        data.report.write(run.directory / "preflight.json")
+        check_data(run, data.train)
+    if from_rank_0(run is not None and run.is_finished(data.report.updates)):
+        if rank == 0:
+            print(f"{resume_from} is the end of its run: nothing is left to do")
+        return
+    policy, reference = load_models(config, rank, world_size, resume_from)
+    trainer = find_trainer(config)(
+        policy, config, config.seed, config.local_run_dir, reference, rank, world_size, data, resume_from
+    )
     del policy, reference  # the trainer has them, and may free the reference
     trainer.train()
     if rank == 0:
-        print(f"run directory: {run_dir}")
+        print(f"run directory: {config.local_run_dir}")
 
 
-def load_models(config: DictConfig, rank: int, world_size: int) -> tuple[Any, Any]:
+def load_models(config: DictConfig, rank: int, world_size: int, resume_from: Path | None = None) -> tuple[Any, Any]:
     """Policy and reference (None if the loss needs none); ranks other than 0 leave the weights to rank 0."""
     from losses import LOSSES
     from models import DTYPES, load_config, load_model, load_structure
@@ -165,7 +176,7 @@ def load_models(config: DictConfig, rank: int, world_size: int) -> tuple[Any, An
     name, cache_dir = config.model.name_or_path, get_cache_dir(config.local_dirs)
     check_tensor_parallel(load_config(name, cache_dir=cache_dir), trainer_class.tensor_size(config, world_size))
 
-    def load(dtype: str) -> Any:
+    def load(dtype: str, archive: str | None) -> Any:
         if rank != 0:
             return load_structure(
                 name,
@@ -176,7 +187,7 @@ def load_models(config: DictConfig, rank: int, world_size: int) -> tuple[Any, An
         return load_model(
             name,
             dtype=DTYPES[dtype],
-            archive=config.model.archive,
+            archive=archive,
             attn_implementation=config.model.attn_implementation,
             random_init=config.model.random_init,
             seed=config.seed,
@@ -184,14 +195,16 @@ def load_models(config: DictConfig, rank: int, world_size: int) -> tuple[Any, An
             cache_dir=cache_dir,
         )
 
-    policy = load(config.model.policy_dtype)
-    return policy, load(config.model.reference_dtype) if LOSSES[config.loss.name].uses_reference else None
+    archive = config.model.archive
+    policy = load(config.model.policy_dtype, archive if resume_from is None else str(resume_from))
+    return policy, load(config.model.reference_dtype, archive) if LOSSES[config.loss.name].uses_reference else None
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
 def main(config: DictConfig) -> None:
-    from launching import WorkerFailed, find_seat
-    from utils import InputError
+    from launching import find_seat
+    from stopping import STATUS, Stopped
+    from utils import InputError, RunError
 
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN and "local_run_dir" in _overridden(hydra_config.overrides.task):
@@ -209,9 +222,12 @@ def main(config: DictConfig) -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except WorkerFailed as error:
+    except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except Stopped:
+        print("stopped, as asked; with the same local_run_dir resume=auto goes on", file=sys.stderr)
+        sys.exit(STATUS)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -4,53 +4,36 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from batches import Batches, GlobalBatch
-from checkpoint import full_state, point, write_checkpoint
-from distributed import Grid, distribute, find_blocks, full_tensor, keep_root_gathered, release_gathered
-from layouts import Logps, choose_layout
+from distributed import Grid, distribute, find_blocks, full_tensor, keep_root_gathered
+from health import Guard
+from layouts import Logps
 from losses import LOSSES, _get_batch_logps, preference_loss  # noqa: F401  (the reference has the last two here)
-from metrics import FileLogger, Logger, Loggers, NullLogger, Progress, Sample, WandbLogger, peak_memory_gb
+from metrics import NullLogger, Progress, Sample, make_logger, peak_memory_gb
 from models import DTYPES, check_positions
-from objective import REFERENCE, Objective, loss_options
+from objective import REFERENCE, loss_options, make_objective
 from optimization import OPTIMIZERS, warmup
-from preflight import TrainingData, prepare_data
-from reference_logps import model_digest, read_logps
-from run_directory import redact
+from preflight import TrainingData, load_data
+from reference_logps import model_digest
+from resume import digest_data, facts_of
 from sampling import sample_batches, sample_rows
+from saving import Checkpoints
 from self_test import self_test
+from stopping import Stopped, on_stop_signals
 from tokenization import Batch, concatenated_inputs  # noqa: F401
-from utils import InputError, formatted_dict, get_cache_dir, get_local_dir
+from utils import InputError, formatted_dict, get_local_dir
 
+COUNTERS = ("example_counter", "batch_counter", "evaluated_at")
 SEQUENCE_MASKS = ("chosen_attention_mask", "rejected_attention_mask")
-
-
-def load_data(config: DictConfig, *, silent: bool = False) -> TrainingData:
-    """Tokenizer, prompts of both splits and the preflight, for a config."""
-    return prepare_data(
-        list(config.datasets),
-        config.model.tokenizer_name_or_path or config.model.name_or_path,
-        sft_mode=not LOSSES[config.loss.name].uses_reference,
-        batch_size=config.batch_size,
-        eval_batch_size=config.eval_batch_size,
-        max_length=config.max_length,
-        max_prompt_length=config.max_prompt_length,
-        n_epochs=config.n_epochs,
-        n_examples=config.n_examples,
-        dataset_sources=OmegaConf.to_container(config.dataset_sources),
-        cache_dir=get_cache_dir(config.local_dirs),
-        silent=silent,
-    )
 
 
 class BasicTrainer:
@@ -66,6 +49,7 @@ class BasicTrainer:
         rank: int = 0,
         world_size: int = 1,
         data: TrainingData | None = None,
+        resume_from: Path | None = None,
     ) -> None:
         self.config, self.seed, self.run_dir = config, seed, Path(run_dir)
         self.rank, self.world_size = rank, world_size
@@ -81,12 +65,14 @@ class BasicTrainer:
         self.progress = Progress(interval=config.minimum_log_interval_secs, silent=rank != 0)
 
         self._place_models(policy, reference_model)
-        self.optimizer = OPTIMIZERS[config.optimizer](self.policy.parameters(), lr=config.lr)
+        self.optimizer = self.make_optimizer()
         self.scheduler = warmup(self.optimizer, config.warmup_steps)
-        self.objective = self._make_objective()
+        self.objective, note = make_objective(config, self.policy, self.grid, compute_dtype=self.compute_dtype)
+        if note:
+            self.progress.line(note)
         self.eval_every = config.eval_every - config.eval_every % config.batch_size
         self.example_counter = self.batch_counter = 0
-        self.best = -math.inf  # quality of the checkpoint that BEST names
+        self.evaluated_at = -1  # examples
         if self.eval_every != config.eval_every:
             self.progress.line(
                 f"warning: eval_every={config.eval_every} is not a multiple of batch_size={config.batch_size}; "
@@ -104,8 +90,14 @@ class BasicTrainer:
             max_prompt_length=config.max_prompt_length,
         )
         self.eval_batches = list(self.batches.test(config.eval_batch_size, n_examples=config.n_eval_examples))
-        self.train_iterator = self._train_batches()
-        self.logger = self._make_logger()
+        self.checkpoints = Checkpoints(self.run_dir, self.grid, keep=config.keep_checkpoints, say=self.progress.line)
+        self.guard = Guard(self.run_dir, self.data.train, self.grid, policy=config.nan_policy, say=self.progress.line)
+        self._asked_to_stop: list[int] = []
+        self.logger_state: dict[str, Any] = {}
+        if resume_from is not None:
+            self.checkpoints.restore(resume_from, self._stateful())
+        self.train_iterator = self._train_batches(skip=self.batch_counter)
+        self.logger = make_logger(config, self.run_dir, self.logger_state) if rank == 0 else NullLogger()
 
     def _place_models(self, policy: Any, reference_model: Any) -> None:
         config, model = self.config, self.config.model
@@ -123,23 +115,6 @@ class BasicTrainer:
         self.reference_model = None
         if reference_model is not None:
             self.reference_model = self.place(reference_model.eval(), compute_dtype=DTYPES[model.reference_dtype])
-
-    def _make_objective(self) -> Objective:
-        model = self.config.model
-        autocast = DTYPES[model.autocast] if model.autocast else None
-        device = next(self.policy.parameters()).device
-        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            layout, note = choose_layout(
-                self.config.layout,
-                self.policy,
-                max_length=self.config.max_length,
-                compute_dtype=autocast or DTYPES[self.compute_dtype],
-                vetoed=self.grid.any,
-            )
-        release_gathered(self.policy)
-        if note:
-            self.progress.line(note)
-        return Objective(layout, self.grid, device=device, autocast=autocast)
 
     # --- what a subclass may override ------------------------------------------------------------------------------
 
@@ -163,24 +138,47 @@ class BasicTrainer:
         """Distribute a loaded model over devices and processes; here it is where it was loaded."""
         return model
 
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.config.optimizer](self.policy.parameters(), lr=self.config.lr)
+
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train to the end of the data, evaluating and saving every `eval_every` examples and after the last update."""
-        self.self_test()
+        """Train to the end of the data, evaluating and saving when due and after the last update.
+
+        Asked to stop by SIGTERM or SIGUSR1, it finishes the update, saves and raises Stopped.
+        """
+        if self.batch_counter == 0:  # later the policy is not the reference any more
+            self.self_test()
         if self.loss.uses_reference and self.config.cache_reference_logps == "all":
             self.score_all_then_free_reference()
-        for batch in self.progress.over(self.train_iterator, total=self.data.report.updates, what="train"):
-            if self.evaluation_is_due():
-                self.evaluate_and_save()
-            metrics = self.train_step(batch)
-            self.logger.log("train", metrics, examples=self.example_counter, updates=self.batch_counter)
-            self.progress.train(metrics, examples=self.example_counter)
-        self.evaluate_and_save()
+        updates = self.data.report.updates
+        with on_stop_signals(self._asked_to_stop.append):
+            try:
+                for batch in self.progress.over(
+                    self.train_iterator, total=updates, done=self.batch_counter, what="train"
+                ):
+                    self.evaluate_and_save()
+                    metrics = self.train_step(batch)
+                    self.logger.log("train", metrics, examples=self.example_counter, updates=self.batch_counter)
+                    self.progress.train(metrics, examples=self.example_counter)
+                    self.guard.watch(metrics, update=self.batch_counter)
+                    self.checkpoints.check()
+                    self._stop_if_asked()
+                self.evaluate_and_save(last=True)
+            except Stopped:
+                if self._has_unsaved():
+                    self.save()
+                self.checkpoints.finish()
+                self.logger.close()
+                raise
+            self.checkpoints.finish()
         self.logger.close()
 
-    def evaluation_is_due(self) -> bool:
-        return self.example_counter % self.eval_every == 0 and (self.example_counter > 0 or self.config.do_first_eval)
+    def _stop_if_asked(self) -> None:
+        """Raises Stopped on every process if any of them had a signal."""
+        if self.grid.any(bool(self._asked_to_stop)):
+            raise Stopped
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """One update on a global batch; its metrics, means over the whole batch on every process."""
@@ -197,11 +195,12 @@ class BasicTrainer:
             parts.append((microbatch.rows, metrics))
         grad_norm = self.clip_gradient()
         lr = self.scheduler.get_last_lr()[0]
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
         self.batch_counter += 1
         self.example_counter += self.config.batch_size
+        if self.guard.allows(batch, parts, grad_norm, update=self.batch_counter):
+            self.optimizer.step()
+            self.scheduler.step()
+        self.optimizer.zero_grad()
 
         metrics = self.objective.reduce(parts, batch.keys, {"grad_norm": grad_norm})  # waits for the device
         seconds = time.perf_counter() - start
@@ -246,42 +245,39 @@ class BasicTrainer:
         parts, keys = [], []
         for batch in self.progress.over(self.eval_batches, total=len(self.eval_batches), what="evaluate"):
             known = self.objective.reference_logps.find(batch.keys)
+            self._stop_if_asked()
             for microbatch in batch.microbatches:
                 _, metrics = losses_of(microbatch, known)
                 parts.append(([len(keys) + row for row in microbatch.rows], metrics))
             keys += batch.keys
         return self.objective.reduce(parts, keys, {})
 
-    def evaluate_and_save(self) -> None:
-        """Evaluate, sample if asked to, and save unless nothing was trained yet or `debug` is set."""
-        metrics = self.evaluate()
-        self.progress.line(f"eval after {self.example_counter} examples: {formatted_dict(metrics)}")
-        self.logger.log("eval", metrics, examples=self.example_counter, updates=self.batch_counter)
-        if self.config.sample_during_eval:
-            self.logger.log_samples(self.samples(), examples=self.example_counter)
-        if self.example_counter > 0 and not self.config.debug:
+    def evaluate_and_save(self, *, last: bool = False) -> None:
+        """Evaluate, sample and save, each if it is due here and was not done; `last`: all are due."""
+        examples, metrics = self.example_counter, None
+        if self.evaluated_at != examples and (last or self.evaluation_is_due()):
+            metrics = self.evaluate()
+            samples = self.samples() if self.config.sample_during_eval else []
+            self.progress.line(f"eval after {examples} examples: {formatted_dict(metrics)}")
+            self.logger.log("eval", metrics, examples=examples, updates=self.batch_counter)
+            if samples:
+                self.logger.log_samples(samples, examples=examples)
+            self.evaluated_at, self.checkpoints.saved_at = examples, -1
+        if self._has_unsaved() and (last or examples % (self.config.save_every or self.eval_every) == 0):
             self.save(metrics=metrics)
-            quality = metrics["rewards_eval/accuracies"] if self.loss.uses_reference else -metrics["loss/eval"]
-            if quality > self.best:  # never so for NaN
-                self.best = quality
-                self._point("BEST")
+
+    def evaluation_is_due(self) -> bool:
+        return self.example_counter % self.eval_every == 0 and (self.example_counter > 0 or self.config.do_first_eval)
+
+    def _has_unsaved(self) -> bool:
+        return 0 < self.example_counter != self.checkpoints.saved_at and not self.config.debug
 
     def score_all_then_free_reference(self) -> None:
-        """Know the reference's log-probabilities of all pairs of the run, from a file or scored now; then free it.
-
-        Raises InputError if the file holds something else than the reference gives now.
-        """
-        known = self.objective.reference_logps
+        """Know the reference's log-probabilities of all pairs of the run, from a file or scored now; then free it."""
         path = Path(get_local_dir(self.config.local_dirs)) / "reference_logps" / f"{self.reference_digest}.npz"
-        read, seed = self.grid.from_rank_0(
-            (read_logps(path) if self.rank == 0 and path.exists() else {}, random.randrange(2**32))
-        )
         batches = itertools.chain(self.eval_batches, self._train_batches())
         over = self.progress.over(batches, total=len(self.eval_batches) + self.data.report.updates, what="score")
-        n_scored = known.score_all(over, partial(self.objective.score, self.reference_model), read, seed=seed)
-        if self.rank == 0:
-            known.save(path)
-        self.progress.line(f"{n_scored:,} pairs scored by the reference, {len(read):,} responses read from {path}")
+        self.progress.line(self.objective.score_all(self.reference_model, over, path))
         self.reference_model = None
 
     def samples(self) -> list[Sample]:
@@ -309,17 +305,44 @@ class BasicTrainer:
         return [self.policy] if self.reference_model is None else [self.policy, self.reference_model]
 
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
-        """Write policy, optimizer and scheduler to `output_dir`, or to `step-N` in the run, which LATEST then names."""
-        directory = Path(output_dir) if output_dir else self._step_dir()
-        stateful = {"policy": self.policy, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        states = ((name, full_state(part.state_dict())) for name, part in stateful.items())  # collectives, one by one
-        if self.rank != 0:
-            deque(states, maxlen=0)
-            return
-        write_checkpoint(directory, states, step_idx=self.example_counter, metrics=metrics)
-        if output_dir is None:
-            self._point("LATEST")
-        self.progress.line(f"saved {directory}")
+        """Save to `output_dir`, or to `step-N` of the run: its LATEST, and its BEST if `metrics` are the best yet."""
+        self.checkpoints.save(
+            self._stateful(),
+            step_idx=self.example_counter,
+            metrics=metrics,
+            quality=-math.inf if metrics is None else self._quality(metrics),
+            facts=lambda: {
+                "updates": self.batch_counter,
+                "evaluated": self.evaluated_at == self.example_counter,
+                "config": facts_of(self.config),
+                "data": digest_data(self.data.train),
+            },
+            elsewhere=output_dir and Path(output_dir),
+        )
+
+    def _quality(self, metrics: Mapping[str, float]) -> float:
+        return metrics["rewards_eval/accuracies"] if self.loss.uses_reference else -metrics["loss/eval"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a continuation needs besides the three of the reference."""
+        return {name: getattr(self, name) for name in COUNTERS} | {
+            "skipped": self.guard.skipped,
+            "checkpoints": self.checkpoints.state_dict(),
+            "reference_logps": self.objective.reference_logps.state_dict(),
+            "logger": self.logger.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's `state_dict()`."""
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        self.guard.skipped = state["skipped"]
+        self.checkpoints.load_state_dict(state["checkpoints"])
+        self.objective.reference_logps.load_state_dict(state["reference_logps"])
+        self.logger_state = state["logger"]
+
+    def _stateful(self) -> dict[str, Any]:
+        return {"policy": self.policy, "optimizer": self.optimizer, "scheduler": self.scheduler, "trainer": self}
 
     # --- helpers ---------------------------------------------------------------------------------------------------
 
@@ -341,37 +364,14 @@ class BasicTrainer:
         for note in notes:
             self.progress.line(note)
 
-    def _train_batches(self) -> Iterator[GlobalBatch]:
+    def _train_batches(self, skip: int = 0) -> Iterator[GlobalBatch]:
         return self.batches.train(
             self.config.batch_size,
             parts=self.config.gradient_accumulation_steps,
             n_epochs=self.config.n_epochs,
             n_examples=self.config.n_examples,
+            skip=skip,
         )
-
-    def _step_dir(self) -> Path:
-        return self.run_dir / f"step-{self.example_counter}"
-
-    def _point(self, name: str) -> None:
-        if self.rank == 0:
-            point(self.run_dir / name, self._step_dir())
-
-    def _make_logger(self) -> Logger:
-        config = self.config
-        if self.rank != 0:
-            return NullLogger()
-        files = FileLogger(self.run_dir)
-        if config.debug or not config.wandb.enabled:
-            return files
-        wandb = WandbLogger(
-            name=config.exp_name,
-            project=config.wandb.project,
-            entity=config.wandb.entity,
-            config=redact(OmegaConf.to_container(config, resolve=True)),
-            run_dir=self.run_dir,
-            interval=config.minimum_log_interval_secs,
-        )
-        return Loggers(files, wandb)
 
 
 class FSDPTrainer(BasicTrainer):

@@ -22,6 +22,10 @@ class InputError(ValueError):
     """
 
 
+class RunError(RuntimeError):
+    """What ends a run through no fault of ours: one sentence with the cause and the way on. Exit status 1."""
+
+
 def get_open_port() -> int:
     """A TCP port that is free on this machine now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:

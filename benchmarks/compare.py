@@ -187,7 +187,7 @@ def run_all(overrides: list[str], updates: int, only: list[str] | None, trl: str
 def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, Any]:
     """The pairs of our batches as rows for TRL, in their order, and the settings."""
     from preference_datasets import iterate_rows
-    from trainers import load_data
+    from preflight import load_data
 
     config = compose([*COMMON, f"local_run_dir={folder}/run", *overrides])
     n_pairs = (updates + 1) * config.batch_size

@@ -1,171 +1,44 @@
-"""A checkpoint is complete or absent, and the published reference's archives still load, strictly."""
+"""A checkpoint is complete or absent, and what is damaged is recognised."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from conftest import ROOT, run_script
 
-from checkpoint import find_archive, load_archive, point, write_checkpoint
-from utils import InputError
-
-SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-CONFIGS = {
-    "gpt_neox": transformers.GPTNeoXConfig(**SMALL),
-    "gpt2": transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32),
-    "llama": transformers.LlamaConfig(**SMALL),
-}
-IDS = torch.arange(20).view(2, 10)
-
-
-def build(family: str, seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(CONFIGS[family]).eval()
-
-
-def as_in_2023(family: str, state: dict) -> dict:
-    """What transformers 4.29 had in the state dict of the same model."""
-    causal, inv_freq = torch.ones(1, 1, 32, 32, dtype=torch.bool).tril(), torch.rand(4)
-    state = dict(state)
-    for n in range(2):
-        if family == "gpt_neox":
-            layer = f"gpt_neox.layers.{n}.attention"
-            state |= {f"{layer}.bias": causal, f"{layer}.masked_bias": torch.tensor(-1e9)}
-            state |= {f"{layer}.rotary_emb.inv_freq": inv_freq}
-        elif family == "gpt2":
-            layer = f"transformer.h.{n}.attn"
-            state |= {f"{layer}.bias": causal.byte(), f"{layer}.masked_bias": torch.tensor(-1e4)}
-        else:
-            state |= {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": inv_freq}
-    if family == "gpt_neox":
-        state["embed_out.weight"] = state.pop("lm_head.weight")
-    return state
-
-
-def archive(path, state) -> str:
-    torch.save({"step_idx": 64, "state": state, "metrics": {"loss/eval": 1.0}}, path)
-    return str(path)
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("year", [2023, "today"])
-def test_an_archive_gives_the_logits_of_the_model_that_wrote_it(year, family, tmp_path):
-    trained, fresh = build(family, seed=1), build(family, seed=2)
-    state = as_in_2023(family, trained.state_dict()) if year == 2023 else trained.state_dict()
-
-    load_archive(fresh, archive(tmp_path / "policy.pt", state))
-
-    assert not torch.equal(build(family, seed=2)(IDS).logits, trained(IDS).logits)
-    assert torch.equal(fresh(IDS).logits, trained(IDS).logits)
-
-
-def test_tied_weights_stored_once_are_enough(tmp_path):
-    trained, fresh = build("gpt2", seed=1), build("gpt2", seed=2)
-    state = {k: v for k, v in trained.state_dict().items() if k != "lm_head.weight"}  # as safetensors keeps them
-
-    load_archive(fresh, archive(tmp_path / "policy.pt", state))
-
-    assert torch.equal(fresh(IDS).logits, trained(IDS).logits)
-
-
-def test_a_float32_archive_is_rounded_into_a_bfloat16_model(tmp_path):
-    trained, fresh = build("llama", seed=1), build("llama", seed=2).bfloat16()
-
-    load_archive(fresh, archive(tmp_path / "policy.pt", trained.state_dict()))
-
-    assert torch.equal(fresh.lm_head.weight, trained.lm_head.weight.bfloat16())
-
-
-def test_another_architecture_is_refused_and_the_model_is_left_as_it_was(tmp_path):
-    state = build("llama", seed=1).state_dict()
-    one_layer_less = {k: v for k, v in state.items() if ".layers.1." not in k}
-    other_shape = state | {"lm_head.weight": torch.zeros(41, 16)}
-    for wrong, message in (
-        (build("gpt2").state_dict(), r"LlamaForCausalLM\): unknown: .*missing: "),
-        (one_layer_less, r"missing: model\.layers\.1\."),
-        (state | {"model.extra.weight": torch.zeros(1)}, r"unknown: model\.extra\.weight"),  # strict both ways
-        (other_shape, r"lm_head\.weight is \(41, 16\) there and \(40, 16\) here"),
-    ):
-        model = build("llama", seed=2)
-        with pytest.raises(InputError, match=message):
-            load_archive(model, archive(tmp_path / "policy.pt", wrong))
-        assert torch.equal(model(IDS).logits, build("llama", seed=2)(IDS).logits)
-
-
-class RunsWhenLoaded:
-    """What a hostile archive would hold."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-def test_an_archive_is_data_and_never_code(tmp_path):
-    hostile = archive(tmp_path / "policy.pt", {"lm_head.weight": RunsWhenLoaded(str(tmp_path / "executed"))})
-
-    with pytest.raises(InputError, match=r"is not a policy\.pt"):
-        load_archive(build("llama"), hostile)
-
-    assert not (tmp_path / "executed").exists()
-    torch.load(hostile, weights_only=False)  # it would have
-    assert (tmp_path / "executed").exists()
-
-
-@pytest.mark.parametrize(
-    "content", ["garbage", "empty", "half", "a tensor", "a list", "no state", "a state that is no dict", "no tensors"]
+from checkpoint import (
+    PARTS,
+    BackgroundWriter,
+    DamagedCheckpoint,
+    check_complete,
+    find_checkpoints,
+    point,
+    prune,
+    read_state,
+    tidy,
+    write_checkpoint,
 )
-def test_what_is_no_archive_is_refused_in_a_sentence(content, tmp_path):
-    file = tmp_path / "policy.pt"
-    state = build("llama").state_dict()
-    archive(file, state)
-    if content in ("garbage", "empty", "half"):
-        half = file.read_bytes()[: file.stat().st_size // 2]
-        file.write_bytes({"garbage": b"not a checkpoint" * 100, "empty": b"", "half": half}[content])
-    else:
-        saved = {
-            "a tensor": torch.zeros(3),
-            "a list": [state],
-            "no state": state,
-            "a state that is no dict": {"state": 3},
-            "no tensors": {"state": dict.fromkeys(state, "text")},
-        }
-        torch.save(saved[content], file)
-
-    with pytest.raises(InputError, match=r"model\.archive=.*policy\.pt"):
-        load_archive(build("llama"), str(file))
-
-
-def test_an_archive_may_be_named_by_its_file_its_directory_or_its_run(tmp_path):
-    run = tmp_path / "run"
-    write_checkpoint(run / "step-64", {"policy": {}}.items(), step_idx=64, metrics=None)
-    point(run / "LATEST", run / "step-64")
-
-    for name in (run / "step-64" / "policy.pt", run / "step-64", run / "LATEST", run):
-        assert find_archive(str(name)).resolve() == run / "step-64" / "policy.pt"
-    for nothing in (tmp_path, tmp_path / "nowhere", run / "step-128"):
-        with pytest.raises(InputError, match=f"{nothing} is neither a policy.pt nor a directory that holds one"):
-            find_archive(str(nothing))
+from utils import RunError
 
 
 def test_checkpoint_files_hold_the_references_keys_and_load_as_plain_data(tmp_path):
-    policy = build("llama", seed=1)
-    states = {"policy": policy.state_dict(), "scheduler": {"last_epoch": 3}}
-    write_checkpoint(tmp_path / "run" / "step-8", states.items(), step_idx=8, metrics={"loss/eval": 0.5})
+    weight = torch.randn(4, 4)
+    states = {"policy": {"lm_head.weight": weight}, "scheduler": {"last_epoch": 3}}
+    write_checkpoint(tmp_path / "run" / "step-8", states.items(), step_idx=8, metrics={"loss/eval": 0.5}, facts={})
 
     assert sorted(os.listdir(tmp_path / "run")) == ["step-8"]
-    assert sorted(os.listdir(tmp_path / "run" / "step-8")) == ["policy.pt", "scheduler.pt"]
+    assert sorted(os.listdir(tmp_path / "run" / "step-8")) == ["manifest.json", "policy.pt", "scheduler.pt"]
     content = torch.load(tmp_path / "run" / "step-8" / "policy.pt", weights_only=True)
     assert list(content) == ["step_idx", "state", "metrics"]
     assert (content["step_idx"], content["metrics"]) == (8, {"loss/eval": 0.5})
-    assert torch.equal(content["state"]["lm_head.weight"], policy.lm_head.weight)
+    assert torch.equal(content["state"]["lm_head.weight"], weight)
 
 
 def test_one_state_is_freed_before_the_next_is_gathered(tmp_path):
@@ -179,15 +52,17 @@ def test_one_state_is_freed_before_the_next_is_gathered(tmp_path):
             yield name, state
             del state
 
-    write_checkpoint(tmp_path / "step-8", states(), step_idx=8, metrics=None)
-    assert len(os.listdir(tmp_path / "step-8")) == 3
+    write_checkpoint(tmp_path / "step-8", states(), step_idx=8, metrics=None, facts={})
+    assert len(os.listdir(tmp_path / "step-8")) == 4
 
 
 def test_a_directory_that_is_saved_again_holds_only_the_new_files(tmp_path):
-    write_checkpoint(tmp_path / "step-8", {"policy": {"a": 1}, "optimizer": {}}.items(), step_idx=8, metrics=None)
-    write_checkpoint(tmp_path / "step-8", {"policy": {"a": 2}}.items(), step_idx=8, metrics=None)
+    write_checkpoint(
+        tmp_path / "step-8", {"policy": {"a": 1}, "optimizer": {}}.items(), step_idx=8, metrics=None, facts={}
+    )
+    write_checkpoint(tmp_path / "step-8", {"policy": {"a": 2}}.items(), step_idx=8, metrics=None, facts={})
 
-    assert sorted(os.listdir(tmp_path / "step-8")) == ["policy.pt"]
+    assert sorted(os.listdir(tmp_path / "step-8")) == ["manifest.json", "policy.pt"]
     assert torch.load(tmp_path / "step-8" / "policy.pt")["state"] == {"a": 2}
 
 
@@ -202,9 +77,9 @@ class Killer:
         os.kill(os.getpid(), signal.SIGKILL)
 
 run = Path(sys.argv[1])
-write_checkpoint(run / "step-8", {"policy": {"a": torch.ones(1)}}.items(), step_idx=8, metrics=None)
+write_checkpoint(run / "step-8", {"policy": {"a": torch.ones(1)}}.items(), step_idx=8, metrics=None, facts={})
 states = {"policy": {"a": torch.zeros(1)}, "optimizer": {"a": torch.zeros(1), "b": Killer()}}
-write_checkpoint(run / sys.argv[2], states.items(), step_idx=16, metrics=None)
+write_checkpoint(run / sys.argv[2], states.items(), step_idx=16, metrics=None, facts={})
 """
 
 
@@ -223,12 +98,11 @@ class CannotBeSaved:
 
 
 def test_a_save_that_fails_says_so_and_keeps_the_former_checkpoint(tmp_path):
-    write_checkpoint(tmp_path / "step-8", {"policy": {"a": 1}}.items(), step_idx=8, metrics=None)
+    write_checkpoint(tmp_path / "step-8", {"policy": {"a": 1}}.items(), step_idx=8, metrics=None, facts={})
     for name in ("step-8", "step-16"):
-        with pytest.raises(OSError, match="No space left"):
-            write_checkpoint(
-                tmp_path / name, {"policy": {}, "optimizer": CannotBeSaved()}.items(), step_idx=8, metrics=None
-            )
+        states = {"policy": {}, "optimizer": CannotBeSaved()}
+        with pytest.raises(RunError, match=r"could not be written \(.*No space left.*; earlier ones are whole"):
+            write_checkpoint(tmp_path / name, states.items(), step_idx=8, metrics=None, facts={})
 
     assert os.listdir(tmp_path) == ["step-8"]  # no half-written files that keep a full disk full
     assert torch.load(tmp_path / "step-8" / "policy.pt")["state"] == {"a": 1}
@@ -254,3 +128,116 @@ def test_a_link_is_moved_without_a_moment_in_which_it_is_missing(tmp_path):
 
     assert seen == {"step-8", "step-16"}  # relative, so that a run can be moved
     assert sorted(os.listdir(tmp_path)) == ["LATEST", "step-16", "step-8"]
+
+
+# --- recognised ----------------------------------------------------------------------------------------------------
+
+
+def write(run_dir: Path, *steps: int) -> list[Path]:
+    for step in steps:
+        states = {part: {"a": torch.arange(50.0)} for part in PARTS}
+        write_checkpoint(run_dir / f"step-{step}", states.items(), step_idx=step, metrics=None, facts={"updates": 2})
+    return [run_dir / f"step-{step}" for step in steps]
+
+
+def test_a_whole_checkpoint_gives_its_manifest_and_states(tmp_path):
+    [saved] = write(tmp_path, 8)
+
+    manifest = check_complete(saved)
+
+    assert (manifest["examples"], manifest["updates"]) == (8, 2)
+    assert manifest["files"].keys() == {f"{part}.pt" for part in PARTS}
+    assert torch.equal(read_state(saved, "optimizer")["a"], torch.arange(50.0))
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("part", [*(f"{part}.pt" for part in PARTS), "manifest.json"])
+@pytest.mark.parametrize("damage", [Path.unlink, cut, flip, lambda file: file.write_bytes(b"")])
+def test_every_damage_to_every_file_is_recognised(damage, part, tmp_path):
+    [saved] = write(tmp_path, 8)
+    if (damage, part) == (flip, "manifest.json"):
+        (saved / part).write_text((saved / part).read_text().replace('sha256": "', 'sha256": "0'))
+    else:
+        damage(saved / part)
+
+    with pytest.raises(DamagedCheckpoint, match="step-8"):
+        check_complete(saved)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "null", "[]", "{}", '{"files": null}', '{"files": {}}', '{"files": "policy.pt"}']
+)
+def test_a_manifest_of_another_form_is_damage(content, tmp_path):
+    [saved] = write(tmp_path, 8)
+    (saved / "manifest.json").write_text(content)
+
+    with pytest.raises(DamagedCheckpoint, match="step-8"):
+        check_complete(saved)
+
+
+def test_checkpoints_come_newest_first_by_number(tmp_path):
+    write(tmp_path, 8, 128, 16)
+    for other in ("step-x", ".step-256.tmp", "step-8.old", "LATEST"):
+        (tmp_path / other).mkdir()
+
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-128", "step-16", "step-8"]
+    assert find_checkpoints(tmp_path / "nowhere") == []
+
+
+def test_after_a_kill_the_rest_is_cleared_and_what_was_moved_aside_comes_back(tmp_path):
+    write(tmp_path, 8, 16)
+    (tmp_path / "step-8").rename(tmp_path / ".step-8.former")  # killed before the new one was in place
+    for rest in (".step-16.former", ".step-24.tmp", ".step-4.pruned"):
+        (tmp_path / rest).mkdir()
+
+    tidy(tmp_path)
+
+    assert sorted(os.listdir(tmp_path)) == ["step-16", "step-8"]
+    check_complete(tmp_path / "step-8")
+
+
+def test_pruning_keeps_the_newest_the_best_and_never_fewer_than_two(tmp_path):
+    steps = write(tmp_path, 8, 16, 24, 32, 40)
+    point(tmp_path / "BEST", steps[0])
+    point(tmp_path / "LATEST", steps[-1])
+
+    prune(tmp_path, 3)
+    assert sorted(p.name for p in find_checkpoints(tmp_path)) == ["step-24", "step-32", "step-40", "step-8"]
+    prune(tmp_path, 1)
+    assert sorted(p.name for p in find_checkpoints(tmp_path)) == ["step-32", "step-40", "step-8"]
+
+
+def test_one_write_runs_at_a_time_and_its_failure_is_raised_by_the_next_call():
+    writer, running, most = BackgroundWriter(), [], []
+
+    def write_slowly() -> None:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.1)
+        running.pop()
+
+    def fail() -> None:
+        raise RunError("no space")
+
+    started = time.perf_counter()
+    writer.start(write_slowly)
+    assert time.perf_counter() - started < 0.09  # it did not wait
+    writer.start(write_slowly)
+    writer.start(fail)
+    assert most == [1, 1]
+    time.sleep(0.05)
+    with pytest.raises(RunError, match="no space"):
+        writer.check()
+    writer.check()  # told once
+    writer.start(fail)
+    with pytest.raises(RunError, match="no space"):
+        writer.wait()

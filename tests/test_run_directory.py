@@ -9,7 +9,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from run_directory import create_run_dir, redact
+from run_directory import create_run_dir, lock_run_dir, redact, write_record
 from utils import InputError
 
 
@@ -38,7 +38,8 @@ def test_what_looks_like_a_secret_is_redacted_and_nothing_else():
 def test_a_new_directory_holds_config_and_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_VARIABLE", "not for the record")
 
-    run_dir = create_run_dir(str(tmp_path / "new" / "run"), {"lr": 1e-6, "api_key": "abc"})
+    run_dir = create_run_dir(str(tmp_path / "new" / "run"))
+    write_record(run_dir, {"lr": 1e-6, "api_key": "abc"})
 
     assert sorted(file.name for file in run_dir.iterdir()) == ["config.yaml", "env.json"]
     assert yaml.safe_load((run_dir / "config.yaml").read_text()) == {"lr": 1e-6, "api_key": "REDACTED"}
@@ -55,22 +56,36 @@ def test_a_new_directory_holds_config_and_environment(tmp_path, monkeypatch):
 def test_a_directory_that_holds_a_run_is_refused_and_left_alone(name, tmp_path):
     (tmp_path / name).symlink_to("step-8")  # dangling: its checkpoint was deleted to save space
     with pytest.raises(InputError, match=rf"local_run_dir={tmp_path} already holds a run \({name}\)"):
-        create_run_dir(str(tmp_path), {"lr": 1})
+        create_run_dir(str(tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
 def test_a_directory_with_other_files_is_used(tmp_path):
     (tmp_path / "slurm-123.out").write_text("log")
-    assert create_run_dir(str(tmp_path), {"lr": 1}) == tmp_path
+    assert create_run_dir(str(tmp_path)) == tmp_path
 
 
 def test_a_place_that_cannot_be_written_is_an_error_in_words(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"cannot be written: .*local_dirs"):
-        create_run_dir(str(tmp_path / "file" / "run"), {"lr": 1})
+        create_run_dir(str(tmp_path / "file" / "run"))
 
 
 def test_a_machine_without_git_can_train(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    run_dir = create_run_dir(str(tmp_path / "run"), {"lr": 1})
+    run_dir = create_run_dir(str(tmp_path / "run"))
+    write_record(run_dir, {"lr": 1})
     assert json.loads((run_dir / "env.json").read_text())["git_commit"] is None
+
+
+def test_a_directory_is_one_run_at_a_time_and_free_again_when_it_ends(tmp_path):
+    held = lock_run_dir(tmp_path)
+    with pytest.raises(InputError, match=f"local_run_dir={tmp_path} is in use"):
+        lock_run_dir(tmp_path)
+    held.close()
+    lock_run_dir(tmp_path).close()
+
+
+def test_a_run_may_be_continued_where_it_is(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    assert create_run_dir(str(tmp_path), continued=True) == tmp_path

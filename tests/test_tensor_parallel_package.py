@@ -11,7 +11,9 @@ import torch
 import transformers
 from tiny_models import COMMON, FAMILIES, GPT, GROUPED, batch_of, build
 
-from checkpoint import full_state, load_archive, write_checkpoint
+from archive import load_archive
+from checkpoint import write_checkpoint
+from distributed import full_state
 from models import concatenated_forward
 from self_test import self_test
 from tensor_parallel_package import split_over_devices
@@ -71,7 +73,7 @@ def test_log_probabilities_and_gradients_are_those_of_the_whole_model(family, at
     for mode in (True, False):
         assert_same(loss(split.train(mode)), loss(whole.train(mode)), 1e-5)
     optimizer = torch.optim.SGD(split.parameters(), lr=0.0, momentum=0.5)  # whose state is the first gradient
-    split.save_whole_state(optimizer)
+    split.keep_whole_state(optimizer)
     for model in (whole, split):
         loss(model).backward()
     optimizer.step()
@@ -94,7 +96,7 @@ def test_clipped_updates_and_saved_states_are_those_of_the_whole_model(family, o
     whole = build(family, dtype=torch.float64)  # in which the gradient of a key's bias is 0 beside an optimizer's eps
     split = split_over_devices(whole, ["cpu"] * devices)
     optimizers = [OPTIMIZERS[optimizer](model.parameters(), lr=1e-3) for model in (whole, split)]
-    split.save_whole_state(optimizers[1])
+    split.keep_whole_state(optimizers[1])
     assert_same(optimizers[1].state_dict()["param_groups"], optimizers[0].state_dict()["param_groups"], 0)
     for _ in range(3):
         norms = [update(model, o, max_norm=1.0) for model, o in zip((whole, split), optimizers, strict=True)]
@@ -122,7 +124,9 @@ def test_checkpoint_is_that_of_the_whole_model(family, tmp_path):
     whole = build(family)
     split = split_over_devices(whole, CPUS)
     assert_same(split.state_dict(), whole.state_dict(), 0)
-    write_checkpoint(tmp_path / "step-4", [("policy", full_state(split.state_dict()))], step_idx=4, metrics=None)
+    write_checkpoint(
+        tmp_path / "step-4", [("policy", full_state(split.state_dict()))], step_idx=4, metrics=None, facts={}
+    )
     fresh = transformers.AutoModelForCausalLM.from_config(whole.config)
     load_archive(fresh, str(tmp_path / "step-4"))
     assert_same(fresh.state_dict(), whole.state_dict(), 0)
@@ -179,7 +183,7 @@ def test_forwards_agree_bit_for_bit_on_more_devices(family):
 def test_adafactor_is_refused():
     split = split_over_devices(build("llama"), CPUS)
     with pytest.raises(InputError, match="give Adafactor the whole matrices it needs; use another optimizer"):
-        split.save_whole_state(torch.optim.Adafactor(split.parameters()))
+        split.keep_whole_state(torch.optim.Adafactor(split.parameters()))
 
 
 @pytest.mark.parametrize("missing", ["tensor_parallel", "pkg_resources"])

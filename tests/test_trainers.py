@@ -15,7 +15,7 @@ import torch
 from conftest import GOLDEN, ROOT, metrics_of, write_rows
 
 import train  # noqa: F401  (registers the config's resolvers)
-from checkpoint import load_archive
+from archive import load_archive
 from metrics import FileLogger
 from trainers import BasicTrainer
 from utils import InputError

@@ -1,0 +1,74 @@
+"""Weights from a `policy.pt`, ours or the published reference's: read as data, never executed, and loaded strictly."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from utils import InputError
+
+# buffers that transformers stored in 2023 and computes today
+OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
+RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head
+
+
+def find_archive(archive: str) -> Path:
+    """The `policy.pt` that `model.archive` means: the file, its directory, or a run's directory (its LATEST)."""
+    path = Path(archive).expanduser()
+    candidates = [path, path / "policy.pt", path / "LATEST" / "policy.pt"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise InputError(f"model.archive={archive} is neither a policy.pt nor a directory that holds one")
+
+
+def _read_state(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict inside a `policy.pt`."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"model.archive={path} is not a policy.pt: it is damaged, or holds objects other than tensors "
+            f"(which were not loaded: an archive is data, never code)"
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0][:300]
+        raise InputError(f"model.archive={path} cannot be read as weights: {reason}") from error
+    state = content.get("state") if isinstance(content, Mapping) else None
+    if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+        raise InputError(f"model.archive={path} is not a policy.pt: it holds no 'state' of named tensors")
+    return dict(state)
+
+
+def load_archive(model: torch.nn.Module, archive: str) -> None:
+    """Load a `policy.pt`, ours or the published reference's, strictly; the file is read as data, never executed.
+
+    Raises InputError if it is missing, not such a file, or of another architecture.
+    """
+    path = find_archive(archive)
+    state = _read_state(path)
+    expected = model.state_dict()
+    state = {RENAMED[k] if k in RENAMED and RENAMED[k] in expected else k: v for k, v in state.items()}
+    state = {k: v for k, v in state.items() if k in expected or not OBSOLETE_BUFFER.search(k)}
+    unknown = sorted(state.keys() - expected.keys())
+    shared = {expected[k].data_ptr() for k in state if k in expected}  # tied weights may be stored under one name
+    missing = sorted(k for k in expected.keys() - state.keys() if expected[k].data_ptr() not in shared)
+    reshaped = [
+        f"{k} is {tuple(state[k].shape)} there and {tuple(expected[k].shape)} here"
+        for k in state
+        if k in expected and state[k].shape != expected[k].shape
+    ]
+    if unknown or missing or reshaped:
+        details = [f"unknown: {', '.join(unknown[:3])}"] * bool(unknown)
+        details += [f"missing: {', '.join(missing[:3])}"] * bool(missing) + reshaped[:2]
+        raise InputError(
+            f"model.archive={path} is of another architecture than the model "
+            f"({type(model).__name__}): {'; '.join(details)}"
+        )
+    with torch.no_grad():
+        for name, tensor in state.items():
+            expected[name].copy_(tensor)  # casts to the model's dtype

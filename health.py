@@ -1,0 +1,74 @@
+"""Numbers going wrong: updates that must not happen, their batches kept for replay, spikes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from batches import GlobalBatch
+from distributed import Grid
+from metrics import gather_rows
+from preference_datasets import Prompt
+from utils import RunError
+
+POLICIES = ("raise", "skip")
+SPIKE = 10.0
+MAX_SKIPPED = 10  # updates that a run leaves out before it gives up
+Parts = Sequence[tuple[Sequence[int], Mapping[str, torch.Tensor]]]  # of a batch: its examples, their metrics
+
+
+class Guard:
+    """Stands between the gradient and the optimizer."""
+
+    def __init__(
+        self, run_dir: Path, prompts: Sequence[Prompt], grid: Grid, *, policy: str, say: Callable[[str], None]
+    ) -> None:
+        self.run_dir, self.prompts, self.grid, self.policy, self.say = run_dir, prompts, grid, policy, say
+        self.skipped = 0
+        self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
+
+    def allows(self, batch: GlobalBatch, parts: Parts, grad_norm: torch.Tensor, *, update: int) -> bool:
+        """Whether loss and gradient are numbers in every process. If not, the batch is written down.
+
+        Raises RunError then, on every process, unless the policy is to skip the update and few were skipped.
+        """
+        total = torch.stack([metrics["loss/train"].sum() for _, metrics in parts]).sum() + grad_norm
+        if not self.grid.any(not total.isfinite().item()):
+            return True
+        values = gather_rows(parts, len(batch.keys), self.grid.add)
+        path = self.run_dir / f"nonfinite-{update}.jsonl"
+        if self.grid.rank == 0:
+            self._write(path, batch, values)
+        self.skipped += 1
+        loss = values["loss/train"].mean()
+        what = f"update {update} has loss {loss:.4g} and gradient norm {grad_norm:.4g}; its examples are in {path}"
+        if self.policy == "raise":
+            raise RunError(f"{what}; it was not made, nor would it be with nan_policy=skip, which goes on")
+        if self.skipped > MAX_SKIPPED:
+            raise RunError(f"{what}; {MAX_SKIPPED} updates were skipped before")
+        self.say(f"warning: {what}; it was skipped")
+        return False
+
+    def watch(self, metrics: Mapping[str, float], *, update: int) -> None:
+        """Warn of a loss or gradient norm above `SPIKE` times its median before, once there were 20."""
+        for name, before in self._before.items():
+            value, usual = metrics[name], median(before) if len(before) >= 20 else float("inf")
+            if value > SPIKE * usual > 0:
+                self.say(f"warning: update {update}: {name} {value:.4g} is {value / usual:.0f} times its median before")
+            if math.isfinite(value):
+                before.append(value)
+
+    def _write(self, path: Path, batch: GlobalBatch, values: Mapping[str, torch.Tensor]) -> None:
+        """The examples as rows that `dataset_sources` reads, with their prompts' places in the data and metrics."""
+        places = {id(prompt): number for number, prompt in enumerate(self.prompts)}
+        columns = {name: column.tolist() for name, column in values.items()}
+        with path.open("w", encoding="utf-8") as file:
+            for number, (prompt, texts) in enumerate(batch.rows):
+                line = {"prompt": prompt.text, **texts, "prompt_number": places[id(prompt)]}
+                file.write(json.dumps(line | {name: column[number] for name, column in columns.items()}) + "\n")

@@ -1,0 +1,140 @@
+"""Saving a run while it goes on, and giving its parts back what was saved."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpoint import BackgroundWriter, point, prune, read_state, tensors_in, write_checkpoint
+from distributed import Grid, available_host_memory, from_rank_0, full_state, load_optimizer
+
+
+def random_state() -> dict[str, Any]:
+    """Python's, numpy's and torch's states of this process, in types that a checkpoint may hold."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Continue where `random_state` was. As many GPUs as there are now get theirs."""
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(gpu_state, device)
+
+
+def _size_of(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimizer's state and of the parameters it updates."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return sum(t.numel() * t.element_size() for t in (*parameters, *tensors_in(list(optimizer.state.values()))))
+
+
+class Checkpoints:
+    """Saves a run's states: gathered on rank 0, written in the background where its memory holds a copy."""
+
+    def __init__(self, run_dir: Path, grid: Grid, *, keep: int | None, say: Callable[[str], None]) -> None:
+        self.run_dir, self.grid, self.keep, self.say = run_dir, grid, keep, say
+        self.saved_at = self.best_at = -1  # examples
+        self.best = -math.inf  # quality of the checkpoint that BEST names
+        self._writer = BackgroundWriter()
+
+    def save(
+        self,
+        stateful: Mapping[str, Any],
+        *,
+        step_idx: int,
+        metrics: Mapping | None,
+        quality: float,
+        facts: Callable[[], Mapping],
+        elsewhere: Path | None = None,
+    ) -> None:
+        """Save each part's state dict and the random states of all processes; every process must call it.
+
+        The directory is `step-N`, which then is LATEST, and BEST if its quality is; or `elsewhere`, which is neither.
+        """
+        self._writer.wait()  # one at a time, also in memory
+        links = [] if elsewhere else ["LATEST"]
+        if not elsewhere:
+            self.saved_at = step_idx
+            if quality > self.best:  # never so for NaN
+                self.best, self.best_at = quality, step_idx
+                links.append("BEST")
+        background = self.grid.rank == 0 and 2 * _size_of(stateful["optimizer"]) < available_host_memory()
+        states = self._gather(stateful, copy=background)
+        if self.grid.rank != 0:
+            for _ in states:  # collectives, one by one
+                pass
+            return
+        directory = elsewhere or self.run_dir / f"step-{step_idx}"
+        write = partial(self._commit, directory, step_idx=step_idx, metrics=metrics, facts=facts(), links=links)
+        if background:
+            self._writer.start(partial(write, list(states)))
+            if elsewhere:  # who asked for it may look there at once
+                self._writer.wait()
+        else:
+            write(states)
+
+    def _gather(self, stateful: Mapping[str, Any], *, copy: bool) -> Iterator[tuple[str, Any]]:
+        for name, part in stateful.items():
+            yield name, full_state(part.state_dict(), copy=copy)
+        yield "random", {"states": self.grid.gather_all(random_state())}
+
+    def restore(self, checkpoint: Path, stateful: Mapping[str, Any]) -> None:
+        """Load each part's state but the policy's, whose weights come before it is spread; then the random states.
+
+        Every process must call it.
+        """
+        for name, part in stateful.items():
+            if name == "policy":
+                continue
+            state = read_state(checkpoint, name) if self.grid.rank == 0 else None
+            if name == "optimizer":
+                load_optimizer(part, state, self.grid)
+            else:
+                part.load_state_dict(from_rank_0(state))
+        states = from_rank_0(read_state(checkpoint, "random") if self.grid.rank == 0 else None)["states"]
+        if len(states) == self.grid.world_size:
+            set_random_state(states[self.grid.rank])
+
+    def _commit(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
+        write_checkpoint(directory, states, **content)
+        for link in links:
+            point(self.run_dir / link, directory)
+        if self.keep is not None:
+            prune(self.run_dir, self.keep)
+        self.say(f"saved {directory}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved_at": self.saved_at, "best": self.best, "best_at": self.best_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's `state_dict()`. The best of a run that was elsewhere does not count here."""
+        self.saved_at = state["saved_at"]
+        best = self.run_dir / f"step-{state['best_at']}"
+        if best.exists():
+            self.best, self.best_at = state["best"], state["best_at"]
+            if self.grid.rank == 0:  # it may have been killed before it could
+                point(self.run_dir / "BEST", best)
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+        self._writer.check()
+
+    def finish(self) -> None:
+        """Return on every process when nothing is being written."""
+        self._writer.wait()
+        self.grid.any(False)

@@ -1,0 +1,152 @@
+"""Archives of ours and of the published reference load, strictly, as data."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import transformers
+
+from archive import find_archive, load_archive
+from checkpoint import point, write_checkpoint
+from utils import InputError
+
+SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+CONFIGS = {
+    "gpt_neox": transformers.GPTNeoXConfig(**SMALL),
+    "gpt2": transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32),
+    "llama": transformers.LlamaConfig(**SMALL),
+}
+IDS = torch.arange(20).view(2, 10)
+
+
+def build(family: str, seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[family]).eval()
+
+
+def as_in_2023(family: str, state: dict) -> dict:
+    """What transformers 4.29 had in the state dict of the same model."""
+    causal, inv_freq = torch.ones(1, 1, 32, 32, dtype=torch.bool).tril(), torch.rand(4)
+    state = dict(state)
+    for n in range(2):
+        if family == "gpt_neox":
+            layer = f"gpt_neox.layers.{n}.attention"
+            state |= {f"{layer}.bias": causal, f"{layer}.masked_bias": torch.tensor(-1e9)}
+            state |= {f"{layer}.rotary_emb.inv_freq": inv_freq}
+        elif family == "gpt2":
+            layer = f"transformer.h.{n}.attn"
+            state |= {f"{layer}.bias": causal.byte(), f"{layer}.masked_bias": torch.tensor(-1e4)}
+        else:
+            state |= {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": inv_freq}
+    if family == "gpt_neox":
+        state["embed_out.weight"] = state.pop("lm_head.weight")
+    return state
+
+
+def archive(path, state) -> str:
+    torch.save({"step_idx": 64, "state": state, "metrics": {"loss/eval": 1.0}}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("year", [2023, "today"])
+def test_an_archive_gives_the_logits_of_the_model_that_wrote_it(year, family, tmp_path):
+    trained, fresh = build(family, seed=1), build(family, seed=2)
+    state = as_in_2023(family, trained.state_dict()) if year == 2023 else trained.state_dict()
+
+    load_archive(fresh, archive(tmp_path / "policy.pt", state))
+
+    assert not torch.equal(build(family, seed=2)(IDS).logits, trained(IDS).logits)
+    assert torch.equal(fresh(IDS).logits, trained(IDS).logits)
+
+
+def test_tied_weights_stored_once_are_enough(tmp_path):
+    trained, fresh = build("gpt2", seed=1), build("gpt2", seed=2)
+    state = {k: v for k, v in trained.state_dict().items() if k != "lm_head.weight"}  # as safetensors keeps them
+
+    load_archive(fresh, archive(tmp_path / "policy.pt", state))
+
+    assert torch.equal(fresh(IDS).logits, trained(IDS).logits)
+
+
+def test_a_float32_archive_is_rounded_into_a_bfloat16_model(tmp_path):
+    trained, fresh = build("llama", seed=1), build("llama", seed=2).bfloat16()
+
+    load_archive(fresh, archive(tmp_path / "policy.pt", trained.state_dict()))
+
+    assert torch.equal(fresh.lm_head.weight, trained.lm_head.weight.bfloat16())
+
+
+def test_another_architecture_is_refused_and_the_model_is_left_as_it_was(tmp_path):
+    state = build("llama", seed=1).state_dict()
+    one_layer_less = {k: v for k, v in state.items() if ".layers.1." not in k}
+    other_shape = state | {"lm_head.weight": torch.zeros(41, 16)}
+    for wrong, message in (
+        (build("gpt2").state_dict(), r"LlamaForCausalLM\): unknown: .*missing: "),
+        (one_layer_less, r"missing: model\.layers\.1\."),
+        (state | {"model.extra.weight": torch.zeros(1)}, r"unknown: model\.extra\.weight"),  # strict both ways
+        (other_shape, r"lm_head\.weight is \(41, 16\) there and \(40, 16\) here"),
+    ):
+        model = build("llama", seed=2)
+        with pytest.raises(InputError, match=message):
+            load_archive(model, archive(tmp_path / "policy.pt", wrong))
+        assert torch.equal(model(IDS).logits, build("llama", seed=2)(IDS).logits)
+
+
+class RunsWhenLoaded:
+    """What a hostile archive would hold."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_an_archive_is_data_and_never_code(tmp_path):
+    hostile = archive(tmp_path / "policy.pt", {"lm_head.weight": RunsWhenLoaded(str(tmp_path / "executed"))})
+
+    with pytest.raises(InputError, match=r"is not a policy\.pt"):
+        load_archive(build("llama"), hostile)
+
+    assert not (tmp_path / "executed").exists()
+    torch.load(hostile, weights_only=False)  # it would have
+    assert (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "content", ["garbage", "empty", "half", "a tensor", "a list", "no state", "a state that is no dict", "no tensors"]
+)
+def test_what_is_no_archive_is_refused_in_a_sentence(content, tmp_path):
+    file = tmp_path / "policy.pt"
+    state = build("llama").state_dict()
+    archive(file, state)
+    if content in ("garbage", "empty", "half"):
+        half = file.read_bytes()[: file.stat().st_size // 2]
+        file.write_bytes({"garbage": b"not a checkpoint" * 100, "empty": b"", "half": half}[content])
+    else:
+        saved = {
+            "a tensor": torch.zeros(3),
+            "a list": [state],
+            "no state": state,
+            "a state that is no dict": {"state": 3},
+            "no tensors": {"state": dict.fromkeys(state, "text")},
+        }
+        torch.save(saved[content], file)
+
+    with pytest.raises(InputError, match=r"model\.archive=.*policy\.pt"):
+        load_archive(build("llama"), str(file))
+
+
+def test_an_archive_may_be_named_by_its_file_its_directory_or_its_run(tmp_path):
+    run = tmp_path / "run"
+    write_checkpoint(run / "step-64", {"policy": {}}.items(), step_idx=64, metrics=None, facts={})
+    point(run / "LATEST", run / "step-64")
+
+    for name in (run / "step-64" / "policy.pt", run / "step-64", run / "LATEST", run):
+        assert find_archive(str(name)).resolve() == run / "step-64" / "policy.pt"
+    for nothing in (tmp_path, tmp_path / "nowhere", run / "step-128"):
+        with pytest.raises(InputError, match=f"{nothing} is neither a policy.pt nor a directory that holds one"):
+            find_archive(str(nothing))
