@@ -134,17 +134,24 @@ class SplitModel(torch.nn.Module):
         return cut | {"state": whole, "param_groups": groups}
 
     def _cut_optimizer_state(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
-        """What each parameter of the devices has of the whole state."""
+        """What each parameter of the devices has of the whole state; norms lie in one flat parameter per device."""
+        states = {name: whole["state"].get(i, {}) for i, name in enumerate(self.parameter_names)}
         cut: dict[torch.Tensor, dict[str, Any]] = {}
-        for i, name in enumerate(self.parameter_names):
+        for name, state in states.items():
             for rank, part in enumerate(self._parts(name)):
                 rule = self.rules[name]
                 cut[part] = {
                     key: rule(value, rank=rank).clone() if rule and value.ndim else value
-                    for key, value in whole["state"].get(i, {}).items()
+                    for key, value in state.items()
                 }
+        flat = self.cut.sharding_manager
+        for rank, part in enumerate(flat.flat_shards):
+            columns = [states[name] for name in flat.sharded_param_names]
+            cut[part] = {
+                key: _flatten([c[key] for c in columns], rank, len(flat.flat_shards), part) for key in columns[0]
+            }
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        state = {number: cut[parameter] for number, parameter in enumerate(parameters) if cut[parameter]}
+        state = {number: cut[parameter] for number, parameter in enumerate(parameters) if cut.get(parameter)}
         groups = [group | {"params": list(range(len(parameters)))} for group in whole["param_groups"]]
         return whole | {"state": state, "param_groups": groups}
 
@@ -170,6 +177,16 @@ class SplitModel(torch.nn.Module):
         """The package spreads norms over the devices and gathers them in forward, but would train with what it last
         gathered in an evaluation, which passes no gradient on."""
         self.cut.sharding_manager._last_versions = None
+
+
+def _flatten(values: Sequence[torch.Tensor], rank: int, n_devices: int, like: torch.Tensor) -> torch.Tensor:
+    """The piece that device `rank` has of each value, one after the other and padded, as the package lays them out."""
+    if not values[0].ndim:
+        return values[0]
+    flat = torch.zeros_like(like, requires_grad=False)
+    pieces = torch.cat([value.flatten().tensor_split(n_devices)[rank] for value in values])
+    flat[: len(pieces)] = pieces
+    return flat
 
 
 def _rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:

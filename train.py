@@ -138,7 +138,7 @@ def work(rank: int, world_size: int, config: DictConfig) -> None:
 
     run = open_run(config) if rank == 0 else None  # and hold it until the end
     resume_from = from_rank_0(run.checkpoint if run else None)
-    torch.manual_seed(config.seed)
+    transformers.set_seed(config.seed)  # Python's, numpy's and torch's
     torch.backends.cuda.matmul.allow_tf32 = True
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks of CUDA users here

@@ -265,6 +265,12 @@ def test_defaults_are_the_references():
     values = flatten(compose("exp_name=x", "local_run_dir=/run"))
     ours = {
         "self_test": True,
+        "resume": None,
+        "save_every": None,
+        "keep_checkpoints": None,
+        "nan_policy": "raise",
+        "deterministic": False,
+        "dry_run": False,
         "world_size": None,
         "fsdp_shard_size": None,
         "tensor_parallel_size": None,

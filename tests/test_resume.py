@@ -1,0 +1,359 @@
+"""A run that was stopped and continued is the run that was not, bit for bit; one that cannot be is refused in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from conftest import GOLDEN, ROOT, metrics_of, train, write_rows
+
+import train as main
+from benchmarks.soak import find_differences, read_log
+from checkpoint import find_checkpoints, read_state
+from metrics import FileLogger
+from stopping import Stopped
+from utils import InputError
+
+DPO = ("loss=dpo", "loss.beta=0.1")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """22 training pairs of 11 prompts (5 batches of 4 and a rest) and 8 test pairs, and a second dataset."""
+    folder = tmp_path_factory.mktemp("data")
+
+    def row(i: int, dataset: str) -> dict[str, str]:
+        prompt = f"\n\nHuman: Where is {dataset} number {i // 2}?\n\nAssistant:"
+        return {
+            "chosen": f"{prompt} On desk {i}{', I think' * (i % 3)}.",
+            "rejected": f"{prompt} Go {'away ' * (i % 4)}!",
+        }
+
+    for name in ("hh", "more"):
+        write_rows(folder / name / "train.jsonl", [row(i, name) for i in range(22)])
+        write_rows(folder / name / "test.jsonl", [row(i, name) for i in range(22, 30)])
+    return folder
+
+
+@pytest.fixture
+def command(data, tmp_path):
+    """The overrides of a small run into `tmp_path / name`."""
+
+    def make(name: str, *overrides: str) -> list[str]:
+        settings = {
+            "loss": "dpo",
+            "exp_name": "test",
+            "local_run_dir": tmp_path / name,
+            "local_dirs": f"[{tmp_path}]",
+            "model.name_or_path": GOLDEN / "tiny-llama",
+            "model.reference_dtype": "float32",
+            "dataset_sources.hh": data / "hh",
+            "dataset_sources.more": data / "more",
+            "eval_batch_size": 4,
+            "n_eval_examples": 4,
+            "eval_every": 8,
+            "n_examples": 24,
+            "n_epochs": "null",
+            "lr": 1e-3,
+            "warmup_steps": 4,
+            "max_length": 48,
+            "max_prompt_length": 32,
+            "sample_during_eval": "false",
+            "wandb.enabled": "false",
+        }
+        settings |= dict(o.split("=", 1) for o in overrides)
+        if settings["loss"] == "dpo":
+            settings.setdefault("loss.beta", 0.1)
+        return [f"{key}={value}" for key, value in settings.items()]
+
+    return make
+
+
+@pytest.fixture
+def run(command):
+    """Run train.py's `run` in this process."""
+
+    def start(name: str, *overrides: str) -> None:
+        arguments = [f"++{o}" if o.startswith("dataset_sources.") else o for o in command(name, *overrides)]
+        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+            config = hydra.compose("config", arguments)
+        assert main.find_config_problems(config) == []
+        main.run(config)
+
+    return start
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """SIGTERM after so many updates, once."""
+
+    def arm(updates: int, number: int = signal.SIGTERM) -> None:
+        log = FileLogger.log
+
+        def log_and_stop(self, split, metrics, **counters):
+            log(self, split, metrics, **counters)
+            if split == "train" and counters["updates"] == updates:
+                monkeypatch.setattr(FileLogger, "log", log)
+                os.kill(os.getpid(), number)
+
+        monkeypatch.setattr(FileLogger, "log", log_and_stop)
+
+    return arm
+
+
+WAYS = {
+    "in the middle of an epoch": (3, ()),
+    "at an epoch's edge": (5, ("n_examples=40",)),
+    "in the third epoch": (13, ("n_examples=64", "eval_every=16")),
+    "at an evaluation": (4, ()),
+    "after the last update": (6, ()),
+    "after the first update": (1, ("do_first_eval=false",)),
+    "accumulation": (3, ("gradient_accumulation_steps=2",)),
+    "mixed datasets": (4, ("datasets=[hh,more]", "n_examples=48", "eval_every=12")),
+    "sampling": (3, ("sample_during_eval=true", "n_eval_model_samples=4")),
+    "SFT": (3, ("loss=sft",)),
+    "IPO, AdamW": (3, ("loss=ipo", "loss.beta=0.1", "optimizer=AdamW")),
+    "padded": (3, ("layout=padded",)),
+    "autocast": (3, ("model.autocast=bfloat16",)),
+    "half precision": (3, ("model.policy_dtype=bfloat16",)),
+    "references cached": (7, ("cache_reference_logps=all", "n_examples=44")),
+    "activation checkpointing": (3, ("activation_checkpointing=true",)),
+    "random weights": (3, ("model.random_init=true", "seed=3")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, stop_after, tmp_path, capsys):
+    updates, settings = WAYS[way]
+    run("whole", *settings)
+    stop_after(updates)
+    with pytest.raises(Stopped):
+        run("stopped", *settings)
+    assert find_checkpoints(tmp_path / "stopped")[0].name == f"step-{4 * updates}"
+
+    run("stopped", *settings, "resume=auto")
+
+    assert f"continuing from {tmp_path}/stopped/step-{4 * updates}" in capsys.readouterr().out
+    assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
+    assert len(read_log(tmp_path / "stopped")) > updates
+    shutil.rmtree(tmp_path)
+
+
+def test_the_comparison_sees_what_differs(run, tmp_path):
+    run("a", "n_examples=8")
+    run("b", "n_examples=8", "seed=1")
+
+    found = find_differences(tmp_path / "a", tmp_path / "b")
+
+    assert {"metrics.jsonl", "policy.lm_head.weight"} <= set(found)
+    assert any(place.startswith("optimizer.state") for place in found)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_again(number, run, tmp_path, monkeypatch):
+    from trainers import BasicTrainer
+
+    run("whole")
+    evaluate = BasicTrainer.evaluate
+
+    def asked_to_stop_in_it(self):
+        if self.example_counter == 16:
+            os.kill(os.getpid(), number)
+        return evaluate(self)
+
+    monkeypatch.setattr(BasicTrainer, "evaluate", asked_to_stop_in_it)
+    with pytest.raises(Stopped):
+        run("stopped")
+    monkeypatch.undo()
+
+    assert [line["examples"] for line in metrics_of(tmp_path / "stopped", "eval")] == [0, 8]
+    run("stopped", "resume=auto")
+    assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
+
+
+def test_an_evaluation_more_or_a_save_more_changes_nothing_that_is_trained(run, tmp_path):
+    run("whole")
+    run("other", "eval_every=4", "save_every=12", "n_eval_examples=8", "num_workers=0")
+
+    steps = {path.name for path in find_checkpoints(tmp_path / "other")}
+    assert steps == {"step-12", "step-24"}
+    last = [read_state(tmp_path / run / "step-24", "policy") for run in ("whole", "other")]
+    assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
+
+
+# --- where to continue ---------------------------------------------------------------------------------------------
+
+
+def test_auto_starts_where_there_is_nothing_and_ends_where_all_is_done(run, tmp_path, capsys):
+    run("run", "resume=auto", "n_examples=8")
+    assert "self-test passed" in capsys.readouterr().out
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+
+    run("run", "resume=auto", "n_examples=8")
+
+    assert f"{tmp_path}/run/step-8 is the end of its run: nothing is left to do" in capsys.readouterr().out
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_goes_on_with_more_examples(run, tmp_path):
+    run("whole")
+    run("run", "n_examples=16")
+    run("run", "n_examples=24", "resume=auto")
+    assert find_differences(tmp_path / "whole", tmp_path / "run") == []
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(run, tmp_path, capsys):
+    run("whole", "n_examples=8")
+    (tmp_path / "killed" / ".step-8.tmp").mkdir(parents=True)
+    (tmp_path / "killed" / "metrics.jsonl").write_text('{"split": "train", "exam')
+
+    run("killed", "n_examples=8", "resume=auto")
+
+    assert "holds no checkpoint, so the run starts again: removing metrics.jsonl" in capsys.readouterr().out
+    assert find_differences(tmp_path / "whole", tmp_path / "killed") == []
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_continues(run, tmp_path, capsys):
+    run("run")
+    shutil.copytree(tmp_path / "run", tmp_path / "damaged", symlinks=True)
+    file = tmp_path / "damaged" / "step-24" / "optimizer.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+    run("damaged", "resume=auto")
+
+    said = capsys.readouterr().out
+    assert f"warning: skipped: {file} is not as it was written" in said
+    assert "continuing from" in said
+    assert "step-16" in said
+    assert find_differences(tmp_path / "run", tmp_path / "damaged") == []
+
+
+def test_if_every_checkpoint_is_damaged_nothing_is_thrown_away(run, tmp_path):
+    run("run", "n_examples=8")
+    (tmp_path / "run" / "step-8" / "manifest.json").unlink()
+    with pytest.raises(InputError, match=r"resume=auto finds no complete checkpoint; .*step-8 has no manifest"):
+        run("run", "n_examples=8", "resume=auto")
+    assert len(metrics_of(tmp_path / "run", "train")) == 2
+
+
+def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, tmp_path):
+    run("whole")
+    before = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+
+    run("fork", f"resume={tmp_path}/whole/step-8")
+
+    # the best, step-8, is not there
+    assert find_differences(tmp_path / "whole", tmp_path / "fork") == ["trainer.checkpoints.best_at", "BEST"]
+    assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(InputError, match="already holds a run"):
+        run("fork", f"resume={tmp_path}/whole/step-8")
+
+
+def test_going_back_in_the_same_directory_is_refused(run, tmp_path):
+    run("run")
+    with pytest.raises(InputError, match=r"would overwrite what its run saved later \(step-24\)"):
+        run("run", f"resume={tmp_path}/run/step-16")
+    assert len(metrics_of(tmp_path / "run", "train")) == 6
+
+
+@pytest.mark.parametrize("what", ["nowhere", "file", "empty", "step-8"])
+def test_a_path_that_is_no_checkpoint_is_one_sentence(what, run, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=f"resume={tmp_path}/{what} finds no complete checkpoint"):
+        run("run", f"resume={tmp_path}/{what}")
+
+
+# --- what must not change ------------------------------------------------------------------------------------------
+
+
+def test_changes_that_would_make_it_another_run_are_named(run, tmp_path):
+    run("run", "n_examples=8")
+    with pytest.raises(InputError) as refused:
+        run("run", "resume=auto", "lr=1e-4", "loss.beta=0.5", "batch_size=8", "datasets=[hh,more]", "eval_every=16")
+    for change in ("lr=0.0001 (was 0.001)", "loss.beta=0.5 (was 0.1)", "batch_size=8 (was 4)", "datasets="):
+        assert change in str(refused.value)
+    assert "eval_every" not in str(refused.value)
+
+
+def test_changed_data_is_noticed(run, data, tmp_path):
+    own = shutil.copytree(data / "hh", tmp_path / "own")
+    run("run", "n_examples=8", f"dataset_sources.hh={own}")
+    run("run", "n_examples=12", "resume=auto")  # the same texts in another place
+    with (own / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}))
+    with pytest.raises(InputError, match=r"the training data has changed since .*step-12"):
+        run("run", "resume=auto", f"dataset_sources.hh={own}")
+
+
+def test_every_key_that_may_change_is_a_key():
+    from resume import MAY_CHANGE
+    from settings import RULES
+
+    assert set(MAY_CHANGE) <= RULES.keys()
+    assert len(set(MAY_CHANGE)) == len(MAY_CHANGE)
+
+
+def test_auto_needs_a_directory_that_stays(command):
+    overrides = [o for o in command("run", "resume=auto") if not o.startswith("local_run_dir=")]
+    result = train(*overrides)
+    assert result.returncode == 2
+    assert "resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR" in result.stderr
+
+
+# --- in several processes ------------------------------------------------------------------------------------------
+
+GRIDS = {
+    "sharded": ("trainer=FSDPTrainer", "world_size=2"),
+    "cut": ("trainer=TensorParallelTrainer", "world_size=2"),
+    "cut and sharded": ("trainer=TensorParallelTrainer", "world_size=4", "tensor_parallel_size=2"),
+    "hybrid": ("trainer=FSDPTrainer", "world_size=4", "fsdp_shard_size=2"),
+    "one process, sharded": ("trainer=FSDPTrainer", "world_size=1"),
+    "cut by the package": (
+        "trainer=TensorParallelTrainer",
+        "tensor_parallel.backend=tensor_parallel",
+        "tensor_parallel_size=2",
+    ),
+}
+EVERYWHERE = ("sharded", "cut and sharded", "one process, sharded", "cut by the package")  # `make test` runs these
+
+
+@pytest.mark.parametrize("grid", [pytest.param(g, marks=[] if g in EVERYWHERE else [pytest.mark.slow]) for g in GRIDS])
+def test_a_run_in_several_processes_continues_bit_for_bit(grid, command, tmp_path):
+    settings = (*GRIDS[grid], "n_examples=16", "eval_batch_size=8", "n_eval_examples=8", "optimizer=AdamW")
+    if "package" not in grid:
+        settings += ("sample_during_eval=true", "n_eval_model_samples=8")
+    whole = train(*command("whole", *settings))
+    assert whole.returncode == 0, whole.stderr
+    first = train(*command("run", *settings, "n_examples=8"))
+    assert first.returncode == 0, first.stderr
+    second = train(*command("run", *settings, "resume=auto"))
+    assert second.returncode == 0, second.stderr
+
+    assert f"continuing from {tmp_path}/run/step-8" in second.stdout
+    assert find_differences(tmp_path / "whole", tmp_path / "run") == []
+
+
+def test_a_run_continues_with_other_processes_and_another_trainer_to_rounding(run, command, tmp_path):
+    settings = ("eval_batch_size=8", "n_eval_examples=8", "model.block_name=null")
+    run("whole", *settings)
+    run("run", *settings, "n_examples=8")
+    for n_examples, grid in ((16, GRIDS["sharded"]), (24, ("trainer=TensorParallelTrainer", "world_size=2"))):
+        result = train(*command("run", *settings, *grid, f"n_examples={n_examples}", "resume=auto"))
+        assert result.returncode == 0, result.stderr
+
+    logs = [metrics_of(tmp_path / name, "train") for name in ("whole", "run")]
+    assert [line["examples"] for line in logs[1]] == [4, 8, 12, 16, 20, 24]
+    for ours, theirs in zip(*logs, strict=True):
+        for name in ("loss/train", "grad_norm", "logps_train/chosen", "lr"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+    last = [read_state(tmp_path / name / "step-24", "policy") for name in ("whole", "run")]
+    assert all(torch.allclose(last[0][name], last[1][name], atol=1e-4) for name in last[0])
