@@ -141,7 +141,7 @@ class SplitModel(torch.nn.Module):
             for rank, part in enumerate(self._parts(name)):
                 rule = self.rules[name]
                 cut[part] = {
-                    key: rule(value, rank=rank).clone() if rule and value.ndim else value
+                    key: (rule(value, rank=rank) if rule and value.ndim else value).clone()  # `step` grows in place
                     for key, value in state.items()
                 }
         flat = self.cut.sharding_manager
@@ -182,7 +182,7 @@ class SplitModel(torch.nn.Module):
 def _flatten(values: Sequence[torch.Tensor], rank: int, n_devices: int, like: torch.Tensor) -> torch.Tensor:
     """The piece that device `rank` has of each value, one after the other and padded, as the package lays them out."""
     if not values[0].ndim:
-        return values[0]
+        return values[0].clone()
     flat = torch.zeros_like(like, requires_grad=False)
     pieces = torch.cat([value.flatten().tensor_split(n_devices)[rank] for value in values])
     flat[: len(pieces)] = pieces
