@@ -2,16 +2,23 @@
 
     python -m benchmarks.soak model.name_or_path=DIR [--kills 50] [--seed 0] [overrides of train.py ...]
 
-A kill is a SIGKILL of the run's only process, of one of its two ranks, or of everything at a stage of a save, chosen by
-the seed; then `resume=auto`. Runs go on until they end, and new ones begin until there were so many kills. The tally:
-runs that lost something (no way to continue) and runs that differ (in a metric, a sample or a byte of the last weights,
-optimizer state or counters).
+A kill is a SIGKILL of the run or of one of its two ranks, some time after its start, while it trains or in the middle
+of a save, drawn by the seed; then `resume=auto`. New runs begin until there were so many kills. The tally: runs that
+were lost (could not be continued), and runs that differ in a metric or a bit of weights, optimizer state or counters.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +29,6 @@ from checkpoint import find_checkpoints, read_state
 ROOT = Path(__file__).resolve().parents[1]
 WALL_CLOCK = ("examples_per_second", "tokens_per_second", "memory/peak_gb")
 GRIDS = {"BasicTrainer": (), "FSDPTrainer": ("trainer=FSDPTrainer", "world_size=2")}
-STAGES = ("serialized", "fsync", "manifest", "rename", "LATEST")  # of a save, at each of which tests/killer kills
 
 
 def read_log(run_dir: Path) -> list[dict]:
@@ -59,3 +65,129 @@ def _unequal(a: Any, b: Any, where: str = "") -> list[str]:
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
         return [place for i, pair in enumerate(zip(a, b, strict=True)) for place in _unequal(*pair, f"{where}.{i}")]
     return [] if repr(a) == repr(b) else [where]
+
+
+class Soak:
+    """Runs of one grid, killed until they end, compared with the one at `whole`."""
+
+    def __init__(self, folder: Path, trainer: str, overrides: list[str], draw: random.Random) -> None:
+        self.folder, self.draw = folder, draw
+        self.overrides = [*overrides, *GRIDS[trainer], f"exp_name=soak_{trainer}"]
+        self.whole = folder / f"{trainer}-whole"
+        self.tally: Counter[str] = Counter()
+        process = self._start(self.whole)
+        _, errors = process.communicate()
+        if process.returncode:
+            sys.exit(f"the undisturbed run failed:\n{errors}")
+
+    def _start(self, run_dir: Path) -> subprocess.Popen:
+        command = [sys.executable, "train.py", *self.overrides, f"local_run_dir={run_dir}", "resume=auto"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+
+    def one_run(self, kills: int) -> None:
+        """Kill a run up to `kills` times, then let it end and compare it."""
+        self.tally["runs"] += 1
+        run_dir = self.folder / f"{self.whole.name}-{self.tally['runs']}"
+        for _ in range(kills):
+            process = self._start(run_dir)
+            if not self._kill_at_random(process, run_dir):
+                break
+        else:
+            process = self._start(run_dir)
+        _, errors = process.communicate()
+        if process.returncode:
+            self.tally["lost"] += 1
+            print(f"LOST {run_dir}: {errors[-2000:]}", flush=True)
+        elif found := find_differences(self.whole, run_dir):
+            self.tally["different"] += 1
+            print(f"DIFFERENT {run_dir}: {found[:10]}", flush=True)
+
+    def _kill_at_random(self, process: subprocess.Popen, run_dir: Path) -> bool:
+        """Kill it while it trains or saves; False if it ended before."""
+        before = _n_lines(run_dir)
+        way = self.draw.choice(("update", "save", "start"))
+        wait = self.draw.uniform(0, 2.0) if way == "update" else self.draw.uniform(0.0, 8.0)
+        n_files = self.draw.randrange(1, 7)
+
+        def due() -> bool:
+            if way == "start":
+                return True
+            if way == "update":
+                return _n_lines(run_dir) != before
+            return any(len(list(folder.iterdir())) >= n_files for folder in _saving(run_dir))
+
+        while process.poll() is None and not due():
+            time.sleep(0.002)
+        if way != "save":
+            time.sleep(wait)
+        victims = [process.pid, *_workers(process.pid)] if process.poll() is None else []
+        if not victims:
+            return False
+        victim = self.draw.choice(victims)
+        try:
+            os.kill(victim, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        process.communicate()
+        if process.returncode == 0:  # a worker that had done its part already
+            return False
+        self.tally[f"kills ({way}, {'a rank' if victim != process.pid else 'the run'})"] += 1
+        return True
+
+
+def _n_lines(run_dir: Path) -> int:
+    log = run_dir / "metrics.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def _saving(run_dir: Path) -> list[Path]:
+    try:
+        return [folder for folder in run_dir.glob(".step-*.tmp") if folder.is_dir()]
+    except FileNotFoundError:
+        return []
+
+
+def _workers(parent: int) -> list[int]:
+    """The ranks that a run has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            ancestor = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if ancestor == parent and b"spawn_main" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--kills", type=int, default=50, help="in all")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments, overrides = parser.parse_known_args()
+    draw = random.Random(arguments.seed)
+    total: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as name:
+        for number, trainer in enumerate(GRIDS):
+            soak = Soak(Path(name), trainer, overrides, draw)
+            goal = arguments.kills * (number + 1) // len(GRIDS)
+            while _kills(total + soak.tally) < goal:
+                soak.one_run(min(5, goal - _kills(total + soak.tally)))
+                print(f"{trainer}: {dict(soak.tally)}", flush=True)
+            total += soak.tally
+    print(
+        f"{_kills(total)} kills in {total['runs']} runs: {total['lost']} lost, {total['different']} different; "
+        + ", ".join(f"{count} {what}" for what, count in sorted(total.items()) if what.startswith("kills"))
+    )
+    sys.exit(1 if total["lost"] or total["different"] else 0)
+
+
+def _kills(tally: Counter[str]) -> int:
+    return sum(count for what, count in tally.items() if what.startswith("kills"))
+
+
+if __name__ == "__main__":
+    main()
