@@ -62,7 +62,8 @@ def write_checkpoint(
         sync_directory(directory.parent)
         shutil.rmtree(former, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError when a write fails
-        reason = str(error).strip().split("\n")[0]
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error  # the writer hides it
+        reason = str(cause).strip().split("\n")[0]
         raise RunError(f"checkpoint {directory} could not be written ({reason}); earlier ones are whole") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # a disk that is full should not stay so
@@ -113,6 +114,8 @@ def tidy(run_dir: Path) -> None:
     for kind in ("tmp", "former", "pruned"):
         for rest in run_dir.glob(f".step-*.{kind}"):
             shutil.rmtree(rest)
+    for link in ("LATEST", "BEST"):
+        (run_dir / f".{link}.tmp").unlink(missing_ok=True)
 
 
 def step_of(directory: Path) -> int:

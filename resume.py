@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from checkpoint import STEP, DamagedCheckpoint, check_complete, find_checkpoints, step_of, tidy
+from checkpoint import STEP, DamagedCheckpoint, check_complete, find_checkpoints, point, step_of, tidy
 from metrics import LOG_FILES
 from preference_datasets import Prompt
 from run_directory import create_run_dir, lock_run_dir, redact, write_record
@@ -61,7 +61,9 @@ def open_run(config: DictConfig) -> Run:
     if run.checkpoint is not None:
         check_fits(run.manifest, facts_of(config), where=run.checkpoint)
         print(f"continuing from {run.checkpoint}")
-        if not here:
+        if here:
+            _point_again(run)
+        else:
             _copy_logs(run.checkpoint.parent, run_dir)
     elif here:
         for log in (run_dir / name for name in LOG_FILES if (run_dir / name).exists()):
@@ -135,6 +137,14 @@ def digest_data(prompts: Iterable[Prompt]) -> str:
 def facts_of(config: DictConfig) -> dict[str, Any]:
     """The config as a manifest holds it: dotted keys, secrets left out."""
     return redact({key: value for key, value in flatten(config).items() if key != "dataset_sources"})
+
+
+def _point_again(run: Run) -> None:
+    """Set LATEST and BEST as the checkpoint has them: a run may be killed between its rename and the links."""
+    point(run.directory / "LATEST", run.checkpoint)
+    best = run.directory / f"step-{run.manifest['best_at']}"
+    if best.exists():
+        point(run.directory / "BEST", best)
 
 
 def _copy_logs(source: Path, run_dir: Path) -> None:

@@ -80,7 +80,8 @@ class Checkpoints:
                 pass
             return
         directory = elsewhere or self.run_dir / f"step-{step_idx}"
-        write = partial(self._commit, directory, step_idx=step_idx, metrics=metrics, facts=facts(), links=links)
+        content = {"step_idx": step_idx, "metrics": metrics, "facts": {**facts(), "best_at": self.best_at}}
+        write = partial(self._commit, directory, links=links, **content)
         if background:
             self._writer.start(partial(write, list(states)))
             if elsewhere:  # who asked for it may look there at once
@@ -124,11 +125,8 @@ class Checkpoints:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's `state_dict()`. The best of a run that was elsewhere does not count here."""
         self.saved_at = state["saved_at"]
-        best = self.run_dir / f"step-{state['best_at']}"
-        if best.exists():
+        if (self.run_dir / f"step-{state['best_at']}").exists():
             self.best, self.best_at = state["best"], state["best_at"]
-            if self.grid.rank == 0:  # it may have been killed before it could
-                point(self.run_dir / "BEST", best)
 
     def check(self) -> None:
         """Raise what went wrong in the background."""

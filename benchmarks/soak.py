@@ -50,8 +50,7 @@ def find_differences(whole: Path, other: Path) -> list[str]:
     for part in ("policy", "optimizer", "scheduler", "trainer", "random"):
         states = [read_state(directory, part) for directory in last]
         found += [f"{part}{where}" for where in _unequal(*states)]
-    links = [os.readlink(run_dir / "BEST") for run_dir in (whole, other)]
-    return found + (["BEST"] if links[0] != links[1] else [])
+    return found + [link for link in ("LATEST", "BEST") if os.readlink(whole / link) != os.readlink(other / link)]
 
 
 def _unequal(a: Any, b: Any, where: str = "") -> list[str]:
@@ -123,7 +122,7 @@ class Soak:
             time.sleep(0.002)
         if way != "save":
             time.sleep(wait)
-        victims = [process.pid, *_workers(process.pid)] if process.poll() is None else []
+        victims = [process.pid, *workers_of(process.pid)] if process.poll() is None else []
         if not victims:
             return False
         victim = self.draw.choice(victims)
@@ -150,7 +149,7 @@ def _saving(run_dir: Path) -> list[Path]:
         return []
 
 
-def _workers(parent: int) -> list[int]:
+def workers_of(parent: int) -> list[int]:
     """The ranks that a run has started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

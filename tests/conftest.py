@@ -64,3 +64,56 @@ def write_rows(path: Path, rows: list) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory) -> Path:
+    """22 training pairs of 11 prompts (5 batches of 4 and a rest) and 8 test pairs, and a second dataset."""
+    folder = tmp_path_factory.mktemp("data")
+
+    def row(i: int, dataset: str) -> dict[str, str]:
+        prompt = f"\n\nHuman: Where is {dataset} number {i // 2}?\n\nAssistant:"
+        return {
+            "chosen": f"{prompt} On desk {i}{', I think' * (i % 3)}.",
+            "rejected": f"{prompt} Go {'away ' * (i % 4)}!",
+        }
+
+    for name in ("hh", "more"):
+        write_rows(folder / name / "train.jsonl", [row(i, name) for i in range(22)])
+        write_rows(folder / name / "test.jsonl", [row(i, name) for i in range(22, 30)])
+    return folder
+
+
+def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """The overrides of a run of 6 updates with 4 evaluations, which takes a second."""
+    settings = {
+        "loss": "dpo",
+        "exp_name": "test",
+        "local_run_dir": run_dir,
+        "local_dirs": f"[{run_dir.parent}]",
+        "model.name_or_path": GOLDEN / "tiny-llama",
+        "model.reference_dtype": "float32",
+        "dataset_sources.hh": rows / "hh",
+        "dataset_sources.more": rows / "more",
+        "eval_batch_size": 4,
+        "n_eval_examples": 4,
+        "eval_every": 8,
+        "n_examples": 24,
+        "n_epochs": "null",
+        "lr": 1e-3,
+        "warmup_steps": 4,
+        "max_length": 48,
+        "max_prompt_length": 32,
+        "sample_during_eval": "false",
+        "wandb.enabled": "false",
+    }
+    settings |= dict(override.split("=", 1) for override in overrides)
+    if settings["loss"] == "dpo":
+        settings.setdefault("loss.beta", 0.1)
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+@pytest.fixture
+def command(rows, tmp_path):
+    """The overrides of a small run into `tmp_path / name`."""
+    return lambda name, *overrides: small_run(rows, tmp_path / name, *overrides)

@@ -6,12 +6,11 @@ import json
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import hydra
 import pytest
 import torch
-from conftest import GOLDEN, ROOT, metrics_of, train, write_rows
+from conftest import ROOT, metrics_of, train
 
 import train as main
 from benchmarks.soak import find_differences, read_log
@@ -19,60 +18,6 @@ from checkpoint import find_checkpoints, read_state
 from metrics import FileLogger
 from stopping import Stopped
 from utils import InputError
-
-DPO = ("loss=dpo", "loss.beta=0.1")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """22 training pairs of 11 prompts (5 batches of 4 and a rest) and 8 test pairs, and a second dataset."""
-    folder = tmp_path_factory.mktemp("data")
-
-    def row(i: int, dataset: str) -> dict[str, str]:
-        prompt = f"\n\nHuman: Where is {dataset} number {i // 2}?\n\nAssistant:"
-        return {
-            "chosen": f"{prompt} On desk {i}{', I think' * (i % 3)}.",
-            "rejected": f"{prompt} Go {'away ' * (i % 4)}!",
-        }
-
-    for name in ("hh", "more"):
-        write_rows(folder / name / "train.jsonl", [row(i, name) for i in range(22)])
-        write_rows(folder / name / "test.jsonl", [row(i, name) for i in range(22, 30)])
-    return folder
-
-
-@pytest.fixture
-def command(data, tmp_path):
-    """The overrides of a small run into `tmp_path / name`."""
-
-    def make(name: str, *overrides: str) -> list[str]:
-        settings = {
-            "loss": "dpo",
-            "exp_name": "test",
-            "local_run_dir": tmp_path / name,
-            "local_dirs": f"[{tmp_path}]",
-            "model.name_or_path": GOLDEN / "tiny-llama",
-            "model.reference_dtype": "float32",
-            "dataset_sources.hh": data / "hh",
-            "dataset_sources.more": data / "more",
-            "eval_batch_size": 4,
-            "n_eval_examples": 4,
-            "eval_every": 8,
-            "n_examples": 24,
-            "n_epochs": "null",
-            "lr": 1e-3,
-            "warmup_steps": 4,
-            "max_length": 48,
-            "max_prompt_length": 32,
-            "sample_during_eval": "false",
-            "wandb.enabled": "false",
-        }
-        settings |= dict(o.split("=", 1) for o in overrides)
-        if settings["loss"] == "dpo":
-            settings.setdefault("loss.beta", 0.1)
-        return [f"{key}={value}" for key, value in settings.items()]
-
-    return make
 
 
 @pytest.fixture
@@ -284,8 +229,8 @@ def test_changes_that_would_make_it_another_run_are_named(run, tmp_path):
     assert "eval_every" not in str(refused.value)
 
 
-def test_changed_data_is_noticed(run, data, tmp_path):
-    own = shutil.copytree(data / "hh", tmp_path / "own")
+def test_changed_data_is_noticed(run, rows, tmp_path):
+    own = shutil.copytree(rows / "hh", tmp_path / "own")
     run("run", "n_examples=8", f"dataset_sources.hh={own}")
     run("run", "n_examples=12", "resume=auto")  # the same texts in another place
     with (own / "train.jsonl").open("a") as file:
