@@ -85,7 +85,7 @@ def choose_layout(
     """
     if name == "padded":
         return Padded(), None
-    windows = _find_windows(model, max_length)
+    windows = find_windows(model, max_length)
     if isinstance(windows, str):
         reason: str | None = windows
     else:
@@ -96,7 +96,7 @@ def choose_layout(
     return Padded(), f"layout=padded: {type(model).__name__} {reason or 'differs on another process'}"
 
 
-def _find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
+def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     """How far back each kind of attention layer looks, None for all; or what in the model rules the layout out."""
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no positions"

@@ -51,11 +51,16 @@ def load_config(name: str, *, cache_dir: str | None = None) -> transformers.Pret
 
 
 def load_structure(
-    name: str, *, dtype: torch.dtype, attn_implementation: str = "eager", cache_dir: str | None = None
+    name: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str = "eager",
+    cache_dir: str | None = None,
+    device: str = "meta",
 ) -> transformers.PreTrainedModel:
     """The model of `load_model` without its weights, on the meta device: no memory, to be filled by another process."""
     config = load_config(name, cache_dir=cache_dir)
-    with torch.device("meta"):
+    with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation
         )

@@ -114,13 +114,18 @@ def count_processes(config: DictConfig) -> Processes:
 def run(config: DictConfig) -> None:
     """Train as a validated config says, in as many processes as it asks for."""
     from launching import launch
+    from memory import dry_run
 
     OmegaConf.resolve(config)
+    trainer, world_size = find_trainer(config), count_processes(config).world_size
+    if config.dry_run:
+        dry_run(config, trainer, world_size)
+        return
     launch(
         work,
-        count_processes(config).world_size,
+        world_size,
         config,
-        process_group=find_trainer(config).multi_process,
+        process_group=trainer.multi_process,
         port=config.fsdp_port,
         timeout_secs=config.collective_timeout_secs,
     )
@@ -133,6 +138,7 @@ def work(rank: int, world_size: int, config: DictConfig) -> None:
     import transformers
 
     from distributed import from_rank_0
+    from memory import explaining_out_of_memory
     from preflight import load_data
     from resume import check_data, open_run
 
@@ -155,12 +161,14 @@ def work(rank: int, world_size: int, config: DictConfig) -> None:
         if rank == 0:
             print(f"{resume_from} is the end of its run: nothing is left to do")
         return
-    policy, reference = load_models(config, rank, world_size, resume_from)
-    trainer = find_trainer(config)(
-        policy, config, config.seed, config.local_run_dir, reference, rank, world_size, data, resume_from
-    )
-    del policy, reference  # the trainer has them, and may free the reference
-    trainer.train()
+    trainer_class = find_trainer(config)
+    with explaining_out_of_memory(config, trainer_class, world_size, data):
+        policy, reference = load_models(config, rank, world_size, resume_from)
+        trainer = trainer_class(
+            policy, config, config.seed, config.local_run_dir, reference, rank, world_size, data, resume_from
+        )
+        del policy, reference  # the trainer has them, and may free the reference
+        trainer.train()
     if rank == 0:
         print(f"run directory: {config.local_run_dir}")
 

@@ -14,7 +14,7 @@ LEVELS = {
     "train": 3,
     **dict.fromkeys(["trainers", "tensor_parallel_package"], 2),
     **dict.fromkeys(["objective", "batches", "layouts", "reference_logps", "sampling"], 1),
-    **dict.fromkeys(["resume", "saving", "health"], 1),
+    **dict.fromkeys(["resume", "saving", "health", "memory"], 1),
     **dict.fromkeys(["self_test", "preflight", "models", "preference_datasets"], 1),
     **dict.fromkeys(["own_data", "demo_data", "preference_data", "data_sources", "tokenization", "packing"], 0),
     **dict.fromkeys(["losses", "optimization", "checkpoint", "metrics", "settings", "run_directory", "utils"], 0),

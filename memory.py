@@ -1,0 +1,299 @@
+"""What a run will need of memory, from its shapes alone; which settings would make it less.
+
+A model without weights runs a forward and a backward on the largest microbatch, as fake tensors that have shapes and
+lifetimes but no numbers (`torch._subclasses.FakeTensorMode`); a ledger follows what is alive when.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from batches import Batches
+from distributed import available_host_memory, find_blocks
+from layouts import Layout, Microbatch, Padded, SharedPrefix, find_windows
+from losses import LOSSES
+from models import DTYPES, load_structure
+from optimization import OPTIMIZERS
+from packing import Packed
+from preflight import TrainingData, load_data
+from utils import RunError, get_cache_dir
+
+LOOKED_AT = 50  # global batches among which the largest microbatch is sought
+
+
+class Need(NamedTuple):
+    """Bytes of one process at its peak, by what they are for."""
+
+    policy: int
+    gradients: int
+    optimizer: int
+    reference: int
+    gathered: int  # weights of other processes' shards, while they are needed
+    activations: int
+    logits: int
+    process: int  # Python, libraries and data: host memory
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class Ledger(TorchDispatchMode):
+    """Follows the storages of all tensors that operations inside it make."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.vocabulary = model.get_output_embeddings().weight.shape[0]
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._kinds = {t.untyped_storage()._cdata: "weights" for t in (*model.parameters(), *model.buffers())}
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._is_gradient)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor)
+        return out
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._kinds:
+            return
+        self._kinds[key] = "logits" if tensor.ndim and tensor.shape[-1] == self.vocabulary else "activations"
+        size = storage.nbytes()
+        self.live[self._kinds[key]] += size
+        weakref.finalize(storage, self._forget, key, size)
+        if self.live.total() > self.peak.total():
+            self.peak = self.live.copy()
+
+    def _forget(self, key: int, size: int) -> None:
+        self.live[self._kinds.pop(key)] -= size
+
+    def _is_gradient(self, parameter: torch.nn.Parameter) -> None:
+
+        storage = parameter.grad.untyped_storage()
+        kind = self._kinds.get(storage._cdata)
+        if kind not in (None, "gradients"):
+            self.live[kind] -= storage.nbytes()
+            self.live["gradients"] += storage.nbytes()
+            self._kinds[storage._cdata] = "gradients"
+
+
+class Plan(NamedTuple):
+    """How a trainer spreads what it holds."""
+
+    world_size: int
+    tensor_size: int  # processes that cut each layer
+    shard_size: int  # processes that share weights, gradients and optimizer state
+    compute_dtype: str
+
+    @property
+    def data_size(self) -> int:
+        """Processes that see different rows."""
+        return self.world_size // self.tensor_size
+
+    @classmethod
+    def of(cls, config: DictConfig, trainer: Any, world_size: int) -> Plan:
+        tensor_size = trainer.tensor_size(config, world_size)
+        shard_size = config.fsdp_shard_size or world_size // tensor_size
+        dtype = (config.model.fsdp_policy_mp if trainer.multi_process else None) or config.model.policy_dtype
+        return cls(world_size, tensor_size, shard_size, dtype)
+
+
+def predict(config: DictConfig, plan: Plan, data: TrainingData) -> Need:
+    """What a process needs at its peak. Under tensor parallelism activations are those of whole layers: too many."""
+    model, fake = config.model, FakeTensorMode()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with fake:
+        policy = load_structure(
+            model.name_or_path,
+            dtype=DTYPES[plan.compute_dtype],
+            attn_implementation=model.attn_implementation,
+            cache_dir=get_cache_dir(config.local_dirs),
+            device=device,
+        )
+    if config.activation_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    layout = _layout_of(config, policy)
+    microbatch, parts = _largest_microbatch(config, plan, data, layout)
+    with fake:
+        ledger = _run(policy.train(), layout, _as_fake(microbatch, fake, device), config.model.autocast, min(parts, 2))
+    n = sum(p.numel() for p in policy.parameters())
+    slices = plan.shard_size * plan.tensor_size
+    weights = n * DTYPES[model.policy_dtype].itemsize // slices
+    reference = n * DTYPES[model.reference_dtype].itemsize // slices
+    if not LOSSES[config.loss.name].uses_reference or config.cache_reference_logps == "all":
+        reference = 0
+    return Need(
+        policy=weights,
+        gradients=weights,
+        optimizer=int(weights * _states_of(config.optimizer)),
+        reference=reference,
+        gathered=_gathered(policy, model.block_name) // plan.tensor_size if plan.shard_size > 1 else 0,
+        activations=ledger.peak["activations"],
+        logits=ledger.peak["logits"],
+        process=0 if device == "cuda" else _resident(),
+    )
+
+
+def _layout_of(config: DictConfig, policy: Any) -> Layout:
+    windows = find_windows(policy, config.max_length)
+    if config.layout == "padded" or isinstance(windows, str):
+        return Padded()
+    return SharedPrefix(windows, max_length=config.max_length)
+
+
+def _largest_microbatch(config: DictConfig, plan: Plan, data: TrainingData, layout: Layout) -> tuple[Microbatch, int]:
+    """Of the first batches of the run the microbatch with most tokens, and how many there are per update."""
+    parts, found = config.gradient_accumulation_steps, []
+    for rank in range(min(plan.data_size, 4)):
+        batches = Batches(
+            data,
+            layout,
+            rank=rank,
+            size=plan.data_size,
+            sft_mode=not LOSSES[config.loss.name].uses_reference,
+            seed=config.seed,
+            num_workers=0,
+            max_length=config.max_length,
+            max_prompt_length=config.max_prompt_length,
+        )
+        limit = min(config.n_examples or 10**9, LOOKED_AT * config.batch_size)
+        for batch in batches.train(config.batch_size, parts=parts, n_epochs=config.n_epochs, n_examples=limit):
+            found += batch.microbatches
+    return max(found, key=_n_tokens), parts
+
+
+def _n_tokens(microbatch: Microbatch) -> int:
+    inputs = microbatch.inputs
+    if isinstance(inputs, Packed):
+        return inputs.input_ids.numel()
+    return sum(value.numel() for key, value in inputs.items() if key.endswith("input_ids"))
+
+
+def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:
+    moved = microbatch.inputs
+    if isinstance(moved, Packed):
+        return Packed(*(fake.from_tensor(tensor).to(device) for tensor in moved[:-1]), moved.shape)
+    return {key: fake.from_tensor(value).to(device) for key, value in moved.items()}
+
+
+def _run(policy: Any, layout: Layout, inputs: Any, autocast: str | None, n_backwards: int) -> Ledger:
+    """Forward and backward; twice if gradients are added up, for then the second finds them there."""
+    device = policy.device.type
+    ledger = Ledger(policy)
+    with ledger:
+        for _ in range(n_backwards):
+            with torch.autocast(device, dtype=DTYPES.get(autocast), enabled=autocast is not None):
+                logps = layout.forward(policy, inputs)
+            sum(logps).sum().backward()
+            del logps
+    return ledger
+
+
+def _states_of(optimizer: str) -> float:
+    """Bytes of state per byte of parameter, seen on a small one."""
+    parameter = torch.nn.Parameter(torch.zeros(64, 64))
+    parameter.grad = torch.zeros_like(parameter)
+    small = OPTIMIZERS[optimizer]([parameter], lr=0.1)
+    small.step()
+    return sum(v.nbytes for v in small.state[parameter].values() if isinstance(v, torch.Tensor)) / parameter.nbytes
+
+
+def _gathered(policy: Any, block_name: str | None) -> int:
+    """Whole weights that FSDP holds at a time: embeddings and head, the block that runs and the next one."""
+    blocks = [sum(p.nbytes for p in block.parameters()) for block in find_blocks(policy, block_name)]
+    return sum(p.nbytes for p in policy.parameters()) - sum(blocks) + 2 * max(blocks)
+
+
+def _resident() -> int:
+    """Bytes that this process holds now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+# --- said ----------------------------------------------------------------------------------------------------------
+
+HELP = (  # each with what it does to a config, None if nothing
+    ("gradient_accumulation_steps", lambda c: 2 * c.gradient_accumulation_steps),
+    ("activation_checkpointing", lambda c: True),
+    ("model.attn_implementation", lambda c: "sdpa"),
+    ("model.autocast", lambda c: "bfloat16"),
+    ("cache_reference_logps", lambda c: "all"),
+    ("max_length", lambda c: c.max_length // 2),
+)
+
+
+def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
+    """The three settings that would save most, each with what a process would need then."""
+    need, found = predict(config, plan, data).total, []
+    for key, change in HELP:
+        value = change(config)
+        other = OmegaConf.merge(config, {})
+        OmegaConf.update(other, key, value)
+        rows = config.batch_size // plan.data_size
+        impossible = key == "gradient_accumulation_steps" and rows % value
+        if OmegaConf.select(config, key) == value or impossible or other.max_prompt_length >= other.max_length:
+            continue
+        total = predict(other, plan, data).total
+        if total < 0.97 * need:
+            found.append((total, f"{key}={str(value).lower() if value is True else value} ({total / 1e9:.2f} GB)"))
+    return [text for _, text in sorted(found)[:3]]
+
+
+def dry_run(config: DictConfig, trainer: Any, world_size: int) -> None:
+    """Print what the run would do and need, and what would help if that is more than there is."""
+    data = load_data(config)
+    plan = Plan.of(config, trainer, world_size)
+    need, available = predict(config, plan, data), _device_memory(world_size)
+    for name, value in need._asdict().items():
+        if value:
+            print(f"{name:>12} {value / 1e9:8.2f} GB")
+    print(f"{'in all':>12} {need.total / 1e9:8.2f} GB of each process; its device has {available / 1e9:.2f} GB")
+    if need.total > available:
+        print(f"too much; less: {_join(suggest(config, plan, data))}")
+
+
+@contextmanager
+def explaining_out_of_memory(config: DictConfig, trainer: Any, world_size: int, data: TrainingData) -> Iterator[None]:
+    """Raise RunError that says what was needed and which settings would help when memory runs out inside."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError, and so is that of its CPU allocator
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "t allocate memory" not in str(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # and what they hold
+        torch.cuda.empty_cache()
+        plan = Plan.of(config, trainer, world_size)
+        need, available = predict(config, plan, data).total, _device_memory(world_size)
+        said = " ".join(str(error).split())[:200]
+        raise RunError(
+            f"out of memory: a process needs about {need / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
+            f"less: {_join(suggest(config, plan, data))} ({said})"
+        ) from error
+
+
+def _join(found: list[str]) -> str:
+    return ", ".join(found) or "a smaller model, or more processes with trainer=FSDPTrainer"
+
+
+def _device_memory(world_size: int) -> int:
+    """Bytes that one process may have: its GPU's, or its part of the host's free memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return (available_host_memory() + _resident()) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
