@@ -42,12 +42,12 @@ class Guard:
         if not self.grid.any(not total.isfinite().item()):
             return True
         values = gather_rows(parts, len(batch.keys), self.grid.add)
-        path = self.run_dir / f"nonfinite-{update}.jsonl"
+        folder = self.run_dir / f"nonfinite-{update}"
         if self.grid.rank == 0:
-            self._write(path, batch, values)
+            self._write(folder, batch, values)
         self.skipped += 1
         loss = values["loss/train"].mean()
-        what = f"update {update} has loss {loss:.4g} and gradient norm {grad_norm:.4g}; its examples are in {path}"
+        what = f"update {update} has loss {loss:.4g} and gradient norm {grad_norm:.4g}; its examples are in {folder}"
         if self.policy == "raise":
             raise RunError(f"{what}; it was not made, nor would it be with nan_policy=skip, which goes on")
         if self.skipped > MAX_SKIPPED:
@@ -64,11 +64,14 @@ class Guard:
             if math.isfinite(value):
                 before.append(value)
 
-    def _write(self, path: Path, batch: GlobalBatch, values: Mapping[str, torch.Tensor]) -> None:
-        """The examples as rows that `dataset_sources` reads, with their prompts' places in the data and metrics."""
+    def _write(self, folder: Path, batch: GlobalBatch, values: Mapping[str, torch.Tensor]) -> None:
+        """The examples with their prompts' places in the data and their metrics, as `dataset_sources` reads them."""
         places = {id(prompt): number for number, prompt in enumerate(self.prompts)}
         columns = {name: column.tolist() for name, column in values.items()}
-        with path.open("w", encoding="utf-8") as file:
-            for number, (prompt, texts) in enumerate(batch.rows):
-                line = {"prompt": prompt.text, **texts, "prompt_number": places[id(prompt)]}
-                file.write(json.dumps(line | {name: column[number] for name, column in columns.items()}) + "\n")
+        lines = []
+        for number, (prompt, texts) in enumerate(batch.rows):
+            line = {"prompt": prompt.text, **texts, "prompt_number": places[id(prompt)]}
+            lines.append(json.dumps(line | {name: column[number] for name, column in columns.items()}) + "\n")
+        folder.mkdir(exist_ok=True)
+        for split in ("train", "test"):
+            (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")

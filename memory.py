@@ -241,7 +241,7 @@ HELP = (  # each with what it does to a config, None if nothing
 
 def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
     """The three settings that would save most, each with what a process would need then."""
-    need, found = predict(config, plan, data).total, []
+    need, found = predict(config, plan, data), []
     for key, change in HELP:
         value = change(config)
         other = OmegaConf.merge(config, {})
@@ -251,7 +251,7 @@ def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
         if OmegaConf.select(config, key) == value or impossible or other.max_prompt_length >= other.max_length:
             continue
         total = predict(other, plan, data).total
-        if total < 0.97 * need:
+        if need.total - total > 0.03 * (need.total - need.process):
             found.append((total, f"{key}={str(value).lower() if value is True else value} ({total / 1e9:.2f} GB)"))
     return [text for _, text in sorted(found)[:3]]
 

@@ -132,7 +132,11 @@ class Checkpoints:
         """Raise what went wrong in the background."""
         self._writer.check()
 
-    def finish(self) -> None:
-        """Return on every process when nothing is being written."""
+    def wait(self) -> None:
+        """Return when this process writes nothing."""
         self._writer.wait()
+
+    def finish(self) -> None:
+        """Return on every process when none writes anything."""
+        self.wait()
         self.grid.any(False)

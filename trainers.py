@@ -152,11 +152,11 @@ class BasicTrainer:
             self.self_test()
         if self.loss.uses_reference and self.config.cache_reference_logps == "all":
             self.score_all_then_free_reference()
-        updates = self.data.report.updates
+        total = self.data.report.updates
         with on_stop_signals(self._asked_to_stop.append):
             try:
                 for batch in self.progress.over(
-                    self.train_iterator, total=updates, done=self.batch_counter, what="train"
+                    self.train_iterator, total=total, done=self.batch_counter, what="train"
                 ):
                     self.evaluate_and_save()
                     metrics = self.train_step(batch)
@@ -166,13 +166,15 @@ class BasicTrainer:
                     self.checkpoints.check()
                     self._stop_if_asked()
                 self.evaluate_and_save(last=True)
+                self.checkpoints.finish()
             except Stopped:
                 if self._has_unsaved():
                     self.save()
                 self.checkpoints.finish()
                 self.logger.close()
                 raise
-            self.checkpoints.finish()
+            finally:
+                self.checkpoints.wait()  # whatever went wrong, what is being written gets whole
         self.logger.close()
 
     def _stop_if_asked(self) -> None:

@@ -99,7 +99,7 @@ class Soak:
         _, errors = process.communicate()
         if process.returncode:
             self.tally["lost"] += 1
-            print(f"LOST {run_dir}: {errors[-2000:]}", flush=True)
+            print(f"LOST {run_dir}: {errors[:5000]}", flush=True)
         elif found := find_differences(self.whole, run_dir):
             self.tally["different"] += 1
             print(f"DIFFERENT {run_dir}: {found[:10]}", flush=True)

@@ -117,3 +117,21 @@ def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
 def command(rows, tmp_path):
     """The overrides of a small run into `tmp_path / name`."""
     return lambda name, *overrides: small_run(rows, tmp_path / name, *overrides)
+
+
+@pytest.fixture
+def run(command):
+    """Run train.py's `run` in this process."""
+
+    import hydra
+
+    def start(name: str, *overrides: str) -> None:
+        arguments = [f"++{o}" if o.startswith("dataset_sources.") else o for o in command(name, *overrides)]
+        import train as main
+
+        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+            config = hydra.compose("config", arguments)
+        assert main.find_config_problems(config) == []
+        main.run(config)
+
+    return start

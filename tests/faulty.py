@@ -56,6 +56,22 @@ def kill_after_update(number: int) -> None:
     BasicTrainer.clip_gradient = dying
 
 
+def run_out_of_memory_at(number: int) -> None:
+    """At this update torch is asked for more memory than there is anywhere."""
+    import torch
+
+    from trainers import BasicTrainer
+
+    clip = BasicTrainer.clip_gradient
+
+    def greedy(self: BasicTrainer) -> Any:
+        if self.batch_counter == number:
+            torch.empty(10**13)
+        return clip(self)
+
+    BasicTrainer.clip_gradient = greedy
+
+
 def limit_file_size(n_bytes: int) -> None:
     """Writing more than so much to a file fails, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -7,31 +7,15 @@ import os
 import shutil
 import signal
 
-import hydra
 import pytest
 import torch
-from conftest import ROOT, metrics_of, train
+from conftest import metrics_of, train
 
-import train as main
 from benchmarks.soak import find_differences, read_log
 from checkpoint import find_checkpoints, read_state
 from metrics import FileLogger
 from stopping import Stopped
 from utils import InputError
-
-
-@pytest.fixture
-def run(command):
-    """Run train.py's `run` in this process."""
-
-    def start(name: str, *overrides: str) -> None:
-        arguments = [f"++{o}" if o.startswith("dataset_sources.") else o for o in command(name, *overrides)]
-        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-            config = hydra.compose("config", arguments)
-        assert main.find_config_problems(config) == []
-        main.run(config)
-
-    return start
 
 
 @pytest.fixture
