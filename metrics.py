@@ -180,8 +180,6 @@ class WandbLogger:
         self.interval = interval
         self._last_train = float("-inf")
         self._lost = False
-        # with a mode set, a key configured or a terminal to ask on, wandb itself knows what to do
-        decided = os.environ.get("WANDB_MODE") or (sys.stdin and sys.stdin.isatty()) or wandb.login(prompt=False)
         init = partial(
             wandb.init,
             name=name,
@@ -193,12 +191,16 @@ class WandbLogger:
             resume="allow",
             settings=wandb.Settings(finish_timeout=FINISH_SECS),
         )
-        try:
-            self.run, reason = init(mode=None if decided else "offline"), "no API key and no terminal to ask for one"
-        except wandb.errors.CommError as error:
-            self.run, reason, decided = init(mode="offline"), f"no connection ({error})", None
-        if not decided:
-            print(f"W&B: {reason}, so logging offline; upload with: wandb sync {Path(self.run.dir).parent}")
+        offline = None  # why, if so
+        try:  # with a mode set, a key configured or a terminal to ask on, wandb itself knows what to do
+            if not (os.environ.get("WANDB_MODE") or (sys.stdin and sys.stdin.isatty()) or wandb.login(prompt=False)):
+                offline = "no API key and no terminal to ask for one"
+            self.run = init(mode="offline" if offline else None)
+        except wandb.Error as error:
+            offline = " ".join(str(error).split())
+            self.run = init(mode="offline")
+        if offline:
+            print(f"W&B: {offline}, so logging offline; upload with: wandb sync {Path(self.run.dir).parent}")
         self.run.define_metric("counters/examples")
         self.run.define_metric("*", step_metric="counters/examples")
 
@@ -219,10 +221,13 @@ class WandbLogger:
         self._send({**tables, "counters/examples": examples})
 
     def _send(self, values: Mapping[str, Any]) -> None:
+        self._unless_lost(self.run.log, values)
+
+    def _unless_lost(self, send: Callable, *arguments: Any) -> None:
         if self._lost:
             return
         try:
-            self.run.log(values)
+            send(*arguments)
         except self._errors as error:
             self._lost = True
             print(f"warning: W&B takes no more ({type(error).__name__}: {error}); metrics.jsonl goes on", flush=True)
@@ -231,8 +236,7 @@ class WandbLogger:
         return {"wandb_id": self.run.id}
 
     def close(self) -> None:
-        if not self._lost:
-            self.run.finish()
+        self._unless_lost(self.run.finish)
 
 
 class Loggers:

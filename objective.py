@@ -6,7 +6,7 @@ The frozen reference's part is remembered by content, so that no pair is scored 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,8 +124,10 @@ class Objective:
         return f"{n_scored:,} pairs scored by the reference, {len(read):,} responses read from {path}"
 
 
-def make_objective(config: DictConfig, policy: Any, grid: Grid, *, compute_dtype: str) -> tuple[Objective, str | None]:
-    """The objective with the layout that the policy takes, and why it is not the one asked for. Of every process."""
+def make_objective(
+    config: DictConfig, policy: Any, grid: Grid, compute_dtype: str, *, say: Callable[[str], None]
+) -> Objective:
+    """The objective with the layout that the policy takes; `say` is told why it is not the one asked for."""
     autocast = DTYPES[config.model.autocast] if config.model.autocast else None
     device = next(policy.parameters()).device
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
@@ -137,4 +139,6 @@ def make_objective(config: DictConfig, policy: Any, grid: Grid, *, compute_dtype
             vetoed=grid.any,
         )
     release_gathered(policy)
-    return Objective(layout, grid, device=device, autocast=autocast), note
+    if note:
+        say(note)
+    return Objective(layout, grid, device=device, autocast=autocast)

@@ -67,12 +67,9 @@ class BasicTrainer:
         self._place_models(policy, reference_model)
         self.optimizer = self.make_optimizer()
         self.scheduler = warmup(self.optimizer, config.warmup_steps)
-        self.objective, note = make_objective(config, self.policy, self.grid, compute_dtype=self.compute_dtype)
-        if note:
-            self.progress.line(note)
+        self.objective = make_objective(config, self.policy, self.grid, self.compute_dtype, say=self.progress.line)
         self.eval_every = config.eval_every - config.eval_every % config.batch_size
-        self.example_counter = self.batch_counter = 0
-        self.evaluated_at = -1  # examples
+        self.example_counter, self.batch_counter, self.evaluated_at = 0, 0, -1
         if self.eval_every != config.eval_every:
             self.progress.line(
                 f"warning: eval_every={config.eval_every} is not a multiple of batch_size={config.batch_size}; "

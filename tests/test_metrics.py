@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, run_script
+from wandb_server import WandbServer
 
 from metrics import (
     FileLogger,
@@ -123,6 +128,15 @@ def test_wandb_without_key_and_terminal_goes_offline_and_says_how_to_upload(tmp_
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
+def test_a_wandb_server_that_does_not_answer_is_no_reason_not_to_train(tmp_path):
+    key = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:1"}
+    result = run_script("-c", WANDB_RUN, str(tmp_path), PYTHONPATH=str(ROOT), HOME=str(tmp_path), **key)
+
+    assert result.returncode == 0, result.stderr
+    assert "so logging offline; upload with: wandb sync" in result.stdout
+    assert "the run went on" in result.stdout
+
+
 def test_wandb_gets_training_metrics_at_most_every_interval_and_every_evaluation(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     clock = iter([100.0, 100.5, 100.6, 101.0, 101.9, 102.0])
@@ -137,6 +151,71 @@ def test_wandb_gets_training_metrics_at_most_every_interval_and_every_evaluation
 
     assert [(m["counters/examples"], m["counters/updates"]) for m in logged] == [(0, 0), (8, 2), (12, 3), (20, 5)]
     assert logged[1] == {"loss/eval": 0.5, "counters/examples": 8, "counters/updates": 2}
+
+
+WANDB_LOST = """
+import os, signal, sys, time
+from pathlib import Path
+import metrics
+metrics.FINISH_SECS = 3
+logger = metrics.WandbLogger(name="n", project="p", entity=None, config={}, run_dir=Path(sys.argv[1]), interval=0.0)
+for examples in range(4, 44, 4):
+    if examples == 20:
+        if sys.argv[2] == "service":  # W&B's own process on this machine
+            children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+            [service] = [c for c in children if b"wandb" in Path(f"/proc/{c}/cmdline").read_bytes()]
+            os.kill(int(service), signal.SIGKILL)
+        else:
+            print("now", flush=True)
+            input()
+    logger.log("eval", {"loss/eval": 0.5}, examples=examples, updates=1)
+    time.sleep(0.05)
+logger.close()
+print("the run went on", flush=True)
+"""
+
+
+def lose_wandb(server: WandbServer, kind: str, tmp_path) -> str:
+    """What a run says from which W&B is taken away."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WANDB_LOST, str(tmp_path), kind],
+        env={
+            **{k: v for k, v in os.environ.items() if not k.startswith("WANDB")},
+            **{"PYTHONPATH": str(ROOT), "WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40, "HOME": str(tmp_path)},
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said = ""
+    if kind == "server":
+        while not said.endswith("now\n"):
+            said += process.stdout.readline()
+        server.close()
+    said += process.communicate("\n", timeout=100)[0]
+    assert process.returncode == 0, said
+    return said
+
+
+def test_a_run_outlives_the_wandb_server(tmp_path):
+    server = WandbServer()
+    started = time.monotonic()
+    said = lose_wandb(server, "server", tmp_path)
+
+    assert any(path.endswith("file_stream") for path in server.requests)  # it had been there
+    assert "the run went on" in said
+    assert time.monotonic() - started < 60
+    assert list((tmp_path / "wandb").glob("run-*/run-*.wandb"))  # for wandb sync
+
+
+def test_a_run_outlives_the_wandb_service(tmp_path):
+    server = WandbServer()
+    said = lose_wandb(server, "service", tmp_path)
+    server.close()
+
+    assert said.count("warning: W&B takes no more") == 1
+    assert "the run went on" in said
 
 
 def test_in_a_log_file_progress_is_plain_lines_at_most_every_interval(capsys):
