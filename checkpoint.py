@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from utils import RunError
+from utils import InputError, RunError
 
 MANIFEST = "manifest.json"
 PARTS = ("policy", "optimizer", "scheduler", "trainer", "random")
@@ -28,7 +28,7 @@ STEP = re.compile(r"step-(\d+)")
 ALWAYS_KEPT = 2  # newest checkpoints that pruning leaves: one of them may prove damaged
 
 
-class DamagedCheckpoint(ValueError):
+class DamagedCheckpoint(InputError):
     """A directory that is no complete checkpoint; the message says what is wrong with it."""
 
 
@@ -127,8 +127,8 @@ def check_complete(directory: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, every byte of which was compared. Raises DamagedCheckpoint if it is not whole."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        if missing := {f"{part}.pt" for part in PARTS} - manifest["files"].keys():
-            raise DamagedCheckpoint(f"{directory} is without {', '.join(sorted(missing))}")
+        if odd := {f"{part}.pt" for part in PARTS} ^ manifest["files"].keys():
+            raise DamagedCheckpoint(f"{directory / MANIFEST} is wrong about {', '.join(sorted(odd))}")
         for name, expected in manifest["files"].items():
             with (directory / name).open("rb") as file:
                 found = {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from tokenization import TruncationMode
 from utils import InputError
+
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class Entry(TypedDict):
@@ -44,11 +47,13 @@ class PreferenceData(dict[str, Entry]):
 
 
 def get_field(row: Mapping[str, Any], key: str, where: str, kind: type | tuple[type, ...] = str) -> Any:
-    """`row[key]`; raises InputError that names the row (`where`) if it is missing or of another type."""
+    """`row[key]`; raises InputError that names the row (`where`) if it is missing, of another type or no Unicode."""
     value = row.get(key) if isinstance(row, Mapping) else None
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         found = f"{type(value).__name__} ({str(value)[:80]!r})" if value is not None else "missing"
         present = ", ".join(map(str, row)) if isinstance(row, Mapping) else repr(row)[:80]
         raise InputError(f"{where}: field {key!r} must be {wanted} but is {found}; the row has {present}")
+    if isinstance(value, str) and HALF_PAIR.search(value):
+        raise InputError(f"{where}: field {key!r} holds half of a UTF-16 pair, which is no character: {value[:80]!r}")
     return value

@@ -35,12 +35,18 @@ PACKAGES = (
 
 
 def redact(value: Any) -> Any:
-    """`value` with what looks like a secret replaced: keys that name one, and credentials inside URLs."""
+    """`value` with what looks like a secret replaced: keys that name one, credentials inside URLs, and whatever the
+    environment holds under such a name."""
     if isinstance(value, dict):
         return {k: "REDACTED" if SECRET_KEY.search(str(k)) and v else redact(v) for k, v in value.items()}
     if isinstance(value, list):
         return [redact(v) for v in value]
-    return URL_CREDENTIALS.sub("://REDACTED@", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    for name, secret in os.environ.items():
+        if SECRET_KEY.search(name) and len(secret) >= 8:
+            value = value.replace(secret, "REDACTED")
+    return URL_CREDENTIALS.sub("://REDACTED@", value)
 
 
 def _git(*arguments: str) -> str:

@@ -76,13 +76,19 @@ def _tensor_parallel_backends() -> dict[str, Any]:
 
 def find_trainer(config: DictConfig) -> Any:
     """The class that `trainer` and its backend name; BasicTrainer if they name none."""
+    from settings import flatten
     from trainers import TRAINERS, BasicTrainer, TensorParallelTrainer
 
-    trainer = TRAINERS.get(config.get("trainer"), BasicTrainer)
+    values = flatten(config)
+    trainer = _named(TRAINERS, values.get("trainer"), BasicTrainer)
     if trainer is TensorParallelTrainer:
-        backend = OmegaConf.select(config, "tensor_parallel.backend")
-        return _tensor_parallel_backends().get(backend, trainer)
+        return _named(_tensor_parallel_backends(), values.get("tensor_parallel.backend"), trainer)
     return trainer
+
+
+def _named(table: dict[str, Any], name: Any, default: Any) -> Any:
+    """What a table has under a name that may be anything."""
+    return table.get(name, default) if isinstance(name, str) else default
 
 
 def count_processes(config: DictConfig) -> Processes:
@@ -90,10 +96,10 @@ def count_processes(config: DictConfig) -> Processes:
     import torch
 
     from launching import find_seat
-    from settings import COUNT, Processes
+    from settings import COUNT, Processes, flatten
 
-    trainer, seat, gpus = find_trainer(config), find_seat(), torch.cuda.device_count()
-    asked, tensor_size = config.get("world_size"), config.get("tensor_parallel_size")
+    trainer, seat, gpus, values = find_trainer(config), find_seat(), torch.cuda.device_count(), flatten(config)
+    asked, tensor_size = values.get("world_size"), values.get("tensor_parallel_size")
     size = 1
     if seat is not None:
         size = seat.world_size
@@ -141,7 +147,10 @@ def work(rank: int, world_size: int, config: DictConfig) -> None:
     from memory import explaining_out_of_memory
     from preflight import load_data
     from resume import check_data, open_run
+    from run_directory import redact
 
+    if rank == 0:
+        print(OmegaConf.to_yaml(redact(OmegaConf.to_container(config))), flush=True)
     run = open_run(config) if rank == 0 else None  # and hold it until the end
     resume_from = from_rank_0(run.checkpoint if run else None)
     transformers.set_seed(config.seed)  # Python's, numpy's and torch's

@@ -163,7 +163,7 @@ def continue_sharded(rows: Path, run_dir: Path, whole: Path) -> None:
     assert find_differences(whole, run_dir) == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_is_killed_ends_the_run_which_continues(rank, rows, whole_sharded, tmp_path):
     process = start_sharded(rows, tmp_path / "run")
     wait_for_updates(tmp_path / "run", 3, process)
@@ -174,6 +174,7 @@ def test_a_rank_that_is_killed_ends_the_run_which_continues(rank, rows, whole_sh
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_within_the_timeout_and_it_continues(rows, whole_sharded, tmp_path):
     process = start_sharded(rows, tmp_path / "run", "collective_timeout_secs=5")
     wait_for_updates(tmp_path / "run", 3, process)
@@ -196,6 +197,7 @@ def test_the_launcher_passes_a_signal_on_and_all_exit_with_143(rows, whole_shard
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_parent_and_the_run_continues(rows, whole_sharded, tmp_path):
     process = start_sharded(rows, tmp_path / "run")
     wait_for_updates(tmp_path / "run", 3, process)
