@@ -114,6 +114,14 @@ def test_checking_a_config_needs_no_torch():
     assert result.returncode == 0, result.stderr
 
 
+def test_every_test_that_the_documentation_names_is_there():
+    named = re.findall(r"\btest_\w+", (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8"))
+    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").glob("test_*.py"))
+    files = {file.stem for file in (ROOT / "tests").glob("test_*.py")}
+    assert len(named) > 40
+    assert {name for name in named if name not in files and f"def {name}(" not in tests} == set()
+
+
 def test_nothing_depends_on_where_the_project_lies():
     listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=False)
     if listed.returncode:
