@@ -51,7 +51,8 @@ def write_checkpoint(
                 files[f"{name}.pt"] = _sync(file)
             del state
         with (temporary / MANIFEST).open("w+b") as file:
-            file.write(json.dumps({"examples": step_idx, "files": files, **facts}, indent=1).encode())
+            manifest = {"examples": step_idx, "files": files, **facts}
+            file.write(json.dumps({**manifest, "sha256": digest_of(manifest)}, indent=1).encode())
             _sync(file)
         sync_directory(temporary)
         former = _former(directory)
@@ -75,6 +76,12 @@ def _sync(file: Any) -> dict[str, Any]:
     os.fsync(file.fileno())
     file.seek(0)
     return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
+
+
+def digest_of(manifest: Mapping[str, Any]) -> str:
+    """The checksum of a manifest's other entries."""
+    entries = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def sync_directory(directory: Path) -> None:
@@ -127,6 +134,8 @@ def check_complete(directory: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, every byte of which was compared. Raises DamagedCheckpoint if it is not whole."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["sha256"] != digest_of(manifest):
+            raise DamagedCheckpoint(f"{directory / MANIFEST} is not as it was written")
         if odd := {f"{part}.pt" for part in PARTS} ^ manifest["files"].keys():
             raise DamagedCheckpoint(f"{directory / MANIFEST} is wrong about {', '.join(sorted(odd))}")
         for name, expected in manifest["files"].items():
@@ -157,7 +166,7 @@ def prune(run_dir: Path, keep: int) -> None:
         if directory.resolve() not in named:
             doomed = directory.with_name(f".{directory.name}.pruned")
             directory.rename(doomed)  # at no time is there a half of it
-            shutil.rmtree(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)  # what is left goes when the run is next continued
 
 
 class BackgroundWriter:

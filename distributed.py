@@ -264,8 +264,11 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
             gathered = full_tensor(value).detach()
             if not keep:
                 return None
-            if not copy or gathered.device.type != "cpu" or isinstance(value, DTensor):
+            if not copy or gathered.device.type != "cpu":
                 return gathered.cpu()
+            own = value.to_local() if isinstance(value, DTensor) else value
+            if gathered.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
+                return gathered  # made by gathering, unless one process has all of it
             place = (gathered.data_ptr(), gathered.shape, gathered.stride(), gathered.dtype)
             if place not in copies:
                 copies[place] = gathered.clone()

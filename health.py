@@ -23,6 +23,10 @@ MAX_SKIPPED = 10  # updates that a run leaves out before it gives up
 Parts = Sequence[tuple[Sequence[int], Mapping[str, torch.Tensor]]]  # of a batch: its examples, their metrics
 
 
+class NonFinite(RunError):
+    """Loss or gradient is no number; raised by every process of a run at the same update."""
+
+
 class Guard:
     """Stands between the gradient and the optimizer."""
 
@@ -36,7 +40,7 @@ class Guard:
     def allows(self, batch: GlobalBatch, parts: Parts, grad_norm: torch.Tensor, *, update: int) -> bool:
         """Whether loss and gradient are numbers in every process. If not, the batch is written down.
 
-        Raises RunError then, on every process, unless the policy is to skip the update and few were skipped.
+        Raises NonFinite then, on every process, unless the policy is to skip the update and few were skipped.
         """
         total = torch.stack([metrics["loss/train"].sum() for _, metrics in parts]).sum() + grad_norm
         if not self.grid.any(not total.isfinite().item()):
@@ -49,9 +53,9 @@ class Guard:
         loss = values["loss/train"].mean()
         what = f"update {update} has loss {loss:.4g} and gradient norm {grad_norm:.4g}; its examples are in {folder}"
         if self.policy == "raise":
-            raise RunError(f"{what}; it was not made, nor would it be with nan_policy=skip, which goes on")
+            raise NonFinite(f"{what}; it was not made, nor would it be with nan_policy=skip, which goes on")
         if self.skipped > MAX_SKIPPED:
-            raise RunError(f"{what}; {MAX_SKIPPED} updates were skipped before")
+            raise NonFinite(f"{what}; {MAX_SKIPPED} updates were skipped before")
         self.say(f"warning: {what}; it was skipped")
         return False
 
@@ -70,7 +74,7 @@ class Guard:
         columns = {name: column.tolist() for name, column in values.items()}
         lines = []
         for number, (prompt, texts) in enumerate(batch.rows):
-            line = {"prompt": prompt.text, **texts, "prompt_number": places[id(prompt)]}
+            line = {"prompt": prompt.text, "rejected": "", **texts, "prompt_number": places[id(prompt)]}
             lines.append(json.dumps(line | {name: column[number] for name, column in columns.items()}) + "\n")
         folder.mkdir(exist_ok=True)
         for split in ("train", "test"):

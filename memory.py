@@ -30,7 +30,7 @@ from packing import Packed
 from preflight import TrainingData, load_data
 from utils import RunError, get_cache_dir
 
-# of what comes and goes: holes in the memory that one process keeps (`launching.keep_freed_memory`), measured on SmolLM2
+# of what comes and goes: holes in what one process on a CPU keeps (`launching.keep_freed_memory`), measured on SmolLM2
 KEPT = 0.2
 LOOKED_AT = 50  # global batches among which the largest microbatch is sought
 

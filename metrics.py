@@ -177,7 +177,7 @@ class WandbLogger:
         import wandb
 
         self._table, self._errors = wandb.Table, (wandb.Error, OSError)
-        self.interval = interval
+        self.run_dir, self.interval = run_dir, interval
         self._last_train = float("-inf")
         self._lost = False
         init = partial(
@@ -187,9 +187,9 @@ class WandbLogger:
             entity=entity,
             config=dict(config),
             dir=str(run_dir),
-            id=(state or {}).get("wandb_id"),
+            id=state["wandb_id"] if state and state.get("run_dir") == str(run_dir.resolve()) else None,  # not a fork's
             resume="allow",
-            settings=wandb.Settings(finish_timeout=FINISH_SECS),
+            settings=wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True),  # which has the command line
         )
         offline = None  # why, if so
         try:  # with a mode set, a key configured or a terminal to ask on, wandb itself knows what to do
@@ -233,7 +233,7 @@ class WandbLogger:
             print(f"warning: W&B takes no more ({type(error).__name__}: {error}); metrics.jsonl goes on", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"wandb_id": self.run.id}
+        return {"wandb_id": self.run.id, "run_dir": str(self.run_dir.resolve())}
 
     def close(self) -> None:
         self._unless_lost(self.run.finish)
@@ -267,9 +267,9 @@ def make_logger(config: DictConfig, run_dir: Path, state: Mapping[str, Any]) -> 
     if config.debug or not config.wandb.enabled:
         return files
     wandb = WandbLogger(
-        name=config.exp_name,
-        project=config.wandb.project,
-        entity=config.wandb.entity,
+        name=redact(config.exp_name),
+        project=redact(config.wandb.project),
+        entity=redact(config.wandb.entity),
         config=redact(OmegaConf.to_container(config, resolve=True)),
         run_dir=run_dir,
         interval=config.minimum_log_interval_secs,

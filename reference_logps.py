@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import zipfile
@@ -54,7 +55,7 @@ class ReferenceLogps:
     def add(self, keys: Sequence[tuple[bytes, ...]], values: torch.Tensor) -> None:
         """A table of keys, (B, 2), and its log-probabilities."""
         for row, logps in zip(keys, values.tolist(), strict=True):
-            self._known.update(zip(row, logps, strict=True))
+            self._known.update((key, logp) for key, logp in zip(row, logps, strict=True) if math.isfinite(logp))
 
     def find(self, keys: Sequence[tuple[bytes, ...]]) -> torch.Tensor | None:
         """The log-probabilities of a table of keys, (B, 2) float64; None unless all are known."""

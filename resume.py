@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import IO, Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from checkpoint import STEP, DamagedCheckpoint, check_complete, find_checkpoints, point, step_of, tidy
+from checkpoint import MANIFEST, STEP, DamagedCheckpoint, check_complete, find_checkpoints, point, step_of, tidy
 from metrics import LOG_FILES
 from preference_datasets import Prompt
 from run_directory import create_run_dir, lock_run_dir, redact, write_record
@@ -23,7 +24,7 @@ MAY_CHANGE = (
     *("trainer", "world_size", "fsdp_port", "fsdp_shard_size", "tensor_parallel_size", "tensor_parallel.backend"),
     *("collective_timeout_secs", "num_workers", "layout", "compile", "activation_checkpointing", "deterministic"),
     *("gradient_accumulation_steps", "model.attn_implementation", "model.block_name", "cache_reference_logps"),
-    *("n_epochs", "n_examples", "n_eval_examples", "eval_batch_size", "eval_every", "do_first_eval"),
+    *("model.archive", "n_epochs", "n_examples", "n_eval_examples", "eval_batch_size", "eval_every", "do_first_eval"),
     *("sample_during_eval", "n_eval_model_samples", "minimum_log_interval_secs", "self_test", "nan_policy"),
     *("resume", "save_every", "keep_checkpoints", "dry_run"),
 )
@@ -46,60 +47,88 @@ class Run(NamedTuple):
 def open_run(config: DictConfig) -> Run:
     """Make or reopen the directory of a run, and find the checkpoint from which it continues, if it does.
 
-    Raises InputError if the directory holds another run or is in use, if there is no checkpoint where one was named,
-    and if the config is not that of its run.
+    A run that continues elsewhere begins with that checkpoint and the logs. Raises InputError if the directory holds
+    another run or is in use, if there is no checkpoint where one was named, and if the config is not that of its run.
     """
     resume, path = config.resume, Path(config.local_run_dir).expanduser().resolve()
-    here = resume is not None and (resume == "auto" or path in (p := Path(resume).expanduser().resolve(), p.parent))
-    run_dir = create_run_dir(config.local_run_dir, continued=here)
-    lock = lock_run_dir(run_dir)
-    run = Run(run_dir, lock)
-    if here:
+    source = path if resume in (None, "auto") else Path(resume).expanduser().resolve()
+    named = STEP.fullmatch(source.name) is not None
+    elsewhere = source != path and not (named and source.parent == path)
+    found = _find_whole(source, resume) if elsewhere else None
+    if found is not None and _is_begun(path, found):
+        source, elsewhere = path, False
+    run_dir = create_run_dir(config.local_run_dir, continued=resume is not None and not elsewhere)
+    run = Run(run_dir, lock_run_dir(run_dir))
+    if resume is not None and not elsewhere:
         tidy(run_dir)
-    if resume is not None:
-        run = run._replace(**_choose_checkpoint(resume, run_dir.resolve()))
-    if run.checkpoint is not None:
-        check_fits(run.manifest, facts_of(config), where=run.checkpoint)
-        print(f"continuing from {run.checkpoint}")
-        if here:
-            _point_again(run)
-        else:
-            _copy_logs(run.checkpoint.parent, run_dir)
-    elif here:
-        for log in (run_dir / name for name in LOG_FILES if (run_dir / name).exists()):
-            print(f"{run_dir} holds no checkpoint, so the run starts again: removing {log.name}")
-            log.unlink()
+        found = _find_whole(source, resume)
+        _refuse_going_back(found, resume) if named else _move_damaged_aside(found, run_dir)
+    if found is not None:
+        check_fits(found.manifest, facts_of(config), where=found.path)
+        print(f"continuing from {found.path}")
+        if elsewhere:
+            _begin_with(found.path, run_dir)
+        run = run._replace(checkpoint=run_dir.resolve() / found.path.name, manifest=found.manifest)
+        _point_again(run)
+    elif resume is not None:
+        _move_logs_aside(run_dir)
     write_record(run_dir, OmegaConf.to_container(config))
     return run
 
 
-def _choose_checkpoint(resume: str, run_dir: Path) -> dict[str, Any]:
-    """The complete checkpoint that `resume` means, with its manifest; nothing if `auto` finds none at all.
+class Found(NamedTuple):
+    """A complete checkpoint."""
 
-    A path is a checkpoint, or a run's directory: its newest complete one.
-    """
-    path = run_dir if resume == "auto" else Path(resume).expanduser().resolve()
-    named = STEP.fullmatch(path.name) is not None
-    candidates = [path] if named else find_checkpoints(path)
-    here = find_checkpoints(run_dir) if named and path.parent == run_dir else []
-    if later := [other.name for other in here if step_of(other) > step_of(path)]:
-        raise InputError(
-            f"resume={resume} would overwrite what its run saved later ({later[0]}); give another local_run_dir, to "
-            f"which its logs are copied"
-        )
-    reasons = []
-    for directory in candidates:
+    path: Path
+    manifest: Mapping[str, Any]
+
+
+def _find_whole(source: Path, resume: str) -> Found | None:
+    """A run's newest complete checkpoint, or the one that is named; None if `auto` finds none at all."""
+    candidates = [source] if STEP.fullmatch(source.name) else find_checkpoints(source)
+    reasons = ""
+    for path in candidates:
         try:
-            return {"manifest": check_complete(directory), "checkpoint": directory}
+            return Found(path, check_complete(path))
         except DamagedCheckpoint as error:
-            reasons.append(str(error))
             print(f"warning: skipped: {error}")
+            reasons += f"; {error}"
     if resume == "auto" and not candidates:
-        return {}
+        return None
     raise InputError(
-        f"resume={resume} finds no complete checkpoint{''.join(f'; {reason}' for reason in reasons[:3])}; give a run's "
-        f"directory or one of its step-N, or start a run from weights alone with model.archive"
+        f"resume={resume} finds no complete checkpoint{reasons[:1000]}; give a run's directory or one of its step-N, "
+        f"or start a run from weights alone with model.archive"
     )
+
+
+def _is_begun(run_dir: Path, found: Found) -> bool:
+    """Whether the directory holds a run that began with this checkpoint: the command, given again, goes on there."""
+    try:
+        return (run_dir / found.path.name / MANIFEST).read_bytes() == (found.path / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return False
+
+
+def _refuse_going_back(found: Found, resume: str) -> None:
+    newest = find_checkpoints(found.path.parent)[0]
+    if newest != found.path:
+        raise InputError(
+            f"resume={resume} would overwrite what its run saved later ({newest.name}); give another local_run_dir, "
+            f"to which checkpoint and logs are copied"
+        )
+
+
+def _move_damaged_aside(found: Found | None, run_dir: Path) -> None:
+    """Newer checkpoints, which are damaged, shall neither count when pruning nor come first again."""
+    for path in find_checkpoints(run_dir) if found else []:
+        if step_of(path) > step_of(found.path):
+            path.rename(path.with_name(f"damaged-{path.name}"))
+
+
+def _move_logs_aside(run_dir: Path) -> None:
+    for log in (run_dir / name for name in LOG_FILES if (run_dir / name).exists()):
+        print(f"{run_dir} holds no checkpoint, so the run starts again; {log.name} becomes {log.name}.old")
+        log.replace(f"{log}.old")
 
 
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
@@ -147,8 +176,20 @@ def _point_again(run: Run) -> None:
         point(run.directory / "BEST", best)
 
 
-def _copy_logs(source: Path, run_dir: Path) -> None:
-    """A run that continues elsewhere takes its logs along."""
+def _begin_with(checkpoint: Path, run_dir: Path) -> None:
+    """Another run's logs and checkpoint, this last and whole or not at all."""
     for name in LOG_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, run_dir / name)
+        if (checkpoint.parent / name).exists():
+            shutil.copyfile(checkpoint.parent / name, run_dir / name)
+    temporary = run_dir / f".{checkpoint.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(checkpoint, temporary, copy_function=_link)
+    temporary.rename(run_dir / checkpoint.name)
+
+
+def _link(source: str, target: str) -> None:
+    """The same file under another name, for it never changes; a copy of it on another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.metadata
 import json
@@ -17,7 +18,7 @@ from typing import IO, Any
 import torch
 import yaml
 
-from utils import InputError
+from utils import InputError, RunError
 
 SECRET_KEY = re.compile(r"(^|_)(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 URL_CREDENTIALS = re.compile(r"://[^/@\s]+@")
@@ -110,6 +111,17 @@ def lock_run_dir(run_dir: Path) -> IO:
     except OSError as error:  # some network file systems know no locks
         print(f"warning: {run_dir} cannot be locked ({error}): start no second run there")
     return file
+
+
+@contextmanager
+def explaining_full_disk(run_dir: str | Path) -> Iterator[None]:
+    """Raise RunError if a disk is full inside."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise RunError(f"{run_dir} cannot be written ({error}); what was saved is whole; free some space") from error
 
 
 @contextmanager

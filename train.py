@@ -139,6 +139,21 @@ def run(config: DictConfig) -> None:
 
 def work(rank: int, world_size: int, config: DictConfig) -> None:
     """What one process does: find its run's state, load data and models, train."""
+    from run_directory import explaining_full_disk
+    from stopping import on_stop_signals
+
+    with on_stop_signals(_stop_now), explaining_full_disk(config.local_run_dir):
+        _work(rank, world_size, config)
+
+
+def _stop_now(number: int) -> None:
+    """Asked to stop while there is nothing to save yet."""
+    from stopping import Stopped
+
+    raise Stopped
+
+
+def _work(rank: int, world_size: int, config: DictConfig) -> None:
     import datasets
     import torch
     import transformers
@@ -220,6 +235,7 @@ def load_models(config: DictConfig, rank: int, world_size: int, resume_from: Pat
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
 def main(config: DictConfig) -> None:
     from launching import find_seat
+    from run_directory import redact
     from stopping import STATUS, Stopped
     from utils import InputError, RunError
 
@@ -237,10 +253,10 @@ def main(config: DictConfig) -> None:
     except InputError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(2)
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(1)
     except Stopped:
         print("stopped, as asked; with the same local_run_dir resume=auto goes on", file=sys.stderr)
@@ -251,9 +267,13 @@ def main(config: DictConfig) -> None:
 
 
 def _exit_on(problems: list[str]) -> None:
+    from run_directory import redact
+
     if problems:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # every rank finds the same
-            print("\n".join(["bad configuration:", *(f"  - {problem}" for problem in problems)]), file=sys.stderr)
+            print(
+                "\n".join(["bad configuration:", *(f"  - {redact(problem)}" for problem in problems)]), file=sys.stderr
+            )
         sys.exit(2)
 
 
@@ -270,6 +290,7 @@ def check_command_line(arguments: list[str]) -> list[str]:
     arguments = [f"++{a}" if a.startswith(("dataset_sources.", "dataset_sources=")) else a for a in arguments]
     arguments.sort(key=lambda a: a not in MULTIRUN)  # Hydra wants its options first
     overrides = [a for a in arguments if a not in MULTIRUN]
+    _exit_on([f"{a.split('=')[0]} names code to run, which a config may not" for a in overrides if "_target_" in a])
     if any(a.startswith("-") for a in overrides):
         return arguments
     if len(overrides) < len(arguments):

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from batches import Batches, GlobalBatch
 from distributed import Grid, distribute, find_blocks, full_tensor, keep_root_gathered
-from health import Guard
+from health import Guard, NonFinite
 from layouts import Logps
 from losses import LOSSES, _get_batch_logps, preference_loss  # noqa: F401  (the reference has the last two here)
 from metrics import NullLogger, Progress, Sample, make_logger, peak_memory_gb
@@ -106,7 +106,7 @@ class BasicTrainer:
                     block.compile(dynamic=True)
         self.compute_dtype = (model.fsdp_policy_mp if self.multi_process else None) or model.policy_dtype
         self.reference_digest = None
-        if self.rank == 0 and config.cache_reference_logps == "all" and reference_model is not None:
+        if self.rank == 0 and reference_model is not None:
             self.reference_digest = model_digest(reference_model, model.autocast or model.reference_dtype)
         self.policy = self.place(policy, compute_dtype=DTYPES[self.compute_dtype])
         self.reference_model = None
@@ -164,8 +164,8 @@ class BasicTrainer:
                     self._stop_if_asked()
                 self.evaluate_and_save(last=True)
                 self.checkpoints.finish()
-            except Stopped:
-                if self._has_unsaved():
+            except (Stopped, NonFinite) as ending:  # on every process
+                if isinstance(ending, Stopped) and self._has_unsaved():
                     self.save()
                 self.checkpoints.finish()
                 self.logger.close()
@@ -215,8 +215,6 @@ class BasicTrainer:
         """Clip by global norm; the norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
         return full_tensor(norm)
-
-    # --- the loss --------------------------------------------------------------------------------------------------
 
     def concatenated_forward(self, model: torch.nn.Module, batch: Batch) -> Logps:
         """(chosen, rejected) log-probabilities, each (rows,), of a batch of this process."""
@@ -305,11 +303,12 @@ class BasicTrainer:
 
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
         """Save to `output_dir`, or to `step-N` of the run: its LATEST, and its BEST if `metrics` are the best yet."""
+        name, sign = ("rewards_eval/accuracies", 1) if self.loss.uses_reference else ("loss/eval", -1)
         self.checkpoints.save(
             self._stateful(),
             step_idx=self.example_counter,
             metrics=metrics,
-            quality=-math.inf if metrics is None else self._quality(metrics),
+            quality=-math.inf if metrics is None else sign * metrics[name],
             facts=lambda: {
                 "updates": self.batch_counter,
                 "evaluated": self.evaluated_at == self.example_counter,
@@ -319,20 +318,22 @@ class BasicTrainer:
             elsewhere=output_dir and Path(output_dir),
         )
 
-    def _quality(self, metrics: Mapping[str, float]) -> float:
-        return metrics["rewards_eval/accuracies"] if self.loss.uses_reference else -metrics["loss/eval"]
-
     def state_dict(self) -> dict[str, Any]:
         """What a continuation needs besides the three of the reference."""
         return {name: getattr(self, name) for name in COUNTERS} | {
             "skipped": self.guard.skipped,
+            "reference": self.reference_digest,
             "checkpoints": self.checkpoints.state_dict(),
             "reference_logps": self.objective.reference_logps.state_dict(),
             "logger": self.logger.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's `state_dict()`."""
+        """Continue from a checkpoint's `state_dict()`. Raises InputError if the reference is not what it was."""
+        if self.rank == 0 and state["reference"] != self.reference_digest:
+            raise InputError(
+                "the reference model has changed since the checkpoint: model.name_or_path or model.archive"
+            )
         for name in COUNTERS:
             setattr(self, name, state[name])
         self.guard.skipped = state["skipped"]

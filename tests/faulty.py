@@ -72,6 +72,19 @@ def run_out_of_memory_at(number: int) -> None:
     BasicTrainer.clip_gradient = greedy
 
 
+def ask_to_stop_while_loading(number: int) -> None:
+    """The signal comes while the models are loaded."""
+    import train
+
+    load_models = train.load_models
+
+    def slow(*arguments: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return load_models(*arguments)
+
+    train.load_models = slow
+
+
 def limit_file_size(n_bytes: int) -> None:
     """Writing more than so much to a file fails, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

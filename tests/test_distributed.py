@@ -21,7 +21,7 @@ from tiny_models import FAMILIES, batch_of, build
 from torch.distributed.fsdp import FSDPModule
 
 import distributed
-from distributed import Grid, distribute, full_tensor
+from distributed import Grid, distribute, full_state, full_tensor
 from launching import launch
 from layouts import Padded, SharedPrefix
 from models import concatenated_forward
@@ -97,6 +97,12 @@ def compare_with_one_process(family: str, grid: Grid, *, activation_checkpointin
     clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert torch.allclose(full_tensor(clipped), norm, rtol=1e-5), family
     assert is_tied(model) == is_tied(whole)
+    saved = full_state(model.state_dict(), copy=True)  # while it is written, training goes on
+    with torch.no_grad():
+        for parameter in model.parameters():
+            getattr(parameter, "_local_tensor", parameter).add_(1)
+    if grid.rank == 0:
+        assert all(torch.equal(saved[name], whole.get_parameter(name)) for name, _ in whole.named_parameters()), family
 
 
 @pytest.mark.parametrize("grid", GRIDS)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, metrics_of, small_run, train
-from faulty import Run, kill_after_update, kill_at_step_of_saving, limit_file_size
+from faulty import Run, ask_to_stop_while_loading, kill_after_update, kill_at_step_of_saving, limit_file_size
 
 from benchmarks.soak import find_differences, workers_of
 from checkpoint import check_complete, find_checkpoints
@@ -118,7 +118,7 @@ def test_a_full_file_system_is_noticed_too(rows, start, whole, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_asked_to_stop_it_saves_and_exits_with_143(number, start, whole, tmp_path):
+def test_asked_to_stop_it_saves_and_exits_with_143(number, start, tmp_path):
     run = start("n_examples=4000", "eval_every=40")
     while not (tmp_path / "run" / "metrics.jsonl").exists() or len(metrics_of(tmp_path / "run", "train")) < 3:
         time.sleep(0.01)
@@ -128,6 +128,9 @@ def test_asked_to_stop_it_saves_and_exits_with_143(number, start, whole, tmp_pat
     newest = find_checkpoints(tmp_path / "run")[0]
     assert newest.name == f"step-{updates[-1]['examples']}"
     check_complete(newest)
+    again = start("resume=auto", f"n_examples={updates[-1]['examples'] + 8}")
+    assert again.wait() == 0, again.log.read_text()
+    assert [line["updates"] for line in metrics_of(tmp_path / "run", "train")] == list(range(1, len(updates) + 3))
 
 
 # --- in several processes ------------------------------------------------------------------------------------------
@@ -222,3 +225,9 @@ def test_torchrun_restarts_a_crashed_run_which_continues_by_itself(rows, whole_s
 
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_asked_to_stop_before_it_trains_it_exits_with_143_too(start, tmp_path):
+    run = start(fault=ask_to_stop_while_loading, arguments=(signal.SIGUSR1,))
+    assert run.wait() == 143, run.log.read_text()
+    assert find_checkpoints(tmp_path / "run") == []

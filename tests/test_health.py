@@ -54,6 +54,8 @@ def test_it_stops_before_the_update_and_keeps_the_batch_for_replay(what, run, sp
     assert len(rows) == 4
     assert rows[0].keys() >= {"prompt", "chosen", "rejected", "prompt_number", "loss/train"}
 
+    reference = read_state(tmp_path / "run" / "step-12", "trainer")["reference_logps"]["logps"]
+    assert reference.isfinite().all()
     run(
         "replay",
         "datasets=[bad]",
@@ -75,6 +77,14 @@ def test_skipped_the_update_does_not_happen_and_the_run_goes_on(run, spoil, tmp_
     assert states[1]["state"][0]["step"] == states[3]["state"][0]["step"] == 3
     assert all(value.isfinite().all() for value in read_state(tmp_path / "run" / "step-24", "policy").values())
     assert read_state(tmp_path / "run" / "step-24", "trainer")["skipped"] == 1
+
+
+def test_the_batch_of_an_sft_run_can_be_replayed_too(run, spoil, tmp_path):
+    spoil(2)
+    with pytest.raises(RunError):
+        run("run", "loss=sft")
+    sources = ("datasets=[bad]", f"++dataset_sources.bad={tmp_path}/run/nonfinite-2")
+    run("replay", "loss=sft", *sources, "n_examples=4", "eval_batch_size=4")
 
 
 def test_skipping_has_an_end(run, tmp_path):

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train as main
-from checkpoint import MANIFEST, PARTS
+from checkpoint import MANIFEST, PARTS, digest_of
 from layouts import Padded, SharedPrefix
 from preference_datasets import encode_rows, iterate_rows, load_prompts
 from preflight import inspect_split
@@ -42,6 +42,11 @@ def plant(file: Path, proof: Path) -> None:
     torch.save({"step_idx": 8, "state": {"a": Bomb(proof)}, "metrics": None}, file)
 
 
+def vouch(file: Path, manifest: dict) -> None:
+    """Write a manifest whose own checksum is right."""
+    file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_code_in_a_checkpoint_is_refused_and_not_run_even_if_the_manifest_vouches_for_it(part, run, tmp_path):
     run("run", "n_examples=8")
@@ -50,7 +55,7 @@ def test_code_in_a_checkpoint_is_refused_and_not_run_even_if_the_manifest_vouche
     manifest = json.loads((file.parent / MANIFEST).read_text())
     content = file.read_bytes()
     manifest["files"][file.name] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-    (file.parent / MANIFEST).write_text(json.dumps(manifest))
+    vouch(file.parent / MANIFEST, manifest)
 
     with pytest.raises(InputError, match=rf"{part}\.pt"):
         run("run", "resume=auto")
@@ -62,7 +67,7 @@ def test_a_manifest_cannot_point_elsewhere(run, tmp_path):
     file = tmp_path / "run" / "step-8" / MANIFEST
     manifest = json.loads(file.read_text())
     manifest["files"]["../../secret"] = manifest["files"].pop("policy.pt")
-    file.write_text(json.dumps(manifest))
+    vouch(file, manifest)
 
     with pytest.raises(InputError, match=r"manifest\.json is wrong about \.\./\.\./secret, policy\.pt"):
         run("run", "resume=auto")
@@ -83,14 +88,32 @@ def test_code_in_an_archive_or_a_cache_is_refused_and_not_run(run, tmp_path):
 
 def test_secrets_reach_no_file_and_no_log(command, tmp_path):
     secrets = {"WANDB_API_KEY": "wandb-0123456789", "HF_TOKEN": "hf_0123456789", "MY_SECRET": "s3cr3t-0123456789"}
-    overrides = ("n_examples=4", "wandb.project=${oc.env:MY_SECRET}", "exp_name=x-${oc.env:HF_TOKEN}")
-    result = train(*command("run", *overrides), **secrets)
+    overrides = (
+        "n_examples=4",
+        "wandb.enabled=true",
+        "wandb.project=${oc.env:MY_SECRET}",
+        "exp_name=x-${oc.env:HF_TOKEN}",
+    )
+    result = train(*command("run", *overrides), **secrets, WANDB_MODE="offline")
 
     assert result.returncode == 0, result.stderr
     texts = {"stdout": result.stdout, "stderr": result.stderr}
     texts |= {str(f): f.read_bytes().decode(errors="replace") for f in (tmp_path / "run").rglob("*") if f.is_file()}
     assert {name for name, text in texts.items() if any(secret in text for secret in secrets.values())} == set()
     assert "project: REDACTED" in (tmp_path / "run" / "config.yaml").read_text()
+    source = "dataset_sources.hh=https://bob:hunter2secret@host/x"
+    wrong = train(*command("wrong", source, "exp_name=/${oc.env:HF_TOKEN}"), **secrets)
+    assert wrong.returncode == 2
+    assert "hunter2secret" not in wrong.stdout + wrong.stderr
+    assert secrets["HF_TOKEN"] not in wrong.stdout + wrong.stderr
+
+
+def test_no_override_names_code_to_run(command, tmp_path):
+    overrides = ("+hydra.callbacks.c._target_=os.mkdir", f"+hydra.callbacks.c.path={tmp_path}/proof")
+    result = train(*command("run", "n_examples=4"), *overrides)
+    assert result.returncode == 2
+    assert "+hydra.callbacks.c._target_ names code to run, which a config may not" in result.stderr
+    assert not (tmp_path / "proof").exists()
 
 
 @pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped", "a/../../escaped"])

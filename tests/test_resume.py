@@ -144,7 +144,10 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(run, tmp_path, ca
 
     run("killed", "n_examples=8", "resume=auto")
 
-    assert "holds no checkpoint, so the run starts again: removing metrics.jsonl" in capsys.readouterr().out
+    assert (
+        "holds no checkpoint, so the run starts again; metrics.jsonl becomes metrics.jsonl.old"
+        in capsys.readouterr().out
+    )
     assert find_differences(tmp_path / "whole", tmp_path / "killed") == []
 
 
@@ -176,14 +179,44 @@ def test_if_every_checkpoint_is_damaged_nothing_is_thrown_away(run, tmp_path):
 def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, tmp_path):
     run("whole")
     before = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    run("other", "seed=1")
 
     run("fork", f"resume={tmp_path}/whole/step-8")
 
-    # the best, step-8, is not there
-    assert find_differences(tmp_path / "whole", tmp_path / "fork") == ["trainer.checkpoints.best_at", "BEST"]
+    assert find_differences(tmp_path / "whole", tmp_path / "fork") == []
     assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == before
     with pytest.raises(InputError, match="already holds a run"):
-        run("fork", f"resume={tmp_path}/whole/step-8")
+        run("other", f"resume={tmp_path}/whole/step-8")
+
+
+def test_a_run_that_continues_elsewhere_and_dies_at_once_goes_on_with_the_same_command(
+    run, stop_after, tmp_path, capsys
+):
+    run("whole")
+    stop_after(3)
+    with pytest.raises(Stopped):
+        run("fork", f"resume={tmp_path}/whole/step-8", "save_every=40")
+    shutil.rmtree(tmp_path / "fork" / "step-12")  # as if it had been killed
+
+    run("fork", f"resume={tmp_path}/whole/step-8")
+
+    assert f"continuing from {tmp_path}/fork/step-8" in capsys.readouterr().out
+    assert find_differences(tmp_path / "whole", tmp_path / "fork") == []
+
+
+def test_a_run_in_a_directory_within_a_run_is_another(run, tmp_path):
+    run("runs/inner", "n_examples=8")
+    run("runs", f"resume={tmp_path}/runs/inner")
+    assert len(metrics_of(tmp_path / "runs", "train")) == 6
+    assert [p.name for p in find_checkpoints(tmp_path / "runs" / "inner")] == ["step-8"]
+
+
+def test_another_reference_is_noticed(run, tmp_path):
+    run("sft", "loss=sft", "n_examples=8", "lr=1e-2")
+    run("run", f"model.archive={tmp_path}/sft/step-8", "n_examples=8")
+    with pytest.raises(InputError, match="the reference model has changed"):
+        run("run", "resume=auto")
+    run("run", f"model.archive={tmp_path}/sft/LATEST", "resume=auto")  # the same in other words
 
 
 def test_going_back_in_the_same_directory_is_refused(run, tmp_path):
