@@ -133,9 +133,14 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> Need:
     if config.activation_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     layout = _layout_of(config, policy)
-    microbatch, parts = _largest_microbatch(config, plan, data, layout)
+    trained, evaluated = _largest_microbatches(config, plan, data, layout)
+    n_backwards = min(config.gradient_accumulation_steps, 2)
     with fake:
-        ledger = _run(policy.train(), layout, _as_fake(microbatch, fake, device), config.model.autocast, min(parts, 2))
+        ledgers = [
+            _run(policy.train(), layout, _as_fake(trained, fake, device), config.model.autocast, n_backwards),
+            _run(policy.eval(), layout, _as_fake(evaluated, fake, device), config.model.autocast, 0),
+        ]
+    peak = max((ledger.peak for ledger in ledgers), key=lambda peak: peak["activations"] + peak["logits"])
     n = sum(p.numel() for p in policy.parameters())
     slices = plan.shard_size * plan.tensor_size
     weights = n * DTYPES[model.policy_dtype].itemsize // slices
@@ -143,15 +148,15 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> Need:
     if not LOSSES[config.loss.name].uses_reference or config.cache_reference_logps == "all":
         reference = 0
     optimizer = int(weights * _states_of(config.optimizer))
-    comes_and_goes = weights + optimizer + ledger.peak["activations"] + ledger.peak["logits"]
+    comes_and_goes = weights + optimizer + peak["activations"] + peak["logits"]
     return Need(
         policy=weights,
         gradients=weights,
         optimizer=optimizer,
         reference=reference,
         gathered=_gathered(policy, model.block_name) // plan.tensor_size if plan.shard_size > 1 else 0,
-        activations=ledger.peak["activations"],
-        logits=ledger.peak["logits"],
+        activations=peak["activations"],
+        logits=peak["logits"],
         kept=int(KEPT * comes_and_goes) if device == "cpu" and plan.world_size == 1 else 0,
         process=0 if device == "cuda" else _resident(),
     )
@@ -164,9 +169,13 @@ def _layout_of(config: DictConfig, policy: Any) -> Layout:
     return SharedPrefix(windows, max_length=config.max_length)
 
 
-def _largest_microbatch(config: DictConfig, plan: Plan, data: TrainingData, layout: Layout) -> tuple[Microbatch, int]:
-    """Of the first batches of the run the microbatch with most tokens, and how many there are per update."""
-    parts, found = config.gradient_accumulation_steps, []
+def _largest_microbatches(
+    config: DictConfig, plan: Plan, data: TrainingData, layout: Layout
+) -> tuple[Microbatch, Microbatch]:
+    """The microbatches with most tokens: of the run's first batches, and of its evaluations."""
+    parts = config.gradient_accumulation_steps
+    trained: list[Microbatch] = []
+    evaluated: list[Microbatch] = []
     for rank in range(min(plan.data_size, 4)):
         batches = Batches(
             data,
@@ -181,8 +190,10 @@ def _largest_microbatch(config: DictConfig, plan: Plan, data: TrainingData, layo
         )
         limit = min(config.n_examples or 10**9, LOOKED_AT * config.batch_size)
         for batch in batches.train(config.batch_size, parts=parts, n_epochs=config.n_epochs, n_examples=limit):
-            found += batch.microbatches
-    return max(found, key=_n_tokens), parts
+            trained += batch.microbatches
+        for batch in batches.test(config.eval_batch_size, n_examples=config.n_eval_examples):
+            evaluated += batch.microbatches
+    return max(trained, key=_n_tokens), max(evaluated, key=_n_tokens)
 
 
 def _n_tokens(microbatch: Microbatch) -> int:
@@ -200,14 +211,15 @@ def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:
 
 
 def _run(policy: Any, layout: Layout, inputs: Any, autocast: str | None, n_backwards: int) -> Ledger:
-    """Forward and backward; twice if gradients are added up, for then the second finds them there."""
+    """Forward and backward, twice if gradients are added up, for then the second finds them there; 0: forward alone."""
     device = policy.device.type
     ledger = Ledger(policy)
-    with ledger:
-        for _ in range(n_backwards):
+    with ledger, torch.set_grad_enabled(n_backwards > 0):
+        for _ in range(max(1, n_backwards)):
             with torch.autocast(device, dtype=DTYPES.get(autocast), enabled=autocast is not None):
                 logps = layout.forward(policy, inputs)
-            sum(logps).sum().backward()
+            if n_backwards:
+                sum(logps).sum().backward()
             del logps
     return ledger
 
