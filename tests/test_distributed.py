@@ -301,7 +301,7 @@ def test_embeddings_and_head_are_gathered_once_per_update(tmp_path):
 
 def count_gathers_in_sampling(rank: int, world_size: int, run_dir: Path, memory: int | None) -> None:
     if memory is not None:
-        distributed._available_host_memory = lambda: memory
+        distributed.available_host_memory = lambda: memory
     trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer",))
     units = [m for model in trainer._sampled_models() for m in model.modules() if isinstance(m, FSDPModule)]
     sharded = {id(p) for p in trainer.policy.parameters()}
