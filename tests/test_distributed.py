@@ -36,6 +36,7 @@ GRIDS = {  # processes, and what the command line says
     "cut and sharded": (4, {"tensor_size": 2}, ("trainer=TensorParallelTrainer", "tensor_parallel_size=2")),
     "hybrid": (4, {"shard_size": 2}, ("trainer=FSDPTrainer", "fsdp_shard_size=2")),
 }
+IN_CI = [pytest.param(grid, marks=[pytest.mark.slow] if grid == "hybrid" else []) for grid in GRIDS]
 TINY = (
     f"model.name_or_path={GOLDEN / 'tiny-llama'}",
     "datasets=[hh]",
@@ -105,7 +106,7 @@ def compare_with_one_process(family: str, grid: Grid, *, activation_checkpointin
         assert all(torch.equal(saved[name], whole.get_parameter(name)) for name, _ in whole.named_parameters()), family
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", IN_CI)
 def test_loss_and_gradients_are_those_of_one_process_to_1e5(grid):
     processes, sizes, _ = GRIDS[grid]
     launch(compare_every_family, processes, sizes, process_group=True)
@@ -259,7 +260,7 @@ def flat(state: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, value in items for k, v in flat(value, f"{prefix}/{key}").items()}
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", IN_CI)
 def test_samples_metrics_and_checkpoints_are_those_of_one_process(grid, greedy_model, of_one_process, tmp_path):
     processes, _, overrides = GRIDS[grid]
     overrides = (*overrides, f"model.name_or_path={greedy_model}")

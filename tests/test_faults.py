@@ -209,6 +209,7 @@ def test_workers_end_with_their_parent_and_the_run_continues(rows, whole_sharded
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_crashed_run_which_continues_by_itself(rows, whole_sharded, tmp_path):
     overrides = [
         o for o in small_run(rows, tmp_path / "run", *SHARDED, "resume=auto") if not o.startswith("world_size")

@@ -122,7 +122,9 @@ BFLOAT16 = {
 }
 
 
-@pytest.mark.parametrize("way", BFLOAT16)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way == "autocast" else [pytest.mark.slow]) for way in BFLOAT16]
+)
 def test_bfloat16_stays_within_a_band_of_the_published_float32_run(way, tmp_path):
     golden = repeat("words-dpo", BFLOAT16[way], tmp_path)
     band = {"logps": 5e-3, "loss": 0.1, "grad_norm": 0.1, "rewards": 0.2}  # rewards absolute, the others relative

@@ -128,6 +128,7 @@ def test_wandb_without_key_and_terminal_goes_offline_and_says_how_to_upload(tmp_
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
+@pytest.mark.slow
 def test_a_wandb_server_that_does_not_answer_is_no_reason_not_to_train(tmp_path):
     key = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:1"}
     result = run_script("-c", WANDB_RUN, str(tmp_path), PYTHONPATH=str(ROOT), HOME=str(tmp_path), **key)
