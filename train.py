@@ -267,9 +267,9 @@ def main(config: DictConfig) -> None:
 
 
 def _exit_on(problems: list[str]) -> None:
-    from run_directory import redact
-
     if problems:
+        from run_directory import redact
+
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # every rank finds the same
             print(
                 "\n".join(["bad configuration:", *(f"  - {redact(problem)}" for problem in problems)]), file=sys.stderr

@@ -36,7 +36,9 @@ GRIDS = {  # processes, and what the command line says
     "cut and sharded": (4, {"tensor_size": 2}, ("trainer=TensorParallelTrainer", "tensor_parallel_size=2")),
     "hybrid": (4, {"shard_size": 2}, ("trainer=FSDPTrainer", "fsdp_shard_size=2")),
 }
-IN_CI = [pytest.param(grid, marks=[pytest.mark.slow] if grid == "hybrid" else []) for grid in GRIDS]
+IN_CI = [
+    pytest.param(grid, marks=[pytest.mark.slow] if grid in ("hybrid", "cut and sharded") else []) for grid in GRIDS
+]
 TINY = (
     f"model.name_or_path={GOLDEN / 'tiny-llama'}",
     "datasets=[hh]",
