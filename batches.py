@@ -10,8 +10,10 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
+from omegaconf import DictConfig
 
 from layouts import Layout, Microbatch
+from losses import LOSSES
 from packing import content_key, find_examples
 from preference_datasets import Prompt, Row, encode_rows, iterate_rows
 from preflight import TrainingData
@@ -73,6 +75,21 @@ class Batches:
         self.data, self.layout, self.rank, self.size = data, layout, rank, size
         self.sft_mode, self.seed, self.num_workers = sft_mode, seed, num_workers
         self.max_length, self.max_prompt_length = max_length, max_prompt_length
+
+    @classmethod
+    def of(cls, config: DictConfig, data: TrainingData, layout: Layout, *, rank: int, size: int, seed: int) -> Batches:
+        """Sizes and loss as a config says."""
+        return cls(
+            data,
+            layout,
+            rank=rank,
+            size=size,
+            sft_mode=not LOSSES[config.loss.name].uses_reference,
+            seed=seed,
+            num_workers=config.num_workers,
+            max_length=config.max_length,
+            max_prompt_length=config.max_prompt_length,
+        )
 
     def train(
         self, batch_size: int, *, parts: int, n_epochs: int | None, n_examples: int | None, skip: int = 0

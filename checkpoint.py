@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,34 +41,41 @@ def write_checkpoint(
     Each file is synced before the manifest is written, and each state freed before the next is asked for. Raises
     RunError if the disk does not take it; then nothing is left behind, and what was there before still is.
     """
-    temporary = directory.with_name(f".{directory.name}.tmp")
+    temporary, former = (directory.with_name(f".{directory.name}.{kind}") for kind in ("tmp", "former"))
     shutil.rmtree(temporary, ignore_errors=True)  # left behind by a killed run
     try:
-        temporary.mkdir(parents=True)
+        with _explaining(directory):
+            temporary.mkdir(parents=True)
         files = {}
-        for name, state in states:
-            with (temporary / f"{name}.pt").open("w+b") as file:
+        for name, state in states:  # what asking for it raises is no fault of the disk
+            with _explaining(directory), (temporary / f"{name}.pt").open("w+b") as file:
                 torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, file)
                 files[f"{name}.pt"] = _sync(file)
             del state
-        with (temporary / MANIFEST).open("w+b") as file:
-            manifest = {"examples": step_idx, "files": files, **facts}
-            file.write(json.dumps({**manifest, "sha256": digest_of(manifest)}, indent=1).encode())
-            _sync(file)
-        sync_directory(temporary)
-        former = _former(directory)
-        if directory.exists():  # saved again at the same step: a rename cannot replace a full directory
-            shutil.rmtree(former, ignore_errors=True)
-            directory.rename(former)
-        temporary.rename(directory)
-        sync_directory(directory.parent)
+        with _explaining(directory):
+            with (temporary / MANIFEST).open("w+b") as file:
+                manifest = {"examples": step_idx, "files": files, **facts}
+                file.write(json.dumps({**manifest, "sha256": digest_of(manifest)}, indent=1).encode())
+                _sync(file)
+            sync_directory(temporary)
+            if directory.exists():  # saved again at the same step: a rename cannot replace a full directory
+                shutil.rmtree(former, ignore_errors=True)
+                directory.rename(former)
+            temporary.rename(directory)
+            sync_directory(directory.parent)
         shutil.rmtree(former, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # a disk that is full should not stay so
+
+
+@contextmanager
+def _explaining(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError when a write fails
         cause = error.__context__ if isinstance(error.__context__, OSError) else error  # the writer hides it
         reason = str(cause).strip().split("\n")[0]
         raise RunError(f"checkpoint {directory} could not be written ({reason}); earlier ones are whole") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # a disk that is full should not stay so
 
 
 def _sync(file: Any) -> dict[str, Any]:
@@ -91,10 +99,6 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _former(directory: Path) -> Path:
-    return directory.with_name(f".{directory.name}.former")
 
 
 def point(link: Path, target: Path) -> None:

@@ -53,7 +53,7 @@ class Guard:
         loss = values["loss/train"].mean()
         what = f"update {update} has loss {loss:.4g} and gradient norm {grad_norm:.4g}; its examples are in {folder}"
         if self.policy == "raise":
-            raise NonFinite(f"{what}; it was not made, nor would it be with nan_policy=skip, which goes on")
+            raise NonFinite(f"{what}; it was not made; nan_policy=skip would go on without it")
         if self.skipped > MAX_SKIPPED:
             raise NonFinite(f"{what}; {MAX_SKIPPED} updates were skipped before")
         self.say(f"warning: {what}; it was skipped")

@@ -30,6 +30,14 @@ class Microbatch(NamedTuple):
             return Microbatch(self.rows, self.inputs.to(device))
         return Microbatch(self.rows, {k: v.to(device, non_blocking=True) for k, v in self.inputs.items()})
 
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that a forward pushes, padding too."""
+        if isinstance(self.inputs, Packed):
+            return self.inputs.input_ids.numel()
+        sides = [self.inputs[key] for key in ("chosen_input_ids", "rejected_input_ids") if key in self.inputs]
+        return sum(len(side) for side in sides) * max(side.shape[1] for side in sides)
+
     def pin_memory(self) -> Microbatch:
         if isinstance(self.inputs, Packed):
             return Microbatch(self.rows, self.inputs.pin_memory())
@@ -83,17 +91,20 @@ def choose_layout(
 
     Runs two short pairs through the model both ways. `vetoed` is whether any process that shares the model says so.
     """
+    layout, reason = layout_by_rules(name, model, max_length=max_length)
+    if isinstance(layout, SharedPrefix):
+        reason = _find_difference(model, layout, TOLERANCES.get(compute_dtype, HALF_PRECISION))
+        if vetoed(reason is not None):
+            layout, reason = Padded(), reason or "differs on another process"
+    return layout, reason and f"layout=padded: {type(model).__name__} {reason}"
+
+
+def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, str | None]:
+    """The layout of that name, or `Padded` and what in the model's class and config rules it out. Runs nothing."""
     if name == "padded":
         return Padded(), None
     windows = find_windows(model, max_length)
-    if isinstance(windows, str):
-        reason: str | None = windows
-    else:
-        layout = SharedPrefix(windows, max_length=max_length)
-        reason = _find_difference(model, layout, TOLERANCES.get(compute_dtype, HALF_PRECISION))
-        if not vetoed(reason is not None):
-            return layout, None
-    return Padded(), f"layout=padded: {type(model).__name__} {reason or 'differs on another process'}"
+    return (Padded(), windows) if isinstance(windows, str) else (SharedPrefix(windows, max_length=max_length), None)
 
 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:

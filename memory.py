@@ -6,6 +6,7 @@ lifetimes but no numbers (`torch._subclasses.FakeTensorMode`); a ledger follows 
 
 from __future__ import annotations
 
+import mmap
 import os
 import traceback
 import weakref
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_iter
 
 from batches import Batches
 from distributed import available_host_memory, find_blocks
-from layouts import Layout, Microbatch, Padded, SharedPrefix, find_windows
+from layouts import Layout, Microbatch, layout_by_rules
 from losses import LOSSES
 from models import DTYPES, load_structure
 from optimization import OPTIMIZERS
@@ -88,7 +89,6 @@ class Ledger(TorchDispatchMode):
         self.live[self._kinds.pop(key)] -= size
 
     def _is_gradient(self, parameter: torch.nn.Parameter) -> None:
-
         storage = parameter.grad.untyped_storage()
         kind = self._kinds.get(storage._cdata)
         if kind not in (None, "gradients"):
@@ -132,7 +132,7 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> Need:
         )
     if config.activation_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
-    layout = _layout_of(config, policy)
+    layout, _ = layout_by_rules(config.layout, policy, max_length=config.max_length)
     trained, evaluated = _largest_microbatches(config, plan, data, layout)
     n_backwards = min(config.gradient_accumulation_steps, 2)
     with fake:
@@ -162,13 +162,6 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> Need:
     )
 
 
-def _layout_of(config: DictConfig, policy: Any) -> Layout:
-    windows = find_windows(policy, config.max_length)
-    if config.layout == "padded" or isinstance(windows, str):
-        return Padded()
-    return SharedPrefix(windows, max_length=config.max_length)
-
-
 def _largest_microbatches(
     config: DictConfig, plan: Plan, data: TrainingData, layout: Layout
 ) -> tuple[Microbatch, Microbatch]:
@@ -177,30 +170,13 @@ def _largest_microbatches(
     trained: list[Microbatch] = []
     evaluated: list[Microbatch] = []
     for rank in range(min(plan.data_size, 4)):
-        batches = Batches(
-            data,
-            layout,
-            rank=rank,
-            size=plan.data_size,
-            sft_mode=not LOSSES[config.loss.name].uses_reference,
-            seed=config.seed,
-            num_workers=0,
-            max_length=config.max_length,
-            max_prompt_length=config.max_prompt_length,
-        )
+        batches = Batches.of(config, data, layout, rank=rank, size=plan.data_size, seed=config.seed)
         limit = min(config.n_examples or 10**9, LOOKED_AT * config.batch_size)
         for batch in batches.train(config.batch_size, parts=parts, n_epochs=config.n_epochs, n_examples=limit):
             trained += batch.microbatches
         for batch in batches.test(config.eval_batch_size, n_examples=config.n_eval_examples):
             evaluated += batch.microbatches
-    return max(trained, key=_n_tokens), max(evaluated, key=_n_tokens)
-
-
-def _n_tokens(microbatch: Microbatch) -> int:
-    inputs = microbatch.inputs
-    if isinstance(inputs, Packed):
-        return inputs.input_ids.numel()
-    return sum(value.numel() for key, value in inputs.items() if key.endswith("input_ids"))
+    return max(trained, key=lambda m: m.n_tokens), max(evaluated, key=lambda m: m.n_tokens)
 
 
 def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:
@@ -242,12 +218,12 @@ def _gathered(policy: Any, block_name: str | None) -> int:
 def _resident() -> int:
     """Bytes that this process holds now."""
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+        return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
 # --- said ----------------------------------------------------------------------------------------------------------
 
-HELP = (  # each with what it does to a config, None if nothing
+HELP = (  # keys, and the value that would help
     ("gradient_accumulation_steps", lambda c: 2 * c.gradient_accumulation_steps),
     ("activation_checkpointing", lambda c: True),
     ("model.attn_implementation", lambda c: "sdpa"),

@@ -113,9 +113,10 @@ class FileLogger:
         self.run_dir = run_dir
         for name, size in (state or {}).get("log_bytes", {}).items():
             path = run_dir / name
-            if (path.stat().st_size if path.exists() else 0) < size:
+            found = path.stat().st_size if path.exists() else 0
+            if found < size:
                 print(f"warning: {path} lacks lines that were logged before the checkpoint")
-            elif path.exists():
+            elif found > size:
                 os.truncate(path, size)
 
     def state_dict(self) -> dict[str, Any]:

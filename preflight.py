@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean as mean
 from typing import Any
@@ -186,6 +188,14 @@ class TrainingData:
     train: list[Prompt]
     test: list[Prompt]
     report: Preflight
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the training prompts, responses and pairs in their order."""
+        digest = hashlib.sha256()
+        for prompt in self.train:
+            digest.update(repr((prompt.text, prompt.responses, prompt.pairs, prompt.sft_target)).encode())
+        return digest.hexdigest()[:32]
 
 
 def prepare_data(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -13,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from checkpoint import MANIFEST, STEP, DamagedCheckpoint, check_complete, find_checkpoints, point, step_of, tidy
 from metrics import LOG_FILES
-from preference_datasets import Prompt
+from preflight import TrainingData
 from run_directory import create_run_dir, lock_run_dir, redact, write_record
 from settings import flatten
 from utils import InputError
@@ -28,7 +27,6 @@ MAY_CHANGE = (
     *("sample_during_eval", "n_eval_model_samples", "minimum_log_interval_secs", "self_test", "nan_policy"),
     *("resume", "save_every", "keep_checkpoints", "dry_run"),
 )
-UNSET = object()
 
 
 class Run(NamedTuple):
@@ -137,7 +135,7 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
     changed = [
         f"{key}={config.get(key)} (was {was[key]})"
         for key in was
-        if key not in MAY_CHANGE and was[key] != config.get(key, UNSET)
+        if key not in MAY_CHANGE and was[key] != config.get(key)
     ]
     if changed:
         raise InputError(
@@ -146,21 +144,13 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
         )
 
 
-def check_data(run: Run, prompts: Sequence[Prompt]) -> None:
+def check_data(run: Run, data: TrainingData) -> None:
     """Raises InputError if the training data is not what the run was trained on."""
-    if run.checkpoint is not None and run.manifest["data"] != digest_data(prompts):
+    if run.checkpoint is not None and run.manifest["data"] != data.digest:
         raise InputError(
             f"the training data has changed since {run.checkpoint}: what was seen and what is left cannot be told "
             f"apart; restore it, or start a new run with model.archive={run.checkpoint}"
         )
-
-
-def digest_data(prompts: Iterable[Prompt]) -> str:
-    """A digest of prompts, responses and pairs in their order."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(repr((prompt.text, prompt.responses, prompt.pairs, prompt.sft_target)).encode())
-    return digest.hexdigest()[:32]
 
 
 def facts_of(config: DictConfig) -> dict[str, Any]:

@@ -67,9 +67,9 @@ class Checkpoints:
         The directory is `step-N`, which then is LATEST, and BEST if its quality is; or `elsewhere`, which is neither.
         """
         self._writer.wait()  # one at a time, also in memory
-        links = [] if elsewhere else ["LATEST"]
-        if not elsewhere:
-            self.saved_at = step_idx
+        links = []
+        if elsewhere is None:
+            links, self.saved_at = ["LATEST"], step_idx
             if quality > self.best:  # never so for NaN
                 self.best, self.best_at = quality, step_idx
                 links.append("BEST")

@@ -180,7 +180,7 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
     data = load_data(config, silent=rank != 0)
     if run is not None:
         data.report.write(run.directory / "preflight.json")
-        check_data(run, data.train)
+        check_data(run, data)
     if from_rank_0(run is not None and run.is_finished(data.report.updates)):
         if rank == 0:
             print(f"{resume_from} is the end of its run: nothing is left to do")

@@ -24,7 +24,7 @@ from objective import REFERENCE, loss_options, make_objective
 from optimization import OPTIMIZERS, warmup
 from preflight import TrainingData, load_data
 from reference_logps import model_digest
-from resume import digest_data, facts_of
+from resume import facts_of
 from sampling import sample_batches, sample_rows
 from saving import Checkpoints
 from self_test import self_test
@@ -75,16 +75,8 @@ class BasicTrainer:
                 f"warning: eval_every={config.eval_every} is not a multiple of batch_size={config.batch_size}; "
                 f"evaluating every {self.eval_every} examples"
             )
-        self.batches = Batches(
-            self.data,
-            self.objective.layout,
-            rank=self.grid.data_rank,
-            size=self.grid.data_size,
-            sft_mode=not self.loss.uses_reference,
-            seed=seed,
-            num_workers=config.num_workers,
-            max_length=config.max_length,
-            max_prompt_length=config.max_prompt_length,
+        self.batches = Batches.of(
+            config, self.data, self.objective.layout, rank=self.grid.data_rank, size=self.grid.data_size, seed=seed
         )
         self.eval_batches = list(self.batches.test(config.eval_batch_size, n_examples=config.n_eval_examples))
         self.checkpoints = Checkpoints(self.run_dir, self.grid, keep=config.keep_checkpoints, say=self.progress.line)
@@ -313,7 +305,7 @@ class BasicTrainer:
                 "updates": self.batch_counter,
                 "evaluated": self.evaluated_at == self.example_counter,
                 "config": facts_of(self.config),
-                "data": digest_data(self.data.train),
+                "data": self.data.digest,
             },
             elsewhere=output_dir and Path(output_dir),
         )

@@ -121,17 +121,12 @@ def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:
     seconds = time.perf_counter() - start
     return {
         "seconds": seconds,
-        "fed": sum(_fed(i) for i in inputs),
+        "fed": sum(microbatch.n_tokens for microbatch in batch.microbatches),
         "needed": sum(int((m.inputs.tree >= 0).sum()) for m in needed),
         "flops": sum(count_flops(shape, i, with_reference=with_reference) for i in inputs),
         "loss": metrics["loss/train"],
         "grad_norm": metrics["grad_norm"],
     }
-
-
-def _fed(inputs: Any) -> int:
-    rows, length = inputs.input_ids.shape if isinstance(inputs, Packed) else _padded_shape(inputs)
-    return rows * length
 
 
 def measure_peak(dtype: torch.dtype) -> float:

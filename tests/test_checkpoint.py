@@ -109,6 +109,16 @@ def test_a_save_that_fails_says_so_and_keeps_the_former_checkpoint(tmp_path):
     assert torch.load(tmp_path / "step-8" / "policy.pt")["state"] == {"a": 1}
 
 
+def test_what_goes_wrong_while_a_state_is_gathered_is_not_blamed_on_the_disk(tmp_path):
+    def states():
+        yield "policy", {"a": 1}
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="^Connection closed by peer$"):
+        write_checkpoint(tmp_path / "step-8", states(), step_idx=8, metrics=None, facts={})
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_link_is_moved_without_a_moment_in_which_it_is_missing(tmp_path):
     targets = [tmp_path / "step-8", tmp_path / "step-16"]
     for target in targets:

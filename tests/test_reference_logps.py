@@ -87,7 +87,8 @@ def test_what_a_file_knows_of_a_batch_that_is_scored_anyway_is_compared():
 def test_without_a_file_nothing_is_scored_twice():
     known = ReferenceLogps()
     known.score_all([batch(KEYS)], lambda batch: LOGPS, {}, seed=0)
-    known.score_all([batch(KEYS)], fail, {}, seed=0)
+    assert known.score_all([batch(KEYS)], fail, {}, seed=0) == 0
+    assert torch.equal(known.find(KEYS), LOGPS.double())
 
 
 def test_the_digest_tells_weights_dtype_and_architecture(tiny_llama):
