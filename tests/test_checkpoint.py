@@ -114,7 +114,7 @@ def test_what_goes_wrong_while_a_state_is_gathered_is_not_blamed_on_the_disk(tmp
         yield "policy", {"a": 1}
         raise RuntimeError("Connection closed by peer")
 
-    with pytest.raises(RuntimeError, match="^Connection closed by peer$"):
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
         write_checkpoint(tmp_path / "step-8", states(), step_idx=8, metrics=None, facts={})
     assert os.listdir(tmp_path) == []
 
