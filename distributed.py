@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 
+from host_memory import host_memory
 from tensor_parallelism import cut_modules, find_plan
 from utils import InputError, get_block_class_from_model
 
@@ -232,17 +233,10 @@ def _fits(model: torch.nn.Module) -> bool:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        free = available_host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        free = host_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     answer = torch.tensor(int(needed <= free / 2), device=device)
     dist.all_reduce(answer, op=dist.ReduceOp.MIN)
     return bool(answer.item())
-
-
-def available_host_memory() -> int:
-    """Bytes that can be allocated without swapping."""
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":") for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -93,10 +93,10 @@ def launch(
 ) -> None:
     """Run `worker(rank, world_size, *args)` in `world_size` processes that meet in a process group.
 
-    A process with a seat (`find_seat`) runs its own worker; else the processes are started here, at `port` (None: a
-    free one), one of them without a process. NCCL joins them, one GPU each, or gloo on the CPU. A collective that
-    waits longer than `timeout_secs` fails. Raises InputError for bad input that a worker found, Stopped if the run was
-    asked to stop, and WorkerFailed.
+    A process with a seat (`find_seat`) runs its own worker and ends with it; else the processes are started here, at
+    `port` (None: a free one). NCCL joins them, one GPU each, or gloo on the CPU; without `process_group` the worker is
+    called here. A collective that waits longer than `timeout_secs` fails. Raises InputError for bad input that a
+    worker found, Stopped if the run was asked to stop, and WorkerFailed.
     """
     raise_open_file_limit()
     seat = find_seat()
@@ -107,16 +107,10 @@ def launch(
                 time.sleep(GRACE_SECS)  # every rank may have found it: rank 0 says it, and this one is ended meanwhile
             if message:
                 print(f"error: {message}" if status == BAD_INPUT else message, file=sys.stderr, flush=True)
-            _leave(status)
+        _leave(status)
     elif not process_group:
         keep_freed_memory()
         worker(0, 1, *args)
-    elif world_size == 1:
-        dist.init_process_group(_backend(local_rank=0), store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            worker(0, 1, *args)
-        finally:
-            dist.destroy_process_group()
     else:
         _spawn(worker, world_size, args, port=port or _number("MASTER_PORT", 0), timeout_secs=timeout_secs)
 
@@ -243,7 +237,11 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _leave(status: int) -> None:
-    """End this process at once: other threads may be stuck in a collective."""
+    """End this process at once, done or not, without an end of the interpreter.
+
+    Other threads may be stuck in a collective. And a group that a mesh still holds has threads that free the tensors of
+    the last collectives: one that needs the interpreter for that while it ends aborts the process.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -257,8 +255,7 @@ def _run_worker(seat: Seat, parent: int, pipe: Any, worker: Callable, args: tupl
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(seat.local_rank), str(seat.world_size)
     status, message = _work(seat, worker, args, timeout_secs)
     pipe.send(message[-20_000:])  # fits into the pipe's buffer: nobody reads it before this process has ended
-    if status:
-        _leave(status)
+    _leave(status)
 
 
 # --- in the parent -------------------------------------------------------------------------------------------------

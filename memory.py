@@ -6,7 +6,6 @@ lifetimes but no numbers (`torch._subclasses.FakeTensorMode`); a ledger follows 
 
 from __future__ import annotations
 
-import mmap
 import os
 import traceback
 import weakref
@@ -22,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from batches import Batches
-from distributed import available_host_memory, find_blocks
+from distributed import find_blocks
+from host_memory import host_memory, resident_memory
 from layouts import Layout, Microbatch, layout_by_rules
 from losses import LOSSES
 from models import DTYPES, load_structure
@@ -158,7 +158,7 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> Need:
         activations=peak["activations"],
         logits=peak["logits"],
         kept=int(KEPT * comes_and_goes) if device == "cpu" and plan.world_size == 1 else 0,
-        process=0 if device == "cuda" else _resident(),
+        process=0 if device == "cuda" else resident_memory(),
     )
 
 
@@ -213,12 +213,6 @@ def _gathered(policy: Any, block_name: str | None) -> int:
     """Whole weights that FSDP holds at a time: embeddings and head, the block that runs and the next one."""
     blocks = [sum(p.nbytes for p in block.parameters()) for block in find_blocks(policy, block_name)]
     return sum(p.nbytes for p in policy.parameters()) - sum(blocks) + 2 * max(blocks)
-
-
-def _resident() -> int:
-    """Bytes that this process holds now."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
 # --- said ----------------------------------------------------------------------------------------------------------
@@ -290,4 +284,4 @@ def _device_memory(world_size: int) -> int:
     """Bytes that one process may have: its GPU's, or its part of the host's free memory."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
-    return (available_host_memory() + _resident()) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return (host_memory().available + resident_memory()) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from checkpoint import BackgroundWriter, point, prune, read_state, tensors_in, write_checkpoint
-from distributed import Grid, available_host_memory, from_rank_0, full_state, load_optimizer
+from distributed import Grid, from_rank_0, full_state, load_optimizer
+from host_memory import host_memory
 
 
 def random_state() -> dict[str, Any]:
@@ -73,7 +74,7 @@ class Checkpoints:
             if quality > self.best:  # never so for NaN
                 self.best, self.best_at = quality, step_idx
                 links.append("BEST")
-        background = self.grid.rank == 0 and 2 * _size_of(stateful["optimizer"]) < available_host_memory()
+        background = self.grid.rank == 0 and 2 * _size_of(stateful["optimizer"]) < host_memory().available
         states = self._gather(stateful, copy=background)
         if self.grid.rank != 0:
             for _ in states:  # collectives, one by one

@@ -119,13 +119,15 @@ def count_processes(config: DictConfig) -> Processes:
 
 def run(config: DictConfig) -> None:
     """Train as a validated config says, in as many processes as it asks for."""
-    from launching import launch
+    from launching import find_seat, launch
     from memory import dry_run
 
     OmegaConf.resolve(config)
     trainer, world_size = find_trainer(config), count_processes(config).world_size
     if config.dry_run:
-        dry_run(config, trainer, world_size)
+        seat = find_seat()
+        if seat is None or seat.rank == 0:
+            dry_run(config, trainer, world_size)
         return
     launch(
         work,

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from host_memory import host_memory
 from scripts.advice import MODELS, Advice, gb, recommend
 from scripts.probes import ROOT, START_LIMIT, ChildError, Gpu, ask, run_workers
 
@@ -170,15 +171,6 @@ def reduce_finding(results: Sequence[Mapping[str, float]], backend: str) -> Find
     speed = f"{size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {gb(size / seconds)}/s{bus}"
     text = f"the sum is wrong in {wrong}" if wrong else f"right, {speed}"
     return judge("all-reduce", f"{backend} over {processes(count)}: {text}", not wrong, warning=1, fix=FIXES[backend])
-
-
-def host_memory() -> tuple[int, int]:
-    """(total, available) bytes, of the container if it may use less."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    limit = Path("/sys/fs/cgroup/memory.max")
-    most = int(text) if limit.exists() and (text := limit.read_text().strip()) != "max" else total
-    return min(total, most), min(available, most)
 
 
 def check_host() -> list[Finding]:
@@ -326,7 +318,7 @@ def main() -> int:
     arguments = parser.parse_args()
     findings = examine(CHECKS)
     gpus = visible_gpus()[0]
-    advice = recommend(gpus, memory=host_memory()[0], model=arguments.model)
+    advice = recommend(gpus, memory=host_memory().total, model=arguments.model)
     if arguments.json:
         report = {"findings": [f._asdict() for f in findings], "recommendation": advice._asdict()}
         print(json.dumps(report, indent=2, allow_nan=False))

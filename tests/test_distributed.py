@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import distributed
 from distributed import Grid, distribute, full_state, full_tensor
+from host_memory import HostMemory
 from launching import launch
 from layouts import Padded, SharedPrefix
 from models import concatenated_forward
@@ -304,7 +305,7 @@ def test_embeddings_and_head_are_gathered_once_per_update(tmp_path):
 
 def count_gathers_in_sampling(rank: int, world_size: int, run_dir: Path, memory: int | None) -> None:
     if memory is not None:
-        distributed.available_host_memory = lambda: memory
+        distributed.host_memory = lambda: HostMemory(memory, memory)
     trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer",))
     units = [m for model in trainer._sampled_models() for m in model.modules() if isinstance(m, FSDPModule)]
     sharded = {id(p) for p in trainer.policy.parameters()}

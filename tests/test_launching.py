@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -55,6 +56,11 @@ def add_up(rank, world_size, folder):
     (folder / f"rank{rank}").write_text(f"{total.item():g} of {world_size}")
 
 
+def abort_at_the_end(rank, world_size, folder):
+    atexit.register(os.abort)
+    add_up(rank, world_size, folder)
+
+
 def fail_on_rank_1(rank, world_size, folder, how):
     note_pid(folder, rank)
     dist.barrier()
@@ -106,9 +112,10 @@ def finish_without_rank_1(rank, world_size, folder):
 # --- meeting -------------------------------------------------------------------------------------------------------
 
 
-def test_workers_meet_in_one_group(tmp_path):
-    launch(add_up, 2, tmp_path, process_group=True)
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["3 of 2"] * 2
+@pytest.mark.parametrize(("world_size", "total"), [(1, 1), (2, 3)])
+def test_workers_meet_in_one_group(world_size, total, tmp_path):
+    launch(add_up, world_size, tmp_path, process_group=True)
+    assert {(tmp_path / f"rank{r}").read_text() for r in range(world_size)} == {f"{total} of {world_size}"}
 
 
 def test_a_port_that_is_taken_is_one_sentence(monkeypatch):
@@ -121,11 +128,9 @@ def test_a_port_that_is_taken_is_one_sentence(monkeypatch):
             launch(add_up, 2, None, process_group=True)
 
 
-def test_one_worker_needs_no_process_no_port_and_leaves_no_trace(tmp_path):
-    launch(add_up, 1, tmp_path, process_group=True)
-    assert (tmp_path / "rank0").read_text() == "1 of 1"
-    assert not dist.is_initialized()
-    assert not set(LAUNCHERS) & os.environ.keys()
+def test_what_goes_wrong_while_a_workers_interpreter_ends_fails_no_run(tmp_path):
+    launch(abort_at_the_end, 2, tmp_path, process_group=True)
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["3 of 2"] * 2
 
 
 SLURM = {

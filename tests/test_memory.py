@@ -142,6 +142,14 @@ def test_a_dry_run_says_what_would_run_without_weights_and_writes_nothing(comman
     assert sorted(os.listdir(tmp_path)) == before
 
 
+def test_of_several_processes_one_says_what_a_dry_run_finds(run, tmp_path, monkeypatch, capfd):
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        run("run", "trainer=FSDPTrainer", "dry_run=true")
+        assert ("in all" in capfd.readouterr().out) == (rank == "0")
+
+
 def test_running_out_of_memory_is_one_sentence_with_what_would_help(command, tmp_path):
     run = Run(command("run", "batch_size=8"), tmp_path / "log", run_out_of_memory_at, 2)
 

@@ -1,0 +1,44 @@
+"""How much memory this machine, container or job leaves to this process, and how much it holds."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+class HostMemory(NamedTuple):
+    """Bytes; `available` is what can be allocated without swapping and without being killed for it."""
+
+    total: int
+    available: int
+
+
+def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
+    """The machine's memory, or of the cgroups (version 2) above this process the one that allows least."""
+    lines = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
+    total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    limits = list(_limits(proc, cgroups))
+    return HostMemory(min([total, *(a for a, _ in limits)]), min([available, *(b for _, b in limits)]))
+
+
+def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """(limit, what it leaves) of each cgroup that has one. File caches count as used there, but are given up first."""
+    paths = [line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")]
+    own = [cgroups / path.strip("/") for path in paths]
+    for group in (directory for path in own for directory in (path, *path.parents)):
+        if not group.is_relative_to(cgroups) or not (group / "memory.max").exists():
+            continue  # the machine's root has no limit
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text())
+            cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            yield int(limit), max(0, int(limit) - used + int(cached["inactive_file"]))
+
+
+def resident_memory() -> int:
+    """Bytes that this process holds now."""
+    return int((PROC / "self/statm").read_text().split()[1]) * mmap.PAGESIZE
