@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+IN_PARALLEL := -n auto --maxprocesses 4
 
 .PHONY: demo test lint doctor golden format clean-demo
 
@@ -13,7 +14,7 @@ demo: $(VENV)/.installed
 	$(RUN) -m scripts.demo
 
 test: lint
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q $(IN_PARALLEL) --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
@@ -23,7 +24,7 @@ doctor: $(VENV)/.installed
 	$(RUN) -m scripts.doctor
 
 golden: $(VENV)/.installed-dev
-	$(RUN) -m pytest -q tests/test_golden.py -m ""
+	$(RUN) -m pytest -q tests/test_golden.py -m "" $(IN_PARALLEL)
 
 format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix .
