@@ -177,7 +177,6 @@ def test_a_rank_that_is_killed_ends_the_run_which_continues(rank, rows, whole_sh
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 
 
-@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_within_the_timeout_and_it_continues(rows, whole_sharded, tmp_path):
     process = start_sharded(rows, tmp_path / "run", "collective_timeout_secs=5")
     wait_for_updates(tmp_path / "run", 3, process)
@@ -200,7 +199,6 @@ def test_the_launcher_passes_a_signal_on_and_all_exit_with_143(rows, whole_shard
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 
 
-@pytest.mark.slow
 def test_workers_end_with_their_parent_and_the_run_continues(rows, whole_sharded, tmp_path):
     process = start_sharded(rows, tmp_path / "run")
     wait_for_updates(tmp_path / "run", 3, process)
@@ -209,7 +207,6 @@ def test_workers_end_with_their_parent_and_the_run_continues(rows, whole_sharded
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 
 
-@pytest.mark.slow
 def test_torchrun_restarts_a_crashed_run_which_continues_by_itself(rows, whole_sharded, tmp_path):
     overrides = [
         o for o in small_run(rows, tmp_path / "run", *SHARDED, "resume=auto") if not o.startswith("world_size")
