@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from checkpoint import DamagedCheckpoint, read_state
 from utils import InputError
 
 # buffers that transformers stored in 2023 and computes today
@@ -26,21 +26,14 @@ def find_archive(archive: str) -> Path:
     raise InputError(f"model.archive={archive} is neither a policy.pt nor a directory that holds one")
 
 
-def _read_state(path: Path) -> dict[str, torch.Tensor]:
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     """The state dict inside a `policy.pt`."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"model.archive={path} is not a policy.pt: it is damaged, or holds objects other than tensors "
-            f"(which were not loaded: an archive is data, never code)"
-        ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0][:300]
-        raise InputError(f"model.archive={path} cannot be read as weights: {reason}") from error
-    state = content.get("state") if isinstance(content, Mapping) else None
+        state = read_state(path)
+    except DamagedCheckpoint as error:
+        raise InputError(f"model.archive={path} is not a policy.pt (which is data, never code): {error}") from error
     if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-        raise InputError(f"model.archive={path} is not a policy.pt: it holds no 'state' of named tensors")
+        raise InputError(f"model.archive={path} is not a policy.pt: its 'state' is not one of named tensors")
     return dict(state)
 
 
@@ -50,7 +43,7 @@ def load_archive(model: torch.nn.Module, archive: str) -> None:
     Raises InputError if it is missing, not such a file, or of another architecture.
     """
     path = find_archive(archive)
-    state = _read_state(path)
+    state = _read_weights(path)
     expected = model.state_dict()
     state = {RENAMED[k] if k in RENAMED and RENAMED[k] in expected else k: v for k, v in state.items()}
     state = {k: v for k, v in state.items() if k in expected or not OBSOLETE_BUFFER.search(k)}

@@ -103,6 +103,8 @@ def sync_directory(directory: Path) -> None:
 
 def point(link: Path, target: Path) -> None:
     """Make `link` (LATEST, BEST) a symbolic link to `target`, a directory beside it, in one atomic step."""
+    if link.is_dir() and not link.is_symlink():  # after a copy that followed links
+        raise InputError(f"{link} is a directory where a link to a step-N belongs: remove it")
     temporary = link.with_name(f".{link.name}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name, target_is_directory=True)
@@ -155,12 +157,20 @@ def check_complete(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_state(directory: Path, name: str) -> Any:
-    """The state of `NAME.pt`, read as data. Raises DamagedCheckpoint if it holds anything else."""
+def read_state(path: Path) -> Any:
+    """The `state` in a checkpoint's file, read as data. Raises DamagedCheckpoint, whatever else is in it."""
     try:
-        return torch.load(directory / f"{name}.pt", map_location="cpu", weights_only=True)["state"]
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"{directory / name}.pt cannot be read: {str(error).splitlines()[0]}") from error
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
+    except pickle.UnpicklingError as error:  # its message advises to run the code
+        raise DamagedCheckpoint(f"{path} is damaged or holds more than data, which was not loaded") from error
+    except Exception as error:  # reading bytes that were damaged or made up can raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise DamagedCheckpoint(f"{path} cannot be read: {reason}") from error
+    if not isinstance(content, Mapping) or "state" not in content:
+        raise DamagedCheckpoint(f"{path} holds no 'state'")
+    return content["state"]
 
 
 def prune(run_dir: Path, keep: int) -> None:

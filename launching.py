@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import tqdm
 
+from run_directory import redact
 from stopping import STATUS as STOPPED
 from stopping import Stopped, on_stop_signals
 from utils import InputError, RunError, init_distributed
@@ -106,7 +107,8 @@ def launch(
             if status == BAD_INPUT and seat.rank != 0:
                 time.sleep(GRACE_SECS)  # every rank may have found it: rank 0 says it, and this one is ended meanwhile
             if message:
-                print(f"error: {message}" if status == BAD_INPUT else message, file=sys.stderr, flush=True)
+                message = redact(f"error: {message}" if status == BAD_INPUT else message)
+                print(message, file=sys.stderr, flush=True)
         _leave(status)
     elif not process_group:
         keep_freed_memory()

@@ -128,6 +128,7 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> Need:
             dtype=DTYPES[plan.compute_dtype],
             attn_implementation=model.attn_implementation,
             cache_dir=get_cache_dir(config.local_dirs),
+            trust_remote_code=model.trust_remote_code,
             device=device,
         )
     if config.activation_checkpointing:

@@ -6,6 +6,7 @@ The only file that imports wandb. `docs/metrics.md` has the formula of every nam
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
@@ -20,7 +21,7 @@ import tqdm
 from omegaconf import DictConfig, OmegaConf
 
 from run_directory import redact
-from utils import formatted_dict
+from utils import InputError, formatted_dict
 
 
 def gather_rows(
@@ -106,13 +107,15 @@ class NullLogger:
 class FileLogger:
     """`metrics.jsonl`, `samples.jsonl` and `samples.txt` in the run directory; every line, flushed at once.
 
+    What is no finite number is null, as JSON wants it.
     What lies there beyond a `state` is cut off: it was logged after the checkpoint and will be again.
     """
 
     def __init__(self, run_dir: Path, state: Mapping[str, Any] | None = None) -> None:
         self.run_dir = run_dir
-        for name, size in (state or {}).get("log_bytes", {}).items():
-            path = run_dir / name
+        sizes = (state or {}).get("log_bytes", {})
+        for name in (name for name in LOG_FILES if name in sizes):  # a checkpoint may name any file
+            path, size = run_dir / name, sizes[name]
             found = path.stat().st_size if path.exists() else 0
             if found < size:
                 print(f"warning: {path} lacks lines that were logged before the checkpoint")
@@ -136,7 +139,8 @@ class FileLogger:
             file.writelines(f"{line}\n" for line in lines)
 
     def log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
-        line = {"split": split, "examples": examples, "updates": updates, **metrics}
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = {"split": split, "examples": examples, "updates": updates, **finite}
         self._append("metrics.jsonl", [json.dumps(line)])
 
     def log_samples(self, samples: Sequence[Sample], *, examples: int) -> None:
@@ -181,29 +185,43 @@ class WandbLogger:
         self.run_dir, self.interval = run_dir, interval
         self._last_train = float("-inf")
         self._lost = False
+        is_own = bool(state) and state.get("run_dir") == str(run_dir.resolve())  # not that of a run it continues
+        settings = {
+            "name": name,
+            "project": project,
+            "entity": entity,
+            "config": dict(config),
+            "dir": str(run_dir),
+            "id": state["wandb_id"] if is_own else None,
+            "resume": "allow",
+        }
+        try:
+            self.run = self._start(wandb, settings)
+        except (wandb.Error, ValueError) as error:  # offline too
+            reason = " ".join(str(error).split())[:300]
+            raise InputError(f"W&B cannot start: {reason}; put that right, or wandb.enabled=false") from error
+        self.run.define_metric("counters/examples")
+        self.run.define_metric("*", step_metric="counters/examples")
+
+    @staticmethod
+    def _start(wandb: Any, settings: Mapping[str, Any]) -> Any:
+        """A W&B run; offline, and said so, if it cannot reach its server or has no key."""
         init = partial(
             wandb.init,
-            name=name,
-            project=project,
-            entity=entity,
-            config=dict(config),
-            dir=str(run_dir),
-            id=state["wandb_id"] if state and state.get("run_dir") == str(run_dir.resolve()) else None,  # not a fork's
-            resume="allow",
+            **settings,
             settings=wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True),  # which has the command line
         )
         offline = None  # why, if so
         try:  # with a mode set, a key configured or a terminal to ask on, wandb itself knows what to do
             if not (os.environ.get("WANDB_MODE") or (sys.stdin and sys.stdin.isatty()) or wandb.login(prompt=False)):
                 offline = "no API key and no terminal to ask for one"
-            self.run = init(mode="offline" if offline else None)
+            run = init(mode="offline" if offline else None)
         except wandb.Error as error:
             offline = " ".join(str(error).split())
-            self.run = init(mode="offline")
+            run = init(mode="offline")
         if offline:
-            print(f"W&B: {offline}, so logging offline; upload with: wandb sync {Path(self.run.dir).parent}")
-        self.run.define_metric("counters/examples")
-        self.run.define_metric("*", step_metric="counters/examples")
+            print(f"W&B: {offline}, so logging offline; upload with: wandb sync {Path(run.dir).parent}")
+        return run
 
     def log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
         now = time.monotonic()

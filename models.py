@@ -29,14 +29,21 @@ def _explaining(what: str, name: str):
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         if isinstance(error, (InputError, torch.cuda.OutOfMemoryError)):
             raise
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"{what} {name!r} brings Python code of its own, which is not run: read it, and then set "
+                f"model.trust_remote_code=true"
+            ) from error
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{what} {name!r} cannot be loaded; give a local directory or a Hub id: {reason}") from error
 
 
-def load_tokenizer(name: str, *, cache_dir: str | None = None) -> Any:
+def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False) -> Any:
     """The tokenizer; its pad token is EOS if it has none. Raises InputError if it has no EOS."""
     with _explaining("tokenizer", name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, cache_dir=cache_dir)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            name, cache_dir=cache_dir, trust_remote_code=trust_remote_code
+        )
     if tokenizer.eos_token_id is None:
         raise InputError(f"tokenizer {name!r} has no EOS token, which ends every response; set one in its files")
     if tokenizer.pad_token_id is None:
@@ -44,10 +51,12 @@ def load_tokenizer(name: str, *, cache_dir: str | None = None) -> Any:
     return tokenizer
 
 
-def load_config(name: str, *, cache_dir: str | None = None) -> transformers.PretrainedConfig:
+def load_config(
+    name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False
+) -> transformers.PretrainedConfig:
     """A model's config. Raises InputError if it is not there."""
     with _explaining("model", name):
-        return transformers.AutoConfig.from_pretrained(name, cache_dir=cache_dir)
+        return transformers.AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
 
 
 def load_structure(
@@ -56,13 +65,14 @@ def load_structure(
     dtype: torch.dtype,
     attn_implementation: str = "eager",
     cache_dir: str | None = None,
+    trust_remote_code: bool = False,
     device: str = "meta",
 ) -> transformers.PreTrainedModel:
     """The model of `load_model` without its weights, on the meta device: no memory, to be filled by another process."""
-    config = load_config(name, cache_dir=cache_dir)
-    with torch.device(device):
+    config = load_config(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+    with _explaining("model", name), torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
     disable_dropout(model)
     return model
@@ -78,6 +88,7 @@ def load_model(
     seed: int = 0,
     device_map: str | dict | None = None,
     cache_dir: str | None = None,
+    trust_remote_code: bool = False,
 ) -> transformers.PreTrainedModel:
     """A causal language model in `dtype` with dropout off, its weights from `archive` (a `policy.pt`) if given.
 
@@ -86,11 +97,14 @@ def load_model(
     """
     with _explaining("model", name):
         if random_init:
-            config = load_config(name, cache_dir=cache_dir)
+            config = load_config(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 model = transformers.AutoModelForCausalLM.from_config(
-                    config, dtype=torch.float32, attn_implementation=attn_implementation
+                    config,
+                    dtype=torch.float32,
+                    attn_implementation=attn_implementation,
+                    trust_remote_code=trust_remote_code,
                 ).to(dtype)
             model.to(device_map[""] if isinstance(device_map, dict) else "cuda" if device_map else "cpu")
         else:
@@ -100,6 +114,7 @@ def load_model(
                 attn_implementation=attn_implementation,
                 device_map=device_map,
                 cache_dir=cache_dir,
+                trust_remote_code=trust_remote_code,
                 output_loading_info=True,
             )
             if loading["missing_keys"]:  # transformers would leave these random and go on

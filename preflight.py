@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -63,16 +61,13 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
     per_epoch, remainder = divmod(examples, batch_size)
     if per_epoch == 0:
         return 0, examples
-    updates = 0
-    for epoch in itertools.count():
-        if epoch == n_epochs:
-            return updates, epoch * remainder
-        if n_examples is not None:  # the batch that reaches n_examples is the last; one always runs
-            left = max(1, math.ceil((n_examples - epoch * examples) / batch_size))
-            if left <= per_epoch:
-                return updates + left, epoch * remainder
-        updates += per_epoch
-    raise AssertionError("unreachable")
+    if n_examples is not None:
+        whole = max(0, -(-(n_examples - per_epoch * batch_size) // examples))  # epochs before the one that reaches it
+        if n_epochs is None or whole < n_epochs:
+            # the batch that reaches n_examples is the last; one always runs
+            last = max(1, -(-(n_examples - whole * examples) // batch_size))
+            return whole * per_epoch + last, whole * remainder
+    return n_epochs * per_epoch, n_epochs * remainder
 
 
 def inspect_split(
@@ -200,7 +195,7 @@ class TrainingData:
 
 def prepare_data(
     names: Sequence[str],
-    tokenizer_name: str,
+    tokenizer: Any,
     *,
     sft_mode: bool,
     batch_size: int,
@@ -213,11 +208,10 @@ def prepare_data(
     cache_dir: str | None,
     silent: bool,
 ) -> TrainingData:
-    """Load, tokenize and count both splits, and print the counts unless `silent`.
+    """Load and count both splits, and print the counts unless `silent`.
 
     Raises InputError for what cannot be trained on, and for a split that does not fill one batch.
     """
-    tokenizer = load_tokenizer(tokenizer_name, cache_dir=cache_dir)
     encode = TextEncoder(tokenizer)
     prompts, reports = {}, {}
     for split, size, key in (("train", batch_size, "batch_size"), ("test", eval_batch_size, "eval_batch_size")):
@@ -253,9 +247,11 @@ def prepare_data(
 
 def load_data(config: DictConfig, *, silent: bool = False) -> TrainingData:
     """Tokenizer, prompts of both splits and the preflight, for a config."""
+    model, cache_dir = config.model, get_cache_dir(config.local_dirs)
+    name = model.tokenizer_name_or_path or model.name_or_path
     return prepare_data(
         list(config.datasets),
-        config.model.tokenizer_name_or_path or config.model.name_or_path,
+        load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=model.trust_remote_code),
         sft_mode=not LOSSES[config.loss.name].uses_reference,
         batch_size=config.batch_size,
         eval_batch_size=config.eval_batch_size,
@@ -264,6 +260,6 @@ def load_data(config: DictConfig, *, silent: bool = False) -> TrainingData:
         n_epochs=config.n_epochs,
         n_examples=config.n_examples,
         dataset_sources=OmegaConf.to_container(config.dataset_sources),
-        cache_dir=get_cache_dir(config.local_dirs),
+        cache_dir=cache_dir,
         silent=silent,
     )

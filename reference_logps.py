@@ -10,7 +10,6 @@ import json
 import math
 import os
 import random
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,9 @@ def read_logps(path: Path) -> dict[bytes, float]:
         with np.load(path, allow_pickle=False) as file:
             keys, logps = file["keys"].reshape(-1, KEY_BYTES), file["logps"]
         return dict(zip((key.tobytes() for key in keys), logps.tolist(), strict=True))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # reading bytes that were damaged or made up can raise anything
         raise InputError(f"{path} is not a file of reference log-probabilities ({error}): remove it") from error
 
 

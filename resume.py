@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from checkpoint import MANIFEST, STEP, DamagedCheckpoint, check_complete, find_checkpoints, point, step_of, tidy
+from checkpoint import (
+    MANIFEST,
+    STEP,
+    DamagedCheckpoint,
+    check_complete,
+    find_checkpoints,
+    point,
+    step_of,
+    sync_directory,
+    tidy,
+)
 from metrics import LOG_FILES
 from preflight import TrainingData
-from run_directory import create_run_dir, lock_run_dir, redact, write_record
+from run_directory import create_run_dir, lock_run_dir, redact
 from settings import flatten
 from utils import InputError
 
@@ -27,6 +38,8 @@ MAY_CHANGE = (
     *("sample_during_eval", "n_eval_model_samples", "minimum_log_interval_secs", "self_test", "nan_policy"),
     *("resume", "save_every", "keep_checkpoints", "dry_run"),
 )
+FACTS = frozenset(("updates", "evaluated", "best_at", "config", "data"))  # that a manifest tells of its run
+ORIGIN = ".continues"  # file in the directory of a run that continues another: the checksum of that one's manifest
 
 
 class Run(NamedTuple):
@@ -48,14 +61,15 @@ def open_run(config: DictConfig) -> Run:
     A run that continues elsewhere begins with that checkpoint and the logs. Raises InputError if the directory holds
     another run or is in use, if there is no checkpoint where one was named, and if the config is not that of its run.
     """
-    resume, path = config.resume, Path(config.local_run_dir).expanduser().resolve()
+    resume, path = config.resume, Path(config.local_run_dir).resolve()
     source = path if resume in (None, "auto") else Path(resume).expanduser().resolve()
     named = STEP.fullmatch(source.name) is not None
     elsewhere = source != path and not (named and source.parent == path)
     found = _find_whole(source, resume) if elsewhere else None
-    if found is not None and _is_begun(path, found):
-        source, elsewhere = path, False
-    run_dir = create_run_dir(config.local_run_dir, continued=resume is not None and not elsewhere)
+    begun = found is not None and _is_begun(path, found)
+    if begun and find_checkpoints(path):  # the command was given before: it goes on there
+        source, named, elsewhere = path, False, False
+    run_dir = create_run_dir(config.local_run_dir, continued=begun or (resume is not None and not elsewhere))
     run = Run(run_dir, lock_run_dir(run_dir))
     if resume is not None and not elsewhere:
         tidy(run_dir)
@@ -65,12 +79,11 @@ def open_run(config: DictConfig) -> Run:
         check_fits(found.manifest, facts_of(config), where=found.path)
         print(f"continuing from {found.path}")
         if elsewhere:
-            _begin_with(found.path, run_dir)
+            _begin_with(found, run_dir)
         run = run._replace(checkpoint=run_dir.resolve() / found.path.name, manifest=found.manifest)
         _point_again(run)
     elif resume is not None:
         _move_logs_aside(run_dir)
-    write_record(run_dir, OmegaConf.to_container(config))
     return run
 
 
@@ -87,7 +100,10 @@ def _find_whole(source: Path, resume: str) -> Found | None:
     reasons = ""
     for path in candidates:
         try:
-            return Found(path, check_complete(path))
+            manifest = check_complete(path)
+            if missing := FACTS - manifest.keys():
+                raise DamagedCheckpoint(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}")
+            return Found(path, manifest)
         except DamagedCheckpoint as error:
             print(f"warning: skipped: {error}")
             reasons += f"; {error}"
@@ -100,11 +116,9 @@ def _find_whole(source: Path, resume: str) -> Found | None:
 
 
 def _is_begun(run_dir: Path, found: Found) -> bool:
-    """Whether the directory holds a run that began with this checkpoint: the command, given again, goes on there."""
-    try:
-        return (run_dir / found.path.name / MANIFEST).read_bytes() == (found.path / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        return False
+    """Whether the directory holds a run that continues this checkpoint, or was to."""
+    origin = run_dir / ORIGIN
+    return origin.exists() and origin.read_text() == found.manifest["sha256"]
 
 
 def _refuse_going_back(found: Found, resume: str) -> None:
@@ -120,7 +134,8 @@ def _move_damaged_aside(found: Found | None, run_dir: Path) -> None:
     """Newer checkpoints, which are damaged, shall neither count when pruning nor come first again."""
     for path in find_checkpoints(run_dir) if found else []:
         if step_of(path) > step_of(found.path):
-            path.rename(path.with_name(f"damaged-{path.name}"))
+            names = (path.with_name(f"damaged-{path.name}" + f".{n}" * (n > 0)) for n in itertools.count())
+            path.rename(next(name for name in names if not name.exists()))
 
 
 def _move_logs_aside(run_dir: Path) -> None:
@@ -166,20 +181,35 @@ def _point_again(run: Run) -> None:
         point(run.directory / "BEST", best)
 
 
-def _begin_with(checkpoint: Path, run_dir: Path) -> None:
-    """Another run's logs and checkpoint, this last and whole or not at all."""
-    for name in LOG_FILES:
-        if (checkpoint.parent / name).exists():
-            shutil.copyfile(checkpoint.parent / name, run_dir / name)
-    temporary = run_dir / f".{checkpoint.name}.tmp"
+def _begin_with(found: Found, run_dir: Path) -> None:
+    """Another run's logs and checkpoint, this last and whole or not at all, after a note of which checkpoint it is."""
+    (run_dir / ORIGIN).write_text(found.manifest["sha256"])
+    for log in (found.path.parent / name for name in LOG_FILES):
+        if log.exists():
+            _copy(log, run_dir / log.name)
+    temporary = run_dir / f".{found.path.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(checkpoint, temporary, copy_function=_link)
-    temporary.rename(run_dir / checkpoint.name)
+    try:
+        temporary.mkdir()
+        for name in (*found.manifest["files"], MANIFEST):
+            _link(found.path / name, temporary / name)
+        sync_directory(temporary)
+        temporary.rename(run_dir / found.path.name)
+        sync_directory(run_dir)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _link(source: str, target: str) -> None:
+def _link(source: Path, target: Path) -> None:
     """The same file under another name, for it never changes; a copy of it on another file system."""
     try:
         os.link(source, target)
     except OSError:
-        shutil.copyfile(source, target)
+        _copy(source, target)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A copy that is on the disk."""
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())

@@ -20,8 +20,9 @@ import yaml
 
 from utils import InputError, RunError
 
-SECRET_KEY = re.compile(r"(^|_)(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-URL_CREDENTIALS = re.compile(r"://[^/@\s]+@")
+SECRET_KEY = re.compile(r"((^|_)(api_?key|key|token|pat|credentials?)|secret|password|passwd)$", re.IGNORECASE)
+URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may hold @ and /
+URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
 PACKAGES = (
     "torch",
     "transformers",
@@ -47,7 +48,7 @@ def redact(value: Any) -> Any:
     for name, secret in os.environ.items():
         if SECRET_KEY.search(name) and len(secret) >= 8:
             value = value.replace(secret, "REDACTED")
-    return URL_CREDENTIALS.sub("://REDACTED@", value)
+    return URL_SECRETS.sub(r"\1REDACTED", URL_CREDENTIALS.sub("://REDACTED@", value))
 
 
 def _git(*arguments: str) -> str:

@@ -103,12 +103,12 @@ class Checkpoints:
         for name, part in stateful.items():
             if name == "policy":
                 continue
-            state = read_state(checkpoint, name) if self.grid.rank == 0 else None
+            state = read_state(checkpoint / f"{name}.pt") if self.grid.rank == 0 else None
             if name == "optimizer":
                 load_optimizer(part, state, self.grid)
             else:
                 part.load_state_dict(from_rank_0(state))
-        states = from_rank_0(read_state(checkpoint, "random") if self.grid.rank == 0 else None)["states"]
+        states = from_rank_0(read_state(checkpoint / "random.pt") if self.grid.rank == 0 else None)["states"]
         if len(states) == self.grid.world_size:
             set_random_state(states[self.grid.rank])
 

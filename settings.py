@@ -6,6 +6,7 @@ What each key means and its default are in `config/`; here is only what a value 
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -41,6 +42,10 @@ def _is_number(value: Any) -> bool:
     return _is_int(value) or isinstance(value, float)
 
 
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value)
+
+
 def _or_null(rule: Rule) -> Rule:
     return Rule(lambda v: v is None or rule.holds(v), f"{rule.wanted}, or null")
 
@@ -49,10 +54,16 @@ SEED = Rule(lambda v: _is_int(v) and 0 <= v < 2**32, "a whole number from 0 to 2
 COUNT = Rule(lambda v: _is_int(v) and v > 0, "a whole number above 0")
 AT_LEAST_2 = Rule(lambda v: _is_int(v) and v >= 2, "a whole number, 2 or more: one may prove damaged")
 NATURAL = Rule(lambda v: _is_int(v) and v >= 0, "a whole number, 0 or more")
+FINITE = Rule(lambda v: _is_finite(v) and v > 0, "a number above 0")
+SECONDS = Rule(lambda v: _is_number(v) and 0 < v <= 10**7, "seconds above 0, ten million at most")
 POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
 NON_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a number, 0 or more")
 FLAG = Rule(lambda v: isinstance(v, bool), "true or false")
 TEXT = Rule(lambda v: isinstance(v, str) and bool(v.strip()), "a text")
+PROJECT = Rule(
+    lambda v: TEXT.holds(v) and len(v) <= 128 and not set(v) & set("/\\#?%:"),
+    "a name of at most 128 characters without / \\ # ? % :, as W&B wants it",
+)
 PATH = Rule(lambda v: isinstance(v, str) and bool(v.strip()) and "\0" not in v, "a path")
 NAMES = Rule(
     lambda v: isinstance(v, list) and bool(v) and all(isinstance(n, str) and n for n in v) and len(set(v)) == len(v),
@@ -78,17 +89,17 @@ RULES: dict[str, Rule] = {
     "fsdp_shard_size": _or_null(COUNT),
     "tensor_parallel_size": _or_null(COUNT),
     "tensor_parallel.backend": CHOICE,
-    "collective_timeout_secs": POSITIVE,
+    "collective_timeout_secs": SECONDS,
     "datasets": NAMES,
     "wandb.enabled": FLAG,
     "wandb.entity": _or_null(TEXT),
-    "wandb.project": TEXT,
+    "wandb.project": PROJECT,
     "local_dirs": PATHS,
     "local_run_dir": PATH,
     "sample_during_eval": FLAG,
     "n_eval_model_samples": COUNT,
     "do_first_eval": FLAG,
-    "lr": POSITIVE,
+    "lr": FINITE,
     "gradient_accumulation_steps": COUNT,
     "max_grad_norm": POSITIVE,
     "max_length": COUNT,
@@ -123,11 +134,23 @@ RULES: dict[str, Rule] = {
     "model.autocast": _or_null(CHOICE),
     "model.attn_implementation": CHOICE,
     "model.random_init": FLAG,
+    "model.trust_remote_code": FLAG,
     "loss.name": CHOICE,
-    "loss.beta": POSITIVE,
+    "loss.beta": FINITE,
     "loss.label_smoothing": SMOOTHING,
     "loss.reference_free": FLAG,
 }
+
+# what of Hydra's own an override may set: by other keys it would import and call what they name
+HYDRAS_OWN = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.verbose",
+    "hydra/launcher",
+    "hydra/sweeper",
+)
+OF_HYDRAS_PLUGINS = ("hydra.launcher.", "hydra.sweeper.")
 
 NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # in torch 2.13 these fail on sharded tensors
 
@@ -313,3 +336,14 @@ def _dataset_problems(names: list[str], sources: Any, data_names: Collection[str
         allowed = isinstance(value, Mapping) and "path" in value and set(value) <= {"path", "revision"}
         if not (value is None or (isinstance(value, str) and value) or allowed):
             yield f"dataset_sources.{name}={value} must be a directory, file or Hub id, or {{path: ..., revision: ...}}"
+
+
+def refuse_hydras_own(key: str, override: str) -> str | None:
+    """Why an override of one of Hydra's own keys could run code; None if it cannot."""
+    if key.partition(".")[0].partition("/")[0] != "hydra":
+        return None
+    if (key in HYDRAS_OWN or key.startswith(OF_HYDRAS_PLUGINS)) and "_target_" not in override:
+        return None
+    return (
+        f"{key} could name code to run, which a config may not; of Hydra's own keys {', '.join(HYDRAS_OWN)} may be set"
+    )

@@ -123,10 +123,12 @@ def run(config: DictConfig) -> None:
     from memory import dry_run
 
     OmegaConf.resolve(config)
+    config.local_run_dir = os.path.expanduser(config.local_run_dir)
     trainer, world_size = find_trainer(config), count_processes(config).world_size
     if config.dry_run:
         seat = find_seat()
         if seat is None or seat.rank == 0:
+            check_models(config, world_size)
             dry_run(config, trainer, world_size)
         return
     launch(
@@ -164,7 +166,7 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
     from memory import explaining_out_of_memory
     from preflight import load_data
     from resume import check_data, open_run
-    from run_directory import redact
+    from run_directory import redact, write_record
 
     if rank == 0:
         print(OmegaConf.to_yaml(redact(OmegaConf.to_container(config))), flush=True)
@@ -181,12 +183,14 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
 
     data = load_data(config, silent=rank != 0)
     if run is not None:
-        data.report.write(run.directory / "preflight.json")
         check_data(run, data)
     if from_rank_0(run is not None and run.is_finished(data.report.updates)):
         if rank == 0:
             print(f"{resume_from} is the end of its run: nothing is left to do")
         return
+    if run is not None:
+        write_record(run.directory, OmegaConf.to_container(config))
+        data.report.write(run.directory / "preflight.json")
     trainer_class = find_trainer(config)
     with explaining_out_of_memory(config, trainer_class, world_size, data):
         policy, reference = load_models(config, rank, world_size, resume_from)
@@ -199,34 +203,46 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
         print(f"run directory: {config.local_run_dir}")
 
 
-def load_models(config: DictConfig, rank: int, world_size: int, resume_from: Path | None = None) -> tuple[Any, Any]:
-    """Policy and reference (None if the loss needs none); ranks other than 0 leave the weights to rank 0."""
-    from losses import LOSSES
-    from models import DTYPES, load_config, load_model, load_structure
+def check_models(config: DictConfig, world_size: int) -> None:
+    """Raises InputError for a model or an archive that is not there, and for layers that cannot be cut as asked."""
+    from archive import find_archive
+    from models import load_config
     from tensor_parallelism import check_tensor_parallel
     from utils import get_cache_dir
 
-    trainer_class = find_trainer(config)
-    name, cache_dir = config.model.name_or_path, get_cache_dir(config.local_dirs)
-    check_tensor_parallel(load_config(name, cache_dir=cache_dir), trainer_class.tensor_size(config, world_size))
+    model = config.model
+    structure = load_config(
+        model.name_or_path, cache_dir=get_cache_dir(config.local_dirs), trust_remote_code=model.trust_remote_code
+    )
+    check_tensor_parallel(structure, find_trainer(config).tensor_size(config, world_size))
+    if model.archive is not None:
+        find_archive(model.archive)
+
+
+def load_models(config: DictConfig, rank: int, world_size: int, resume_from: Path | None = None) -> tuple[Any, Any]:
+    """Policy and reference (None if the loss needs none); ranks other than 0 leave the weights to rank 0."""
+    from losses import LOSSES
+    from models import DTYPES, load_model, load_structure
+    from utils import get_cache_dir
+
+    check_models(config, world_size)
+    found = {
+        "name": config.model.name_or_path,
+        "attn_implementation": config.model.attn_implementation,
+        "cache_dir": get_cache_dir(config.local_dirs),
+        "trust_remote_code": config.model.trust_remote_code,
+    }
 
     def load(dtype: str, archive: str | None) -> Any:
         if rank != 0:
-            return load_structure(
-                name,
-                dtype=DTYPES[dtype],
-                attn_implementation=config.model.attn_implementation,
-                cache_dir=cache_dir,
-            )
+            return load_structure(**found, dtype=DTYPES[dtype])
         return load_model(
-            name,
+            **found,
             dtype=DTYPES[dtype],
             archive=archive,
-            attn_implementation=config.model.attn_implementation,
             random_init=config.model.random_init,
             seed=config.seed,
-            device_map=trainer_class.device_map(),
-            cache_dir=cache_dir,
+            device_map=find_trainer(config).device_map(),
         )
 
     archive = config.model.archive
@@ -292,7 +308,7 @@ def check_command_line(arguments: list[str]) -> list[str]:
     arguments = [f"++{a}" if a.startswith(("dataset_sources.", "dataset_sources=")) else a for a in arguments]
     arguments.sort(key=lambda a: a not in MULTIRUN)  # Hydra wants its options first
     overrides = [a for a in arguments if a not in MULTIRUN]
-    _exit_on([f"{a.split('=')[0]} names code to run, which a config may not" for a in overrides if "_target_" in a])
+    _exit_on([problem for a in overrides if (problem := _find_danger(a, sweep=len(overrides) < len(arguments)))])
     if any(a.startswith("-") for a in overrides):
         return arguments
     if len(overrides) < len(arguments):
@@ -311,6 +327,19 @@ def check_command_line(arguments: list[str]) -> list[str]:
     problems = _find_problems_of_rest(config)
     _exit_on([*refused.values(), *(p for p in problems if not p.startswith(keys))])
     return arguments
+
+
+def _find_danger(override: str, *, sweep: bool) -> str | None:
+    """Why an override is not even handed to Hydra; None if it is harmless."""
+    from settings import refuse_hydras_own
+
+    key = override.split("=", 1)[0].lstrip("+~")
+    if sweep:
+        from run_directory import redact
+
+        if redact(override) != override:
+            return f"{key} holds a secret, and a sweep writes its command line down: give it as '${{oc.env:NAME}}'"
+    return refuse_hydras_own(key, override)
 
 
 def _find_problems_of_rest(config: DictConfig) -> list[str]:

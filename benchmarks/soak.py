@@ -48,7 +48,7 @@ def find_differences(whole: Path, other: Path) -> list[str]:
     if last[0].name != last[1].name:
         return [*found, f"the last checkpoint is {last[0].name} and {last[1].name}"]
     for part in ("policy", "optimizer", "scheduler", "trainer", "random"):
-        states = [read_state(directory, part) for directory in last]
+        states = [read_state(directory / f"{part}.pt") for directory in last]
         found += [f"{part}{where}" for where in _unequal(*states)]
     return found + [link for link in ("LATEST", "BEST") if os.readlink(whole / link) != os.readlink(other / link)]
 

@@ -109,6 +109,26 @@ def test_a_save_that_fails_says_so_and_keeps_the_former_checkpoint(tmp_path):
     assert torch.load(tmp_path / "step-8" / "policy.pt")["state"] == {"a": 1}
 
 
+def test_files_then_manifest_then_names_reach_the_disk_and_only_then_the_name_that_counts(tmp_path, monkeypatch):
+    done = []
+
+    def noting(call, what):
+        def noted(*arguments):
+            name = os.readlink(f"/proc/self/fd/{arguments[0]}") if isinstance(arguments[0], int) else arguments[1]
+            done.append(f"{what} {Path(name).relative_to(tmp_path)}")
+            return call(*arguments)
+
+        return noted
+
+    monkeypatch.setattr(os, "fsync", noting(os.fsync, "sync"))
+    monkeypatch.setattr(os, "rename", noting(os.rename, "rename to"))
+    write_checkpoint(tmp_path / "step-8", {"a": {}, "b": {}}.items(), step_idx=8, metrics=None, facts={})
+    point(tmp_path / "LATEST", tmp_path / "step-8")
+
+    parts = [f"sync .step-8.tmp{name}" for name in ("/a.pt", "/b.pt", "/manifest.json", "")]
+    assert done == [*parts, "rename to step-8", "sync .", "sync ."]
+
+
 def test_what_goes_wrong_while_a_state_is_gathered_is_not_blamed_on_the_disk(tmp_path):
     def states():
         yield "policy", {"a": 1}
@@ -158,7 +178,7 @@ def test_a_whole_checkpoint_gives_its_manifest_and_states(tmp_path):
 
     assert (manifest["examples"], manifest["updates"]) == (8, 2)
     assert manifest["files"].keys() == {f"{part}.pt" for part in PARTS}
-    assert torch.equal(read_state(saved, "optimizer")["a"], torch.arange(50.0))
+    assert torch.equal(read_state(saved / "optimizer.pt")["a"], torch.arange(50.0))
 
 
 def cut(file: Path) -> None:

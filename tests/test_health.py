@@ -48,13 +48,13 @@ def test_it_stops_before_the_update_and_keeps_the_batch_for_replay(what, run, sp
         run("run", "save_every=4")
 
     assert len(metrics_of(tmp_path / "run", "train")) == 3
-    last, whole = (read_state(tmp_path / name / "step-12", "policy") for name in ("run", "whole"))
+    last, whole = (read_state(tmp_path / name / "step-12" / "policy.pt") for name in ("run", "whole"))
     assert all(torch.equal(last[name], whole[name]) for name in last)
     rows = [json.loads(line) for line in (tmp_path / "run" / "nonfinite-4" / "train.jsonl").read_text().splitlines()]
     assert len(rows) == 4
     assert rows[0].keys() >= {"prompt", "chosen", "rejected", "prompt_number", "loss/train"}
 
-    reference = read_state(tmp_path / "run" / "step-12", "trainer")["reference_logps"]["logps"]
+    reference = read_state(tmp_path / "run" / "step-12" / "trainer.pt")["reference_logps"]["logps"]
     assert reference.isfinite().all()
     run(
         "replay",
@@ -72,11 +72,13 @@ def test_skipped_the_update_does_not_happen_and_the_run_goes_on(run, spoil, tmp_
 
     assert "warning: update 4 has loss nan" in capsys.readouterr().out
     assert [line["examples"] for line in metrics_of(tmp_path / "run", "train")] == [4, 8, 12, 16, 20, 24]
-    states = [read_state(tmp_path / "run" / f"step-{n}", part) for n in (12, 16) for part in ("policy", "optimizer")]
+    states = [
+        read_state(tmp_path / "run" / f"step-{n}" / f"{part}.pt") for n in (12, 16) for part in ("policy", "optimizer")
+    ]
     assert all(torch.equal(states[0][name], states[2][name]) for name in states[0])
     assert states[1]["state"][0]["step"] == states[3]["state"][0]["step"] == 3
-    assert all(value.isfinite().all() for value in read_state(tmp_path / "run" / "step-24", "policy").values())
-    assert read_state(tmp_path / "run" / "step-24", "trainer")["skipped"] == 1
+    assert all(value.isfinite().all() for value in read_state(tmp_path / "run" / "step-24" / "policy.pt").values())
+    assert read_state(tmp_path / "run" / "step-24" / "trainer.pt")["skipped"] == 1
 
 
 def test_the_batch_of_an_sft_run_can_be_replayed_too(run, spoil, tmp_path):

@@ -15,15 +15,19 @@ import torch
 from conftest import ROOT, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import dynamic_module_utils
 
 import train as main
 from checkpoint import MANIFEST, PARTS, digest_of
 from layouts import Padded, SharedPrefix
+from metrics import FileLogger
+from models import load_config
 from preference_datasets import encode_rows, iterate_rows, load_prompts
 from preflight import inspect_split
-from settings import RULES
+from run_directory import redact
+from settings import RULES, refuse_hydras_own
 from tokenization import TextEncoder
-from utils import InputError
+from utils import InputError, get_open_port
 
 FUZZ = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -75,7 +79,7 @@ def test_a_manifest_cannot_point_elsewhere(run, tmp_path):
 
 def test_code_in_an_archive_or_a_cache_is_refused_and_not_run(run, tmp_path):
     plant(tmp_path / "policy.pt", tmp_path / "proof")
-    with pytest.raises(InputError, match=r"an archive is data, never code"):
+    with pytest.raises(InputError, match=r"is not a policy\.pt \(which is data, never code\)"):
         run("a", f"model.archive={tmp_path}/policy.pt")
 
     run("b", "n_examples=4", "cache_reference_logps=all")
@@ -106,14 +110,84 @@ def test_secrets_reach_no_file_and_no_log(command, tmp_path):
     assert wrong.returncode == 2
     assert "hunter2secret" not in wrong.stdout + wrong.stderr
     assert secrets["HF_TOKEN"] not in wrong.stdout + wrong.stderr
+    seat = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(get_open_port())}
+    archive = ("trainer=FSDPTrainer", "model.archive=/nowhere/${oc.env:HF_TOKEN}")
+    launched = train(*command("launched", *archive), **secrets, **seat)
+    assert launched.returncode == 2
+    assert "model.archive=/nowhere/REDACTED is neither a policy.pt" in launched.stderr
+    swept = train("-m", *command("swept", f"exp_name={secrets['HF_TOKEN']}"), **secrets)
+    assert swept.returncode == 2
+    assert "exp_name holds a secret, and a sweep writes its command line down" in swept.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ("https://bob:p@ss0rd@host/x", "https://REDACTED@host/x"),
+        ("https://bob:pa/ss0rd@host", "https://REDACTED@host"),
+        ("https://host/x?token=abc&split=train", "https://host/x?token=REDACTED&split=train"),
+        ("https://host/x?X-Amz-Signature=abc", "https://host/x?X-Amz-Signature=REDACTED"),
+        ("of pg-0123456789 and pat-0123456789", "of REDACTED and REDACTED"),
+        ("https://example.org/me@home", "https://example.org/me@home"),
+    ],
+)
+def test_what_is_redacted(text, redacted, monkeypatch):
+    monkeypatch.setenv("PGPASSWORD", "pg-0123456789")
+    monkeypatch.setenv("GITHUB_PAT", "pat-0123456789")
+    assert redact(text) == redacted
 
 
 def test_no_override_names_code_to_run(command, tmp_path):
     overrides = ("+hydra.callbacks.c._target_=os.mkdir", f"+hydra.callbacks.c.path={tmp_path}/proof")
     result = train(*command("run", "n_examples=4"), *overrides)
     assert result.returncode == 2
-    assert "+hydra.callbacks.c._target_ names code to run, which a config may not" in result.stderr
+    assert "hydra.callbacks.c._target_ could name code to run, which a config may not" in result.stderr
     assert not (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "harmless"),
+    [
+        ("hydra.job_logging.handlers.evil.class=evil.Handler", False),
+        ("hydra.job.env_set.PATH=/evil", False),
+        ("hydra/job_logging=evil", False),
+        ("hydra={callbacks:{c:{_target_:evil}}}", False),
+        ("hydra.launcher._target_=evil.Launcher", False),
+        ("hydra.sweep.dir=/sweeps", True),
+        ("hydra/launcher=submitit_slurm", True),
+        ("hydra.launcher.timeout_min=60", True),
+        ("exp_name=a_target_of_hydra.job", True),
+    ],
+)
+def test_of_hydras_own_keys_only_harmless_ones_may_be_set(override, harmless):
+    assert (refuse_hydras_own(override.split("=")[0], override) is None) == harmless
+
+
+def test_a_checkpoint_cuts_off_no_files_but_its_logs(tmp_path):
+    victims = [tmp_path / "a", tmp_path / "b"]
+    (tmp_path / "run").mkdir()
+    for victim in (*victims, tmp_path / "run" / "metrics.jsonl"):
+        victim.write_text("content")
+    FileLogger(tmp_path / "run", {"log_bytes": {str(victims[0]): 0, "../b": 0, "metrics.jsonl": 3}})
+    assert [victim.read_text() for victim in victims] == ["content"] * 2
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "con"
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_code_of_a_model_runs_only_if_it_was_asked_for(asked_for, tmp_path, monkeypatch):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda question: "y")  # what somebody at a terminal may answer
+    (tmp_path / "evil.py").write_text(
+        f"import pathlib, transformers\npathlib.Path({str(tmp_path / 'proof')!r}).touch()\n"
+        "class Evil(transformers.PretrainedConfig):\n    model_type = 'evil'\n"
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}')
+    if asked_for:
+        load_config(str(tmp_path), trust_remote_code=True)
+    else:
+        with pytest.raises(InputError, match=r"brings Python code of its own.*model\.trust_remote_code=true"):
+            load_config(str(tmp_path))
+    assert (tmp_path / "proof").exists() == asked_for
 
 
 @pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped", "a/../../escaped"])

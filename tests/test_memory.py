@@ -17,6 +17,7 @@ from losses import LOSSES
 from memory import Ledger, Plan, predict, suggest
 from preflight import load_data
 from trainers import BasicTrainer, FSDPTrainer, TensorParallelTrainer
+from utils import InputError
 
 ALONE = Plan(world_size=1, tensor_size=1, shard_size=1, compute_dtype="float32")
 PARAMETERS = 282_048  # of the tiny Llama
@@ -148,6 +149,19 @@ def test_of_several_processes_one_says_what_a_dry_run_finds(run, tmp_path, monke
         monkeypatch.setenv("WORLD_SIZE", "2")
         run("run", "trainer=FSDPTrainer", "dry_run=true")
         assert ("in all" in capfd.readouterr().out) == (rank == "0")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("trainer=TensorParallelTrainer", "world_size=3", "batch_size=3", "eval_batch_size=3"), "does not divide"),
+        (("model.archive=/nowhere",), "model.archive=/nowhere is neither a policy.pt"),
+        (("model.attn_implementation=flash_attention_2",), "cannot be loaded"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_would(overrides, message, run):
+    with pytest.raises(InputError, match=message):
+        run("run", "dry_run=true", *overrides)
 
 
 def test_running_out_of_memory_is_one_sentence_with_what_would_help(command, tmp_path):

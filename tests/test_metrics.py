@@ -74,6 +74,22 @@ def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
     ]
 
 
+def test_what_is_no_finite_number_is_null(tmp_path):
+    FileLogger(tmp_path).log("train", {"a": float("nan"), "b": float("inf"), "c": 1.5}, examples=4, updates=1)
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert line == '{"split": "train", "examples": 4, "updates": 1, "a": null, "b": null, "c": 1.5}\n'
+
+
+@pytest.mark.parametrize(("variable", "value"), [("WANDB_MODE", "foo"), ("WANDB_BASE_URL", "nowhere")])
+def test_settings_that_wandb_refuses_are_one_sentence(variable, value, tmp_path):
+    overrides = ("model.name_or_path=tests/golden/tiny-llama", "dataset_sources.hh=tests/golden/words", "batch_size=4",
+                 "model.block_name=null", "eval_batch_size=4", "n_eval_examples=4", "loss=sft", "exp_name=x",
+                 "wandb.enabled=true", f"local_run_dir={tmp_path}/run")  # fmt: skip
+    result = run_script("train.py", *overrides, **{variable: value})
+    assert result.returncode == 2, result.stderr
+    assert re.search(r"^error: W&B cannot start: .*; put that right, or wandb.enabled=false$", result.stderr, re.M)
+
+
 def test_samples_are_kept_for_programs_and_for_eyes(tmp_path):
     samples = [
         Sample("\n\nHuman: Où?\n\nAssistant:", " Là,\nsur la table.", " Non."),

@@ -11,6 +11,7 @@ from dataclasses import asdict
 import pytest
 from conftest import GOLDEN, write_rows
 
+from models import load_tokenizer
 from preference_datasets import Prompt, iterate_rows
 from preflight import count_updates, describe, inspect_split, prepare_data
 from tokenization import TextEncoder
@@ -52,6 +53,7 @@ def test_the_predicted_updates_are_those_that_the_batches_give():
         (3, None, (6, 6)),
         (3, 8, (2, 0)),  # stops before the first epoch's end
         (3, 9, (3, 2)),  # 8, then 10 with the two that are dropped, then 14
+        (None, 10**20, (2 * 10**19 + 1, 2 * 10**19)),  # no walk through the epochs
         (None, 25, (6, 4)),  # 4, 8, then 14, 18, then 24, 28: two epochs ended, each with 2 left over
     ],
 )
@@ -169,7 +171,7 @@ def prepare(folder, **changes):
         "cache_dir": None,
         "silent": False,
     }
-    return prepare_data(["hh"], str(GOLDEN / "tiny-llama"), **{**options, **changes})
+    return prepare_data(["hh"], load_tokenizer(str(GOLDEN / "tiny-llama")), **{**options, **changes})
 
 
 @pytest.fixture

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import metrics_of, train
 
+import resume
 from benchmarks.soak import find_differences, read_log
 from checkpoint import find_checkpoints, read_state
 from metrics import FileLogger
 from stopping import Stopped
-from utils import InputError
+from utils import InputError, RunError
 
 
 @pytest.fixture
@@ -112,7 +115,7 @@ def test_an_evaluation_more_or_a_save_more_changes_nothing_that_is_trained(run, 
 
     steps = {path.name for path in find_checkpoints(tmp_path / "other")}
     assert steps == {"step-12", "step-24"}
-    last = [read_state(tmp_path / run / "step-24", "policy") for run in ("whole", "other")]
+    last = [read_state(tmp_path / run / "step-24" / "policy.pt") for run in ("whole", "other")]
     assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
 
 
@@ -234,6 +237,49 @@ def test_a_path_that_is_no_checkpoint_is_one_sentence(what, run, tmp_path):
         run("run", f"resume={tmp_path}/{what}")
 
 
+def test_the_same_checkpoint_damaged_twice_is_put_aside_twice(run, tmp_path):
+    run("run", "n_examples=8")
+    for _ in range(2):
+        run("run", "n_examples=16", "resume=auto")
+        (tmp_path / "run" / "step-16" / "policy.pt").write_bytes(b"")
+    run("run", "n_examples=16", "resume=auto")
+    names = {path.name for path in (tmp_path / "run").iterdir() if "step-16" in path.name}
+    assert names == {"step-16", "damaged-step-16", "damaged-step-16.1"}
+
+
+def test_a_full_disk_while_it_begins_elsewhere_leaves_what_the_same_command_can_use(run, tmp_path, monkeypatch):
+    run("whole")
+    run("run", "n_examples=16")
+
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(resume, "_link", full)
+        with pytest.raises(RunError, match="No space left on device"):
+            run("there", f"resume={tmp_path}/run")
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {".continues", ".lock", "metrics.jsonl"}
+    run("there", f"resume={tmp_path}/run")
+    assert read_log(tmp_path / "there") == read_log(tmp_path / "whole")
+
+
+def test_a_run_that_continues_elsewhere_knows_its_origin_when_that_is_pruned(run, tmp_path, capsys):
+    run("run", "n_examples=8")
+    again = ("there", f"resume={tmp_path}/run/step-8")
+    run(*again)
+    shutil.rmtree(tmp_path / "there" / "step-8")
+    capsys.readouterr()
+    run(*again)
+    assert "step-24 is the end of its run: nothing is left to do" in capsys.readouterr().out
+
+
+def test_a_link_that_a_copy_made_a_directory_is_one_sentence(run, tmp_path):
+    run("run", "n_examples=8")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # follows links
+    with pytest.raises(InputError, match="LATEST is a directory where a link to a step-N belongs: remove it"):
+        run("copy", "resume=auto")
+
+
 # --- what must not change ------------------------------------------------------------------------------------------
 
 
@@ -252,8 +298,11 @@ def test_changed_data_is_noticed(run, rows, tmp_path):
     run("run", "n_examples=12", "resume=auto")  # the same texts in another place
     with (own / "train.jsonl").open("a") as file:
         file.write(json.dumps({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}))
+    records = [tmp_path / "run" / name for name in ("config.yaml", "preflight.json")]
+    before = [record.read_text() for record in records]
     with pytest.raises(InputError, match=r"the training data has changed since .*step-12"):
         run("run", "resume=auto", f"dataset_sources.hh={own}")
+    assert [record.read_text() for record in records] == before
 
 
 def test_every_key_that_may_change_is_a_key():
@@ -329,5 +378,5 @@ def test_a_run_continues_with_other_processes_and_another_trainer_to_rounding(ru
     for ours, theirs in zip(*logs, strict=True):
         for name in ("loss/train", "grad_norm", "logps_train/chosen", "lr"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
-    last = [read_state(tmp_path / name / "step-24", "policy") for name in ("whole", "run")]
+    last = [read_state(tmp_path / name / "step-24" / "policy.pt") for name in ("whole", "run")]
     assert all(torch.allclose(last[0][name], last[1][name], atol=1e-4) for name in last[0])

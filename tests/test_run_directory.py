@@ -89,3 +89,9 @@ def test_a_directory_is_one_run_at_a_time_and_free_again_when_it_ends(tmp_path):
 def test_a_run_may_be_continued_where_it_is(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}")
     assert create_run_dir(str(tmp_path), continued=True) == tmp_path
+
+
+def test_a_home_directory_may_be_abbreviated(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run("run", "local_run_dir=~/short", "n_examples=4")
+    assert {"config.yaml", "metrics.jsonl", "step-4"} <= {path.name for path in (tmp_path / "short").iterdir()}

@@ -137,6 +137,9 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         ("warmup_steps=-1", "warmup_steps=-1 must be a whole number, 0 or more"),
         ("seed=4294967296", "seed=4294967296 must be a whole number from 0 to 2**32 - 1"),
         ("lr=nan", "lr=nan must be a number above 0"),
+        ("lr=inf", "lr=inf must be a number above 0"),
+        ("collective_timeout_secs=1e30", "collective_timeout_secs=1e+30 must be seconds above 0, ten million at most"),
+        ("wandb.project=a/b", "wandb.project=a/b must be a name of at most 128 characters without / "),
         ("loss.beta=0", "loss.beta=0 must be a number above 0"),
         ("sample_during_eval=1", "sample_during_eval=1 must be true or false"),
         ("datasets=hh", "datasets=hh must be a list of different names"),
@@ -283,6 +286,7 @@ def test_defaults_are_the_references():
         "model.autocast": None,
         "model.attn_implementation": "eager",
         "model.random_init": False,
+        "model.trust_remote_code": False,
     }
 
     assert {k: v for k, v in values.items() if k not in ours} == {
