@@ -93,5 +93,5 @@ def test_a_run_may_be_continued_where_it_is(tmp_path):
 
 def test_a_home_directory_may_be_abbreviated(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    run("run", "local_run_dir=~/short", "n_examples=4")
+    run("run", "local_run_dir='~/short'", "n_examples=4")
     assert {"config.yaml", "metrics.jsonl", "step-4"} <= {path.name for path in (tmp_path / "short").iterdir()}
