@@ -55,38 +55,6 @@ class Run(NamedTuple):
         return self.checkpoint is not None and self.manifest["updates"] >= updates and self.manifest["evaluated"]
 
 
-def open_run(config: DictConfig) -> Run:
-    """Make or reopen the directory of a run, and find the checkpoint from which it continues, if it does.
-
-    A run that continues elsewhere begins with that checkpoint and the logs. Raises InputError if the directory holds
-    another run or is in use, if there is no checkpoint where one was named, and if the config is not that of its run.
-    """
-    resume, path = config.resume, Path(config.local_run_dir).resolve()
-    source = path if resume in (None, "auto") else Path(resume).expanduser().resolve()
-    named = STEP.fullmatch(source.name) is not None
-    elsewhere = source != path and not (named and source.parent == path)
-    found = _find_whole(source, resume) if elsewhere else None
-    begun = found is not None and _is_begun(path, found)
-    if begun and find_checkpoints(path):  # the command was given before: it goes on there
-        source, named, elsewhere = path, False, False
-    run_dir = create_run_dir(config.local_run_dir, continued=begun or (resume is not None and not elsewhere))
-    run = Run(run_dir, lock_run_dir(run_dir))
-    if resume is not None and not elsewhere:
-        tidy(run_dir)
-        found = _find_whole(source, resume)
-        _refuse_going_back(found, resume) if named else _move_damaged_aside(found, run_dir)
-    if found is not None:
-        check_fits(found.manifest, facts_of(config), where=found.path)
-        print(f"continuing from {found.path}")
-        if elsewhere:
-            _begin_with(found, run_dir)
-        run = run._replace(checkpoint=run_dir.resolve() / found.path.name, manifest=found.manifest)
-        _point_again(run)
-    elif resume is not None:
-        _move_logs_aside(run_dir)
-    return run
-
-
 class Found(NamedTuple):
     """A complete checkpoint."""
 
@@ -94,24 +62,82 @@ class Found(NamedTuple):
     manifest: Mapping[str, Any]
 
 
-def _find_whole(source: Path, resume: str) -> Found | None:
-    """A run's newest complete checkpoint, or the one that is named; None if `auto` finds none at all."""
-    candidates = [source] if STEP.fullmatch(source.name) else find_checkpoints(source)
+def open_run(config: DictConfig) -> Run:
+    """Make or reopen the directory of a run, and find the checkpoint from which it continues, if it does.
+
+    A run that continues elsewhere begins with that checkpoint and the logs. Raises InputError if the directory holds
+    another run or is in use, if there is no checkpoint where one was named, and if the config is not that of its run.
+    """
+    if config.resume is None:
+        return _claim(config, continued=False)
+    path = Path(config.local_run_dir).resolve()
+    source = path if config.resume == "auto" else Path(config.resume).expanduser().resolve()
+    if source == path or (_is_named(source) and source.parent == path):
+        return _continue_here(config, source)
+    found = _find_whole(source, config)
+    begun = _is_begun(path, found)
+    if begun and find_checkpoints(path):  # the command was given before
+        return _continue_here(config, path)
+    run = _claim(config, continued=begun)
+    _begin_with(found, run.directory)
+    return _go_on(run, found)
+
+
+def _claim(config: DictConfig, *, continued: bool) -> Run:
+    run_dir = create_run_dir(config.local_run_dir, continued=continued)
+    return Run(run_dir, lock_run_dir(run_dir))
+
+
+def _continue_here(config: DictConfig, source: Path) -> Run:
+    """Go on in the run's own directory, or start there if `auto` finds nothing."""
+    run = _claim(config, continued=True)
+    tidy(run.directory)
+    found = _find_whole(source, config)
+    if found is None:
+        _move_logs_aside(run.directory)
+        return run
+    if _is_named(source):
+        _refuse_going_back(found, config.resume)
+    else:
+        _move_damaged_aside(found, run.directory)
+    return _go_on(run, found)
+
+
+def _go_on(run: Run, found: Found) -> Run:
+    print(f"continuing from {found.path}")
+    run = run._replace(checkpoint=run.directory.resolve() / found.path.name, manifest=found.manifest)
+    _point_again(run)
+    return run
+
+
+def _is_named(source: Path) -> bool:
+    """Whether a path is one checkpoint, not a run's directory."""
+    return STEP.fullmatch(source.name) is not None
+
+
+def _find_whole(source: Path, config: DictConfig) -> Found | None:
+    """A run's newest complete checkpoint, or the one that is named; None if `auto` finds none at all.
+
+    Raises InputError if no checkpoint is complete, and if the config is not that of its run.
+    """
+    candidates = [source] if _is_named(source) else find_checkpoints(source)
     reasons = ""
     for path in candidates:
         try:
             manifest = check_complete(path)
             if missing := FACTS - manifest.keys():
                 raise DamagedCheckpoint(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}")
-            return Found(path, manifest)
         except DamagedCheckpoint as error:
             print(f"warning: skipped: {error}")
             reasons += f"; {error}"
-    if resume == "auto" and not candidates:
+        else:
+            check_fits(manifest, facts_of(config), where=path)
+            return Found(path, manifest)
+    if config.resume == "auto" and not candidates:
         return None
     raise InputError(
-        f"resume={resume} finds no complete checkpoint{reasons[:1000]}; give a run's directory or one of its step-N, "
-        f"or start a run from weights alone with model.archive"
+        f"resume={config.resume} finds no complete checkpoint{reasons[:1000]}; give a run's directory or one of its "
+        f"step-N, or start a run from weights alone with model.archive"
     )
 
 
@@ -130,9 +156,9 @@ def _refuse_going_back(found: Found, resume: str) -> None:
         )
 
 
-def _move_damaged_aside(found: Found | None, run_dir: Path) -> None:
+def _move_damaged_aside(found: Found, run_dir: Path) -> None:
     """Newer checkpoints, which are damaged, shall neither count when pruning nor come first again."""
-    for path in find_checkpoints(run_dir) if found else []:
+    for path in find_checkpoints(run_dir):
         if step_of(path) > step_of(found.path):
             names = (path.with_name(f"damaged-{path.name}" + f".{n}" * (n > 0)) for n in itertools.count())
             path.rename(next(name for name in names if not name.exists()))

@@ -119,6 +119,7 @@ def count_processes(config: DictConfig) -> Processes:
 
 def run(config: DictConfig) -> None:
     """Train as a validated config says, in as many processes as it asks for."""
+    from archive import find_archive
     from launching import find_seat, launch
     from memory import dry_run
 
@@ -128,7 +129,9 @@ def run(config: DictConfig) -> None:
     if config.dry_run:
         seat = find_seat()
         if seat is None or seat.rank == 0:
-            check_models(config, world_size)
+            check_model(config, world_size)
+            if config.model.archive is not None:
+                find_archive(config.model.archive)
             dry_run(config, trainer, world_size)
         return
     launch(
@@ -203,9 +206,8 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
         print(f"run directory: {config.local_run_dir}")
 
 
-def check_models(config: DictConfig, world_size: int) -> None:
-    """Raises InputError for a model or an archive that is not there, and for layers that cannot be cut as asked."""
-    from archive import find_archive
+def check_model(config: DictConfig, world_size: int) -> None:
+    """Raises InputError for a model that is not there, and for layers that cannot be cut as asked."""
     from models import load_config
     from tensor_parallelism import check_tensor_parallel
     from utils import get_cache_dir
@@ -215,8 +217,6 @@ def check_models(config: DictConfig, world_size: int) -> None:
         model.name_or_path, cache_dir=get_cache_dir(config.local_dirs), trust_remote_code=model.trust_remote_code
     )
     check_tensor_parallel(structure, find_trainer(config).tensor_size(config, world_size))
-    if model.archive is not None:
-        find_archive(model.archive)
 
 
 def load_models(config: DictConfig, rank: int, world_size: int, resume_from: Path | None = None) -> tuple[Any, Any]:
@@ -225,7 +225,7 @@ def load_models(config: DictConfig, rank: int, world_size: int, resume_from: Pat
     from models import DTYPES, load_model, load_structure
     from utils import get_cache_dir
 
-    check_models(config, world_size)
+    check_model(config, world_size)
     found = {
         "name": config.model.name_or_path,
         "attn_implementation": config.model.attn_implementation,
