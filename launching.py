@@ -47,11 +47,12 @@ class Seat(NamedTuple):
     hosts: bool = False  # whether it serves the store at which all meet
 
 
-def find_seat(environ: Mapping[str, str] = os.environ) -> Seat | None:
+def find_seat(environ: Mapping[str, str] | None = None) -> Seat | None:
     """The seat that torchrun or Slurm (several tasks of one `srun`) gave this process; None if nobody did.
 
     Raises InputError for variables that are missing or no numbers.
     """
+    environ = os.environ if environ is None else environ  # not a default: `datasets` puts a copy in its place
     number = partial(_number, environ=environ)
     if {"RANK", "WORLD_SIZE"} <= environ.keys():
         rank = number("RANK")
@@ -66,7 +67,7 @@ def find_seat(environ: Mapping[str, str] = os.environ) -> Seat | None:
     return None
 
 
-def _number(name: str, default: int | None = None, *, environ: Mapping[str, str] = os.environ) -> int:
+def _number(name: str, default: int | None = None, *, environ: Mapping[str, str]) -> int:
     """An environment variable that must be a whole number, and be there if it has no default."""
     if name not in environ and default is None:
         raise InputError(f"a launcher set some of its variables, but not {name}: unset them or launch anew")
@@ -114,7 +115,13 @@ def launch(
         keep_freed_memory()
         worker(0, 1, *args)
     else:
-        _spawn(worker, world_size, args, port=port or _number("MASTER_PORT", 0), timeout_secs=timeout_secs)
+        _spawn(
+            worker,
+            world_size,
+            args,
+            port=port or _number("MASTER_PORT", 0, environ=os.environ),
+            timeout_secs=timeout_secs,
+        )
 
 
 def raise_open_file_limit() -> None:

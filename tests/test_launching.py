@@ -161,6 +161,11 @@ def test_a_launcher_gives_a_seat(environ, seat):
     assert find_seat(environ) == seat
 
 
+def test_a_seat_is_found_in_the_environment_as_it_is_now(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "2"})  # as `datasets` does it
+    assert find_seat().rank == 1
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [("node7", "node7"), ("gpu[03-05,9]", "gpu03"), ("a1,b[2-3]", "a1"), ("n-1-[12,15]", "n-1-12")],
