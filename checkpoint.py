@@ -149,7 +149,7 @@ def check_complete(directory: Path) -> dict[str, Any]:
                 found = {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
             if found != expected:
                 raise DamagedCheckpoint(f"{directory / name} is not as it was written")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, DamagedCheckpoint):
             raise
         reason = "has no manifest" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"

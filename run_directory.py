@@ -77,7 +77,7 @@ def environment() -> dict[str, Any]:
 
 def create_run_dir(path: str, *, continued: bool = False) -> Path:
     """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`."""
-    run_dir = Path(path).expanduser()
+    run_dir = Path(path)
     held = [name for name in ("metrics.jsonl", "LATEST") if os.path.lexists(run_dir / name)]
     if held and not continued:
         raise InputError(

@@ -42,10 +42,6 @@ def _is_number(value: Any) -> bool:
     return _is_int(value) or isinstance(value, float)
 
 
-def _is_finite(value: Any) -> bool:
-    return _is_number(value) and math.isfinite(value)
-
-
 def _or_null(rule: Rule) -> Rule:
     return Rule(lambda v: v is None or rule.holds(v), f"{rule.wanted}, or null")
 
@@ -54,7 +50,7 @@ SEED = Rule(lambda v: _is_int(v) and 0 <= v < 2**32, "a whole number from 0 to 2
 COUNT = Rule(lambda v: _is_int(v) and v > 0, "a whole number above 0")
 AT_LEAST_2 = Rule(lambda v: _is_int(v) and v >= 2, "a whole number, 2 or more: one may prove damaged")
 NATURAL = Rule(lambda v: _is_int(v) and v >= 0, "a whole number, 0 or more")
-FINITE = Rule(lambda v: _is_finite(v) and v > 0, "a number above 0")
+FINITE = Rule(lambda v: _is_number(v) and 0 < v < math.inf, "a number above 0")
 SECONDS = Rule(lambda v: _is_number(v) and 0 < v <= 10**7, "seconds above 0, ten million at most")
 POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
 NON_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a number, 0 or more")

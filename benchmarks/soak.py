@@ -40,7 +40,7 @@ def read_log(run_dir: Path) -> list[dict]:
 def find_differences(whole: Path, other: Path) -> list[str]:
     """What of two finished runs is not the same to the bit; empty if all is."""
     logs = [read_log(run_dir) for run_dir in (whole, other)]
-    found = [] if repr(logs[0]) == repr(logs[1]) else ["metrics.jsonl"]  # as text: NaN is no NaN's equal
+    found = [] if logs[0] == logs[1] else ["metrics.jsonl"]
     for name in ("samples.jsonl", "samples.txt"):
         texts = [path.read_text() if (path := run_dir / name).exists() else None for run_dir in (whole, other)]
         found += [name] if texts[0] != texts[1] else []

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,21 @@ def train(*overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.C
 def metrics_of(run_dir: Path, split: str) -> list[dict]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["split"] == split]
+
+
+def assert_gone(pids: list[int], within: float = 10) -> None:
+    """None of these processes is there any more, or soon."""
+    deadline = time.monotonic() + within
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"of {pids}, some are still there"
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.fixture(scope="session")

@@ -212,7 +212,8 @@ def test_a_manifest_that_says_something_else_is_damage(key, value, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "null", "[]", "{}", '{"files": null}', '{"files": {}}', '{"files": "policy.pt"}']
+    "content",
+    ["", "null", "[]", "{}", '{"files": null}', '{"files": {}}', '{"files": "policy.pt"}', "[" * 100_000],
 )
 def test_a_manifest_of_another_form_is_damage(content, tmp_path):
     [saved] = write(tmp_path, 8)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, metrics_of, small_run, train
+from conftest import ROOT, assert_gone, metrics_of, small_run, train
 from faulty import Run, ask_to_stop_while_loading, kill_after_update, kill_at_step_of_saving, limit_file_size
 
 from benchmarks.soak import find_differences, workers_of
@@ -202,8 +202,11 @@ def test_the_launcher_passes_a_signal_on_and_all_exit_with_143(rows, whole_shard
 def test_workers_end_with_their_parent_and_the_run_continues(rows, whole_sharded, tmp_path):
     process = start_sharded(rows, tmp_path / "run")
     wait_for_updates(tmp_path / "run", 3, process)
+    workers = workers_of(process.pid)
     process.kill()
     process.communicate(timeout=20)  # the workers hold its output open
+    assert len(workers) == 2
+    assert_gone(workers)
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import ROOT, assert_gone
 
 from launching import Seat, WorkerFailed, find_seat, launch
 from utils import InputError
@@ -33,18 +33,7 @@ def note_pid(folder: Path, rank: int) -> None:
 
 
 def assert_all_gone(folder: Path, count: int = 2, within: float = 10) -> None:
-    pids = [int((folder / f"pid{rank}").read_text()) for rank in range(count)]
-    deadline = time.monotonic() + within
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"of {pids}, some are still there"
-        time.sleep(0.1)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert_gone([int((folder / f"pid{rank}").read_text()) for rank in range(count)], within)
 
 
 # --- what workers do in these tests --------------------------------------------------------------------------------
