@@ -37,6 +37,7 @@ class Grid:
     ) -> None:
         self.rank, self.world_size, self.tensor_size = rank, world_size, tensor_size
         self.data_rank, self.data_size = rank // tensor_size, world_size // tensor_size
+        self.counts = rank % tensor_size == 0  # one of those that see the same rows does
         self.shard_size = shard_size or self.data_size
         self._data_group = None  # all processes
         if tensor_size > 1:
@@ -52,9 +53,9 @@ class Grid:
             self.mesh = init_device_mesh(self.device.type, grid, mesh_dim_names=("replicate", "shard", "tensor"))
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of the values of all processes that see different rows."""
-        if self.data_size > 1:
-            dist.all_reduce(values, group=self._data_group)
+        """The sum of the values of all processes."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
         return values
 
     def any(self, here: bool) -> bool:
@@ -119,6 +120,7 @@ def distribute(model: Any, grid: Grid, *, block_name: str | None, compute_dtype:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         done |= within
     if sharded:
+        model.compute_dtype = compute_dtype
         model.apply_to_itself = MethodType(_apply, model)
         register_fsdp_forward_method(model, "apply_to_itself")
     return model
@@ -189,10 +191,12 @@ def _from_rank_0(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dt
     return data
 
 
-def keep_root_gathered(model: torch.nn.Module, keep: bool) -> None:
-    """Whether the root's unit, embeddings and head, stays gathered after a backward: once per update is enough."""
+def accumulate(model: torch.nn.Module, *, last: bool) -> None:
+    """Say whether the next backward is the `last` of an update: once per update is enough for gathering the root's
+    unit, embeddings and head, and for adding up the gradients of copies (`replicate`)."""
     if isinstance(model, FSDPModule):
-        model.set_reshard_after_backward(not keep, recurse=False)
+        model.set_reshard_after_backward(last, recurse=False)
+        model.set_requires_all_reduce(last)
 
 
 def release_gathered(model: torch.nn.Module) -> None:
@@ -226,17 +230,28 @@ def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
 
 
 def _fits(model: torch.nn.Module) -> bool:
-    """Whether the whole weights take at most half of the free memory of every process's device."""
-    parameters = list(model.parameters())
-    needed = sum(p.numel() * p.element_size() for p in parameters)  # numel is that of the whole
-    device = parameters[0].device
+    """Whether the gathered weights take at most half of the free memory of every process's device."""
+    device = next(model.parameters()).device
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the allocator keeps for later does not count as free
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = host_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    answer = torch.tensor(int(needed <= free / 2), device=device)
+    answer = torch.tensor(int(gathered_size(model) <= free / 2), device=device)
     dist.all_reduce(answer, op=dist.ReduceOp.MIN)
     return bool(answer.item())
+
+
+def gathered_size(model: Any) -> int:
+    """Bytes of the weights of a sharded model that a process holds when all shards are gathered: in the dtype that it
+    computes in, and of what is cut along `tensor` a slice."""
+    return sum(p.numel() // _n_slices(p) for p in model.parameters()) * model.compute_dtype.itemsize
+
+
+def _n_slices(parameter: DTensor) -> int:
+    """In how many slices a parameter is cut along `tensor`; numel is that of the whole."""
+    axes = zip(parameter.device_mesh.mesh_dim_names, parameter.device_mesh.shape, parameter.placements, strict=True)
+    return next((size for axis, size, placement in axes if axis == "tensor" and placement.is_shard()), 1)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

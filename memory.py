@@ -27,7 +27,6 @@ from layouts import Layout, Microbatch, layout_by_rules
 from losses import LOSSES
 from models import DTYPES, load_structure
 from optimization import OPTIMIZERS
-from packing import Packed
 from preflight import TrainingData, load_data
 from utils import RunError, get_cache_dir
 
@@ -181,10 +180,7 @@ def _largest_microbatches(
 
 
 def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:
-    moved = microbatch.inputs
-    if isinstance(moved, Packed):
-        return Packed(*(fake.from_tensor(tensor).to(device) for tensor in moved[:-1]), moved.shape)
-    return {key: fake.from_tensor(value).to(device) for key, value in moved.items()}
+    return microbatch.map(lambda tensor: fake.from_tensor(tensor).to(device)).inputs
 
 
 def _run(policy: Any, layout: Layout, inputs: Any, autocast: str | None, n_backwards: int) -> Ledger:

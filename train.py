@@ -162,9 +162,9 @@ def _stop_now(number: int) -> None:
 
 def _work(rank: int, world_size: int, config: DictConfig) -> None:
     import datasets
-    import torch
     import transformers
 
+    from arithmetic import set_up_torch
     from distributed import from_rank_0
     from memory import explaining_out_of_memory
     from preflight import load_data
@@ -176,10 +176,8 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
     run = open_run(config) if rank == 0 else None  # and hold it until the end
     resume_from = from_rank_0(run.checkpoint if run else None)
     transformers.set_seed(config.seed)  # Python's, numpy's and torch's
-    torch.backends.cuda.matmul.allow_tf32 = True
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks of CUDA users here
-        torch.use_deterministic_algorithms(True)
+    compiles = config.compile or config.model.attn_implementation == "flex_attention"
+    set_up_torch(deterministic=config.deterministic, compiles=compiles)
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
@@ -387,5 +385,7 @@ def _first_of_sweep(override: str) -> str:
 
 if __name__ == "__main__":
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for torch: large CPU tensors in huge pages, fewer page faults
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # microbatches of ever other shapes would fragment CUDA's memory
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     sys.argv[1:] = check_command_line(sys.argv[1:])
     main()

@@ -14,7 +14,8 @@ import torch
 from omegaconf import DictConfig
 
 from batches import Batches, GlobalBatch
-from distributed import Grid, distribute, find_blocks, full_tensor, keep_root_gathered
+from device_map import choose_device_map, move_less
+from distributed import Grid, accumulate, distribute, find_blocks, full_tensor
 from health import Guard, NonFinite
 from layouts import Logps
 from losses import LOSSES, _get_batch_logps, preference_loss  # noqa: F401  (the reference has the last two here)
@@ -81,7 +82,8 @@ class BasicTrainer:
         self.eval_batches = list(self.batches.test(config.eval_batch_size, n_examples=config.n_eval_examples))
         self.checkpoints = Checkpoints(self.run_dir, self.grid, keep=config.keep_checkpoints, say=self.progress.line)
         self.guard = Guard(self.run_dir, self.data.train, self.grid, policy=config.nan_policy, say=self.progress.line)
-        self._asked_to_stop: list[int] = []
+        self._asked_to_stop: list[int] = []  # signals that this process had
+        self.stop_is_agreed = False  # by all processes, once any of them had one
         self.logger_state: dict[str, Any] = {}
         if resume_from is not None:
             self.checkpoints.restore(resume_from, self._stateful())
@@ -120,11 +122,12 @@ class BasicTrainer:
     @classmethod
     def device_map(cls) -> str | dict | None:
         """Where transformers puts the weights while loading: over all GPUs, on the one, or on the CPU."""
-        gpus = torch.cuda.device_count()
-        return None if gpus == 0 else {"": 0} if gpus == 1 else "balanced"
+        return choose_device_map(torch.cuda.device_count())
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         """Distribute a loaded model over devices and processes; here it is where it was loaded."""
+        if len({*getattr(model, "hf_device_map", {}).values()}) > 1:
+            move_less(model, find_blocks(model, self.config.model.block_name))
         return model
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -153,7 +156,8 @@ class BasicTrainer:
                     self.progress.train(metrics, examples=self.example_counter)
                     self.guard.watch(metrics, update=self.batch_counter)
                     self.checkpoints.check()
-                    self._stop_if_asked()
+                    if self.stop_is_agreed:
+                        raise Stopped
                 self.evaluate_and_save(last=True)
                 self.checkpoints.finish()
             except (Stopped, NonFinite) as ending:  # on every process
@@ -177,30 +181,39 @@ class BasicTrainer:
         self.policy.train()
         losses_of = partial(self.objective.losses, *self._models, split="train", loss_config=self.config.loss)
         parts = []
-        known = self.objective.reference_logps.find(batch.keys)
-        for microbatch in batch.microbatches:
-            keep_root_gathered(self.policy, microbatch is not batch.microbatches[-1])
+        known = self.objective.known_reference(batch)
+        for number, microbatch in enumerate(batch.microbatches, start=1):
+            accumulate(self.policy, last=number == len(batch.microbatches))
+            microbatch = microbatch.to(self.objective.device)
             losses, metrics = losses_of(microbatch, known)
             # the mean over the global batch, of which FSDP will take the mean over processes
             (losses.sum() * self.grid.data_size / self.config.batch_size).backward()
             parts.append((microbatch.rows, metrics))
-        grad_norm = self.clip_gradient()
+        # everything that the host asks of the device in an update, and that processes agree on: waits for the device
+        reduced = self.objective.reduce(parts, batch.keys, self._scalars(self.clip_gradient()))
+        self.stop_is_agreed = reduced.scalars.pop("stop") > 0
         lr = self.scheduler.get_last_lr()[0]
         self.batch_counter += 1
         self.example_counter += self.config.batch_size
-        if self.guard.allows(batch, parts, grad_norm, update=self.batch_counter):
+        if self.guard.allows(batch, reduced.examples, reduced.scalars["grad_norm"], update=self.batch_counter):
             self.optimizer.step()
             self.scheduler.step()
         self.optimizer.zero_grad()
 
-        metrics = self.objective.reduce(parts, batch.keys, {"grad_norm": grad_norm})  # waits for the device
-        seconds = time.perf_counter() - start
+        metrics, seconds = reduced.means(), time.perf_counter() - start
         tokens = sum(int(batch.batch[key].sum()) for key in SEQUENCE_MASKS if key in batch.batch)
         return metrics | {
             "lr": lr,
             "examples_per_second": self.config.batch_size / seconds,
             "tokens_per_second": tokens / seconds,
             "memory/peak_gb": peak_memory_gb(),
+        }
+
+    def _scalars(self, grad_norm: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is summed over the processes beside the metrics: all have one norm, any may be asked to stop."""
+        return {
+            "grad_norm": grad_norm if self.rank == 0 else torch.zeros_like(grad_norm),
+            "stop": torch.full_like(grad_norm, bool(self._asked_to_stop)),
         }
 
     def clip_gradient(self) -> torch.Tensor:
@@ -233,13 +246,13 @@ class BasicTrainer:
         losses_of = partial(self.objective.losses, *self._models, split="eval", loss_config=self.config.loss)
         parts, keys = [], []
         for batch in self.progress.over(self.eval_batches, total=len(self.eval_batches), what="evaluate"):
-            known = self.objective.reference_logps.find(batch.keys)
+            known = self.objective.known_reference(batch)
             self._stop_if_asked()
-            for microbatch in batch.microbatches:
+            for microbatch in (microbatch.to(self.objective.device) for microbatch in batch.microbatches):
                 _, metrics = losses_of(microbatch, known)
-                parts.append(([len(keys) + row for row in microbatch.rows], metrics))
+                parts.append((microbatch.rows + len(keys), metrics))
             keys += batch.keys
-        return self.objective.reduce(parts, keys, {})
+        return self.objective.reduce(parts, keys).means()
 
     def evaluate_and_save(self, *, last: bool = False) -> None:
         """Evaluate, sample and save, each if it is due here and was not done; `last`: all are due."""

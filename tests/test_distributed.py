@@ -93,7 +93,7 @@ def compare_with_one_process(family: str, grid: Grid, *, activation_checkpointin
         (loss * grid.data_size).backward()
 
         assert model.training
-        assert torch.allclose(grid.add(loss.detach()[None])[0], expected, rtol=1e-6), family
+        assert torch.allclose(grid.add(loss.detach()[None] * grid.counts)[0], expected, rtol=1e-6), family
         for name, parameter in model.named_parameters():
             assert torch.equal(full_tensor(parameter.detach()), whole.get_parameter(name)), f"{family} {name}"
             off = (full_tensor(parameter.grad) - gradients[name]).norm() / gradients[name].norm()
