@@ -248,8 +248,10 @@ def gathered_size(model: Any) -> int:
     return sum(p.numel() // _n_slices(p) for p in model.parameters()) * model.compute_dtype.itemsize
 
 
-def _n_slices(parameter: DTensor) -> int:
-    """In how many slices a parameter is cut along `tensor`; numel is that of the whole."""
+def _n_slices(parameter: torch.Tensor) -> int:
+    """In how many slices a parameter is cut along `tensor`; its numel is that of the whole."""
+    if not isinstance(parameter, DTensor):  # of a unit that is gathered
+        return 1
     axes = zip(parameter.device_mesh.mesh_dim_names, parameter.device_mesh.shape, parameter.placements, strict=True)
     return next((size for axis, size, placement in axes if axis == "tensor" and placement.is_shard()), 1)
 

@@ -362,8 +362,8 @@ def _cause(
             return InputError(messages[rank])
         return WorkerFailed(messages[rank] or f"rank {rank} {_describe(statuses[rank])}")
     blame = [f"{_ranks(stuck)} did not answer within collective_timeout_secs={timeout_secs:g}"] * bool(stuck)
-    words = [messages[rank] or f"rank {rank} {_describe(status)}" for rank, status in statuses.items()]
-    return WorkerFailed("\n".join([*blame, *words]))
+    aborted = "was killed by SIGABRT, as NCCL does when a collective takes longer"
+    return WorkerFailed("\n".join([*blame, *(messages[rank] or f"rank {rank} {aborted}" for rank in statuses)]))
 
 
 def _last_words(pipe: Any) -> str:
@@ -376,8 +376,5 @@ def _last_words(pipe: Any) -> str:
 def _describe(status: int) -> str:
     if status >= 0:
         return f"exited with status {status} and no message"
-    why = {
-        -signal.SIGKILL: ", as the system does when memory runs out",
-        ABORTED: ", as NCCL does when a collective takes longer than collective_timeout_secs",
-    }
-    return f"was killed by {signal.Signals(-status).name}{why.get(status, '')}"
+    name = signal.Signals(-status).name
+    return f"was killed by {name}" + (", as the system does when memory runs out" if name == "SIGKILL" else "")

@@ -1,5 +1,5 @@
-"""A model spread over two GPUs of one process. Fake tensors stand in for them: they have a device and no numbers, and an
-operation on two devices raises, as on GPUs. (The devices are called cpu:0 and cpu:1, which autograd accepts.)"""
+"""A model spread over two GPUs of one process, with fake tensors: they have a device and no numbers, and an operation
+on two devices raises, as on GPUs. (The devices are called cpu:0 and cpu:1, which autograd accepts on any machine.)"""
 
 from __future__ import annotations
 

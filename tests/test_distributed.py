@@ -19,6 +19,7 @@ import transformers
 from conftest import GOLDEN, ROOT, metrics_of, run_script, train
 from tiny_models import FAMILIES, batch_of, build
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
 from distributed import Grid, distribute, full_state, full_tensor
@@ -150,6 +151,19 @@ def send_different_models(rank: int, world_size: int) -> None:
 def test_processes_that_see_different_models_are_told_so():
     with pytest.raises(Exception, match="rank 1 and rank 0 see different models"):
         launch(send_different_models, 2, process_group=True)
+
+
+def know_the_gathered_size(rank: int, world_size: int) -> None:
+    for sizes in ({}, {"tensor_size": 2}):
+        model = build("llama", on_meta=rank != 0)
+        whole = sum(p.numel() for p in model.parameters())
+        model = distribute(model, Grid(rank, world_size, **sizes), block_name=None, compute_dtype=torch.bfloat16)
+        slices = sum(p.to_local().numel() for p in model.parameters()) if sizes else whole
+        assert distributed.gathered_size(model) == 2 * slices  # float32 weights are gathered in bfloat16
+
+
+def test_what_sampling_gathers_is_counted_in_the_dtype_and_the_slices_that_are_gathered():
+    launch(know_the_gathered_size, 2, process_group=True)
 
 
 def use_no_more_memory_than_shards(rank: int, world_size: int, sizes: dict) -> None:
@@ -301,6 +315,33 @@ def count_gathers_in_an_update(rank: int, world_size: int, run_dir: Path) -> Non
 
 def test_embeddings_and_head_are_gathered_once_per_update(tmp_path):
     launch(count_gathers_in_an_update, 2, tmp_path, process_group=True)
+
+
+class AllReduces(TorchDispatchMode):
+    """How many all-reduces of how many elements are issued, but for single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.c10d.allreduce_.default:
+            self.sizes += [tensor.numel() for tensor in args[0] if tensor.numel() > 1]
+        return function(*args, **(kwargs or {}))
+
+
+def count_all_reduces_in_an_update(rank: int, world_size: int, run_dir: Path) -> None:
+    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer", "fsdp_shard_size=1"))
+    batch = next(trainer.train_iterator)
+    assert len(batch.microbatches) == 2
+    with AllReduces() as collectives:
+        trainer.train_step(batch)
+    # the gradients of 3 blocks and the root, once for both microbatches; one for all metrics and flags
+    assert len(collectives.sizes) == 4 + 1, collectives.sizes
+
+
+def test_copies_add_up_their_gradients_once_per_update(tmp_path):
+    launch(count_all_reduces_in_an_update, 2, tmp_path, process_group=True)
 
 
 def count_gathers_in_sampling(rank: int, world_size: int, run_dir: Path, memory: int | None) -> None:

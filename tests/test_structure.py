@@ -18,7 +18,8 @@ LEVELS = {
     **dict.fromkeys(["self_test", "preflight", "models", "preference_datasets"], 1),
     **dict.fromkeys(["own_data", "demo_data", "preference_data", "data_sources", "tokenization", "packing"], 0),
     **dict.fromkeys(["losses", "optimization", "checkpoint", "metrics", "settings", "run_directory", "utils"], 0),
-    **dict.fromkeys(["arithmetic", "device_map", "archive", "host_memory", "stopping", "launching", "distributed", "tensor_parallelism"], 0),
+    **dict.fromkeys(["arithmetic", "device_map"], 0),
+    **dict.fromkeys(["archive", "host_memory", "stopping", "launching", "distributed", "tensor_parallelism"], 0),
 }
 FILES = {file.stem: file for file in sorted(ROOT.glob("*.py"))}
 TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in FILES.items()}
