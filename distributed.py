@@ -9,12 +9,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -33,7 +35,13 @@ class Grid:
     """
 
     def __init__(
-        self, rank: int = 0, world_size: int = 1, *, shard_size: int | None = None, tensor_size: int = 1
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        shard_size: int | None = None,
+        tensor_size: int = 1,
+        timeout_secs: float = 1800,
     ) -> None:
         self.rank, self.world_size, self.tensor_size = rank, world_size, tensor_size
         self.data_rank, self.data_size = rank // tensor_size, world_size // tensor_size
@@ -51,6 +59,8 @@ class Grid:
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             grid = (self.data_size // self.shard_size, self.shard_size, tensor_size)
             self.mesh = init_device_mesh(self.device.type, grid, mesh_dim_names=("replicate", "shard", "tensor"))
+            for group in (*self.mesh.get_all_groups(), self._data_group):  # which do not take after the group of all
+                _set_pg_timeout(timedelta(seconds=timeout_secs), group)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of the values of all processes."""

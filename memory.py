@@ -273,7 +273,7 @@ def dry_run(config: DictConfig, trainer: Any, world_size: int) -> None:
     """Print what the run would do and need, and what would help if that is more than there is."""
     data = load_data(config)
     plan = Plan.of(config, trainer, world_size)
-    need, available = predict(config, plan, data), _device_memory(world_size)
+    need, available = predict(config, plan, data), _device_memory(trainer, world_size)
     for name, value in need._asdict().items():
         if value:
             print(f"{name:>12} {value / 1e9:8.2f} GB")
@@ -293,7 +293,7 @@ def explaining_out_of_memory(config: DictConfig, trainer: Any, world_size: int, 
         traceback.clear_frames(error.__traceback__)  # and what they hold
         torch.cuda.empty_cache()
         plan = Plan.of(config, trainer, world_size)
-        need, available = predict(config, plan, data).total, _device_memory(world_size)
+        need, available = predict(config, plan, data).total, _device_memory(trainer, world_size)
         said = " ".join(str(error).split())[:200]
         raise RunError(
             f"out of memory: a process needs about {need / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
@@ -305,8 +305,9 @@ def _join(found: list[str]) -> str:
     return ", ".join(found) or "a smaller model, or more processes with trainer=FSDPTrainer"
 
 
-def _device_memory(world_size: int) -> int:
-    """Bytes that one process may have: its GPU's, or its part of the host's free memory."""
+def _device_memory(trainer: Any, world_size: int) -> int:
+    """Bytes that one process may have: its GPU's, those of all GPUs if it is alone, or its part of the host's."""
     if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
+        gpus = range(1 if trainer.multi_process else torch.cuda.device_count())
+        return sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
     return (host_memory().available + resident_memory()) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +133,7 @@ def run(config: DictConfig) -> None:
             check_model(config, world_size)
             if config.model.archive is not None:
                 find_archive(config.model.archive)
+            _set_up_torch(config)  # the memory that attention needs depends on its kernel
             dry_run(config, trainer, world_size)
         return
     launch(
@@ -164,7 +166,6 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
     import datasets
     import transformers
 
-    from arithmetic import set_up_torch
     from distributed import from_rank_0
     from memory import explaining_out_of_memory
     from preflight import load_data
@@ -176,8 +177,7 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
     run = open_run(config) if rank == 0 else None  # and hold it until the end
     resume_from = from_rank_0(run.checkpoint if run else None)
     transformers.set_seed(config.seed)  # Python's, numpy's and torch's
-    compiles = config.compile or config.model.attn_implementation == "flex_attention"
-    set_up_torch(deterministic=config.deterministic, compiles=compiles)
+    _set_up_torch(config)
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
@@ -202,6 +202,13 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
         trainer.train()
     if rank == 0:
         print(f"run directory: {config.local_run_dir}")
+
+
+def _set_up_torch(config: DictConfig) -> None:
+    from arithmetic import set_up_torch
+
+    compiles = config.compile or config.model.attn_implementation == "flex_attention"
+    set_up_torch(deterministic=config.deterministic, compiles=compiles)
 
 
 def check_model(config: DictConfig, world_size: int) -> None:
@@ -383,9 +390,14 @@ def _first_of_sweep(override: str) -> str:
     return f"{override.split('=', 1)[0]}={next(parsed.sweep_string_iterator())}"
 
 
+def set_allocators(environ: MutableMapping[str, str]) -> None:
+    """What torch is to read from the environment when it is imported, unless the user has set it."""
+    environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large CPU tensors in huge pages: fewer page faults
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # CUDA's memory does not fragment, though shapes change all the time
+        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 if __name__ == "__main__":
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for torch: large CPU tensors in huge pages, fewer page faults
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # microbatches of ever other shapes would fragment CUDA's memory
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    set_allocators(os.environ)
     sys.argv[1:] = check_command_line(sys.argv[1:])
     main()

@@ -56,7 +56,13 @@ class BasicTrainer:
         self.config, self.seed, self.run_dir = config, seed, Path(run_dir)
         self.rank, self.world_size = rank, world_size
         tensor_size = self.tensor_size(config, world_size)
-        self.grid = Grid(rank, world_size, shard_size=config.fsdp_shard_size, tensor_size=tensor_size)
+        self.grid = Grid(
+            rank,
+            world_size,
+            shard_size=config.fsdp_shard_size,
+            tensor_size=tensor_size,
+            timeout_secs=config.collective_timeout_secs,
+        )
         self.loss = LOSSES[config.loss.name]
         if self.loss.uses_reference and reference_model is None:
             raise InputError(f"loss={config.loss.name} needs a reference model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -10,13 +11,17 @@ import torch
 import transformers
 from conftest import GOLDEN
 from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
-from tiny_models import COMMON, build
+from tiny_models import COMMON, batch_of, build
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arithmetic import set_up_torch
-from layouts import Padded, SharedPrefix, choose_layout
+from layouts import Padded, SharedPrefix, choose_layout, layout_by_rules
 from models import load_model
 from sampling import sample
+from train import set_allocators
+from trainers import FSDPTrainer
+from utils import init_distributed
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
@@ -147,3 +152,60 @@ def test_flex_attention_gives_way_to_sdpa_for_generation_alone(tokenizer, monkey
     sample(model, prompts, tokenizer, max_length=6, seed=0)
     assert attention == ["sdpa"]
     assert model.config._attn_implementation == "flex_attention"
+
+
+# --- what torch is told ---------------------------------------------------------------------------------------------
+
+
+def test_a_process_group_on_gpus_is_bound_to_the_gpu_of_the_process(monkeypatch):
+    told = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.update(current=device))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **options: told.update(options))
+    init_distributed(5, 8, backend="nccl", local_rank=1)
+    assert told["device_id"] == told["current"] == torch.device("cuda", 1)
+    init_distributed(0, 1, backend="gloo")
+    assert told["device_id"] is None
+
+
+def test_no_attention_kernel_that_plans_for_every_shape():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    set_up_torch(deterministic=False, compiles=False)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("environment", "set_to"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_cuda_memory_grows_in_segments_unless_the_user_says_otherwise(environment, set_to):
+    set_allocators(environment)
+    assert environment.get("PYTORCH_ALLOC_CONF") == set_to
+
+
+def test_rows_are_aligned_on_a_gpu_alone():
+    with FakeTensorMode():
+        on_cpu = build("llama")
+        on_gpu = copy.deepcopy(on_cpu)
+        on_gpu.set_input_embeddings(torch.nn.Embedding(101, 32, _weight=torch.empty(101, 32, device="cuda")))
+    lengths = {}
+    for device, model in (("cpu", on_cpu), ("cuda", on_gpu)):
+        layout, _ = layout_by_rules("shared_prefix", model, max_length=64)
+        [microbatch] = layout.split(batch_of(4, length=9), 1)
+        lengths[device] = microbatch.inputs.input_ids.shape[1]
+    assert lengths["cpu"] % 8
+    assert lengths["cuda"] == 64
+
+
+def test_fsdp_on_a_gpu_in_float32_says_what_bfloat16_would_save(make_trainer, monkeypatch):  # noqa: F811
+    trainer = make_trainer(*DPO)
+    assert trainer.notes() == FSDPTrainer.notes(trainer) == []
+    trainer.grid.device = torch.device("cuda")
+    [note] = FSDPTrainer.notes(trainer)
+    assert "model.fsdp_policy_mp=bfloat16 would halve the 0.00113 GB" in note
+    trainer.compute_dtype = "bfloat16"
+    assert FSDPTrainer.notes(trainer) == []

@@ -153,6 +153,18 @@ def test_processes_that_see_different_models_are_told_so():
         launch(send_different_models, 2, process_group=True)
 
 
+def time_out_in_every_group(rank: int, world_size: int) -> None:
+    for sizes in ({"shard_size": 1}, {"tensor_size": 2}):
+        grid = Grid(rank, world_size, **sizes, timeout_secs=77)
+        groups = (dist.group.WORLD, *grid.mesh.get_all_groups(), grid._data_group)
+        backends = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
+        assert {backend.options._timeout.total_seconds() for backend in backends} == {77}
+
+
+def test_a_collective_in_any_group_times_out_when_the_config_says():
+    launch(time_out_in_every_group, 2, process_group=True, timeout_secs=77)
+
+
 def know_the_gathered_size(rank: int, world_size: int) -> None:
     for sizes in ({}, {"tensor_size": 2}):
         model = build("llama", on_meta=rank != 0)
