@@ -71,6 +71,7 @@ class HashedFile:
         self._block = hashlib.sha256()
         if self._n_bytes % SYNC_EVERY == 0:
             self._finish_syncing()
+            self._file.flush()
             self._syncing = self._threads.submit(os.fdatasync, self._file.fileno())
         self._progress()
 
