@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import MethodType
@@ -300,11 +300,21 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, grid: Grid) -> None:
-    """Load rank 0's whole state dict, None elsewhere; each process keeps what belongs to its shards."""
+    """Load rank 0's whole state dict, None elsewhere; each process keeps copies of what belongs to its shards."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
-        optimizer.load_state_dict(from_rank_0(state))
-        return
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        state = _cut_optimizer_state(parameters, state, grid)
+    else:
+        state = from_rank_0(state)
+    optimizer.load_state_dict(state)
+    for values in optimizer.state.values():  # on a CPU these may still be pages of the file that was read
+        values.update({key: v.clone() for key, v in values.items() if type(v) is torch.Tensor and v.is_cpu})
+
+
+def _cut_optimizer_state(
+    parameters: Sequence[torch.Tensor], state: dict[str, Any] | None, grid: Grid
+) -> dict[str, Any]:
+    """A state dict of this process's shards, from rank 0's of whole tensors."""
     whole = {} if state is None else {i: dict(values) for i, values in state["state"].items()}
     for i, values in whole.items():  # what is as large as its parameter travels alone
         for key, value in values.items():
@@ -314,8 +324,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | Non
     for i, values in sent["state"].items():
         for key, value in values.items():
             if isinstance(value, _Shaped):
-                values[key] = _place_like(parameters[i], whole[i][key] if grid.rank == 0 else None, value.dtype, grid)
-    optimizer.load_state_dict(sent)
+                own = whole[i][key].to(grid.device, copy=True) if grid.rank == 0 else None
+                values[key] = _place_like(parameters[i], own, value.dtype, grid)
+    return sent
 
 
 class _Shaped(NamedTuple):

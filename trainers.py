@@ -19,6 +19,7 @@ from device_map import choose_device_map, move_less
 from distributed import Grid, accumulate, distribute, find_blocks, full_tensor
 from health import Guard, NonFinite
 from layouts import Logps
+from loading import loaded
 from losses import LOSSES, _get_batch_logps, preference_loss  # noqa: F401  (the reference has the last two here)
 from metrics import NullLogger, Progress, Sample, make_logger, peak_memory_gb
 from models import DTYPES, check_positions
@@ -39,7 +40,10 @@ SEQUENCE_MASKS = ("chosen_attention_mask", "rejected_attention_mask")
 
 
 class BasicTrainer:
-    """One process; on several GPUs the layers are spread over them, on none the CPU computes."""
+    """One process; on several GPUs the layers are spread over them, on none the CPU computes.
+
+    `policy` and `reference_model` are models, or functions that load one, the second called when the first is in place.
+    """
 
     def __init__(
         self,
@@ -68,11 +72,12 @@ class BasicTrainer:
             raise InputError(f"loss={config.loss.name} needs a reference model")
         self.data = data or load_data(config, silent=rank != 0)
         self.tokenizer = self.data.tokenizer
-        self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
-        check_positions(policy, config.max_length)
         self.progress = Progress(interval=config.minimum_log_interval_secs, silent=rank != 0)
-
-        self._place_models(policy, reference_model)
+        self.compute_dtype = (config.model.fsdp_policy_mp if self.multi_process else None) or config.model.policy_dtype
+        self.policy = self._place_policy(policy)
+        self.reference_model, self.reference_digest = None, None
+        if reference_model is not None:
+            self._place_reference(reference_model)
         for note in self.notes():
             self.progress.line(note)
         self.optimizer = self.make_optimizer()
@@ -99,22 +104,19 @@ class BasicTrainer:
         self.train_iterator = self._train_batches(skip=self.batch_counter)
         self.logger = make_logger(config, self.run_dir, self.logger_state) if rank == 0 else NullLogger()
 
-    def _place_models(self, policy: Any, reference_model: Any) -> None:
-        config, model = self.config, self.config.model
+    def _place_policy(self, policy: Any) -> Any:
+        config, policy = self.config, loaded(policy, self.config)
+        self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
+        check_positions(policy, config.max_length)
         if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
             policy.gradient_checkpointing_enable({"use_reentrant": False})
-        if config.compile:
-            for whole in (policy,) if reference_model is None else (policy, reference_model):
-                for block in find_blocks(whole, model.block_name):
-                    block.compile(dynamic=True)
-        self.compute_dtype = (model.fsdp_policy_mp if self.multi_process else None) or model.policy_dtype
-        self.reference_digest = None
-        if self.rank == 0 and reference_model is not None:
-            self.reference_digest = model_digest(reference_model, model.autocast or model.reference_dtype)
-        self.policy = self.place(policy, compute_dtype=DTYPES[self.compute_dtype])
-        self.reference_model = None
-        if reference_model is not None:
-            self.reference_model = self.place(reference_model.eval(), compute_dtype=DTYPES[model.reference_dtype])
+        return self.place(policy, compute_dtype=DTYPES[self.compute_dtype])
+
+    def _place_reference(self, reference_model: Any) -> None:
+        settings, reference_model = self.config.model, loaded(reference_model, self.config)
+        if self.rank == 0:
+            self.reference_digest = model_digest(reference_model, settings.autocast or settings.reference_dtype)
+        self.reference_model = self.place(reference_model.eval(), compute_dtype=DTYPES[settings.reference_dtype])
 
     # --- what a subclass may override ------------------------------------------------------------------------------
 

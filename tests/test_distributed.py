@@ -26,9 +26,9 @@ from distributed import Grid, distribute, full_state, full_tensor
 from host_memory import HostMemory
 from launching import launch
 from layouts import Padded, SharedPrefix
+from loading import model_loaders
 from models import concatenated_forward
 from settings import NEED_WHOLE_TENSORS
-from train import load_models
 from trainers import OPTIMIZERS, TRAINERS, BasicTrainer
 from utils import get_open_port
 
@@ -232,7 +232,7 @@ def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str
              "n_eval_model_samples=8", f"local_run_dir={run_dir}", *overrides],
         )  # fmt: skip
     run_dir.mkdir(exist_ok=True)
-    policy, reference = load_models(config, rank, world_size)
+    policy, reference = model_loaders(config, TRAINERS[config.trainer], rank, world_size)
     return TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size)
 
 

@@ -204,6 +204,33 @@ def test_a_preference_loss_without_reference_model_is_refused(make_trainer, tiny
         BasicTrainer(tiny_llama, trainer.config, 0, trainer.run_dir, data=trainer.data)
 
 
+def test_functions_that_load_models_are_called_each_when_the_model_before_is_in_place(make_trainer, tiny_llama):
+    trainer, events = make_trainer(*DPO), []
+
+    class Placing(BasicTrainer):
+        def place(self, model, *, compute_dtype):
+            events.append(f"place {model.what}")
+            return model
+
+    def loader(what: str):
+        def load():
+            events.append(f"load {what}")
+            model = copy.deepcopy(tiny_llama)
+            model.what = what
+            return model
+
+        return load
+
+    ours = Placing(
+        loader("policy"), trainer.config, 0, trainer.run_dir, reference_model=loader("reference"), data=trainer.data
+    )
+
+    assert events == ["load policy", "place policy", "load reference", "place reference"]
+    assert (ours.policy.what, ours.reference_model.what) == ("policy", "reference")
+    assert ours.reference_digest == trainer.reference_digest
+    assert not ours.reference_model.training
+
+
 # --- a run ---------------------------------------------------------------------------------------------------------
 
 
