@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from host_memory import give_back_freed_memory
 from losses import LOSSES
 from models import load_tokenizer
 from preference_datasets import Row, iterate_prompts
@@ -263,6 +264,7 @@ def prepare_data(
                 f"the {split} split of {', '.join(names)} has {reports[split].examples} examples, too few for one "
                 f"batch of {key}={size}: lower {key} or add data"
             )
+    give_back_freed_memory()  # the texts as Python's strings
     updates, dropped = count_updates(
         reports["train"].examples, batch_size=batch_size, n_epochs=n_epochs, n_examples=n_examples
     )
