@@ -15,8 +15,9 @@ from omegaconf import DictConfig
 from layouts import Layout, Microbatch
 from losses import LOSSES
 from packing import content_key, find_examples
-from preference_datasets import Prompt, Row, encode_rows, iterate_rows
+from preference_datasets import Row, encode_rows, iterate_rows
 from preflight import TrainingData
+from prompts import Prompt
 from tokenization import Batch
 
 Item = TypeVar("Item")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 
@@ -13,7 +13,6 @@ import torch
 
 from batches import GlobalBatch
 from distributed import Grid
-from preference_datasets import Prompt
 from utils import RunError
 
 POLICIES = ("raise", "skip")
@@ -28,10 +27,8 @@ class NonFinite(RunError):
 class Guard:
     """Stands between the gradient and the optimizer."""
 
-    def __init__(
-        self, run_dir: Path, prompts: Sequence[Prompt], grid: Grid, *, policy: str, say: Callable[[str], None]
-    ) -> None:
-        self.run_dir, self.prompts, self.grid, self.policy, self.say = run_dir, prompts, grid, policy, say
+    def __init__(self, run_dir: Path, grid: Grid, *, policy: str, say: Callable[[str], None]) -> None:
+        self.run_dir, self.grid, self.policy, self.say = run_dir, grid, policy, say
         self.skipped = 0
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
 
@@ -67,11 +64,10 @@ class Guard:
 
     def _write(self, folder: Path, batch: GlobalBatch, values: Mapping[str, torch.Tensor]) -> None:
         """The examples with their prompts' places in the data and their metrics, as `dataset_sources` reads them."""
-        places = {id(prompt): number for number, prompt in enumerate(self.prompts)}
         columns = {name: column.tolist() for name, column in values.items()}
         lines = []
         for number, (prompt, texts) in enumerate(batch.rows):
-            line = {"prompt": prompt.text, "rejected": "", **texts, "prompt_number": places[id(prompt)]}
+            line = {"prompt": prompt.text, "rejected": "", **texts, "prompt_number": prompt.number}
             lines.append(json.dumps(line | {name: column[number] for name, column in columns.items()}) + "\n")
         folder.mkdir(exist_ok=True)
         for split in ("train", "test"):

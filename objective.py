@@ -20,7 +20,7 @@ from layouts import Layout, Logps, Microbatch, choose_layout
 from losses import LOSSES
 from metrics import Parts, Reduced, reduce_parts
 from models import DTYPES
-from reference_logps import ReferenceLogps, read_logps
+from reference_logps import LogpTable, ReferenceLogps, read_logps
 from tokenization import Batch
 
 Metrics = dict[str, torch.Tensor]  # per example, each (rows,)
@@ -120,7 +120,7 @@ class Objective:
 
         Raises InputError if the file holds something else than the reference gives now.
         """
-        read = read_logps(path) if self.grid.rank == 0 and path.exists() else {}
+        read = read_logps(path) if self.grid.rank == 0 and path.exists() else LogpTable()
         read, seed = from_rank_0((read, secrets.randbits(32)))
         n_scored = self.reference_logps.score_all(batches, partial(self.score, reference_model), read, seed=seed)
         if self.grid.rank == 0:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import random
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
+import multiprocess  # with which datasets starts its workers
 import numpy as np
 import tqdm
 from bs4 import BeautifulSoup, NavigableString
@@ -20,10 +22,10 @@ from data_sources import Source, load_rows
 from demo_data import get_demo
 from own_data import get_own
 from preference_data import PreferenceData, get_field
+from prompts import Prompt
 from tokenization import (
     Batch,
     TextEncoder,
-    TruncationMode,
     collate,
     encode_example,
     tokenize_batch_element,  # noqa: F401  (the reference has it here)
@@ -35,6 +37,7 @@ HUB_IDS = {
     "shp": "stanfordnlp/SHP",
     "se": "HuggingFaceH4/stack-exchange-preferences",
 }
+ROWS_PER_WORKER = 5000  # Stack Exchange's: a few seconds of work, more than a worker's start takes
 
 
 def _progress(rows: Sequence, name: str, silent: bool) -> Iterator:
@@ -125,6 +128,21 @@ def _strip_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**row, "question": strip_html_tags(row["question"]), "answers": answers}
 
 
+def _strip_in_processes(rows: datasets.Dataset, where: str) -> datasets.Dataset:
+    """Checked rows with their HTML as text, made on all CPUs that are ours if there are many, and cached."""
+    workers = min(len(os.sched_getaffinity(0)), len(rows) // ROWS_PER_WORKER)
+    if workers < 2:
+        return rows.map(_strip_row, fn_kwargs={"where": where})
+    # not forked from here: this process may have a GPU, threads, a lock on its run's directory
+    before = multiprocess.get_start_method(allow_none=True)
+    multiprocess.set_start_method("forkserver", force=True)
+    multiprocess.set_forkserver_preload([__name__])
+    try:
+        return rows.map(_strip_row, num_proc=workers, fn_kwargs={"where": where})
+    finally:
+        multiprocess.set_start_method(before, force=True)
+
+
 def get_se(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["se"])
 ) -> PreferenceData:
@@ -135,7 +153,7 @@ def get_se(
     n_test = int(len(rows) * 0.01)
     order = order[:n_test] if split == "test" else order[n_test:]
     if isinstance(rows, datasets.Dataset):  # ten million rows of HTML: on every core, and cached
-        stripped: Any = rows.select(order).map(_strip_row, num_proc=os.cpu_count(), fn_kwargs={"where": source.path})
+        stripped: Any = _strip_in_processes(rows.select(order), source.path)
     else:
         stripped = (_strip_row(rows[i], f"row {i + 1} of {source.path}") for i in order)
 
@@ -195,31 +213,23 @@ def get_dataset(
     return data
 
 
-class Prompt(NamedTuple):
-    """One prompt with all that is trained on it."""
+def iterate_prompts(names: Sequence[str], split: str, **dataset_options: Any) -> Iterator[Prompt]:
+    """The prompts of several datasets, one after the other; options as for `get_dataset`.
 
-    text: str
-    responses: list[str]
-    pairs: list[tuple[int, int]]
-    sft_target: str
-    truncation_mode: TruncationMode
-    rendered: bool  # by a chat template: special tokens in the text are meant
-
-    def examples(self, sft_mode: bool) -> list[dict[str, str]]:
-        """The texts of each example: the SFT target, or every pair."""
-        if sft_mode:
-            return [{"chosen": self.sft_target}]
-        return [{"chosen": self.responses[a], "rejected": self.responses[b]} for a, b in self.pairs]
-
-
-def load_prompts(names: Sequence[str], split: str, **dataset_options: Any) -> list[Prompt]:
-    """The prompts of several datasets, one after the other; options as for `get_dataset`."""
-    prompts = []
+    What was yielded is not held any more: a second copy of all texts might not fit.
+    """
+    number = 0
     for name in names:
         data = get_dataset(name, split, **dataset_options)
         kind = {"truncation_mode": data.truncation_mode, "rendered": data.rendered}
-        prompts += [Prompt(text, **entry, **kind) for text, entry in data.items()]
-    return prompts
+        for text in list(data):
+            yield Prompt(text, **data.pop(text), **kind, number=number)
+            number += 1
+
+
+def load_prompts(names: Sequence[str], split: str, **dataset_options: Any) -> list[Prompt]:
+    """The prompts of several datasets as a list; options as for `get_dataset`."""
+    return list(iterate_prompts(names, split, **dataset_options))
 
 
 Row = tuple[Prompt, dict[str, str]]  # a prompt with the texts of one example
@@ -237,17 +247,17 @@ def iterate_rows(
 ) -> Iterator[list[Row]]:
     """The examples of each batch in the reference's order, until `n_epochs` or `n_examples` is reached.
 
-    Each epoch shuffles the list left by the one before, prompt by prompt; all pairs of a prompt follow each other.
+    Each epoch shuffles the order left by the one before, prompt by prompt; all pairs of a prompt follow each other.
     The partial batch at an epoch's end is dropped, though its examples count towards `n_examples`.
     """
-    prompts = list(prompts)
+    order = array("I", range(len(prompts)))
     epoch_seeds = np.random.RandomState(seed)
     epoch = seen = 0
     while n_epochs is None or epoch < n_epochs:
         if shuffle:
-            random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(prompts)
+            random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(order)
         rows: list[Row] = []
-        for prompt, texts in ((p, texts) for p in prompts for texts in p.examples(sft_mode)):
+        for prompt, texts in ((p, texts) for p in map(prompts.__getitem__, order) for texts in p.examples(sft_mode)):
             rows.append((prompt, texts))
             seen += 1
             if len(rows) == batch_size:

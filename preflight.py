@@ -5,20 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean as mean
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from host_memory import give_back_freed_memory
 from losses import LOSSES
 from models import load_tokenizer
-from preference_datasets import Prompt, Row, load_prompts
+from preference_datasets import Row, iterate_prompts
+from prompts import Prompt, PromptFile, StoredPrompts, store_prompts
+from sharing import once_per_machine
 from tokenization import TextEncoder, truncate
-from utils import InputError, get_cache_dir
+from utils import InputError, get_cache_dir, get_local_dir
 
 
 @dataclass
@@ -84,17 +89,22 @@ def inspect_split(
     The rest is tokenized in the background while training. Raises InputError that names the first text with EOS.
     """
     report = SplitReport(prompts=len(prompts))
-    rows: list[Row] = []
+    ends = array("q")  # number of examples up to each prompt
+    guilty: dict[str, str] = {}
     for prompt in prompts:
         examples = prompt.examples(sft_mode)
-        rows += [(prompt, texts) for texts in examples]
         _count_texts(report, examples)
-    report.examples = len(rows)
-    _refuse_eos(report, rows, encode)
-    tokenized = rows if len(rows) <= sample_size else random.Random(0).sample(rows, sample_size)
-    encode.prime(text for prompt, texts in tokenized for text in (prompt.text, *texts.values()))
-    report.tokenized = len(tokenized)
-    lengths = [_count_tokens(report, row, encode, max_length, max_prompt_length) for row in tokenized]
+        guilty |= _find_eos(prompt, examples, encode)
+        report.examples += len(examples)
+        ends.append(report.examples)
+    _refuse_eos(report, guilty, encode)
+    drawn: Sequence[int] = range(report.examples)
+    if report.examples > sample_size:
+        drawn = random.Random(0).sample(drawn, sample_size)
+    rows = [_find_row(prompts, ends, number, sft_mode) for number in drawn]
+    encode.prime(text for prompt, texts in rows for text in (prompt.text, *texts.values()))
+    report.tokenized = len(rows)
+    lengths = [_count_tokens(report, row, encode, max_length, max_prompt_length) for row in rows]
     if lengths:
         report.mean_chosen_tokens = mean(row[0] for row in lengths)
     if lengths and not sft_mode:
@@ -115,22 +125,33 @@ def _count_texts(report: SplitReport, examples: Sequence[dict[str, str]]) -> Non
             seen.add(pair)
 
 
-def _refuse_eos(report: SplitReport, rows: Sequence[Row], encode: TextEncoder) -> None:
-    """Raises InputError if a text contains EOS. A rendered chat may: there EOS ends earlier turns, as meant."""
-    eos = encode.tokenizer.eos_token
-    guilty = {
-        text: prompt.text
-        for prompt, texts in rows
-        for text in (prompt.text, *texts.values())
-        if eos in text and not prompt.rendered and encode.tokenizer.eos_token_id in encode(text)
-    }
+def _find_eos(prompt: Prompt, examples: Sequence[dict[str, str]], encode: TextEncoder) -> dict[str, str]:
+    """The texts of a prompt's examples that contain EOS, with the prompt. A rendered chat may: there EOS ends earlier
+    turns, as meant."""
+    if prompt.rendered:
+        return {}
+    eos, eos_id = encode.tokenizer.eos_token, encode.tokenizer.eos_token_id
+    distinct = dict.fromkeys(text for texts in examples for text in (prompt.text, *texts.values()))
+    return {text: prompt.text for text in distinct if eos in text and eos_id in encode(text)}
+
+
+def _refuse_eos(report: SplitReport, guilty: Mapping[str, str], encode: TextEncoder) -> None:
+    """Raises InputError if there are texts with EOS."""
     report.texts_with_eos = len(guilty)
     if guilty:
         text, prompt_text = next(iter(guilty.items()))
         raise InputError(
-            f"{len(guilty)} text{'s contain' if len(guilty) > 1 else ' contains'} the EOS token {eos!r}, which would "
-            f"end it early; clean the data. The first: {text[:300]!r}, under the prompt {prompt_text[-200:]!r}"
+            f"{len(guilty)} text{'s contain' if len(guilty) > 1 else ' contains'} the EOS token "
+            f"{encode.tokenizer.eos_token!r}, which would end it early; clean the data. The first: {text[:300]!r}, "
+            f"under the prompt {prompt_text[-200:]!r}"
         )
+
+
+def _find_row(prompts: Sequence[Prompt], ends: Sequence[int], number: int, sft_mode: bool) -> Row:
+    """Example `number` of all, where prompt i has those up to `ends[i]`."""
+    place = bisect_right(ends, number)
+    prompt = prompts[place]
+    return prompt, prompt.examples(sft_mode)[number - (ends[place - 1] if place else 0)]
 
 
 def _count_tokens(
@@ -180,9 +201,26 @@ class TrainingData:
 
     tokenizer: Any
     encode: TextEncoder
-    train: list[Prompt]
-    test: list[Prompt]
+    train: StoredPrompts
+    test: StoredPrompts
     report: Preflight
+
+    def give(self) -> str:
+        """All that `take` needs in another process of this machine, as long as this one runs."""
+        largest = self.encode.largest
+        return json.dumps([self.train.where, self.test.where, largest, asdict(self.report)])
+
+    @classmethod
+    def take(cls, given: str, tokenizer: Any) -> TrainingData:
+        """The data of another process, without a copy of its texts."""
+        train, test, largest, report = json.loads(given)
+        splits = {split: SplitReport(**report.pop(split)) for split in ("train", "test")}
+        return cls(
+            tokenizer,
+            TextEncoder(tokenizer, largest=largest),
+            *(StoredPrompts(PromptFile(*where)) for where in (train, test)),
+            Preflight(**splits, **report),
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -206,18 +244,18 @@ def prepare_data(
     n_examples: int | None,
     dataset_sources: Any,
     cache_dir: str | None,
+    folder: str | Path,
     silent: bool,
 ) -> TrainingData:
-    """Load and count both splits, and print the counts unless `silent`.
+    """Load and count both splits, and print the counts unless `silent`. If they are large, their texts go to `folder`.
 
     Raises InputError for what cannot be trained on, and for a split that does not fill one batch.
     """
     encode = TextEncoder(tokenizer)
     prompts, reports = {}, {}
     for split, size, key in (("train", batch_size, "batch_size"), ("test", eval_batch_size, "eval_batch_size")):
-        prompts[split] = load_prompts(
-            names, split, silent=silent, cache_dir=cache_dir, dataset_sources=dataset_sources, tokenizer=tokenizer
-        )
+        options = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
+        prompts[split] = store_prompts(iterate_prompts(names, split, silent=silent, **options), folder)
         reports[split] = inspect_split(
             prompts[split], encode, sft_mode=sft_mode, max_length=max_length, max_prompt_length=max_prompt_length
         )
@@ -226,6 +264,7 @@ def prepare_data(
                 f"the {split} split of {', '.join(names)} has {reports[split].examples} examples, too few for one "
                 f"batch of {key}={size}: lower {key} or add data"
             )
+    give_back_freed_memory()  # the texts as Python's strings
     updates, dropped = count_updates(
         reports["train"].examples, batch_size=batch_size, n_epochs=n_epochs, n_examples=n_examples
     )
@@ -246,12 +285,17 @@ def prepare_data(
 
 
 def load_data(config: DictConfig, *, silent: bool = False) -> TrainingData:
-    """Tokenizer, prompts of both splits and the preflight, for a config."""
+    """Tokenizer, prompts of both splits and the preflight, for a config.
+
+    Every process of a run must call it: one of each machine loads and counts, and the others share what it has.
+    """
     model, cache_dir = config.model, get_cache_dir(config.local_dirs)
     name = model.tokenizer_name_or_path or model.name_or_path
-    return prepare_data(
+    tokenizer = load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=model.trust_remote_code)
+    prepare = partial(
+        prepare_data,
         list(config.datasets),
-        load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=model.trust_remote_code),
+        tokenizer,
         sft_mode=not LOSSES[config.loss.name].uses_reference,
         batch_size=config.batch_size,
         eval_batch_size=config.eval_batch_size,
@@ -261,5 +305,12 @@ def load_data(config: DictConfig, *, silent: bool = False) -> TrainingData:
         n_examples=config.n_examples,
         dataset_sources=OmegaConf.to_container(config.dataset_sources),
         cache_dir=cache_dir,
+        folder=get_local_dir(config.local_dirs),
         silent=silent,
+    )
+    return once_per_machine(
+        prepare,
+        give=TrainingData.give,
+        take=partial(TrainingData.take, tokenizer=tokenizer),
+        silence_secs=config.collective_timeout_secs,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import Lock
@@ -41,41 +43,73 @@ class Batch(TypedDict):
 
 
 class TextEncoder:
-    """A tokenizer that remembers: each distinct text is tokenized once, without special tokens.
+    """A tokenizer that remembers: a text that comes again soon is tokenized once, without special tokens.
 
     `prime` tokenizes many texts in one call, which fast tokenizers spread over the cores. Ids are kept as 32-bit
-    arrays, a seventh of what Python lists of integers take. Several threads may share it.
+    arrays, a seventh of what Python lists of integers take, under a digest of their text. Those asked for longest ago
+    go first once all take more than `max_bytes`. Several threads may share it. `largest` is the largest token id yet.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self._lock = Lock()  # tokenizers change their settings while they work
-        self._ids: dict[str, array] = {}
-        self._largest, self._n_embeddings = -1, math.inf
+    def __init__(self, tokenizer: Any, *, max_bytes: int = 2**28, largest: int = -1) -> None:
+        self.tokenizer, self.largest = tokenizer, largest
+        self._in_use = Lock()  # tokenizers change their settings while they work
+        self._known: OrderedDict[bytes, array] = OrderedDict()
+        self._changing = Lock()
+        self._n_bytes, self._max_bytes = 0, max_bytes
+        self._n_embeddings = math.inf
 
     def prime(self, texts: Iterable[str], *, chunk: int = 10_000) -> None:
-        with self._lock:
-            new = list(dict.fromkeys(text for text in texts if text not in self._ids))
+        named = {_digest(text): text for text in texts}
+        with self._in_use:
+            new = [(key, text) for key, text in named.items() if self._find(key) is None]
             for start in range(0, len(new), chunk):
                 part = new[start : start + chunk]
-                for text, ids in zip(part, self.tokenizer(part, add_special_tokens=False)["input_ids"], strict=True):
-                    self._largest = max(self._largest, max(ids, default=-1))
-                    self._ids[text] = array("i", ids)
+                rows = self.tokenizer([text for _, text in part], add_special_tokens=False)["input_ids"]
+                for (key, _), ids in zip(part, rows, strict=True):
+                    self.largest = max(self.largest, max(ids, default=-1))
+                    self._keep(key, array("i", ids))
         self.check_vocabulary(self._n_embeddings)
 
     def check_vocabulary(self, n_embeddings: float) -> None:
         """From now on, too, raises InputError if a text has a token id that the model has no embedding for."""
         self._n_embeddings = n_embeddings
-        if self._largest >= n_embeddings:
+        if self.largest >= n_embeddings:
             raise InputError(
-                f"the tokenizer gives token id {self._largest} but the model embeds only {n_embeddings} tokens; "
+                f"the tokenizer gives token id {self.largest} but the model embeds only {n_embeddings} tokens; "
                 f"set model.tokenizer_name_or_path to the model's own tokenizer"
             )
 
     def __call__(self, text: str) -> list[int]:
-        if text not in self._ids:
+        key = _digest(text)
+        while (ids := self._find(key)) is None:  # another thread may have pushed it out again
             self.prime([text])
-        return self._ids[text].tolist()
+        return ids.tolist()
+
+    def _find(self, key: bytes) -> array | None:
+        with self._changing:
+            ids = self._known.get(key)
+            if ids is not None:
+                self._known.move_to_end(key)
+            return ids
+
+    def _keep(self, key: bytes, ids: array) -> None:
+        """The newest stays, however long it is."""
+        with self._changing:
+            self._known[key] = ids
+            self._n_bytes += _size(ids)
+            while self._n_bytes > self._max_bytes and len(self._known) > 1:
+                self._n_bytes -= _size(self._known.popitem(last=False)[1])
+
+
+ENTRY_BYTES = 280  # of a remembered text beside its ids: digest, array, their places in the dictionary
+
+
+def _size(ids: array) -> int:
+    return ENTRY_BYTES + ids.itemsize * len(ids)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def truncate(

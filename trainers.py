@@ -95,7 +95,7 @@ class BasicTrainer:
         )
         self.eval_batches = list(self.batches.test(config.eval_batch_size, n_examples=config.n_eval_examples))
         self.checkpoints = Checkpoints(self.run_dir, self.grid, keep=config.keep_checkpoints, say=self.progress.line)
-        self.guard = Guard(self.run_dir, self.data.train, self.grid, policy=config.nan_policy, say=self.progress.line)
+        self.guard = Guard(self.run_dir, self.grid, policy=config.nan_policy, say=self.progress.line)
         self._asked_to_stop: list[int] = []  # signals that this process had
         self.stop_is_agreed = False  # by all processes, once any of them had one
         self.logger_state: dict[str, Any] = {}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 
 import datasets
+import multiprocess
 import numpy as np
 import pytest
 from conftest import write_rows
 
+import preference_datasets
 from preference_datasets import (
     Prompt,
     encode_rows,
@@ -162,6 +166,53 @@ def test_a_repeated_se_question_keeps_its_last_row_in_the_order_of_the_shuffle(t
     (entry,) = load("se", rows, tmp_path).values()
     assert entry["responses"] == ([" v", " w"] if last == "<p>v</p>" else [" x", " y"])
     assert len(entry["pairs"]) == 1
+
+
+@pytest.fixture
+def hub_rows(monkeypatch, tmp_path):
+    """Have the Hub give these rows, from a file, as `datasets` would; two CPUs are ours."""
+
+    def give(rows: list[dict]) -> dict[str, str]:
+        monkeypatch.setattr(
+            datasets,
+            "load_dataset",
+            lambda *arguments, **options: datasets.Dataset.from_json(
+                str(write_rows(tmp_path / "rows.jsonl", rows)), cache_dir=str(tmp_path / "cache")
+            ),
+        )
+        return {"se": "somebody/stack-exchange"}
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5})
+    return give
+
+
+def test_many_se_rows_are_stripped_in_processes_as_in_one(hub_rows, monkeypatch, tmp_path):
+    rows = [se_row(f"q{i}", ("x", i), ("y", 3), ("z", 5)) for i in range(60)]
+    sources, used, mapping = hub_rows(rows), [], datasets.Dataset.map
+
+    def counted(self, *arguments, num_proc=None, **options):
+        used.append(num_proc)
+        return mapping(self, *arguments, num_proc=num_proc, **options)
+
+    monkeypatch.setattr(datasets.Dataset, "map", counted)
+    alone = get_dataset("se", "train", silent=True, dataset_sources=sources)
+    monkeypatch.setattr(preference_datasets, "ROWS_PER_WORKER", 10)
+    shutil.rmtree(tmp_path / "cache")  # with what was stripped
+    before = multiprocess.get_start_method(allow_none=True)
+    together = get_dataset("se", "train", silent=True, dataset_sources=sources)
+
+    assert used == [None, 2]  # not as many as would find work, but one for each CPU
+    assert list(together.items()) == list(alone.items())
+    assert len(alone) == 60
+    assert multiprocess.get_start_method(allow_none=True) == before
+
+
+def test_a_bad_se_row_is_named_by_a_worker_too(hub_rows, monkeypatch):
+    monkeypatch.setattr(preference_datasets, "ROWS_PER_WORKER", 10)
+    rows = [se_row(f"q{i}", ("x", i), ("y", 3)) for i in range(40)]
+    rows[17]["answers"] = []
+    with pytest.raises(InputError, match="somebody/stack-exchange: answers is empty"):
+        get_dataset("se", "train", silent=True, dataset_sources=hub_rows(rows))
 
 
 # every dataset

@@ -169,6 +169,7 @@ def prepare(folder, **changes):
         "n_examples": None,
         "dataset_sources": {"hh": str(folder)},
         "cache_dir": None,
+        "folder": folder,
         "silent": False,
     }
     return prepare_data(["hh"], load_tokenizer(str(GOLDEN / "tiny-llama")), **{**options, **changes})
@@ -218,7 +219,7 @@ def test_a_split_that_fills_no_batch_stops_the_run(three_pairs, changes, message
 def test_a_model_that_embeds_fewer_tokens_than_the_texts_use_is_refused(three_pairs):
     data = prepare(three_pairs, silent=True)
     largest = max(
-        max(data.tokenizer(text)["input_ids"]) for p in data.train + data.test for text in (p.text, *p.responses)
+        max(data.tokenizer(text)["input_ids"]) for p in [*data.train, *data.test] for text in (p.text, *p.responses)
     )
     data.encode.check_vocabulary(largest + 1)
     with pytest.raises(InputError, match=rf"token id {largest} but the model embeds only {largest} tokens"):

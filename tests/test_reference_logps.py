@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+import random
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from reference_logps import ReferenceLogps, model_digest, read_logps
+from reference_logps import LogpTable, ReferenceLogps, model_digest, read_logps
 from utils import InputError
 
 KEYS = [(b"a" * 16, b"b" * 16), (b"c" * 16, b"d" * 16)]
 LOGPS = torch.tensor([[-1.5, -2.25], [-3.0, -4.125]])
+
+
+def table(keys, logps) -> LogpTable:
+    made = LogpTable()
+    made.add(dict(zip(keys, logps, strict=True)))
+    return made
 
 
 def batch(keys) -> SimpleNamespace:
@@ -64,7 +72,7 @@ def test_only_what_is_missing_is_scored_and_some_of_the_rest_is_scored_again():
         scored.append(batch.keys)
         return LOGPS[[KEYS.index(row) for row in batch.keys]]
 
-    read = dict(zip(KEYS[0], LOGPS[0].tolist(), strict=True))
+    read = table(KEYS[0], LOGPS[0].tolist())
     known = ReferenceLogps()
     n_scored = known.score_all([batch(KEYS[:1]), batch(KEYS[1:]), batch(KEYS[1:])], score, read, seed=0)
     assert n_scored == 1
@@ -73,21 +81,21 @@ def test_only_what_is_missing_is_scored_and_some_of_the_rest_is_scored_again():
 
 
 def test_a_file_of_other_numbers_is_refused():
-    read = dict(zip(KEYS[0], [-1.5, -2.5], strict=True))
+    read = table(KEYS[0], [-1.5, -2.5])
     with pytest.raises(InputError, match=r"off by up to 0\.25: remove their file"):
         ReferenceLogps().score_all([batch(KEYS[:1])], lambda batch: LOGPS[:1], read, seed=0)
 
 
 def test_what_a_file_knows_of_a_batch_that_is_scored_anyway_is_compared():
-    read = dict(zip(KEYS[0], [-1.5, -2.5], strict=True))
+    read = table(KEYS[0], [-1.5, -2.5])
     with pytest.raises(InputError, match=r"off by up to 0\.25: remove their file"):
         ReferenceLogps().score_all([batch(KEYS)], lambda batch: LOGPS, read, seed=0)
 
 
 def test_without_a_file_nothing_is_scored_twice():
     known = ReferenceLogps()
-    known.score_all([batch(KEYS)], lambda batch: LOGPS, {}, seed=0)
-    assert known.score_all([batch(KEYS)], fail, {}, seed=0) == 0
+    known.score_all([batch(KEYS)], lambda batch: LOGPS, LogpTable(), seed=0)
+    assert known.score_all([batch(KEYS)], fail, LogpTable(), seed=0) == 0
     assert torch.equal(known.find(KEYS), LOGPS.double())
 
 
@@ -103,3 +111,55 @@ def test_the_digest_tells_weights_dtype_and_architecture(tiny_llama):
         other.lm_head.weight[7, 3] += 1e-6
     assert model_digest(other, "float32") != digest
     assert model_digest(copy.deepcopy(tiny_llama).bfloat16(), "float32") != digest
+
+
+def keys_at_random(n: int, seed: int) -> list[bytes]:
+    """Distinct keys, many of which hold or end in zero bytes."""
+    draw = random.Random(seed)
+    return list({bytes(draw.choice((0, 0, 1, 255)) for _ in range(16)) for _ in range(n)})
+
+
+def test_many_are_found_whatever_bytes_their_keys_have_and_the_last_value_counts():
+    keys = keys_at_random(60_000, seed=0)
+    expected: dict[bytes, float] = {}
+    known, draw = LogpTable(), random.Random(1)
+    for start in range(0, len(keys), 500):
+        entries = {
+            key: draw.uniform(-99, 0) for key in (*keys[start : start + 500], *draw.sample(keys[: start + 1], 1))
+        }
+        known.add(entries)
+        expected |= entries
+    assert len(known) == len(expected)
+    assert known.find(keys).tolist() == [expected[key] for key in keys]
+    assert known.find([*keys[:5], b"\0" * 15 + b"\7"]) is None
+    assert b"\7" * 16 not in known
+
+
+def test_an_entry_takes_few_bytes():
+    known = ReferenceLogps()
+    raw = np.random.default_rng(0).bytes(16 * 200_000)
+    keys = [(raw[i : i + 16], raw[i + 16 : i + 32]) for i in range(0, len(raw), 32)]
+    tracemalloc.start()
+    for start in range(0, len(keys), 1000):
+        part = [(bytes(bytearray(a)), bytes(bytearray(b))) for a, b in keys[start : start + 1000]]
+        known.add(part, torch.zeros(len(part), 2))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 200_000 * 40  # 24 each, and the last ones in a dictionary; a dictionary of all takes 150
+
+
+def test_what_a_checkpoint_holds_does_not_depend_on_the_order_of_learning():
+    there, back = ReferenceLogps(), ReferenceLogps()
+    there.add(KEYS, LOGPS)
+    back.add(KEYS[::-1], LOGPS.flip(0))
+    for key, value in there.state_dict().items():
+        assert torch.equal(value, back.state_dict()[key])
+    again = ReferenceLogps()
+    again.load_state_dict(there.state_dict())
+    assert torch.equal(again.find(KEYS), LOGPS.double())
+
+
+def test_a_checkpoint_that_knew_nothing_is_loaded():
+    known = ReferenceLogps()
+    known.load_state_dict(ReferenceLogps().state_dict())
+    assert known.find(KEYS) is None

@@ -17,9 +17,11 @@ LEVELS = {
     **dict.fromkeys(["checksums", "waiting"], 0),
     **dict.fromkeys(["loading", "resume", "saving", "health", "memory"], 1),
     **dict.fromkeys(["self_test", "preflight", "models", "preference_datasets"], 1),
-    **dict.fromkeys(["own_data", "demo_data", "preference_data", "data_sources", "tokenization", "packing"], 0),
+    **dict.fromkeys(
+        ["own_data", "demo_data", "preference_data", "data_sources", "tokenization", "packing", "prompts"], 0
+    ),
     **dict.fromkeys(["losses", "optimization", "checkpoint", "metrics", "settings", "run_directory", "utils"], 0),
-    **dict.fromkeys(["arithmetic", "device_map"], 0),
+    **dict.fromkeys(["arithmetic", "device_map", "sharing"], 0),
     **dict.fromkeys(["archive", "host_memory", "stopping", "launching", "distributed", "tensor_parallelism"], 0),
 }
 FILES = {file.stem: file for file in sorted(ROOT.glob("*.py"))}
@@ -71,7 +73,15 @@ def test_each_foreign_world_has_one_door():
 
 
 def test_data_tokenization_and_losses_know_no_processes():
-    for name in ("losses", "tokenization", "preference_data", "preference_datasets", "own_data", "data_sources"):
+    for name in (
+        "losses",
+        "tokenization",
+        "preference_data",
+        "preference_datasets",
+        "own_data",
+        "data_sources",
+        "prompts",
+    ):
         assert not re.search(r"\b(world_size|torch\.distributed)\b", FILES[name].read_text("utf-8")), name
 
 

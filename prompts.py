@@ -1,0 +1,123 @@
+"""A prompt with all that is trained on it, and many of them outside of Python's memory, shared by processes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import tempfile
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple, overload
+
+import numpy as np
+
+from tokenization import TruncationMode
+from utils import RunError
+
+IN_MEMORY = 2**28  # bytes of records above which they go to a disk
+
+
+class Prompt(NamedTuple):
+    """One prompt with all that is trained on it."""
+
+    text: str
+    responses: list[str]
+    pairs: list[tuple[int, int]]
+    sft_target: str
+    truncation_mode: TruncationMode
+    rendered: bool  # by a chat template: special tokens in the text are meant
+    number: int = 0  # its place in its split
+
+    def examples(self, sft_mode: bool) -> list[dict[str, str]]:
+        """The texts of each example: the SFT target, or every pair."""
+        if sft_mode:
+            return [{"chosen": self.sft_target}]
+        return [{"chosen": self.responses[a], "rejected": self.responses[b]} for a, b in self.pairs]
+
+
+class PromptFile(NamedTuple):
+    """Where other processes of this machine find stored prompts, as long as the process that stored them runs."""
+
+    path: str
+    n: int
+    size: int  # bytes of the records; their ends follow
+
+
+class StoredPrompts(Sequence[Prompt]):
+    """Prompts that are made from a mapped file when they are asked for: what is in memory, all processes share.
+
+    A record is JSON, so that nothing in the file is more than data.
+    """
+
+    def __init__(self, where: PromptFile) -> None:
+        self.n, self.size = where.n, where.size
+        self._file = open(where.path, "rb")  # noqa: SIM115  (open as long as others may want it)
+        self._bytes = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._ends = np.frombuffer(self._bytes, dtype=np.int64, count=self.n + 1, offset=self.size)
+
+    @property
+    def where(self) -> PromptFile:
+        return PromptFile(f"/proc/{os.getpid()}/fd/{self._file.fileno()}", self.n, self.size)
+
+    def __len__(self) -> int:
+        return self.n
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Prompt]: ...
+    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(place, slice):
+            return [self[number] for number in range(self.n)[place]]
+        number = range(self.n)[place]  # counts from the end too, and raises IndexError
+        start, end = self._ends[number : number + 2].tolist()
+        text, responses, pairs, target, mode, rendered = json.loads(self._bytes[start:end])
+        target = responses[target] if isinstance(target, int) else target
+        return Prompt(text, responses, [(a, b) for a, b in pairs], target, mode, rendered, number)
+
+
+def store_prompts(prompts: Iterable[Prompt], folder: str | Path) -> StoredPrompts:
+    """Prompts in memory, or in `folder` if they are many, in a file without a name: it ends with its processes.
+
+    Raises RunError if the disk is full.
+    """
+    ends, file = array("q", [0]), open(os.memfd_create("prompts"), "w+b")  # noqa: SIM115
+    try:
+        for prompt in prompts:
+            record = _encode(prompt)
+            if ends[-1] <= IN_MEMORY < ends[-1] + len(record):
+                file = _move_to_disk(file, Path(folder))
+            file.write(record)
+            ends.append(ends[-1] + len(record))
+        file.write(ends.tobytes())
+        file.flush()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise RunError(
+            f"the texts of the data do not fit into {folder} after {ends[-1] / 1e9:.2f} GB ({error}): free some space, "
+            f"or name a directory on another disk first in local_dirs"
+        ) from error
+    return StoredPrompts(PromptFile(f"/proc/self/fd/{file.fileno()}", len(ends) - 1, ends[-1]))
+
+
+def _encode(prompt: Prompt) -> bytes:
+    """A prompt as its record; its target, which usually is a response, as that one's number."""
+    target = prompt.sft_target
+    place = prompt.responses.index(target) if target in prompt.responses else target
+    record = [prompt.text, prompt.responses, prompt.pairs, place, prompt.truncation_mode, prompt.rendered]
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _move_to_disk(file: IO[bytes], folder: Path) -> IO[bytes]:
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+    file.flush()
+    file.seek(0)
+    with file:
+        while block := file.read(2**20):
+            beside.write(block)
+    return beside
