@@ -28,8 +28,9 @@ from launching import launch
 from layouts import Padded, SharedPrefix
 from loading import model_loaders
 from models import concatenated_forward
+from optimization import OPTIMIZERS
 from settings import NEED_WHOLE_TENSORS
-from trainers import OPTIMIZERS, TRAINERS, BasicTrainer
+from trainers import TRAINERS, BasicTrainer
 from utils import get_open_port
 
 GRIDS = {  # processes, and what the command line says

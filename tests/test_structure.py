@@ -12,7 +12,7 @@ from conftest import ROOT, run_script
 
 LEVELS = {
     "train": 3,
-    **dict.fromkeys(["trainers", "tensor_parallel_package"], 2),
+    **dict.fromkeys(["training_loop", "trainers", "tensor_parallel_package"], 2),
     **dict.fromkeys(["objective", "batches", "layouts", "reference_logps", "sampling"], 1),
     **dict.fromkeys(["checksums", "waiting"], 0),
     **dict.fromkeys(["loading", "resume", "saving", "health", "memory"], 1),

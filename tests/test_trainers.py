@@ -471,7 +471,7 @@ def test_an_update_reads_from_the_device_once(make_trainer, monkeypatch):
             "metrics.py:means",
             "reference_logps.py:add",
             "health.py:allows",
-            "trainers.py:<genexpr>",  # tokens of the batch
+            "training_loop.py:<genexpr>",  # tokens of the batch
         }
 
 
