@@ -32,6 +32,7 @@ def test_flops_of_a_padded_and_of_a_packed_pair():
         ("compare", ("--updates=1", "--only=padded;ours", "batch_size=4"), "losses of the counted updates"),
         pytest.param("startup", ("--pairs=200", "batch_size=4", *TINY[:2]), "the data takes", marks=pytest.mark.slow),
         pytest.param("growth", ("--updates=1", "--only=pairs per prompt", *TINY[:2]), "", marks=pytest.mark.slow),
+        pytest.param("loading", TINY[:1], "FSDPTrainer, 2 processes    resumed", marks=pytest.mark.slow),
         pytest.param("distributed", ("n_examples=64", "batch_size=4"), "", marks=pytest.mark.slow),
     ],
 )
