@@ -37,19 +37,20 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     return dict(state)
 
 
-def load_archive(model: torch.nn.Module, archive: str) -> None:
-    """Load a `policy.pt`, ours or the published reference's, strictly; the file is read as data, never executed.
+def read_archive(archive: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights in a `policy.pt`, ours or the published reference's, by today's names; read as data, never executed.
 
+    Of the `model` that they belong into only names and shapes are looked at.
     Raises InputError if it is missing, not such a file, or of another architecture.
     """
     path = find_archive(archive)
     state = _read_weights(path)
-    expected = model.state_dict()
+    expected = model.state_dict(keep_vars=True)  # in which tied weights are one object
     state = {RENAMED[k] if k in RENAMED and RENAMED[k] in expected else k: v for k, v in state.items()}
     state = {k: v for k, v in state.items() if k in expected or not OBSOLETE_BUFFER.search(k)}
     unknown = sorted(state.keys() - expected.keys())
-    shared = {expected[k].data_ptr() for k in state if k in expected}  # tied weights may be stored under one name
-    missing = sorted(k for k in expected.keys() - state.keys() if expected[k].data_ptr() not in shared)
+    shared = {id(expected[k]) for k in state if k in expected}  # tied weights may be stored under one name
+    missing = sorted(k for k in expected.keys() - state.keys() if id(expected[k]) not in shared)
     reshaped = [
         f"{k} is {tuple(state[k].shape)} there and {tuple(expected[k].shape)} here"
         for k in state
@@ -62,6 +63,12 @@ def load_archive(model: torch.nn.Module, archive: str) -> None:
             f"model.archive={path} is of another architecture than the model "
             f"({type(model).__name__}): {'; '.join(details)}"
         )
+    return state
+
+
+def load_archive(model: torch.nn.Module, archive: str) -> None:
+    """Copy the weights in a `policy.pt` into a model, strictly. Raises InputError as `read_archive` does."""
+    expected = model.state_dict()
     with torch.no_grad():
-        for name, tensor in state.items():
+        for name, tensor in read_archive(archive, model).items():
             expected[name].copy_(tensor)  # casts to the model's dtype

@@ -2,7 +2,7 @@
 
 A checkpoint is a directory `step-EXAMPLES` of `policy.pt`, `optimizer.pt`, `scheduler.pt`, and, to continue from,
 `trainer.pt` and `random.pt`. Each is `{"step_idx": examples, "state": state_dict, "metrics": means or None}`: data.
-`manifest.json` has the size and SHA-256 of each, and facts that a continuation is checked against.
+`manifest.json` has the size and SHA-256 of each and of its blocks, and facts that a continuation is checked against.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from checksums import HashedFile, find_wrong, no_progress, parts_of
 from utils import InputError, RunError
 
 MANIFEST = "manifest.json"
@@ -34,29 +36,37 @@ class DamagedCheckpoint(InputError):
 
 
 def write_checkpoint(
-    directory: Path, states: Iterable[tuple[str, Any]], *, step_idx: int, metrics: Mapping | None, facts: Mapping
+    directory: Path,
+    states: Iterable[tuple[str, Any]],
+    *,
+    step_idx: int,
+    metrics: Mapping | None,
+    facts: Mapping,
+    progress: Callable[[], None] = no_progress,
 ) -> None:
     """Write `NAME.pt` for each (name, state) and the manifest, under a temporary name that is renamed at the end.
 
-    Each file is synced before the manifest is written, and each state freed before the next is asked for. Raises
-    RunError if the disk does not take it; then nothing is left behind, and what was there before still is.
+    Each file is synced before the manifest is written, and each state freed before the next is asked for; `progress` is
+    called after every block of a file. Raises RunError if the disk does not take it; then nothing is left behind, and
+    what was there before still is.
     """
     temporary, former = (directory.with_name(f".{directory.name}.{kind}") for kind in ("tmp", "former"))
     shutil.rmtree(temporary, ignore_errors=True)  # left behind by a killed run
     try:
         with _explaining(directory):
             temporary.mkdir(parents=True)
-        files = {}
+        files, blocks = {}, {}
         for name, state in states:  # what asking for it raises is no fault of the disk
-            with _explaining(directory), (temporary / f"{name}.pt").open("w+b") as file:
+            part = f"{name}.pt"
+            with _explaining(directory), HashedFile(temporary / part, progress) as file:
                 torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, file)
-                files[f"{name}.pt"] = _sync(file)
+                files[part], blocks[part] = file.sync()
             del state
         with _explaining(directory):
-            with (temporary / MANIFEST).open("w+b") as file:
-                manifest = {"examples": step_idx, "files": files, **facts}
+            with HashedFile(temporary / MANIFEST) as file:
+                manifest = {"examples": step_idx, "files": files, "blocks": blocks, **facts}
                 file.write(json.dumps({**manifest, "sha256": digest_of(manifest)}, indent=1).encode())
-                _sync(file)
+                file.sync()
             sync_directory(temporary)
             if directory.exists():  # saved again at the same step: a rename cannot replace a full directory
                 shutil.rmtree(former, ignore_errors=True)
@@ -76,14 +86,6 @@ def _explaining(directory: Path) -> Iterator[None]:
         cause = error.__context__ if isinstance(error.__context__, OSError) else error  # the writer hides it
         reason = str(cause).strip().split("\n")[0]
         raise RunError(f"checkpoint {directory} could not be written ({reason}); earlier ones are whole") from error
-
-
-def _sync(file: Any) -> dict[str, Any]:
-    """Bring a written file to the disk; its size and checksum."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.seek(0)
-    return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
@@ -136,19 +138,23 @@ def step_of(directory: Path) -> int:
     return int(directory.name.removeprefix("step-"))
 
 
-def check_complete(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, every byte of which was compared. Raises DamagedCheckpoint if it is not whole."""
+def check_complete(directory: Path, progress: Callable[[], None] = no_progress) -> dict[str, Any]:
+    """The manifest of a checkpoint, every byte of which was compared, by several threads; `progress` is called after
+    every block. Raises DamagedCheckpoint if it is not whole."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         if manifest["sha256"] != digest_of(manifest):
             raise DamagedCheckpoint(f"{directory / MANIFEST} is not as it was written")
         if odd := {f"{part}.pt" for part in PARTS} ^ manifest["files"].keys():
             raise DamagedCheckpoint(f"{directory / MANIFEST} is wrong about {', '.join(sorted(odd))}")
+        blocks = manifest.get("blocks", {})  # of blocks the first manifests had no checksums
+        parts = []
         for name, expected in manifest["files"].items():
-            with (directory / name).open("rb") as file:
-                found = {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
-            if found != expected:
+            if (directory / name).stat().st_size != expected["bytes"]:
                 raise DamagedCheckpoint(f"{directory / name} is not as it was written")
+            parts += parts_of(directory / name, expected["bytes"], expected["sha256"], blocks.get(name))
+        if wrong := find_wrong(parts, progress):
+            raise DamagedCheckpoint(f"{wrong.path} is not as it was written")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, DamagedCheckpoint):
             raise
@@ -158,9 +164,13 @@ def check_complete(directory: Path) -> dict[str, Any]:
 
 
 def read_state(path: Path) -> Any:
-    """The `state` in a checkpoint's file, read as data. Raises DamagedCheckpoint, whatever else is in it."""
+    """The `state` in a checkpoint's file, read as data. Raises DamagedCheckpoint, whatever else is in it.
+
+    Tensors are the file's own pages, which the system reads when they are wanted and gives up when memory is short:
+    what stays must be copied, for the file may go.
+    """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
     except MemoryError:
         raise
     except pickle.UnpicklingError as error:  # its message advises to run the code
@@ -171,6 +181,14 @@ def read_state(path: Path) -> Any:
     if not isinstance(content, Mapping) or "state" not in content:
         raise DamagedCheckpoint(f"{path} holds no 'state'")
     return content["state"]
+
+
+def _can_be_mapped(path: Path) -> bool:
+    """Whether the bytes of tensors lie in the file as they are: not in torch's format before 1.6, nor compressed."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as file:
+        return all(entry.compress_type == zipfile.ZIP_STORED for entry in file.infolist())
 
 
 def prune(run_dir: Path, keep: int) -> None:

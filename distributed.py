@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -33,10 +35,17 @@ class Grid:
     """
 
     def __init__(
-        self, rank: int = 0, world_size: int = 1, *, shard_size: int | None = None, tensor_size: int = 1
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        shard_size: int | None = None,
+        tensor_size: int = 1,
+        timeout_secs: float = 1800,
     ) -> None:
         self.rank, self.world_size, self.tensor_size = rank, world_size, tensor_size
         self.data_rank, self.data_size = rank // tensor_size, world_size // tensor_size
+        self.counts = rank % tensor_size == 0  # one of those that see the same rows does
         self.shard_size = shard_size or self.data_size
         self._data_group = None  # all processes
         if tensor_size > 1:
@@ -50,11 +59,13 @@ class Grid:
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             grid = (self.data_size // self.shard_size, self.shard_size, tensor_size)
             self.mesh = init_device_mesh(self.device.type, grid, mesh_dim_names=("replicate", "shard", "tensor"))
+            for group in (*self.mesh.get_all_groups(), self._data_group):  # which do not take after the group of all
+                _set_pg_timeout(timedelta(seconds=timeout_secs), group)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of the values of all processes that see different rows."""
-        if self.data_size > 1:
-            dist.all_reduce(values, group=self._data_group)
+        """The sum of the values of all processes."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
         return values
 
     def any(self, here: bool) -> bool:
@@ -119,6 +130,7 @@ def distribute(model: Any, grid: Grid, *, block_name: str | None, compute_dtype:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         done |= within
     if sharded:
+        model.compute_dtype = compute_dtype
         model.apply_to_itself = MethodType(_apply, model)
         register_fsdp_forward_method(model, "apply_to_itself")
     return model
@@ -189,10 +201,12 @@ def _from_rank_0(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dt
     return data
 
 
-def keep_root_gathered(model: torch.nn.Module, keep: bool) -> None:
-    """Whether the root's unit, embeddings and head, stays gathered after a backward: once per update is enough."""
+def accumulate(model: torch.nn.Module, *, last: bool) -> None:
+    """Say whether the next backward is the `last` of an update: once per update is enough for gathering the root's
+    unit, embeddings and head, and for adding up the gradients of copies (`replicate`)."""
     if isinstance(model, FSDPModule):
-        model.set_reshard_after_backward(not keep, recurse=False)
+        model.set_reshard_after_backward(last, recurse=False)
+        model.set_requires_all_reduce(last)
 
 
 def release_gathered(model: torch.nn.Module) -> None:
@@ -226,17 +240,30 @@ def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
 
 
 def _fits(model: torch.nn.Module) -> bool:
-    """Whether the whole weights take at most half of the free memory of every process's device."""
-    parameters = list(model.parameters())
-    needed = sum(p.numel() * p.element_size() for p in parameters)  # numel is that of the whole
-    device = parameters[0].device
+    """Whether the gathered weights take at most half of the free memory of every process's device."""
+    device = next(model.parameters()).device
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the allocator keeps for later does not count as free
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = host_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    answer = torch.tensor(int(needed <= free / 2), device=device)
+    answer = torch.tensor(int(gathered_size(model) <= free / 2), device=device)
     dist.all_reduce(answer, op=dist.ReduceOp.MIN)
     return bool(answer.item())
+
+
+def gathered_size(model: Any) -> int:
+    """Bytes of the weights of a sharded model that a process holds when all shards are gathered: in the dtype that it
+    computes in, and of what is cut along `tensor` a slice."""
+    return sum(p.numel() // _n_slices(p) for p in model.parameters()) * model.compute_dtype.itemsize
+
+
+def _n_slices(parameter: torch.Tensor) -> int:
+    """In how many slices a parameter is cut along `tensor`; its numel is that of the whole."""
+    if not isinstance(parameter, DTensor):  # of a unit that is gathered
+        return 1
+    axes = zip(parameter.device_mesh.mesh_dim_names, parameter.device_mesh.shape, parameter.placements, strict=True)
+    return next((size for axis, size, placement in axes if axis == "tensor" and placement.is_shard()), 1)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -273,11 +300,21 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, grid: Grid) -> None:
-    """Load rank 0's whole state dict, None elsewhere; each process keeps what belongs to its shards."""
+    """Load rank 0's whole state dict, None elsewhere; each process keeps copies of what belongs to its shards."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
-        optimizer.load_state_dict(from_rank_0(state))
-        return
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        state = _cut_optimizer_state(parameters, state, grid)
+    else:
+        state = from_rank_0(state)
+    optimizer.load_state_dict(state)
+    for values in optimizer.state.values():  # on a CPU these may still be pages of the file that was read
+        values.update({key: v.clone() for key, v in values.items() if type(v) is torch.Tensor and v.is_cpu})
+
+
+def _cut_optimizer_state(
+    parameters: Sequence[torch.Tensor], state: dict[str, Any] | None, grid: Grid
+) -> dict[str, Any]:
+    """A state dict of this process's shards, from rank 0's of whole tensors."""
     whole = {} if state is None else {i: dict(values) for i, values in state["state"].items()}
     for i, values in whole.items():  # what is as large as its parameter travels alone
         for key, value in values.items():
@@ -287,8 +324,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | Non
     for i, values in sent["state"].items():
         for key, value in values.items():
             if isinstance(value, _Shaped):
-                values[key] = _place_like(parameters[i], whole[i][key] if grid.rank == 0 else None, value.dtype, grid)
-    optimizer.load_state_dict(sent)
+                own = whole[i][key].to(grid.device, copy=True) if grid.rank == 0 else None
+                values[key] = _place_like(parameters[i], own, value.dtype, grid)
+    return sent
 
 
 class _Shaped(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 
@@ -13,13 +13,11 @@ import torch
 
 from batches import GlobalBatch
 from distributed import Grid
-from metrics import gather_rows
 from utils import RunError
 
 POLICIES = ("raise", "skip")
 SPIKE = 10.0
 MAX_SKIPPED = 10  # updates that a run leaves out before it gives up
-Parts = Sequence[tuple[Sequence[int], Mapping[str, torch.Tensor]]]  # of a batch: its examples, their metrics
 
 
 class NonFinite(RunError):
@@ -34,15 +32,14 @@ class Guard:
         self.skipped = 0
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
 
-    def allows(self, batch: GlobalBatch, parts: Parts, grad_norm: torch.Tensor, *, update: int) -> bool:
-        """Whether loss and gradient are numbers in every process. If not, the batch is written down.
+    def allows(self, batch: GlobalBatch, values: Mapping[str, torch.Tensor], grad_norm: float, *, update: int) -> bool:
+        """Whether losses and gradient are finite. If not, the batch is written down with its `values` (B,) each.
 
-        Raises NonFinite then, on every process, unless the policy is to skip the update and few were skipped.
+        Every process must be given the same. Raises NonFinite then, unless the policy is to skip the update and few
+        were skipped.
         """
-        total = torch.stack([metrics["loss/train"].sum() for _, metrics in parts]).sum() + grad_norm
-        if not self.grid.any(not total.isfinite().item()):
+        if math.isfinite(grad_norm) and values["loss/train"].isfinite().all():
             return True
-        values = gather_rows(parts, len(batch.keys), self.grid.add)
         folder = self.run_dir / f"nonfinite-{update}"
         if self.grid.rank == 0:
             self._write(folder, batch, values)

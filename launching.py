@@ -30,6 +30,8 @@ from utils import InputError, RunError, init_distributed
 
 BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
 GRACE_SECS = 5  # between a failure and its victims' end: whoever caused it is to exit, and be named, first
+STOP_SECS = 60  # for the others, once a worker has ended by a signal that all were sent
+ABORTED = -signal.SIGABRT  # how NCCL's watchdog ends a rank whose collective took too long
 
 
 class WorkerFailed(RunError):
@@ -289,7 +291,7 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             processes.append(process)
         asked: list[int] = []
         with on_stop_signals(partial(_forward, processes, asked)):
-            _wait_for(processes, pipes, timeout_secs, asked)
+            _wait_for(processes, pipes, timeout_secs, asked, began=time.monotonic())
     finally:
         for process in processes:
             process.kill()
@@ -305,10 +307,11 @@ def _forward(processes: list, asked: list[int], number: int) -> None:
             os.kill(process.pid, number)
 
 
-def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int]) -> None:
+def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int], *, began: float) -> None:
     """Return when all workers are done. Raises for the first that failed, or for those that never ended.
 
-    `asked` are the signals that were passed on: a worker that ended by one was not yet training.
+    `asked` are the signals that were passed on: a worker that ended by one was not yet training. `began` is when the
+    workers did.
     """
     running, failed = dict(enumerate(processes)), []
     deadline = None
@@ -322,36 +325,45 @@ def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int
             process.join()
             if process.exitcode:
                 failed.append(rank)
-        # once one has ended, so should the others: at once if it failed by itself, soon if it lost contact, and within
-        # the time that a collective may take if it is done
+        # an abort before a collective can have taken too long is a crash
+        lost = {LOST_CONTACT, ABORTED} if time.monotonic() - began >= timeout_secs else {LOST_CONTACT}
         stops = {STOPPED, *(-number for number in asked)}
-        by_itself = any(processes[rank].exitcode not in (LOST_CONTACT, *stops) for rank in failed)
-        lost = any(processes[rank].exitcode == LOST_CONTACT for rank in failed)
-        deadline = time.monotonic() + (1 if by_itself else 2 * GRACE_SECS if lost else timeout_secs)
-    if failed or running:
         statuses = {rank: processes[rank].exitcode for rank in failed}
-        if not running and set(statuses.values()) <= {STOPPED, *(-number for number in asked)}:
-            raise Stopped
+        deadline = time.monotonic() + _patience({*statuses.values()}, lost, stops, timeout_secs)
+    if failed or running:
+        ends = {*statuses.values()}
+        if ends & stops and (ends <= stops | lost if asked else ends <= stops and not running):
+            raise Stopped  # the others wait for those that ended, in calls that no signal interrupts
         messages = {rank: _last_words(pipes[rank]) for rank in failed}
-        if all(status == LOST_CONTACT for status in statuses.values()):
+        if ends <= lost:
             for process in running.values():  # nobody else is to blame: these shall show where they are
                 os.kill(process.pid, signal.SIGABRT)
             wait([p.sentinel for p in running.values()], GRACE_SECS)
-        raise _cause(statuses, messages, sorted(running), timeout_secs)
+        raise _cause(statuses, messages, sorted(running), lost, timeout_secs)
+
+
+def _patience(ends: set[int], lost: set[int], stops: set[int], timeout_secs: float) -> float:
+    """Seconds within which the other workers should end once some have, with these exit statuses."""
+    if ends - lost - stops:  # one failed by itself
+        return 1
+    if ends & stops:
+        return min(STOP_SECS, timeout_secs)
+    return 2 * GRACE_SECS if ends else timeout_secs
 
 
 def _cause(
-    statuses: Mapping[int, int], messages: Mapping[int, str], stuck: list[int], timeout_secs: float
+    statuses: Mapping[int, int], messages: Mapping[int, str], stuck: list[int], lost: set[int], timeout_secs: float
 ) -> Exception:
     """What the failed workers' exit statuses and last words, in the order of their ends, say about the cause."""
-    guilty = [rank for rank, status in statuses.items() if status != LOST_CONTACT]
+    guilty = [rank for rank, status in statuses.items() if status not in lost]
     if guilty:
         rank = next((r for r in guilty if statuses[r] == BAD_INPUT), guilty[0])
         if statuses[rank] == BAD_INPUT:
             return InputError(messages[rank])
         return WorkerFailed(messages[rank] or f"rank {rank} {_describe(statuses[rank])}")
     blame = [f"{_ranks(stuck)} did not answer within collective_timeout_secs={timeout_secs:g}"] * bool(stuck)
-    return WorkerFailed("\n".join([*blame, *messages.values()]))
+    aborted = "was killed by SIGABRT, as NCCL does when a collective takes longer"
+    return WorkerFailed("\n".join([*blame, *(messages[rank] or f"rank {rank} {aborted}" for rank in statuses)]))
 
 
 def _last_words(pipe: Any) -> str:

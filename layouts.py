@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from arithmetic import without_tf32
 from distributed import run_as_forward
 from losses import IGNORE_INDEX
 from models import chosen_logps, concatenated_forward, packed_logps
@@ -22,13 +23,11 @@ Logps = tuple[torch.Tensor, ...]  # (chosen, rejected), or under SFT (chosen,): 
 class Microbatch(NamedTuple):
     """What one forward takes."""
 
-    rows: list[int]  # which examples of the global batch
+    rows: torch.Tensor  # (n,) int64: which examples of the global batch
     inputs: Batch | Packed
 
     def to(self, device: torch.device | str) -> Microbatch:
-        if isinstance(self.inputs, Packed):
-            return Microbatch(self.rows, self.inputs.to(device))
-        return Microbatch(self.rows, {k: v.to(device, non_blocking=True) for k, v in self.inputs.items()})
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     @property
     def n_tokens(self) -> int:
@@ -39,9 +38,13 @@ class Microbatch(NamedTuple):
         return sum(len(side) for side in sides) * max(side.shape[1] for side in sides)
 
     def pin_memory(self) -> Microbatch:
+        return self.map(torch.Tensor.pin_memory)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
+        """Every tensor changed: moved, pinned, ..."""
         if isinstance(self.inputs, Packed):
-            return Microbatch(self.rows, self.inputs.pin_memory())
-        return Microbatch(self.rows, {k: v.pin_memory() for k, v in self.inputs.items()})
+            return Microbatch(change(self.rows), self.inputs.map(change))
+        return Microbatch(change(self.rows), {key: change(value) for key, value in self.inputs.items()})
 
 
 class Padded:
@@ -51,30 +54,42 @@ class Padded:
         """The global batch in `parts * size` microbatches; of these number `rank`, `rank + size`, ..."""
         tensors = {key: value for key, value in batch.items() if key.endswith(FED) and not key.startswith("prompt")}
         cuts = torch.arange(len(batch["chosen_input_ids"])).tensor_split(parts * size)[rank::size]
-        return [Microbatch(rows.tolist(), {k: v[rows] for k, v in tensors.items()}) for rows in cuts]
+        return [Microbatch(rows, {k: v[rows] for k, v in tensors.items()}) for rows in cuts]
 
     def forward(self, model: torch.nn.Module, inputs: Batch) -> Logps:
-        """Log-probabilities of each example's responses."""
-        return concatenated_forward(model, inputs) if "rejected_input_ids" in inputs else (chosen_logps(model, inputs),)
+        """Log-probabilities of each example's responses, on the device of the inputs."""
+        paired = "rejected_input_ids" in inputs
+        logps = concatenated_forward(model, inputs) if paired else (chosen_logps(model, inputs),)
+        return tuple(values.to(inputs["chosen_input_ids"].device) for values in logps)
 
 
 class SharedPrefix:
     """Each prompt once and each of its distinct responses once, in full rows; about equally many tokens in each
-    microbatch. `windows` maps the kinds of the model's attention layers to how far back they look, None for all."""
+    microbatch. `windows` maps the kinds of the model's attention layers to how far back they look, None for all; the
+    length of a row is a multiple of `alignment`."""
 
-    def __init__(self, windows: Mapping[str, int | None], *, max_length: int) -> None:
+    def __init__(self, windows: Mapping[str, int | None], *, max_length: int, alignment: int = 1) -> None:
         self.windows, self.row_tokens = windows, 2 * max_length  # a prompt and two responses always fit
+        self.alignment = alignment
 
     def split(self, batch: Batch, parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         examples = find_examples(batch)
         cuts = cut_evenly(examples, parts * size)[rank::size]  # neighbours, equally long, run at the same time
-        return [Microbatch(rows, pack([examples[i] for i in rows], row_tokens=self.row_tokens)) for rows in cuts]
+        return [
+            Microbatch(
+                torch.tensor(rows),
+                pack([examples[i] for i in rows], row_tokens=self.row_tokens, alignment=self.alignment),
+            )
+            for rows in cuts
+        ]
 
     def forward(self, model: torch.nn.Module, inputs: Packed) -> Logps:
+        """Log-probabilities of each example's responses, on the device of the inputs."""
         logps = run_as_forward(model, packed_logps, inputs, self.windows)  # (U,)
-        return tuple(logps[inputs.choices.to(logps.device)])
+        return tuple(logps.to(inputs.choices.device)[inputs.choices])
 
 
+GPU_ALIGNMENT = 64  # tokens: CUDA's fused attention copies a mask whose rows are not aligned, in every layer
 Layout = Padded | SharedPrefix
 LAYOUTS = {"padded": Padded, "shared_prefix": SharedPrefix}
 
@@ -104,7 +119,10 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
     if name == "padded":
         return Padded(), None
     windows = find_windows(model, max_length)
-    return (Padded(), windows) if isinstance(windows, str) else (SharedPrefix(windows, max_length=max_length), None)
+    if isinstance(windows, str):
+        return Padded(), windows
+    on_gpu = model.get_input_embeddings().weight.device.type == "cuda"
+    return SharedPrefix(windows, max_length=max_length, alignment=GPU_ALIGNMENT if on_gpu else 1), None
 
 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
@@ -158,11 +176,12 @@ def _find_difference(model: Any, layout: SharedPrefix, tolerance: float) -> str 
     device, training = next(model.parameters()).device, model.training
     model.eval()
     try:
-        plain, ours = (
-            torch.stack(way.forward(model, microbatch.to(device).inputs))  # (2, B)
-            for way in (Padded(), layout)
-            for microbatch in way.split(batch, 1)
-        )
+        with without_tf32():
+            plain, ours = (
+                torch.stack(way.forward(model, microbatch.to(device).inputs))  # (2, B)
+                for way in (Padded(), layout)
+                for microbatch in way.split(batch, 1)
+            )
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:  # how a model says that it cannot

@@ -10,7 +10,7 @@ import os
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,12 +27,12 @@ from layouts import Layout, Microbatch, layout_by_rules
 from losses import LOSSES
 from models import DTYPES, load_structure
 from optimization import OPTIMIZERS
-from packing import Packed
 from preflight import TrainingData, load_data
 from utils import RunError, get_cache_dir
 
 # of what comes and goes: holes in what one process on a CPU keeps (`launching.keep_freed_memory`), measured on SmolLM2
 KEPT = 0.2
+REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`distributed.distribute`)
 LOOKED_AT = 50  # global batches among which the largest microbatch is sought
 
 
@@ -44,8 +44,10 @@ class Need(NamedTuple):
     optimizer: int
     reference: int
     gathered: int  # weights of other processes' shards, while they are needed
+    reduced: int  # a unit's gradients on their way to their shards, in float32
     activations: int
     logits: int
+    update: int  # what the optimizer computes for all parameters at once, on a GPU
     kept: int  # freed and not given back, on a CPU
     process: int  # Python, libraries and data: host memory
 
@@ -57,14 +59,20 @@ class Need(NamedTuple):
 class Ledger(TorchDispatchMode):
     """Follows the storages of all tensors that operations inside it make."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, held: Iterable[torch.Tensor], *, vocabulary: int | None = None) -> None:
         super().__init__()
-        self.vocabulary = model.get_output_embeddings().weight.shape[0]
+        self.vocabulary = vocabulary
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._kinds = {t.untyped_storage()._cdata: "weights" for t in (*model.parameters(), *model.buffers())}
+        self._kinds = {tensor.untyped_storage()._cdata: "held" for tensor in held}
+
+    @classmethod
+    def of(cls, model: Any) -> Ledger:
+        """One that tells a model's gradients and logits from its activations."""
+        ledger = cls((*model.parameters(), *model.buffers()), vocabulary=model.get_output_embeddings().weight.shape[0])
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._is_gradient)
+            parameter.register_post_accumulate_grad_hook(ledger._is_gradient)
+        return ledger
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
@@ -137,30 +145,46 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> Need:
     trained, evaluated = _largest_microbatches(config, plan, data, layout)
     n_backwards = min(config.gradient_accumulation_steps, 2)
     with fake:
-        ledgers = [
-            _run(policy.train(), layout, _as_fake(trained, fake, device), config.model.autocast, n_backwards),
-            _run(policy.eval(), layout, _as_fake(evaluated, fake, device), config.model.autocast, 0),
-        ]
-    peak = max((ledger.peak for ledger in ledgers), key=lambda peak: peak["activations"] + peak["logits"])
-    n = sum(p.numel() for p in policy.parameters())
-    slices = plan.shard_size * plan.tensor_size
-    weights = n * DTYPES[model.policy_dtype].itemsize // slices
-    reference = n * DTYPES[model.reference_dtype].itemsize // slices
-    if not LOSSES[config.loss.name].uses_reference or config.cache_reference_logps == "all":
-        reference = 0
-    optimizer = int(weights * _states_of(config.optimizer))
-    comes_and_goes = weights + optimizer + peak["activations"] + peak["logits"]
+        of_update, of_scoring = (
+            _run(policy.train(), layout, _as_fake(trained, fake, device), config.model.autocast, n_backwards).peak,
+            _run(policy.eval(), layout, _as_fake(evaluated, fake, device), config.model.autocast, 0).peak,
+        )
+    training = _held_while_training(config, plan, policy, on_gpu=device == "cuda")
+    at_peak = max(of_update, of_scoring, key=lambda peak: peak["activations"] + peak["logits"])
+    if training.reference == 0 or config.cache_reference_logps != "all":
+        return _with_activations(training, at_peak, plan, device)
+    scoring = training._replace(gradients=0, optimizer=0, reduced=0, update=0)  # then the reference is freed
+    phases = ((scoring, of_scoring), (training._replace(reference=0), at_peak))
+    return max((_with_activations(*phase, plan, device) for phase in phases), key=lambda need: need.total)
+
+
+def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu: bool) -> Need:
+    """All but activations, and what is kept for them."""
+    model, compute = config.model, DTYPES[plan.compute_dtype]
+    n = sum(p.numel() for p in policy.parameters()) // (plan.shard_size * plan.tensor_size)
+    weights, states, temporary = n * DTYPES[model.policy_dtype].itemsize, *_states_of(config.optimizer)
+    root, *blocks = _units(policy, model.block_name) if plan.shard_size > 1 else [0, 0]
+    largest = max(blocks)
     return Need(
         policy=weights,
         gradients=weights,
-        optimizer=optimizer,
-        reference=reference,
-        gathered=_gathered(policy, model.block_name) // plan.tensor_size if plan.shard_size > 1 else 0,
-        activations=peak["activations"],
-        logits=peak["logits"],
-        kept=int(KEPT * comes_and_goes) if device == "cpu" and plan.world_size == 1 else 0,
-        process=0 if device == "cuda" else resident_memory(),
+        optimizer=int(weights * states),
+        reference=n * DTYPES[model.reference_dtype].itemsize if LOSSES[config.loss.name].uses_reference else 0,
+        gathered=(root + 2 * largest) * compute.itemsize // plan.tensor_size,  # of blocks that which runs and the next
+        reduced=max(root, largest) * REDUCED // plan.tensor_size,
+        update=int(weights * temporary) if on_gpu and plan.world_size == 1 else 0,  # shards are updated one by one
+        activations=0,
+        logits=0,
+        kept=0,
+        process=0 if on_gpu else resident_memory(),
     )
+
+
+def _with_activations(need: Need, peak: Counter[str], plan: Plan, device: str) -> Need:
+    """What a phase needs whose activations are these."""
+    comes_and_goes = need.gradients + need.optimizer + peak["activations"] + peak["logits"]
+    kept = int(KEPT * comes_and_goes) if device == "cpu" and plan.world_size == 1 else 0
+    return need._replace(activations=peak["activations"], logits=peak["logits"], kept=kept)
 
 
 def _largest_microbatches(
@@ -181,16 +205,13 @@ def _largest_microbatches(
 
 
 def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:
-    moved = microbatch.inputs
-    if isinstance(moved, Packed):
-        return Packed(*(fake.from_tensor(tensor).to(device) for tensor in moved[:-1]), moved.shape)
-    return {key: fake.from_tensor(value).to(device) for key, value in moved.items()}
+    return microbatch.map(lambda tensor: fake.from_tensor(tensor).to(device)).inputs
 
 
 def _run(policy: Any, layout: Layout, inputs: Any, autocast: str | None, n_backwards: int) -> Ledger:
     """Forward and backward, twice if gradients are added up, for then the second finds them there; 0: forward alone."""
     device = policy.device.type
-    ledger = Ledger(policy)
+    ledger = Ledger.of(policy)
     with ledger, torch.set_grad_enabled(n_backwards > 0):
         for _ in range(max(1, n_backwards)):
             with torch.autocast(device, dtype=DTYPES.get(autocast), enabled=autocast is not None):
@@ -201,19 +222,22 @@ def _run(policy: Any, layout: Layout, inputs: Any, autocast: str | None, n_backw
     return ledger
 
 
-def _states_of(optimizer: str) -> float:
-    """Bytes of state per byte of parameter, seen on a small one."""
+def _states_of(optimizer: str) -> tuple[float, float]:
+    """Bytes per byte of parameter, seen on a small one: of state, and of what comes and goes in an update of all."""
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
-    small = OPTIMIZERS[optimizer]([parameter], lr=0.1)
+    small = OPTIMIZERS[optimizer]([parameter], lr=0.1, foreach=True)  # as on a GPU
     small.step()
-    return sum(v.nbytes for v in small.state[parameter].values() if isinstance(v, torch.Tensor)) / parameter.nbytes
+    states = [v for v in small.state[parameter].values() if isinstance(v, torch.Tensor)]
+    with Ledger([parameter, parameter.grad, *states]) as ledger:
+        small.step()
+    return sum(v.nbytes for v in states) / parameter.nbytes, ledger.peak.total() / parameter.nbytes
 
 
-def _gathered(policy: Any, block_name: str | None) -> int:
-    """Whole weights that FSDP holds at a time: embeddings and head, the block that runs and the next one."""
-    blocks = [sum(p.nbytes for p in block.parameters()) for block in find_blocks(policy, block_name)]
-    return sum(p.nbytes for p in policy.parameters()) - sum(blocks) + 2 * max(blocks)
+def _units(policy: Any, block_name: str | None) -> list[int]:
+    """Parameters of what FSDP gathers and reduces at a time: the root (embeddings and head), then each block."""
+    blocks = [sum(p.numel() for p in block.parameters()) for block in find_blocks(policy, block_name)]
+    return [sum(p.numel() for p in policy.parameters()) - sum(blocks), *blocks]
 
 
 # --- said ----------------------------------------------------------------------------------------------------------
@@ -249,7 +273,7 @@ def dry_run(config: DictConfig, trainer: Any, world_size: int) -> None:
     """Print what the run would do and need, and what would help if that is more than there is."""
     data = load_data(config)
     plan = Plan.of(config, trainer, world_size)
-    need, available = predict(config, plan, data), _device_memory(world_size)
+    need, available = predict(config, plan, data), _device_memory(trainer, world_size)
     for name, value in need._asdict().items():
         if value:
             print(f"{name:>12} {value / 1e9:8.2f} GB")
@@ -269,7 +293,7 @@ def explaining_out_of_memory(config: DictConfig, trainer: Any, world_size: int, 
         traceback.clear_frames(error.__traceback__)  # and what they hold
         torch.cuda.empty_cache()
         plan = Plan.of(config, trainer, world_size)
-        need, available = predict(config, plan, data).total, _device_memory(world_size)
+        need, available = predict(config, plan, data).total, _device_memory(trainer, world_size)
         said = " ".join(str(error).split())[:200]
         raise RunError(
             f"out of memory: a process needs about {need / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
@@ -281,8 +305,9 @@ def _join(found: list[str]) -> str:
     return ", ".join(found) or "a smaller model, or more processes with trainer=FSDPTrainer"
 
 
-def _device_memory(world_size: int) -> int:
-    """Bytes that one process may have: its GPU's, or its part of the host's free memory."""
+def _device_memory(trainer: Any, world_size: int) -> int:
+    """Bytes that one process may have: its GPU's, those of all GPUs if it is alone, or its part of the host's."""
     if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
+        gpus = range(1 if trainer.multi_process else torch.cuda.device_count())
+        return sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
     return (host_memory().available + resident_memory()) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,34 +24,45 @@ from omegaconf import DictConfig, OmegaConf
 from run_directory import redact
 from utils import InputError, formatted_dict
 
+Parts = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]  # rows of the global batch (n,), metrics (n,) each
 
-def gather_rows(
-    parts: Iterable[tuple[Sequence[int], Mapping[str, torch.Tensor]]],
+
+class Reduced(NamedTuple):
+    """The metrics of a global batch over all processes, on the host."""
+
+    examples: dict[str, torch.Tensor]  # (B,) each, in the order of the examples
+    scalars: dict[str, float]
+
+    def means(self) -> dict[str, float]:
+        """Means over the examples, and the scalars as they are."""
+        means = torch.stack(list(self.examples.values())).double().mean(1)
+        return dict(zip(self.examples, means.tolist(), strict=True)) | self.scalars
+
+
+def reduce_parts(
+    parts: Parts,
     n_rows: int,
     add: Callable[[torch.Tensor], torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    """Per-example metrics of all microbatches and processes, each (n_rows,), in the order of the examples.
+    *,
+    counts: bool = True,
+    scalars: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Reduced:
+    """Metrics of all microbatches and processes: one collective and one copy to the host, which waits for the device.
 
-    A part is the numbers of its examples and their metrics, (rows,) each. `add` sums a tensor over the processes, which
-    hold zeros where another has values: one collective, whatever the counts.
+    `add` sums a tensor over the processes, which hold zeros where another has values. Of processes that see the same
+    rows one `counts`. `scalars` are summed as they are.
     """
-    tables: list[torch.Tensor] = []
-    rows: list[int] = []
-    for part_rows, metrics in parts:
-        names = list(metrics)
-        tables.append(torch.stack(list(metrics.values()), dim=1))  # (rows of the part, names)
-        rows += part_rows
-    values = torch.cat(tables)
+    names = list(parts[0][1])
+    values = torch.cat([torch.stack(list(metrics.values()), dim=1) for _, metrics in parts])  # (rows here, names)
     table = values.new_zeros(n_rows, len(names))
-    table[torch.tensor(rows, device=table.device)] = values
-    return dict(zip(names, add(table).unbind(1), strict=True))
-
-
-def reduce_metrics(rows: Mapping[str, torch.Tensor], scalars: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Means over the examples, and the scalars as they are: one copy to the host, which waits for the device."""
-    means = torch.stack(list(rows.values())).double().mean(1)
-    values = torch.cat([means, *(v.detach().to(means).reshape(1) for v in scalars.values())])
-    return dict(zip([*rows, *scalars], values.tolist(), strict=True))
+    if counts:
+        table.index_copy_(0, torch.cat([rows for rows, _ in parts]), values)
+    sums = add(torch.cat([table.flatten(), *(value.detach().to(table).reshape(1) for value in scalars.values())]))
+    sums = sums.cpu()
+    columns = sums[: table.numel()].view(n_rows, len(names)).unbind(1)
+    return Reduced(
+        dict(zip(names, columns, strict=True)), dict(zip(scalars, sums[table.numel() :].tolist(), strict=True))
+    )
 
 
 def peak_memory_gb() -> float:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
 
-from archive import load_archive
+from archive import load_archive, read_archive
 from losses import _get_batch_logps
 from packing import Packed, tree_block_mask, tree_mask
 from tokenization import Batch, concatenated_inputs
@@ -95,35 +95,73 @@ def load_model(
     `random_init` builds the architecture from its config alone, the same weights for the same seed.
     Raises InputError for a model that is not there, lacks weights, or does not fit the archive.
     """
+    found = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
+    made = {"dtype": dtype, "attn_implementation": attn_implementation}
     with _explaining("model", name):
         if random_init:
-            config = load_config(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                model = transformers.AutoModelForCausalLM.from_config(
-                    config,
-                    dtype=torch.float32,
-                    attn_implementation=attn_implementation,
-                    trust_remote_code=trust_remote_code,
-                ).to(dtype)
+            model = _random_model(name, found, **made, seed=seed)
             model.to(device_map[""] if isinstance(device_map, dict) else "cuda" if device_map else "cpu")
+            if archive is not None:
+                load_archive(model, archive)
+        elif archive is not None:
+            model = _model_of_archive(name, archive, found, **made, device_map=device_map)
         else:
             model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-                name,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                device_map=device_map,
-                cache_dir=cache_dir,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
+                name, **found, **made, device_map=device_map, output_loading_info=True
             )
-            if loading["missing_keys"]:  # transformers would leave these random and go on
-                missing = ", ".join(sorted(loading["missing_keys"])[:5])
-                raise InputError(f"model {name!r} has no weights for {missing}; were they saved with another class?")
+            _refuse_gaps(name, loading)
     disable_dropout(model)
-    if archive is not None:
-        load_archive(model, archive)
     return model
+
+
+def _random_model(
+    name: str, found: Mapping[str, Any], *, dtype: torch.dtype, attn_implementation: str, seed: int
+) -> transformers.PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return transformers.AutoModelForCausalLM.from_config(
+            load_config(name, **found),
+            dtype=torch.float32,
+            attn_implementation=attn_implementation,
+            trust_remote_code=found["trust_remote_code"],
+        ).to(dtype)
+
+
+def _model_of_archive(
+    name: str, archive: str, found: Mapping[str, Any], *, device_map: str | dict | None, **made: Any
+) -> transformers.PreTrainedModel:
+    """The model that `from_pretrained` gives, had its directory the archive's weights; its own are not read.
+
+    Transformers places and casts them one by one, so that there is no second copy of them.
+    """
+    structure = load_structure(name, **found, **made)
+    weights = read_archive(archive, structure)
+    in_file = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
+    model, loading = type(structure).from_pretrained(
+        None,
+        config=load_config(name, **found),
+        state_dict=weights,
+        **made,
+        device_map=device_map,
+        output_loading_info=True,
+    )
+    del weights
+    _refuse_gaps(name, loading)
+    for tensor in (*model.parameters(), *model.buffers()):  # what was neither cast nor moved still is the file's pages
+        if tensor.untyped_storage().data_ptr() in in_file:
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+    model.name_or_path = model.config.name_or_path = name
+    model.adjust_generation_fn(  # as from_pretrained does at its end
+        None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None, revision=None,
+        subfolder="", **found,
+    )  # fmt: skip
+    return model
+
+
+def _refuse_gaps(name: str, loading: Mapping[str, Any]) -> None:
+    if loading["missing_keys"]:  # transformers would leave these random and go on
+        missing = ", ".join(sorted(loading["missing_keys"])[:5])
+        raise InputError(f"model {name!r} has no weights for {missing}; were they saved with another class?")
 
 
 def check_positions(model: Any, max_length: int) -> None:

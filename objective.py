@@ -18,7 +18,7 @@ from batches import GlobalBatch
 from distributed import Grid, from_rank_0, release_gathered
 from layouts import Layout, Logps, Microbatch, choose_layout
 from losses import LOSSES
-from metrics import gather_rows, reduce_metrics
+from metrics import Parts, Reduced, reduce_parts
 from models import DTYPES
 from reference_logps import LogpTable, ReferenceLogps, read_logps
 from tokenization import Batch
@@ -61,15 +61,15 @@ class Objective:
     ) -> tuple[torch.Tensor, Metrics]:
         """Losses of the examples, (rows,), and their detached metrics.
 
-        `known` are the reference's log-probabilities of the whole global batch, (B, 2), if they are known.
+        `known` are the reference's log-probabilities of the whole global batch, as `known_reference` gives them.
         """
-        loss = LOSSES[loss_config["name"]]
+        loss, microbatch = LOSSES[loss_config["name"]], microbatch.to(self.device)
         if not loss.uses_reference:
             [chosen] = self.forward(policy, microbatch)
             losses, metrics = -chosen, {}
         else:
             if known is not None:
-                reference = known[microbatch.rows].to(self.device).unbind(1)
+                reference = known[microbatch.rows].unbind(1)
             else:  # before the policy's forward, whose activations stay
                 with torch.no_grad():
                     reference = self.forward(reference_model, microbatch)
@@ -88,28 +88,32 @@ class Objective:
             }
         return losses, metrics | {f"logps_{split}/chosen": chosen.detach(), f"loss/{split}": losses.detach()}
 
+    def known_reference(self, batch: GlobalBatch) -> torch.Tensor | None:
+        """The reference's log-probabilities of a global batch on the device, (B, 2) float64, if all are known."""
+        known = self.reference_logps.find(batch.keys)
+        if known is None or self.device.type != "cuda":
+            return known
+        return known.pin_memory().to(self.device, non_blocking=True)
+
     def reduce(
-        self,
-        parts: Sequence[tuple[Sequence[int], Metrics]],
-        keys: Sequence[tuple[bytes, ...]],
-        scalars: Mapping[str, torch.Tensor],
-    ) -> dict[str, float]:
-        """Means over all examples on every process; a part is the numbers of its examples and their metrics."""
-        rows = gather_rows(parts, len(keys), self.grid.add)
-        reference = [rows.pop(name) for name in REFERENCE if name in rows]
-        metrics = reduce_metrics(rows, scalars)
+        self, parts: Parts, keys: Sequence[tuple[bytes, ...]], scalars: Mapping[str, torch.Tensor] | None = None
+    ) -> Reduced:
+        """The metrics of all examples on every process, and the sums of `scalars` over the processes."""
+        reduced = reduce_parts(parts, len(keys), self.grid.add, counts=self.grid.counts, scalars=scalars or {})
+        reference = [reduced.examples.pop(name) for name in REFERENCE if name in reduced.examples]
         if reference:
             self.reference_logps.add(keys, torch.stack(reference, dim=1))
-        return metrics
+        return reduced
 
     @torch.no_grad()
     def score(self, reference_model: torch.nn.Module, batch: GlobalBatch) -> torch.Tensor:
         """The reference's log-probabilities of a global batch, (B, 2), on every process."""
         parts = [
             (microbatch.rows, dict(zip(REFERENCE, self.forward(reference_model, microbatch), strict=True)))
-            for microbatch in batch.microbatches
+            for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches)
         ]
-        return torch.stack(list(gather_rows(parts, len(batch.keys), self.grid.add).values()), dim=1)
+        reduced = reduce_parts(parts, len(batch.keys), self.grid.add, counts=self.grid.counts)
+        return torch.stack(list(reduced.examples.values()), dim=1)
 
     def score_all(self, reference_model: torch.nn.Module, batches: Iterable[GlobalBatch], path: Path) -> str:
         """Know all pairs of the batches, from the file at `path` or scored now, and write the file; a line about it.

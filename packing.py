@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -49,11 +49,9 @@ class Packed(NamedTuple):
     choices: torch.Tensor  # (sides, B): the response that an example has as chosen, as rejected
     shape: tuple[int, int]  # (U, T)
 
-    def to(self, device: torch.device | str) -> Packed:
-        return Packed(*(t.to(device, non_blocking=True) for t in self[:-1]), self.shape)
-
-    def pin_memory(self) -> Packed:
-        return Packed(*(t.pin_memory() for t in self[:-1]), self.shape)
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
+        """Every tensor changed: moved or pinned."""
+        return Packed(*(change(tensor) for tensor in self[:-1]), self.shape)
 
 
 def find_examples(batch: Batch) -> list[Example]:
@@ -115,8 +113,8 @@ class _Tree(NamedTuple):
     length: int  # tokens fed
 
 
-def pack(examples: Sequence[Example], *, row_tokens: int) -> Packed:
-    """Trees of the examples, several in a row where they fit.
+def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1) -> Packed:
+    """Trees of the examples, several in a row where they fit; the length of a row is a multiple of `alignment`.
 
     A prompt with more responses than fit beside it in `row_tokens` is repeated.
     """
@@ -131,7 +129,7 @@ def pack(examples: Sequence[Example], *, row_tokens: int) -> Packed:
     choices = [[numbers[p][response] for response in responses] for p, responses in examples]
     trees = [tree for prompt, known in numbers.items() for tree in _trees(prompt, known, row_tokens)]
     trees.sort(key=lambda tree: -tree.length)
-    rows, length = min((_fill_rows(trees, length) for length in _row_lengths(trees)), key=_cost)
+    rows, length = min((_fill_rows(trees, length) for length in _row_lengths(trees, alignment)), key=_cost)
     longest = max(len(response) for known in numbers.values() for response in known)
     return _write(rows, length, np.asarray(choices).T, (count, longest))
 
@@ -147,11 +145,12 @@ def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[
     return trees
 
 
-def _row_lengths(trees: list[_Tree]) -> Iterator[int]:
-    """Lengths to try: from the longest tree's to twice that, but no more than all trees need."""
+def _row_lengths(trees: list[_Tree], alignment: int) -> list[int]:
+    """Lengths to try: from the longest tree's to twice that, but no more than all trees need, rounded up."""
     longest = max(1, trees[0].length)
     most = max(longest, min(2 * longest, sum(tree.length for tree in trees)))
-    yield from sorted({longest + (most - longest) * i // 16 for i in range(17)})
+    lengths = (longest + (most - longest) * i // 16 for i in range(17))
+    return sorted({-(-length // alignment) * alignment for length in lengths})
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> tuple[list[list[_Tree]], int]:

@@ -22,11 +22,13 @@ from checkpoint import (
     sync_directory,
     tidy,
 )
+from checksums import BLOCK, HashedFile
 from metrics import LOG_FILES
 from preflight import TrainingData
 from run_directory import create_run_dir, lock_run_dir, redact
 from settings import flatten
 from utils import InputError
+from waiting import made_progress
 
 # keys that a continued run may change: where it runs, how it rounds, how long it goes on, what it tells
 MAY_CHANGE = (
@@ -124,7 +126,7 @@ def _find_whole(source: Path, config: DictConfig) -> Found | None:
     reasons = ""
     for path in candidates:
         try:
-            manifest = check_complete(path)
+            manifest = check_complete(path, made_progress)
             if missing := FACTS - manifest.keys():
                 raise DamagedCheckpoint(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}")
         except DamagedCheckpoint as error:
@@ -236,6 +238,6 @@ def _link(source: Path, target: Path) -> None:
 
 def _copy(source: Path, target: Path) -> None:
     """A copy that is on the disk."""
-    shutil.copyfile(source, target)
-    with target.open("rb") as file:
-        os.fsync(file.fileno())
+    with source.open("rb") as file, HashedFile(target, made_progress) as copy:
+        shutil.copyfileobj(file, copy, BLOCK)
+        copy.sync()

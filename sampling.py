@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from arithmetic import for_generation
 from distributed import Grid, gathered_weights
 from tokenization import Batch
 from utils import slice_and_move_batch_for_device
@@ -20,7 +22,8 @@ def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: i
     `in_step`: several processes share the model's shards, so each goes on until the last has finished its rows.
     """
     prompt_ids = batch["prompt_input_ids"]
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    devices = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices=devices), for_generation(), _attention_of_generation(model):
         torch.manual_seed(seed)
         ids = model.generate(
             prompt_ids,
@@ -31,6 +34,19 @@ def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: i
             pad_token_id=tokenizer.pad_token_id,
         )
     return tokenizer.batch_decode(ids[:, prompt_ids.shape[1] :], skip_special_tokens=True)
+
+
+@contextmanager
+def _attention_of_generation(model: Any) -> Iterator[None]:
+    """FlexAttention is fast only compiled, which generation is not: inside, SDPA stands in for it."""
+    if model.config._attn_implementation != "flex_attention":
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("flex_attention")
 
 
 def sample_rows(model: Any, batch: Batch, tokenizer: Any, grid: Grid, *, max_length: int, seed: list[int]) -> list[str]:

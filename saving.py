@@ -15,6 +15,7 @@ import torch
 from checkpoint import BackgroundWriter, point, prune, read_state, tensors_in, write_checkpoint
 from distributed import Grid, from_rank_0, full_state, load_optimizer
 from host_memory import host_memory
+from waiting import made_progress, meet_rank_0
 
 
 def random_state() -> dict[str, Any]:
@@ -52,6 +53,7 @@ class Checkpoints:
         self.saved_at = self.best_at = -1  # examples
         self.best = -math.inf  # quality of the checkpoint that BEST names
         self._writer = BackgroundWriter()
+        self._n_meetings = 0
 
     def save(
         self,
@@ -90,9 +92,16 @@ class Checkpoints:
         else:
             write(states)
 
+    def _meet(self) -> None:
+        """Wait for rank 0, which may be writing."""
+        self._n_meetings += 1
+        meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
+
     def _gather(self, stateful: Mapping[str, Any], *, copy: bool) -> Iterator[tuple[str, Any]]:
         for name, part in stateful.items():
+            self._meet()  # rank 0 may still write what came before
             yield name, full_state(part.state_dict(), copy=copy)
+        self._meet()
         yield "random", {"states": self.grid.gather_all(random_state())}
 
     def restore(self, checkpoint: Path, stateful: Mapping[str, Any]) -> None:
@@ -113,7 +122,7 @@ class Checkpoints:
             set_random_state(states[self.grid.rank])
 
     def _commit(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
-        write_checkpoint(directory, states, **content)
+        write_checkpoint(directory, states, progress=made_progress, **content)
         for link in links:
             point(self.run_dir / link, directory)
         if self.keep is not None:
@@ -140,4 +149,5 @@ class Checkpoints:
     def finish(self) -> None:
         """Return on every process when none writes anything."""
         self.wait()
+        self._meet()
         self.grid.any(False)

@@ -9,6 +9,7 @@ they are plain local tensors, so that a layer costs no more than its one collect
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -44,6 +45,24 @@ def _convert(x: torch.Tensor, mesh: DeviceMesh, have: Any, want: Any, *, grad: A
 def _copied(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """A whole input of which every process computes other features: its gradients add up."""
     return _convert(x, mesh, WHOLE, WHOLE, grad=SUMMED)
+
+
+class _SharedInput:
+    """Lets modules that take the same input (queries, keys and values) convert it once, so that the gradients of all
+    are added up before the one collective."""
+
+    def __init__(self) -> None:
+        self.takers = 0  # modules that share
+        self._given = self._converted = None
+        self._left = 0  # takers that have not had it
+
+    def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        if self._given is not x:
+            self._given, self._converted, self._left = x, _copied(x, mesh), self.takers
+        converted, self._left = self._converted, self._left - 1
+        if self._left == 0:
+            self._given = self._converted = None  # and what they hold
+        return converted
 
 
 def _sliced(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -153,8 +172,13 @@ def cut_modules(modules: Mapping[str, torch.nn.Module], plan: Mapping[str, Style
     `modules` are by full name and hold whole parameters; tied ones must come in one call, to stay tied.
     """
     slices: dict[Any, torch.nn.Parameter] = {}  # by the whole ones, which it keeps alive: no id is reused
+    inputs: dict[str, _SharedInput] = defaultdict(_SharedInput)  # by the parent of the modules that share one
     for name, module in modules.items():
         style = plan.get(name, STYLES["replicate"])
+        if style.enter is _copied:
+            shared = inputs[name.rpartition(".")[0]]
+            shared.takers += 1
+            style = style._replace(enter=shared.convert)
         width = getattr(module, "out_features", 0) or getattr(module, "nf", 0)
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in slices:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,7 @@ def run(config: DictConfig) -> None:
     """Train as a validated config says, in as many processes as it asks for."""
     from archive import find_archive
     from launching import find_seat, launch
+    from loading import check_model
     from memory import dry_run
 
     OmegaConf.resolve(config)
@@ -129,9 +131,10 @@ def run(config: DictConfig) -> None:
     if config.dry_run:
         seat = find_seat()
         if seat is None or seat.rank == 0:
-            check_model(config, world_size)
+            check_model(config, trainer, world_size)
             if config.model.archive is not None:
                 find_archive(config.model.archive)
+            _set_up_torch(config)  # the memory that attention needs depends on its kernel
             dry_run(config, trainer, world_size)
         return
     launch(
@@ -162,24 +165,23 @@ def _stop_now(number: int) -> None:
 
 def _work(rank: int, world_size: int, config: DictConfig) -> None:
     import datasets
-    import torch
     import transformers
 
     from distributed import from_rank_0
+    from loading import model_loaders
     from memory import explaining_out_of_memory
     from preflight import load_data
     from resume import check_data, open_run
     from run_directory import redact, write_record
+    from waiting import meet_rank_0
 
     if rank == 0:
         print(OmegaConf.to_yaml(redact(OmegaConf.to_container(config))), flush=True)
     run = open_run(config) if rank == 0 else None  # and hold it until the end
+    meet_rank_0("the run's directory")
     resume_from = from_rank_0(run.checkpoint if run else None)
     transformers.set_seed(config.seed)  # Python's, numpy's and torch's
-    torch.backends.cuda.matmul.allow_tf32 = True
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks of CUDA users here
-        torch.use_deterministic_algorithms(True)
+    _set_up_torch(config)
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
@@ -196,58 +198,20 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
         data.report.write(run.directory / "preflight.json")
     trainer_class = find_trainer(config)
     with explaining_out_of_memory(config, trainer_class, world_size, data):
-        policy, reference = load_models(config, rank, world_size, resume_from)
+        policy, reference = model_loaders(config, trainer_class, rank, world_size, resume_from)
         trainer = trainer_class(
             policy, config, config.seed, config.local_run_dir, reference, rank, world_size, data, resume_from
         )
-        del policy, reference  # the trainer has them, and may free the reference
         trainer.train()
     if rank == 0:
         print(f"run directory: {config.local_run_dir}")
 
 
-def check_model(config: DictConfig, world_size: int) -> None:
-    """Raises InputError for a model that is not there, and for layers that cannot be cut as asked."""
-    from models import load_config
-    from tensor_parallelism import check_tensor_parallel
-    from utils import get_cache_dir
+def _set_up_torch(config: DictConfig) -> None:
+    from arithmetic import set_up_torch
 
-    model = config.model
-    structure = load_config(
-        model.name_or_path, cache_dir=get_cache_dir(config.local_dirs), trust_remote_code=model.trust_remote_code
-    )
-    check_tensor_parallel(structure, find_trainer(config).tensor_size(config, world_size))
-
-
-def load_models(config: DictConfig, rank: int, world_size: int, resume_from: Path | None = None) -> tuple[Any, Any]:
-    """Policy and reference (None if the loss needs none); ranks other than 0 leave the weights to rank 0."""
-    from losses import LOSSES
-    from models import DTYPES, load_model, load_structure
-    from utils import get_cache_dir
-
-    check_model(config, world_size)
-    found = {
-        "name": config.model.name_or_path,
-        "attn_implementation": config.model.attn_implementation,
-        "cache_dir": get_cache_dir(config.local_dirs),
-        "trust_remote_code": config.model.trust_remote_code,
-    }
-
-    def load(dtype: str, archive: str | None) -> Any:
-        if rank != 0:
-            return load_structure(**found, dtype=DTYPES[dtype])
-        return load_model(
-            **found,
-            dtype=DTYPES[dtype],
-            archive=archive,
-            random_init=config.model.random_init,
-            seed=config.seed,
-            device_map=find_trainer(config).device_map(),
-        )
-
-    archive = config.model.archive
-    policy = load(config.model.policy_dtype, archive if resume_from is None else str(resume_from))
-    return policy, load(config.model.reference_dtype, archive) if LOSSES[config.loss.name].uses_reference else None
+    compiles = config.compile or config.model.attn_implementation == "flex_attention"
+    set_up_torch(deterministic=config.deterministic, compiles=compiles)
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
@@ -385,7 +349,14 @@ def _first_of_sweep(override: str) -> str:
     return f"{override.split('=', 1)[0]}={next(parsed.sweep_string_iterator())}"
 
 
+def set_allocators(environ: MutableMapping[str, str]) -> None:
+    """What torch is to read from the environment when it is imported, unless the user has set it."""
+    environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large CPU tensors in huge pages: fewer page faults
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # CUDA's memory does not fragment, though shapes change all the time
+        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 if __name__ == "__main__":
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for torch: large CPU tensors in huge pages, fewer page faults
+    set_allocators(os.environ)
     sys.argv[1:] = check_command_line(sys.argv[1:])
     main()

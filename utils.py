@@ -153,9 +153,11 @@ def init_distributed(
     if store is None:
         os.environ.setdefault("MASTER_ADDR", master_addr)
         os.environ.setdefault("MASTER_PORT", str(port))
+    device = None
     if backend == "nccl":  # first, or NCCL takes GPU 0 for every rank
-        torch.cuda.set_device((rank if local_rank is None else local_rank) % torch.cuda.device_count())
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store)
+        device = torch.device("cuda", (rank if local_rank is None else local_rank) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store, device_id=device)
 
 
 class TemporarilySeededRandom:

@@ -31,6 +31,7 @@ import train
 from benchmarks.step_overhead import compose
 from launching import keep_freed_memory
 from layouts import SharedPrefix
+from loading import model_loaders
 from metrics import peak_memory_gb
 from packing import Packed
 
@@ -102,7 +103,8 @@ def measure(overrides: list[str], updates: int) -> dict[str, Any]:
         config.n_examples = (updates + 1) * config.batch_size
         keep_freed_memory()  # and TF32, as train.work
         torch.backends.cuda.matmul.allow_tf32 = True
-        policy, reference = train.load_models(config, 0, 1)
+        load_policy, reference = model_loaders(config, train.find_trainer(config), 0, 1)
+        policy = load_policy()
         shape = shape_of(policy)
         trainer = train.find_trainer(config)(policy, config, config.seed, folder, reference)
         del policy, reference

@@ -24,6 +24,7 @@ import torch
 import train
 from benchmarks.step_overhead import compose
 from launching import launch
+from loading import model_loaders
 
 LAYOUTS = {
     "one process": (),
@@ -46,7 +47,7 @@ def collectives_of(profile: Any) -> dict[str, float]:
 
 def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
     """A few updates on this process; rank 0 writes the seconds and the collectives of one."""
-    policy, reference = train.load_models(config, rank, world_size)
+    policy, reference = model_loaders(config, train.find_trainer(config), rank, world_size)
     run_dir = Path(config.local_run_dir)
     trainer = train.find_trainer(config)(policy, config, config.seed, run_dir, reference, rank, world_size)
     batches, seconds = iter(trainer.train_iterator), []

@@ -74,15 +74,15 @@ def run_out_of_memory_at(number: int) -> None:
 
 def ask_to_stop_while_loading(number: int) -> None:
     """The signal comes while the models are loaded."""
-    import train
+    import loading
 
-    load_models = train.load_models
+    model_loaders = loading.model_loaders
 
     def slow(*arguments: Any) -> Any:
         os.kill(os.getpid(), number)
-        return load_models(*arguments)
+        return model_loaders(*arguments)
 
-    train.load_models = slow
+    loading.model_loaders = slow
 
 
 def limit_file_size(n_bytes: int) -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import weakref
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from checkpoint import (
     BackgroundWriter,
     DamagedCheckpoint,
     check_complete,
+    digest_of,
     find_checkpoints,
     point,
     prune,
@@ -221,6 +223,48 @@ def test_a_manifest_of_another_form_is_damage(content, tmp_path):
 
     with pytest.raises(DamagedCheckpoint, match="step-8"):
         check_complete(saved)
+
+
+def vouch(directory: Path, **changes: object) -> None:
+    """Change a manifest, and let its own checksum say that it was so written."""
+    manifest = json.loads((directory / "manifest.json").read_text()) | changes
+    manifest = {key: value for key, value in manifest.items() if value is not None}
+    (directory / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+
+
+@pytest.mark.parametrize("part", [f"{part}.pt" for part in PARTS])
+def test_a_manifest_without_checksums_of_blocks_is_one_of_before_and_finds_damage_too(part, tmp_path):
+    [saved] = write(tmp_path, 8)
+    vouch(saved, blocks=None)
+    assert "blocks" not in check_complete(saved)
+    flip(saved / part)
+
+    with pytest.raises(DamagedCheckpoint, match=rf"{part} is not as it was written"):
+        check_complete(saved)
+
+
+@pytest.mark.parametrize("blocks", [3, [], {"policy.pt": 3}, {"policy.pt": []}, {"policy.pt": [1]}, {"policy.pt": {}}])
+def test_odd_checksums_of_blocks_are_damage(blocks, tmp_path):
+    [saved] = write(tmp_path, 8)
+    vouch(saved, blocks=blocks)
+    with pytest.raises(DamagedCheckpoint, match="step-8"):
+        check_complete(saved)
+
+
+def test_a_state_is_mapped_and_not_read_where_the_format_allows(tmp_path):
+    [saved] = write(tmp_path, 8)
+    old, packed = tmp_path / "old.pt", tmp_path / "packed.pt"
+    torch.save({"state": {"a": torch.arange(50.0)}}, old, _use_new_zipfile_serialization=False)
+    with zipfile.ZipFile(saved / "policy.pt") as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+        for entry in plain.infolist():
+            file.writestr(entry.filename, plain.read(entry))
+
+    for path, mapped in ((saved / "policy.pt", True), (old, False), (packed, False)):
+        state = read_state(path)
+        assert torch.equal(state["a"], torch.arange(50.0))
+        assert (str(path) in Path("/proc/self/maps").read_text()) == mapped
+        state["a"][0] = 7  # a page of our own: the file stays
+        assert read_state(path)["a"][0] == 0
 
 
 def test_checkpoints_come_newest_first_by_number(tmp_path):

@@ -19,16 +19,18 @@ import transformers
 from conftest import GOLDEN, ROOT, metrics_of, run_script, train
 from tiny_models import FAMILIES, batch_of, build
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
 from distributed import Grid, distribute, full_state, full_tensor
 from host_memory import HostMemory
 from launching import launch
 from layouts import Padded, SharedPrefix
+from loading import model_loaders
 from models import concatenated_forward
+from optimization import OPTIMIZERS
 from settings import NEED_WHOLE_TENSORS
-from train import load_models
-from trainers import OPTIMIZERS, TRAINERS, BasicTrainer
+from trainers import TRAINERS, BasicTrainer
 from utils import get_open_port
 
 GRIDS = {  # processes, and what the command line says
@@ -93,7 +95,7 @@ def compare_with_one_process(family: str, grid: Grid, *, activation_checkpointin
         (loss * grid.data_size).backward()
 
         assert model.training
-        assert torch.allclose(grid.add(loss.detach()[None])[0], expected, rtol=1e-6), family
+        assert torch.allclose(grid.add(loss.detach()[None] * grid.counts)[0], expected, rtol=1e-6), family
         for name, parameter in model.named_parameters():
             assert torch.equal(full_tensor(parameter.detach()), whole.get_parameter(name)), f"{family} {name}"
             off = (full_tensor(parameter.grad) - gradients[name]).norm() / gradients[name].norm()
@@ -152,6 +154,31 @@ def test_processes_that_see_different_models_are_told_so():
         launch(send_different_models, 2, process_group=True)
 
 
+def time_out_in_every_group(rank: int, world_size: int) -> None:
+    for sizes in ({"shard_size": 1}, {"tensor_size": 2}):
+        grid = Grid(rank, world_size, **sizes, timeout_secs=77)
+        groups = (dist.group.WORLD, *grid.mesh.get_all_groups(), grid._data_group)
+        backends = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
+        assert {backend.options._timeout.total_seconds() for backend in backends} == {77}
+
+
+def test_a_collective_in_any_group_times_out_when_the_config_says():
+    launch(time_out_in_every_group, 2, process_group=True, timeout_secs=77)
+
+
+def know_the_gathered_size(rank: int, world_size: int) -> None:
+    for sizes in ({}, {"tensor_size": 2}):
+        model = build("llama", on_meta=rank != 0)
+        whole = sum(p.numel() for p in model.parameters())
+        model = distribute(model, Grid(rank, world_size, **sizes), block_name=None, compute_dtype=torch.bfloat16)
+        slices = sum(p.to_local().numel() for p in model.parameters()) if sizes else whole
+        assert distributed.gathered_size(model) == 2 * slices  # float32 weights are gathered in bfloat16
+
+
+def test_what_sampling_gathers_is_counted_in_the_dtype_and_the_slices_that_are_gathered():
+    launch(know_the_gathered_size, 2, process_group=True)
+
+
 def use_no_more_memory_than_shards(rank: int, world_size: int, sizes: dict) -> None:
     model = distribute(
         build("llama", on_meta=rank != 0),
@@ -206,7 +233,7 @@ def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str
              "n_eval_model_samples=8", f"local_run_dir={run_dir}", *overrides],
         )  # fmt: skip
     run_dir.mkdir(exist_ok=True)
-    policy, reference = load_models(config, rank, world_size)
+    policy, reference = model_loaders(config, TRAINERS[config.trainer], rank, world_size)
     return TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size)
 
 
@@ -301,6 +328,33 @@ def count_gathers_in_an_update(rank: int, world_size: int, run_dir: Path) -> Non
 
 def test_embeddings_and_head_are_gathered_once_per_update(tmp_path):
     launch(count_gathers_in_an_update, 2, tmp_path, process_group=True)
+
+
+class AllReduces(TorchDispatchMode):
+    """How many all-reduces of how many elements are issued, but for single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.c10d.allreduce_.default:
+            self.sizes += [tensor.numel() for tensor in args[0] if tensor.numel() > 1]
+        return function(*args, **(kwargs or {}))
+
+
+def count_all_reduces_in_an_update(rank: int, world_size: int, run_dir: Path) -> None:
+    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer", "fsdp_shard_size=1"))
+    batch = next(trainer.train_iterator)
+    assert len(batch.microbatches) == 2
+    with AllReduces() as collectives:
+        trainer.train_step(batch)
+    # the gradients of 3 blocks and the root, once for both microbatches; one for all metrics and flags
+    assert len(collectives.sizes) == 4 + 1, collectives.sizes
+
+
+def test_copies_add_up_their_gradients_once_per_update(tmp_path):
+    launch(count_all_reduces_in_an_update, 2, tmp_path, process_group=True)
 
 
 def count_gathers_in_sampling(rank: int, world_size: int, run_dir: Path, memory: int | None) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,9 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, assert_gone
 
+import launching
 from launching import Seat, WorkerFailed, find_seat, launch
+from stopping import Stopped
 from utils import InputError
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
@@ -72,6 +75,23 @@ def kill_self():
 
 def hang():
     time.sleep(600)
+
+
+def abort_on_rank_1(rank, world_size, folder, secs):
+    note_pid(folder, rank)
+    dist.barrier()
+    if rank == 1:  # waits for rank 0
+        time.sleep(secs)
+        os.abort()
+    hang()
+
+
+def load_on_rank_0(rank, world_size, folder):
+    """Rank 1 waits for the weights where no signal interrupts it."""
+    if rank == 1:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    note_pid(folder, rank)
+    hang()
 
 
 class StalledOnArrival:
@@ -238,6 +258,36 @@ def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(
     assert "because rank 1 did not answer" in str(error.value)
     assert "in fail_on_rank_1" in str(error.value)
     assert "in hang" in capfd.readouterr().err
+    assert_all_gone(tmp_path)
+
+
+def test_of_a_hanging_rank_nccl_aborts_the_victims_and_the_one_that_hangs_is_named(tmp_path, capfd):
+    with pytest.raises(WorkerFailed, match=r"^rank 0 did not answer within collective_timeout_secs=3\n") as error:
+        launch(abort_on_rank_1, 2, tmp_path, 5, process_group=True, timeout_secs=3)
+    assert "rank 1 was killed by SIGABRT, as NCCL does when a collective takes longer" in str(error.value)
+    assert "in hang" in capfd.readouterr().err
+    assert_all_gone(tmp_path)
+
+
+def test_a_worker_that_aborts_before_a_collective_can_time_out_has_crashed(tmp_path):
+    with pytest.raises(WorkerFailed, match=r"^rank 1 was killed by SIGABRT"):
+        launch(abort_on_rank_1, 2, tmp_path, 0, process_group=True, timeout_secs=600)
+    assert_all_gone(tmp_path)
+
+
+def test_a_signal_while_one_rank_loads_ends_those_that_cannot_hear_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "STOP_SECS", 2)
+
+    def ask_once_all_work() -> None:
+        while len(list(tmp_path.glob("pid*"))) < 2:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask_once_all_work).start()
+    start = time.monotonic()
+    with pytest.raises(Stopped):
+        launch(load_on_rank_0, 2, tmp_path, process_group=True, timeout_secs=600)
+    assert time.monotonic() - start < 100
     assert_all_gone(tmp_path)
 
 

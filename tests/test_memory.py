@@ -37,7 +37,7 @@ class Chain(torch.nn.Module):
 
 def run_chain(rows: int) -> tuple[Ledger, Chain]:
     chain = Chain()
-    with Ledger(chain) as ledger:
+    with Ledger.of(chain) as ledger:
         hidden = torch.zeros(rows, 100).requires_grad_()
         logits = chain.head(torch.exp(chain.b(torch.exp(chain.a(hidden)))))
         logits.exp().sum().backward()
@@ -92,6 +92,26 @@ def test_weights_gradients_and_optimizer_are_bytes_per_parameter(overrides, poli
     expected = [PARAMETERS * n for n in (policy, policy, optimizer, reference)]
     assert [need.policy, need.gradients, need.optimizer, need.reference] == pytest.approx(expected, rel=1e-3)
     assert need.gathered == 0
+
+
+def test_a_reference_that_scores_all_pairs_first_counts_while_it_does(compose):
+    small = ("optimizer=SGD", "model.policy_dtype=bfloat16", "eval_batch_size=8", "n_eval_examples=8")
+    needs = {}
+    for caching in ("as_needed", "all"):
+        config = compose(f"cache_reference_logps={caching}", *small)
+        plan = ALONE._replace(compute_dtype="bfloat16")
+        needs[caching] = predict(config, plan, load_data(config, silent=True))
+    assert needs["all"].reference == 4 * PARAMETERS  # more than gradients and optimizer, which come after it
+    assert needs["all"].gradients == 0
+    assert needs["all"].total < needs["as_needed"].total
+
+
+def test_gradients_are_reduced_in_float32_whatever_is_computed_in(compose):
+    config = compose("trainer=FSDPTrainer", "eval_batch_size=8", "model.fsdp_policy_mp=bfloat16")
+    plan = Plan.of(config, FSDPTrainer, 2)
+    assert plan.compute_dtype == "bfloat16"
+    embeddings_and_head = 2 * 1024 * 64 + 64  # the largest unit, with the last norm
+    assert predict(config, plan, load_data(config, silent=True)).reduced == 4 * embeddings_and_head
 
 
 def test_processes_share_what_they_can(compose):

@@ -22,28 +22,28 @@ from metrics import (
     Progress,
     Sample,
     WandbLogger,
-    gather_rows,
     peak_memory_gb,
-    reduce_metrics,
+    reduce_parts,
 )
 
 
 def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_in_one_collective():
+    first = {"loss": torch.tensor([1.0, 2.0, 3.0]), "accuracy": torch.tensor([1.0, 0.0, 1.0])}
     ours = [
-        ([4, 0, 2], {"loss": torch.tensor([1.0, 2.0, 3.0]), "accuracy": torch.tensor([1.0, 0.0, 1.0])}),
-        ([3], {"loss": torch.tensor([10.0]), "accuracy": torch.tensor([0.0])}),  # a smaller microbatch
+        (torch.tensor([4, 0, 2]), first),
+        (torch.tensor([3]), {"loss": torch.tensor([10.0]), "accuracy": torch.tensor([0.0])}),  # a smaller microbatch
     ]
     added = []
 
-    def add(table: torch.Tensor) -> torch.Tensor:
-        added.append(table.clone())
-        table[1] += torch.tensor([4.0, 1.0])  # another process has example 1
-        return table
+    def add(values: torch.Tensor) -> torch.Tensor:
+        added.append(values.clone())
+        values[2:4] += torch.tensor([4.0, 1.0])  # another process has example 1
+        return values
 
-    rows = gather_rows(ours, 5, add)
-    assert rows["loss"].tolist() == [2, 4, 3, 10, 1]  # in the order of the examples
-    assert rows["accuracy"].tolist() == [0, 1, 1, 0, 1]
-    means = reduce_metrics(rows, {"grad_norm": torch.tensor(7.0)})
+    reduced = reduce_parts(ours, 5, add, scalars={"grad_norm": torch.tensor(7.0)})
+    assert reduced.examples["loss"].tolist() == [2, 4, 3, 10, 1]  # in the order of the examples
+    assert reduced.examples["accuracy"].tolist() == [0, 1, 1, 0, 1]
+    means = reduced.means()
 
     assert means == {"loss": (2 + 4 + 3 + 10 + 1) / 5, "accuracy": 3 / 5, "grad_norm": 7.0}
     assert list(means) == ["loss", "accuracy", "grad_norm"]
@@ -51,9 +51,17 @@ def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_i
     assert len(added) == 1
 
 
+def test_of_processes_that_see_the_same_rows_one_counts_and_the_scalars_of_all_are_summed():
+    part = [(torch.tensor([0]), {"loss": torch.tensor([3.0])})]
+    peer = reduce_parts(part, 1, lambda values: values, counts=False, scalars={"stop": torch.tensor(1.0)})
+    assert peer.examples["loss"].tolist() == [0]
+    assert peer.scalars == {"stop": 1}
+
+
 def test_many_equal_values_have_that_value_as_their_mean():
     tenth = torch.full((100_000,), 0.1)  # a float32 running sum would have drifted
-    assert reduce_metrics({"x": tenth}, {})["x"] == pytest.approx(tenth[0].item(), rel=1e-12)
+    means = reduce_parts([(torch.arange(100_000), {"x": tenth})], 100_000, lambda values: values).means()
+    assert means["x"] == pytest.approx(tenth[0].item(), rel=1e-12)
 
 
 def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from conftest import GOLDEN
 from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, build
 
 import models
+from archive import load_archive
 from losses import IGNORE_INDEX
 from tokenization import get_collate_fn, tokenize_batch_element
 from utils import InputError
@@ -175,3 +178,95 @@ def test_learned_positions_limit_the_length_and_rotary_ones_do_not(tiny_llama):
     with pytest.raises(InputError, match="max_length=17 is more than the 16 positions that GPT2LMHeadModel has"):
         models.check_positions(gpt2, 17)
     models.check_positions(tiny_llama, 10 * tiny_llama.config.max_position_embeddings)
+
+
+# --- weights from an archive ---------------------------------------------------------------------------------------
+
+
+def save_with_an_archive(family: str, folder: Path, **save: bool) -> str:
+    """A model's directory, with settings for sampling, and beside it a `policy.pt` of other weights."""
+    model = build(family)
+    model.generation_config.top_p, model.generation_config.do_sample = 0.9, True
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    torch.save({"step_idx": 8, "state": model.state_dict(), "metrics": None}, folder / "policy.pt", **save)
+    return str(folder)
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}  # those that are not saved, too
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_an_archive_a_model_is_what_it_would_be_had_its_own_weights_been_overwritten(family, dtype, tmp_path):
+    name, attention = save_with_an_archive(family, tmp_path), "eager" if family in ("gpt-j", "gemma2") else "sdpa"
+    overwritten = models.load_model(name, dtype=dtype, attn_implementation=attention)
+    load_archive(overwritten, name)
+    (tmp_path / "model.safetensors").unlink()  # nobody needs it
+    state = torch.get_rng_state()
+
+    ours = models.load_model(name, dtype=dtype, attn_implementation=attention, archive=name)
+
+    assert torch.equal(torch.get_rng_state(), state)
+    theirs = tensors_of(overwritten)
+    assert tensors_of(ours).keys() == theirs.keys()  # tied weights have one name
+    for key, tensor in tensors_of(ours).items():
+        other = theirs[key]
+        assert (tensor.dtype, tensor.device, tensor.stride()) == (other.dtype, other.device, other.stride())
+        assert (type(tensor), tensor.requires_grad) == (type(other), other.requires_grad)
+        assert torch.equal(tensor, other), key
+    assert ours.state_dict().keys() == overwritten.state_dict().keys()
+    assert ours.generation_config.to_dict() == overwritten.generation_config.to_dict()
+    assert ours.generation_config.top_p == 0.9
+    assert (ours.config.to_dict(), ours.name_or_path) == (overwritten.config.to_dict(), overwritten.name_or_path)
+    assert ours.config._attn_implementation == overwritten.config._attn_implementation == attention
+    assert ours.training == overwritten.training
+
+
+def test_without_settings_for_sampling_they_are_those_of_the_config(tmp_path):
+    name = save_with_an_archive("gpt2, tied", tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "top_k": 7, "eos_token_id": 5}))
+
+    with_archive, without = (models.load_model(name, dtype=torch.float32, archive=a) for a in (name, None))
+
+    assert with_archive.generation_config.to_dict() == without.generation_config.to_dict()
+    assert with_archive.generation_config.eos_token_id == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_loaded_model_holds_no_pages_of_the_archive(zipped, dtype, tmp_path):
+    name = save_with_an_archive("llama, tied", tmp_path, _use_new_zipfile_serialization=zipped)
+    model = models.load_model(name, dtype=dtype, archive=name)
+    assert torch.equal(model.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"].to(dtype))
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()  # pruning may remove it, and its room is free then
+
+
+def test_an_archive_of_weights_that_were_tied_no_longer_has_them_both(tmp_path):
+    name = save_with_an_archive("llama, tied", tmp_path)
+    content = torch.load(tmp_path / "policy.pt")
+    content["state"]["lm_head.weight"] = content["state"]["lm_head.weight"] + 1
+    torch.save(content, tmp_path / "policy.pt")
+
+    model = models.load_model(name, dtype=torch.float32, archive=name)
+
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight + 1)
+
+
+def test_an_archive_of_another_model_is_refused_before_anything_is_read(tmp_path):
+    save_with_an_archive("gpt-j", tmp_path / "j")
+    name = save_with_an_archive("llama", tmp_path / "llama")
+    (tmp_path / "llama" / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"is of another architecture than the model \(LlamaForCausalLM\): unknown"):
+        models.load_model(name, dtype=torch.float32, archive=str(tmp_path / "j"))
+
+
+def test_random_weights_give_way_to_an_archive_too(tmp_path):
+    name = save_with_an_archive("llama", tmp_path)
+    ours = models.load_model(name, dtype=torch.float32, archive=name, random_init=True, seed=3)
+    assert torch.equal(ours.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"])

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import metrics_of, train
+from conftest import GOLDEN, metrics_of, train
 
 import resume
 from benchmarks.soak import find_differences, read_log
-from checkpoint import find_checkpoints, read_state
+from checkpoint import MANIFEST, digest_of, find_checkpoints, read_state
 from metrics import FileLogger
 from stopping import Stopped
+from trainers import BasicTrainer
 from utils import InputError, RunError
 
 
@@ -169,6 +170,38 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_co
     assert "continuing from" in said
     assert "step-16" in said
     assert find_differences(tmp_path / "run", tmp_path / "damaged") == []
+
+
+def test_a_checkpoint_without_checksums_of_blocks_continues_too(run, tmp_path):
+    """As they were written before there were any."""
+    run("whole")
+    run("run", "n_examples=8")
+    file = tmp_path / "run" / "step-8" / MANIFEST
+    manifest = json.loads(file.read_text())
+    del manifest["blocks"]
+    file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+
+    run("run", "resume=auto")
+
+    assert find_differences(tmp_path / "whole", tmp_path / "run") == []
+
+
+def test_what_continues_needs_neither_the_weights_it_replaces_nor_the_files_it_has_read(run, tmp_path, monkeypatch):
+    model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
+    settings = ("loss=sft", f"model.name_or_path={model}", "optimizer=AdamW")
+    run("run", *settings, "n_examples=8")
+    (model / "model.safetensors").unlink()
+    train, mapped = BasicTrainer.train, []
+
+    def look_and_train(trainer: BasicTrainer) -> None:
+        mapped.extend(line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line)
+        train(trainer)
+
+    monkeypatch.setattr(BasicTrainer, "train", look_and_train)
+    run("run", *settings, "resume=auto")
+
+    assert len(metrics_of(tmp_path / "run", "train")) == 6
+    assert mapped == []
 
 
 def test_if_every_checkpoint_is_damaged_nothing_is_thrown_away(run, tmp_path):

@@ -284,7 +284,7 @@ def test_defaults_are_the_references():
         "num_workers": 1,
         "compile": False,
         "model.autocast": None,
-        "model.attn_implementation": "eager",
+        "model.attn_implementation": "sdpa",
         "model.random_init": False,
         "model.trust_remote_code": False,
     }

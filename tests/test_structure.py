@@ -12,17 +12,17 @@ from conftest import ROOT, run_script
 
 LEVELS = {
     "train": 3,
-    **dict.fromkeys(["trainers", "tensor_parallel_package"], 2),
+    **dict.fromkeys(["training_loop", "trainers", "tensor_parallel_package"], 2),
     **dict.fromkeys(["objective", "batches", "layouts", "reference_logps", "sampling"], 1),
-    **dict.fromkeys(["resume", "saving", "health", "memory"], 1),
+    **dict.fromkeys(["checksums", "waiting"], 0),
+    **dict.fromkeys(["loading", "resume", "saving", "health", "memory"], 1),
     **dict.fromkeys(["self_test", "preflight", "models", "preference_datasets"], 1),
     **dict.fromkeys(
         ["own_data", "demo_data", "preference_data", "data_sources", "tokenization", "packing", "prompts"], 0
     ),
     **dict.fromkeys(["losses", "optimization", "checkpoint", "metrics", "settings", "run_directory", "utils"], 0),
-    **dict.fromkeys(
-        ["archive", "host_memory", "stopping", "launching", "distributed", "tensor_parallelism", "sharing"], 0
-    ),
+    **dict.fromkeys(["arithmetic", "device_map", "sharing"], 0),
+    **dict.fromkeys(["archive", "host_memory", "stopping", "launching", "distributed", "tensor_parallelism"], 0),
 }
 FILES = {file.stem: file for file in sorted(ROOT.glob("*.py"))}
 TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in FILES.items()}

@@ -15,9 +15,9 @@ from archive import load_archive
 from checkpoint import write_checkpoint
 from distributed import full_state
 from models import concatenated_forward
+from optimization import OPTIMIZERS
 from self_test import self_test
 from tensor_parallel_package import split_over_devices
-from trainers import OPTIMIZERS
 from utils import InputError
 
 try:

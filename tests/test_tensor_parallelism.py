@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from tiny_models import COMMON, FAMILIES, build
+from tiny_models import COMMON, FAMILIES, batch_of, build
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from distributed import Grid, distribute
 from launching import launch
+from models import concatenated_forward
 from tensor_parallelism import STYLES, check_tensor_parallel, cut_modules, find_plan
 from utils import InputError
 
@@ -62,6 +65,33 @@ def test_a_plan_that_forgets_a_parameter_which_sees_slices_is_refused():
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(InputError, match=r"does not say how to cut model\.layers\.0\.self_attn\.q_layernorm"):
         find_plan(model)
+
+
+class Collectives(TorchDispatchMode):
+    """How many all-reduces are issued. (CommDebugMode's hooks would give every module an input of its own.)"""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops._c10d_functional.all_reduce.default
+        return function(*args, **(kwargs or {}))
+
+
+def count_all_reduces(rank, world_size):
+    for checkpointing in (False, True):
+        model = build("llama", on_meta=rank != 0)  # of two blocks
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = distribute(model, Grid(rank, world_size, tensor_size=2), block_name=None, compute_dtype=torch.float32)
+        chosen, _ = concatenated_forward(model, batch_of(rows=4))
+        with Collectives() as collectives:
+            chosen.sum().backward()
+        # for attention, for the MLP, and for the head's input; computed again: after attention
+        assert collectives.count == 2 * 2 + 1 + checkpointing * 2, collectives.count
+
+
+def test_queries_keys_and_values_send_their_inputs_gradient_once():
+    launch(count_all_reduces, 2, process_group=True)
 
 
 def hold_slices(rank, world_size):

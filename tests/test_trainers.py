@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import sys
 import weakref
 from pathlib import Path
 
@@ -201,6 +202,33 @@ def test_a_preference_loss_without_reference_model_is_refused(make_trainer, tiny
     trainer = make_trainer(*DPO)
     with pytest.raises(InputError, match="loss=dpo needs a reference model"):
         BasicTrainer(tiny_llama, trainer.config, 0, trainer.run_dir, data=trainer.data)
+
+
+def test_functions_that_load_models_are_called_each_when_the_model_before_is_in_place(make_trainer, tiny_llama):
+    trainer, events = make_trainer(*DPO), []
+
+    class Placing(BasicTrainer):
+        def place(self, model, *, compute_dtype):
+            events.append(f"place {model.what}")
+            return model
+
+    def loader(what: str):
+        def load():
+            events.append(f"load {what}")
+            model = copy.deepcopy(tiny_llama)
+            model.what = what
+            return model
+
+        return load
+
+    ours = Placing(
+        loader("policy"), trainer.config, 0, trainer.run_dir, reference_model=loader("reference"), data=trainer.data
+    )
+
+    assert events == ["load policy", "place policy", "load reference", "place reference"]
+    assert (ours.policy.what, ours.reference_model.what) == ("policy", "reference")
+    assert ours.reference_digest == trainer.reference_digest
+    assert not ours.reference_model.training
 
 
 # --- a run ---------------------------------------------------------------------------------------------------------
@@ -408,3 +436,52 @@ def test_a_cache_of_another_model_is_noticed(make_trainer, tmp_path):
 
     with pytest.raises(InputError, match="stored reference log-probabilities are off by up to"):
         make_trainer(*options, run="second").train()
+
+
+def note_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The places of ours that read a tensor's numbers: on a GPU the host waits there for the device."""
+    places: list[str] = []
+
+    def noting(read):
+        def noted(tensor, *arguments, **options):
+            code = sys._getframe(1).f_code
+            if Path(code.co_filename).parent == ROOT:
+                places.append(f"{Path(code.co_filename).name}:{code.co_name}")
+            return read(tensor, *arguments, **options)
+
+        return noted
+
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, noting(getattr(torch.Tensor, name)))
+    return places
+
+
+def test_an_update_reads_from_the_device_once(make_trainer, monkeypatch):
+    trainer = make_trainer(*DPO, "gradient_accumulation_steps=2")
+    batch = next(trainer.train_iterator)
+    trainer.train_step(batch)
+    for _ in range(2):  # the second time with known log-probabilities of the reference
+        places = note_reads(monkeypatch)
+        trainer.train_step(batch)
+        monkeypatch.undo()
+        first, *later = places
+        assert first == "metrics.py:reduce_parts"  # everything at once; what comes later is on the host
+        assert {*later} == {
+            "metrics.py:reduce_parts",
+            "metrics.py:means",
+            "reference_logps.py:add",
+            "health.py:allows",
+            "training_loop.py:<genexpr>",  # tokens of the batch
+        }
+
+
+def test_a_reference_that_is_not_needed_any_more_is_freed_though_it_is_part_of_a_cycle(make_trainer, tmp_path):
+    trainer = make_trainer(*DPO, "cache_reference_logps=all", f"local_dirs=[{tmp_path}]")
+    trainer.reference_model.cycle = [trainer.reference_model]  # as FSDP's hooks are
+    weights = weakref.ref(trainer.reference_model.lm_head.weight)
+    gc.disable()
+    try:
+        trainer.score_all_then_free_reference()
+        assert weights() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,68 @@
+"""Which models a config means, and loading them: each in its turn, so that no host holds two before they are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from distributed import find_blocks
+from losses import LOSSES
+from models import DTYPES, load_config, load_model, load_structure
+from tensor_parallelism import check_tensor_parallel
+from utils import get_cache_dir
+
+
+def check_model(config: DictConfig, trainer: Any, world_size: int) -> None:
+    """Raises InputError for a model that is not there, and for layers that cannot be cut as asked."""
+    model = config.model
+    structure = load_config(
+        model.name_or_path, cache_dir=get_cache_dir(config.local_dirs), trust_remote_code=model.trust_remote_code
+    )
+    check_tensor_parallel(structure, trainer.tensor_size(config, world_size))
+
+
+def model_loaders(
+    config: DictConfig, trainer: Any, rank: int, world_size: int, resume_from: Path | None = None
+) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+    """Functions that load the policy and the reference (None if the loss needs none) for a trainer of that class.
+
+    Ranks other than 0 leave the weights to rank 0. Raises InputError as `check_model` does.
+    """
+    check_model(config, trainer, world_size)
+    found = {
+        "name": config.model.name_or_path,
+        "attn_implementation": config.model.attn_implementation,
+        "cache_dir": get_cache_dir(config.local_dirs),
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+
+    def load(dtype: str, archive: str | None) -> Any:
+        if rank != 0:
+            return load_structure(**found, dtype=DTYPES[dtype])
+        return load_model(
+            **found,
+            dtype=DTYPES[dtype],
+            archive=archive,
+            random_init=config.model.random_init,
+            seed=config.seed,
+            device_map=trainer.device_map(),
+        )
+
+    archive = config.model.archive
+    policy = partial(load, config.model.policy_dtype, archive if resume_from is None else str(resume_from))
+    reference = partial(load, config.model.reference_dtype, archive)
+    return policy, reference if LOSSES[config.loss.name].uses_reference else None
+
+
+def loaded(model: Any, config: DictConfig) -> Any:
+    """A model as it is, or what a function that loads one gives; its blocks compiled if the config says so."""
+    model = model if isinstance(model, torch.nn.Module) else model()
+    if config.compile:
+        for block in find_blocks(model, config.model.block_name):
+            block.compile(dynamic=True)
+    return model
