@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
+import shutil
 import tempfile
 from array import array
 from collections.abc import Iterable, Sequence
@@ -82,26 +82,46 @@ class StoredPrompts(Sequence[Prompt]):
 def store_prompts(prompts: Iterable[Prompt], folder: str | Path) -> StoredPrompts:
     """Prompts in memory, or in `folder` if they are many, in a file without a name: it ends with its processes.
 
-    Raises RunError if the disk is full.
+    Raises RunError if that cannot be written.
     """
-    ends, file = array("q", [0]), open(os.memfd_create("prompts"), "w+b")  # noqa: SIM115
-    try:
-        for prompt in prompts:
-            record = _encode(prompt)
-            if ends[-1] <= IN_MEMORY < ends[-1] + len(record):
-                file = _move_to_disk(file, Path(folder))
-            file.write(record)
-            ends.append(ends[-1] + len(record))
-        file.write(ends.tobytes())
-        file.flush()
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise RunError(
-            f"the texts of the data do not fit into {folder} after {ends[-1] / 1e9:.2f} GB ({error}): free some space, "
-            f"or name a directory on another disk first in local_dirs"
-        ) from error
-    return StoredPrompts(PromptFile(f"/proc/self/fd/{file.fileno()}", len(ends) - 1, ends[-1]))
+    ends, records = array("q", [0]), _Records(Path(folder))
+    for prompt in prompts:
+        record = _encode(prompt)
+        records.write(record)
+        ends.append(ends[-1] + len(record))
+    records.write(ends.tobytes(), flush=True)
+    return StoredPrompts(PromptFile(f"/proc/self/fd/{records.file.fileno()}", len(ends) - 1, ends[-1]))
+
+
+class _Records:
+    """A file that is in memory as long as it is small."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.size, self.in_memory = folder, 0, True
+        self.file: IO[bytes] = open(os.memfd_create("prompts"), "w+b")  # noqa: SIM115
+
+    def write(self, data: bytes, *, flush: bool = False) -> None:
+        self.size += len(data)
+        try:
+            if self.in_memory and self.size > IN_MEMORY:
+                self._move_to_disk()
+            self.file.write(data)
+            if flush:
+                self.file.flush()
+        except OSError as error:
+            raise RunError(
+                f"the texts of the data cannot be written to {self.folder}, after {self.size / 1e9:.2f} GB ({error}): "
+                f"free some space, or name a directory on another disk first in local_dirs"
+            ) from error
+
+    def _move_to_disk(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        beside, self.in_memory = tempfile.TemporaryFile(dir=self.folder), False  # noqa: SIM115
+        self.file.flush()
+        self.file.seek(0)
+        shutil.copyfileobj(self.file, beside, 2**20)
+        self.file.close()
+        self.file = beside
 
 
 def _encode(prompt: Prompt) -> bytes:
@@ -110,14 +130,3 @@ def _encode(prompt: Prompt) -> bytes:
     place = prompt.responses.index(target) if target in prompt.responses else target
     record = [prompt.text, prompt.responses, prompt.pairs, place, prompt.truncation_mode, prompt.rendered]
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _move_to_disk(file: IO[bytes], folder: Path) -> IO[bytes]:
-    folder.mkdir(parents=True, exist_ok=True)
-    beside = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-    file.flush()
-    file.seek(0)
-    with file:
-        while block := file.read(2**20):
-            beside.write(block)
-    return beside

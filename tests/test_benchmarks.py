@@ -31,6 +31,12 @@ def test_flops_of_a_padded_and_of_a_packed_pair():
         ("step_overhead", ("n_examples=8", "n_eval_examples=4"), "outside forward, backward and optimizer"),
         ("compare", ("--updates=1", "--only=padded;ours", "batch_size=4"), "losses of the counted updates"),
         pytest.param("startup", ("--pairs=200", "batch_size=4", *TINY[:2]), "the data takes", marks=pytest.mark.slow),
+        pytest.param(
+            "stack_exchange",
+            ("--questions=400", "--processes=2", "batch_size=4", *TINY[:2]),
+            "loaded after s",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("growth", ("--updates=1", "--only=pairs per prompt", *TINY[:2]), "", marks=pytest.mark.slow),
         pytest.param("loading", TINY[:1], "FSDPTrainer, 2 processes    resumed", marks=pytest.mark.slow),
         pytest.param("distributed", ("n_examples=64", "batch_size=4"), "", marks=pytest.mark.slow),

@@ -46,10 +46,17 @@ def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(RunError, match=rf"do not fit into {tmp_path} .*: free some space, or name"):
+        with pytest.raises(RunError, match=rf"cannot be written to {tmp_path}, after .*File too large.*free"):
             store_prompts((ODD[0]._replace(text="x" * 1000) for _ in range(100)), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_local_directory_that_cannot_be_made_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(prompts, "IN_MEMORY", 0)
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=rf"cannot be written to {tmp_path}/file/folder, .*Not a directory"):
+        store_prompts(iter(ODD), tmp_path / "file" / "folder")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import gc
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import GOLDEN, train, write_rows
+from conftest import GOLDEN, ROOT, train, write_rows
 
 import preference_datasets
 import preflight
@@ -167,6 +169,23 @@ def test_a_bad_row_ends_all_processes_with_one_sentence(rows, command, tmp_path)
         f"error: row 23 of {tmp_path / 'bad'} (train): field 'rejected' must be str but is missing; the row has chosen"
     ]
     assert "Traceback" not in result.stderr
+
+
+def test_asked_to_stop_while_the_data_is_loaded_all_processes_stop_at_once(rows, command, tmp_path):
+    (tmp_path / "slow").mkdir()
+    os.mkfifo(tmp_path / "slow" / "train.jsonl")
+    overrides = command("run", "trainer=FSDPTrainer", "world_size=2", f"dataset_sources.hh={tmp_path / 'slow'}")
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *overrides], stdout=log, stderr=log)
+    try:
+        end = os.open(tmp_path / "slow" / "train.jsonl", os.O_WRONLY)  # waits until rank 0 reads
+        process.terminate()
+        start = time.monotonic()
+        assert process.wait(60) == 143, (tmp_path / "log").read_text()
+        assert time.monotonic() - start < 20
+        os.close(end)
+    finally:
+        process.kill()
 
 
 def test_large_data_goes_to_the_local_directory_and_leaves_nothing_there(tmp_path, monkeypatch, run):
