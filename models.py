@@ -59,6 +59,13 @@ def load_config(
         return transformers.AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
 
 
+def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
+    """What is wanted; eager attention for a model that has no SDPA (GPT-J, Gemma 2) if that is wanted."""
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: the model brings its code
+    lacks_sdpa = model_class is not None and not model_class._supports_sdpa
+    return "eager" if wanted == "sdpa" and lacks_sdpa else wanted
+
+
 def load_structure(
     name: str,
     *,
@@ -70,9 +77,10 @@ def load_structure(
 ) -> transformers.PreTrainedModel:
     """The model of `load_model` without its weights, on the meta device: no memory, to be filled by another process."""
     config = load_config(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+    attention = choose_attention(config, attn_implementation)
     with _explaining("model", name), torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     disable_dropout(model)
     return model
@@ -96,7 +104,8 @@ def load_model(
     Raises InputError for a model that is not there, lacks weights, or does not fit the archive.
     """
     found = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
-    made = {"dtype": dtype, "attn_implementation": attn_implementation}
+    config = load_config(name, **found)
+    made = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
     with _explaining("model", name):
         if random_init:
             model = _random_model(name, found, **made, seed=seed)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from waiting import answers, default_store, is_shared
+
 T = TypeVar("T")
-POLL_SECS, BEAT_SECS = 0.1, 2.0
+BEAT_SECS = 2.0
 
 
 def once_per_machine(
@@ -25,9 +26,9 @@ def once_per_machine(
     and lets no signal through: whoever makes says at the store every few seconds that it is alive. Raises DistError
     where another process failed, or was silent for `silence_secs`.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not is_shared():
         return make()
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    rank, store = dist.get_rank(), default_store()
     machines: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(machines, _machine())
     first = machines.index(machines[rank])
@@ -37,6 +38,20 @@ def once_per_machine(
         made = _make(make, give, store, f"{key} {rank}", min(BEAT_SECS, silence_secs / 4))
     said = _wait(store, {other: f"{key} {other}" for other in map(machines.index, machines)}, silence_secs)
     return take(said[first]) if rank != first else made
+
+
+def _wait(store: dist.Store, keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
+    """What these ranks give when they are done. Raises DistError if one failed or is silent."""
+    given: dict[int, str] = {}
+    for rank, answer in answers(store, keys, {rank: _signs(key) for rank, key in keys.items()}, silence_secs):
+        outcome, _, given[rank] = answer.partition(" ")
+        if outcome != "done":
+            raise dist.DistError(f"rank {rank} failed while the others waited for it")
+    return given
+
+
+def _signs(key: str) -> str:
+    return f"{key} lives"
 
 
 def _machine() -> str:
@@ -64,7 +79,7 @@ def _alive(store: dist.Store, key: str, beat_secs: float) -> Iterator[None]:
     def beat() -> None:
         with suppress(dist.DistError):  # without a store the others end by themselves
             while not done.wait(beat_secs):
-                store.add(f"{key} lives", 1)
+                store.add(_signs(key), 1)
 
     thread = threading.Thread(target=beat, name="alive", daemon=True)
     thread.start()
@@ -73,21 +88,3 @@ def _alive(store: dist.Store, key: str, beat_secs: float) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def _wait(store: dist.Store, keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
-    """What these ranks say under their keys when they are done. Raises DistError if one failed or is silent."""
-    heard = dict.fromkeys(keys, (0, time.monotonic()))  # number of signs of life, and when the last one came
-    said: dict[int, str] = {}
-    while missing := keys.keys() - said.keys():
-        for rank in missing:
-            if store.check([keys[rank]]):
-                outcome, _, said[rank] = store.get(keys[rank]).decode().partition(" ")
-                if outcome != "done":
-                    raise dist.DistError(f"rank {rank} failed while the others waited for it")
-            elif (signs := store.add(f"{keys[rank]} lives", 0)) != heard[rank][0]:
-                heard[rank] = signs, time.monotonic()
-            elif time.monotonic() - heard[rank][1] > silence_secs:
-                raise dist.DistError(f"rank {rank} gave no sign of life for {silence_secs:g} s")
-        time.sleep(POLL_SECS if len(said) < len(keys) else 0)
-    return said

@@ -93,6 +93,7 @@ class SplitModel(torch.nn.Module):
         from tensor_parallel import TensorParallel
 
         super().__init__()
+        self.config = model.config
         names = {tensor: name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
         self.names = {alias: names[tensor] for alias, tensor in model.state_dict(keep_vars=True).items()}  # tied: two
         self.parameter_names = [name for name, _ in model.named_parameters()]

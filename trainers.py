@@ -37,14 +37,14 @@ class FSDPTrainer(BasicTrainer):
         return None  # on the CPU until it is sharded
 
     def notes(self) -> list[str]:
-        gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters())
-        in_float32 = self.compute_dtype == "float32" and not self.config.model.autocast
-        if not in_float32 or self.grid.device.type != "cuda":
-            return []
-        return [
-            f"the policy is gathered and computed in float32; model.fsdp_policy_mp=bfloat16 would halve the "
-            f"{gathered_gb:.3g} GB that each forward and backward pass gathers, and multiply matrices faster"
-        ]
+        notes = super().notes()
+        if self.compute_dtype == "float32" and not self.config.model.autocast and self.grid.device.type == "cuda":
+            gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters())
+            notes.append(
+                f"the policy is gathered and computed in float32; model.fsdp_policy_mp=bfloat16 would halve the "
+                f"{gathered_gb:.3g} GB that each forward and backward pass gathers, and multiply matrices faster"
+            )
+        return notes
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         return distribute(model, self.grid, block_name=self.config.model.block_name, compute_dtype=compute_dtype)

@@ -140,7 +140,8 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """What the placed models make worth saying at the start."""
-        return []
+        wanted, attention = self.config.model.attn_implementation, self.policy.config._attn_implementation
+        return [f"{type(self.policy).__name__} has no {wanted} attention: {attention}"] * (wanted != attention)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.config.optimizer](self.policy.parameters(), lr=self.config.lr)
@@ -150,7 +151,8 @@ class Trainer:
     def train(self) -> None:
         """Train to the end of the data, evaluating and saving when due and after the last update.
 
-        Asked to stop by SIGTERM or SIGUSR1, it finishes the update, saves and raises Stopped.
+        Asked to stop by SIGTERM or SIGUSR1, it finishes the update (several processes agree in the next one), saves and
+        raises Stopped.
         """
         if self.batch_counter == 0:  # later the policy is not the reference any more
             self.self_test()
@@ -168,7 +170,7 @@ class Trainer:
                     self.progress.train(metrics, examples=self.example_counter)
                     self.guard.watch(metrics, update=self.batch_counter)
                     self.checkpoints.check()
-                    if self.stop_is_agreed:
+                    if self.stop_is_agreed or (self.world_size == 1 and self._asked_to_stop):
                         raise Stopped
                 self.evaluate_and_save(last=True)
                 self.checkpoints.finish()

@@ -1,12 +1,13 @@
-"""Waiting for what rank 0 does alone, as verifying or writing a checkpoint, for as long as it gets on with it.
+"""Waiting at the store for what another rank does alone, as loading data or writing a checkpoint.
 
-A collective in which the others wait would end the run after the group's timeout, however far rank 0 is. At the store
-they wait until it has come to the same place, and give up only if it makes no progress for that long.
+In a collective the others would give up after the group's timeout, however far that rank is, and hear no signal. At the
+store they wait as long as it gives signs of life.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
 
 import torch.distributed as dist
 
@@ -14,10 +15,43 @@ PROGRESS = "progress of rank 0"  # key of a count at the store
 LONGEST_PAUSE = 0.5  # seconds between two looks at the store
 
 
+def is_shared() -> bool:
+    """Whether there are other processes to wait for."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def default_store() -> dist.Store:
+    """The store at which all processes of the run have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def answers(
+    store: dist.Store, keys: Mapping[int, str], signs: Mapping[int, str], silence_secs: float
+) -> Iterator[tuple[int, str]]:
+    """(rank, what it has set under its key) of these ranks as they come. Under `signs` are keys of counts that grow.
+
+    Raises DistError if a rank neither answers nor gives a sign of life for so long.
+    """
+    heard = dict.fromkeys(keys, (0, time.monotonic()))  # number of signs, and when the last one came
+    missing, pause = dict(keys), 0.005
+    while missing:
+        for rank, key in list(missing.items()):
+            if store.check([key]):
+                del missing[rank]
+                yield rank, store.get(key).decode()
+            elif (count := store.add(signs[rank], 0)) != heard[rank][0]:
+                heard[rank] = count, time.monotonic()
+            elif time.monotonic() - heard[rank][1] > silence_secs:
+                raise dist.DistError(f"rank {rank} gave no sign of life for {silence_secs:g} s")
+        if missing:
+            time.sleep(pause)  # in Python, so that a signal is heard
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
 def made_progress() -> None:
     """Rank 0 has done another piece of what it does alone."""
-    if _is_shared():
-        _store().add(PROGRESS, 1)
+    if is_shared():
+        default_store().add(PROGRESS, 1)
 
 
 def meet_rank_0(place: str) -> None:
@@ -25,26 +59,10 @@ def meet_rank_0(place: str) -> None:
 
     Raises DistError if rank 0 neither comes nor makes progress for as long as a collective may take.
     """
-    if not _is_shared():
+    if not is_shared():
         return
-    store, key = _store(), f"rank 0 at {place}"
+    store, key = default_store(), f"rank 0 at {place}"
     if dist.get_rank() == 0:
         store.set(key, "")
-        return
-    seen, since, pause = None, time.monotonic(), 0.005
-    while not store.check([key]):
-        time.sleep(pause)  # in Python, so that a signal is heard
-        pause = min(2 * pause, LONGEST_PAUSE)
-        count = store.add(PROGRESS, 0)
-        if count != seen:
-            seen, since = count, time.monotonic()
-        elif time.monotonic() - since > store.timeout.total_seconds():
-            raise dist.DistError(f"rank 0 makes no progress with what it does before {place}")
-
-
-def _is_shared() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+    else:
+        dict(answers(store, {0: key}, {0: PROGRESS}, store.timeout.total_seconds()))

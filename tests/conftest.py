@@ -72,7 +72,7 @@ def tokenizer():
 def tiny_llama():
     from models import load_model
 
-    return load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32)
+    return load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="sdpa")
 
 
 def write_rows(path: Path, rows: list) -> Path:

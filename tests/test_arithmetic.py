@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +11,12 @@ import torch
 import transformers
 from conftest import GOLDEN
 from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
-from tiny_models import COMMON, batch_of, build
-from torch._subclasses.fake_tensor import FakeTensorMode
+from tiny_models import COMMON, FAMILIES, batch_of, build
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arithmetic import set_up_torch
 from layouts import Padded, SharedPrefix, choose_layout, layout_by_rules
-from models import load_model
+from models import choose_attention, load_model
 from sampling import sample
 from train import set_allocators
 from trainers import FSDPTrainer
@@ -187,13 +186,11 @@ def test_cuda_memory_grows_in_segments_unless_the_user_says_otherwise(environmen
     assert environment.get("PYTORCH_ALLOC_CONF") == set_to
 
 
-def test_rows_are_aligned_on_a_gpu_alone():
-    with FakeTensorMode():
-        on_cpu = build("llama")
-        on_gpu = copy.deepcopy(on_cpu)
-        on_gpu.set_input_embeddings(torch.nn.Embedding(101, 32, _weight=torch.empty(101, 32, device="cuda")))
-    lengths = {}
-    for device, model in (("cpu", on_cpu), ("cuda", on_gpu)):
+def test_rows_are_aligned_on_a_gpu_alone(monkeypatch):
+    model, lengths = build("llama"), {}
+    for device in ("cpu", "cuda"):
+        embeddings = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
+        monkeypatch.setattr(model, "get_input_embeddings", lambda embeddings=embeddings: embeddings)
         layout, _ = layout_by_rules("shared_prefix", model, max_length=64)
         [microbatch] = layout.split(batch_of(4, length=9), 1)
         lengths[device] = microbatch.inputs.input_ids.shape[1]
@@ -209,3 +206,18 @@ def test_fsdp_on_a_gpu_in_float32_says_what_bfloat16_would_save(make_trainer, mo
     assert "model.fsdp_policy_mp=bfloat16 would halve the 0.00113 GB" in note
     trainer.compute_dtype = "bfloat16"
     assert FSDPTrainer.notes(trainer) == []
+
+
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gpt-j", "eager"), ("gemma2", "eager")])
+def test_a_model_without_sdpa_gets_eager_attention_by_default(family, attention):
+    config = FAMILIES[family]()
+    assert choose_attention(config, "sdpa") == attention
+    assert choose_attention(config, "eager") == "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=choose_attention(config, "sdpa"))
+    assert model.config._attn_implementation == attention
+
+
+def test_the_attention_that_a_model_has_not_is_said(make_trainer):  # noqa: F811
+    trainer = make_trainer(*DPO)
+    trainer.policy.config._attn_implementation = "eager"
+    assert trainer.notes() == ["LlamaForCausalLM has no sdpa attention: eager"]
