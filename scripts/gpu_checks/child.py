@@ -1,0 +1,46 @@
+"""One check in a process of its own: `python -m scripts.gpu_checks.child MODULE:FUNCTION SETTING` (JSON)."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from scripts.gpu_checks.common import CheckFailed, Setting, Skipped
+
+
+def run_check(run: str, setting: Setting) -> None:
+    """Write what the check says to `result.json`, whole or not at all, and leave at once: no end of the interpreter,
+    in which threads of a process group or of a compiler may abort it."""
+    try:
+        outcome = call(run, setting)._asdict()
+        result = {"state": "passed" if outcome.pop("passed") else "failed", **outcome}
+    except Skipped as reason:
+        result = {"state": "skipped", "figure": str(reason), "details": {}}
+    except CheckFailed as failure:
+        result = {"state": "failed", "figure": str(failure), "details": {}}
+    except BaseException as error:
+        traceback.print_exc()
+        said = " ".join(str(error).split())[:300]
+        result = {"state": "failed", "figure": f"{type(error).__name__}: {said}", "details": {}}
+    file = Path(setting.folder) / "result.json"
+    beside = file.with_suffix(".part")
+    beside.write_text(json.dumps(result, default=str), encoding="utf-8")
+    beside.replace(file)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def call(run: str, setting: Setting):
+    """`module:function` of this package, or with dots of any other."""
+    module, name = run.split(":")
+    found = importlib.import_module(module if "." in module else f"scripts.gpu_checks.{module}")
+    return getattr(found, name)(setting)
+
+
+if __name__ == "__main__":
+    run_check(sys.argv[1], Setting(**json.loads(sys.argv[2])))
