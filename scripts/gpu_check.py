@@ -68,14 +68,14 @@ def run_checks(
 
 
 def as_text(result: Result) -> str:
-    """The result, in lines of at most 110 columns."""
+    """The result, in lines of at most 120 columns."""
     margin = f"{result.number:>2} {result.name:<10} {result.state:<8}{result.seconds:>5.0f} s  "
     lines = []
     for text in (result.figure, *result.details.get("lines", ())):
-        for line in textwrap.wrap(text, 110 - len(margin), break_on_hyphens=False, drop_whitespace=False) or [""]:
+        for line in textwrap.wrap(text, 120 - len(margin), break_on_hyphens=False, drop_whitespace=False) or [""]:
             lines.append(margin + line.rstrip())
             margin = " " * len(margin)
-    return "\n".join([*lines, *(f"    | {line}" for line in result.log.splitlines())])
+    return "\n".join([*lines, *(f"    | {line}".rstrip() for line in result.log.splitlines())])
 
 
 def describe_machine(gpu: bool) -> dict[str, str]:
@@ -146,7 +146,7 @@ def main() -> int:
     else:
         print(", ".join(f"{n} {state}" for state, n in counts.items()))
         if not gpu:
-            print("this machine has no GPU: what passed here says little about one")
+            print("torch sees no GPU here: what passed says little about one")
     return int(counts["failed"] > 0)
 
 

@@ -9,7 +9,9 @@ import sys
 import traceback
 from pathlib import Path
 
-from scripts.gpu_checks.common import CheckFailed, Setting, Skipped
+from scripts.gpu_checks.common import CheckFailed, Outcome, Setting, Skipped
+
+STATES = {True: "passed", False: "failed", None: "skipped"}
 
 
 def run_check(run: str, setting: Setting) -> None:
@@ -17,7 +19,7 @@ def run_check(run: str, setting: Setting) -> None:
     in which threads of a process group or of a compiler may abort it."""
     try:
         outcome = call(run, setting)._asdict()
-        result = {"state": "passed" if outcome.pop("passed") else "failed", **outcome}
+        result = {"state": STATES[outcome.pop("passed")], **outcome}
     except Skipped as reason:
         result = {"state": "skipped", "figure": str(reason), "details": {}}
     except CheckFailed as failure:
@@ -35,11 +37,10 @@ def run_check(run: str, setting: Setting) -> None:
     os._exit(0)
 
 
-def call(run: str, setting: Setting):
-    """`module:function` of this package, or with dots of any other."""
+def call(run: str, setting: Setting) -> Outcome:
+    """What the check `module:function` returns."""
     module, name = run.split(":")
-    found = importlib.import_module(module if "." in module else f"scripts.gpu_checks.{module}")
-    return getattr(found, name)(setting)
+    return getattr(importlib.import_module(module), name)(setting)
 
 
 if __name__ == "__main__":

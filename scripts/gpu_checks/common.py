@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from scripts.gpu_checks.start import start
 
@@ -29,9 +32,12 @@ class CheckFailed(Exception):
 
 
 class Outcome(NamedTuple):
-    """What a check returns: its verdict, its figure in words, and the numbers (`lines` are printed, too)."""
+    """What a check returns: its verdict, its figure in words, and the numbers (`lines` are printed, too).
 
-    passed: bool
+    A verdict of None: it ran small without a GPU, which shows that it runs and says nothing else.
+    """
+
+    passed: bool | None
     figure: str
     details: dict[str, Any]
 
@@ -52,30 +58,29 @@ class Setting(NamedTuple):
         return "cuda" if self.gpu else "cpu"
 
 
-# --- the real command line -------------------------------------------------------------------------------------------
+# --- processes beside a check ----------------------------------------------------------------------------------------
 
 
-class Run:
-    """`python train.py OVERRIDES` that goes on beside its check; `first` is a function of the checks that its process
-    calls before. Without a GPU it is forked from this process, for there its imports would take most of the time."""
+class Process:
+    """A command that goes on beside its check, its output in `NAME.log`. Without a GPU `work` is called instead, in a
+    process forked from this one: there the imports of a fresh one would take most of the time."""
 
     def __init__(
-        self, setting: Setting, name: str, *overrides: str, first: str | None = None, **environment: str
+        self,
+        setting: Setting,
+        name: str,
+        command: Sequence[str],
+        *,
+        work: Callable[[], object] | None = None,
+        **environment: str,
     ) -> None:
         self.name, self.directory = name, Path(setting.folder) / name
         self.log = Path(setting.folder) / f"{name}.log"
-        fixed = (f"local_run_dir={self.directory}", f"local_dirs=[{setting.folder}]", f"exp_name={name}")
-        self.arguments = [*fixed, "wandb.enabled=false", *overrides]
-        self.process: Any = None
-        if setting.gpu:
-            script = ["-m", "scripts.gpu_checks.start", first] if first else [str(ROOT / "train.py")]
-            self._begin([sys.executable, *script, *self.arguments], environment)
-        else:
-            arguments = (self.log, first, self.arguments, environment)
-            self.process = get_context("fork").Process(target=_run_forked, args=arguments)
+        self.process: Any
+        if work is not None and not setting.gpu:
+            self.process = get_context("fork").Process(target=_work_forked, args=(work, self.log, environment))
             self.process.start()
-
-    def _begin(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+            return
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -89,8 +94,7 @@ class Run:
     @property
     def status(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
-        process = self.process
-        return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+        return status_of(self.process)
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
@@ -105,7 +109,7 @@ class Run:
             self.signal(signal.SIGKILL)
         return status
 
-    def done(self) -> Run:
+    def done(self) -> Self:
         """Itself, ended well. Raises CheckFailed if it did not."""
         status = self.wait()
         if status != 0:
@@ -120,29 +124,36 @@ class Run:
     def text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
+
+class Run(Process):
+    """`python train.py OVERRIDES`; `first` is a function of the checks that its process calls before."""
+
+    def __init__(
+        self, setting: Setting, name: str, *overrides: str, first: str | None = None, **environment: str
+    ) -> None:
+        fixed = (f"local_run_dir={setting.folder}/{name}", f"local_dirs=[{setting.folder}]", f"exp_name={name}")
+        arguments = [*fixed, "wandb.enabled=false", *overrides]
+        script = ["-m", "scripts.gpu_checks.start", first] if first else [str(ROOT / "train.py")]
+        command, work = [sys.executable, *script, *arguments], partial(start, first, arguments)
+        super().__init__(setting, name, command, work=work, **environment)
+
     def records(self, file: str = "metrics.jsonl", split: str | None = None) -> list[dict]:
         """The lines of a log of the run, of one split if given; what is being written is not a line yet."""
-        import json
-
         path = self.directory / file
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
         found = [json.loads(line) for line in lines]
         return [line for line in found if split in (None, line.get("split"))]
 
 
-class Command(Run):
-    """Another command that goes on beside its check, in `name` and its log as a run."""
-
-    def __init__(self, setting: Setting, name: str, command: Sequence[str], **environment: str) -> None:
-        self.name, self.directory = name, Path(setting.folder) / name
-        self.log = Path(setting.folder) / f"{name}.log"
-        self._begin(command, environment)
+def status_of(process: subprocess.Popen | BaseProcess) -> int | None:
+    """The exit status of either kind of process, negative for a signal; None while it runs."""
+    return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
 
 
-def _run_forked(log: Path, first: str | None, arguments: list[str], environment: Mapping[str, str]) -> None:
+def _work_forked(work: Callable[[], object], log: Path, environment: Mapping[str, str]) -> None:
     redirect(log)
     os.environ.update(environment)
-    start(first, arguments)
+    work()
 
 
 def redirect(log: Path) -> None:
@@ -202,8 +213,8 @@ def seconds_of(device: str, action: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def prepare_torch() -> None:
+def prepare_torch(*, compiles: bool = False) -> None:
     """Set what `train.py` sets at its start."""
     from arithmetic import set_up_torch
 
-    set_up_torch(deterministic=False, compiles=False)
+    set_up_torch(deterministic=False, compiles=compiles)

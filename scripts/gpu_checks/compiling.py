@@ -51,7 +51,7 @@ def check(setting: Setting) -> Outcome:
     sizes = setting.pick((12, 768, 12), (6, 768, 12), None)
     model = write_model(setting, "llama", *sizes) if sizes else TINY
     common = (*COMMON, f"model.name_or_path={model}", f"dataset_sources.hh={few_words(setting, 48)}",
-              f"max_length={setting.pick(256, 256, 96)}", "batch_size=6",
+              f"max_length={setting.pick(160, 160, 96)}", "batch_size=6",
               *(("model.random_init=true", "model.autocast=bfloat16") if setting.gpu else ()))  # fmt: skip
     counts = Counts(gpu=setting.gpu)
     plain_compile = torch.nn.Module.compile

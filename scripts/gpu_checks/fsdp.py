@@ -39,9 +39,11 @@ def check(setting: Setting) -> Outcome:
         *(["no samples"] if not samples else []),
         *(f"{kind} off by {d:.1e} (of {BFLOAT16_BAND[kind]:g})" for kind, d in far.items() if d > BFLOAT16_BAND[kind]),
     ]
+    version = nccl[0] if nccl else "NCCL, which did not give its version"
+    over = version if setting.gpu else "gloo (NCCL needs a GPU)"
     figure = "; ".join(faults) or (
-        f"{len(updates)} updates, continued after {HALF // BATCH}, {len(samples)} samples; against float32 "
+        f"over {over}: {len(updates)} updates, continued after {HALF // BATCH}, {len(samples)} samples; "
+        + "against float32 "
         + ", ".join(f"{kind} {d:.1e}" for kind, d in far.items())
     )
-    seen = nccl[0] if nccl else "none said"
-    return Outcome(not faults, figure, {"distance": far, "nccl": seen, "samples": len(samples), "saved": saved})
+    return Outcome(not faults, figure, {"distance": far, "over": over, "samples": len(samples), "saved": saved})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.gpu_checks.child import run_check
-from scripts.gpu_checks.common import ROOT, Setting, redirect
+from scripts.gpu_checks.common import ROOT, Setting, redirect, status_of
 
 MARK = "GPU_CHECK_JOB"  # variable in the environment of what a check starts
 LAST_LINES = 12  # of its log, shown when it fails
@@ -42,8 +42,7 @@ class Job:
 
     @property
     def status(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
-        return self.process.poll() if isinstance(self.process, subprocess.Popen) else self.process.exitcode
+        return status_of(self.process)
 
     def is_over(self) -> bool:
         """Whether it has ended, by itself or, at its limit, by this call."""

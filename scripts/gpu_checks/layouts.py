@@ -18,7 +18,7 @@ MAX_LENGTH = 1024
 
 
 def check(setting: Setting) -> Outcome:
-    prepare_torch()
+    prepare_torch(compiles=setting.gpu)
     rows = []
     for family, precision, attention in combinations(setting):
         row = {"family": family, "precision": precision, "attention": attention}
@@ -28,6 +28,7 @@ def check(setting: Setting) -> Outcome:
             rows.append(row | {"fault": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
         if setting.gpu:
             torch.cuda.empty_cache()
+            torch._dynamo.reset()  # graphs of flex_attention are counted over all models of a process
     faults = [f"{name_of(row)}: {row['fault']}" for row in rows if row["fault"]]
     differences = {p: max((r["difference"] for r in rows if r["precision"] == p and "difference" in r), default=None)
                    for p in PRECISIONS}  # fmt: skip

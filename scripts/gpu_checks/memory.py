@@ -18,30 +18,28 @@ COMMON = ("loss=dpo", "loss.beta=0.1", "datasets=[hh]", "n_eval_examples=4", "ev
 
 def check(setting: Setting) -> Outcome:
     sizes = setting.pick((12, 1024, 16), (12, 1024, 16), (4, 512, 8))
-    model = write_model(setting, "llama", *sizes)
-    data = few_words(setting, 40)
-    common = (*COMMON, f"dataset_sources.hh={data}")
+    large = (f"model.name_or_path={write_model(setting, 'llama', *sizes)}", "model.random_init=true")
+    common = (*COMMON, f"dataset_sources.hh={few_words(setting, 40)}")
     length, batch, n = setting.pick((512, 16, 96), (512, 16, 96), (96, 4, 12))
-    large = (*common, f"model.name_or_path={model}", "model.random_init=true", f"max_length={length}",
-             f"batch_size={batch}", f"n_examples={n}")  # fmt: skip
-    dry, real = Run(setting, "dry", *large, "dry_run=true"), Run(setting, "real", *large)
+    whole = (*common, *large, f"max_length={length}", f"batch_size={batch}", f"n_examples={n}")
+    dry, real = Run(setting, "dry", *whole, "dry_run=true"), Run(setting, "real", *whole)
     said = re.search(r"in all +([\d.]+) GB", dry.done().text())
     if said is None:
         raise CheckFailed("the dry run names no sum")
     predicted, peak = float(said[1]), real.done().records(split="train")[-1]["memory/peak_gb"]
-    given_back = {base: freed(setting, base, *common) for base in ("BasicTrainer", "FSDPTrainer")}
-    fits = fits_after_updates(setting, *common)
-    off, allowed = predicted / peak - 1, PREDICTION[setting.device]
-    least = min(given_back.values())
+
+    small = (*common, *setting.pick(large, large, (f"model.name_or_path={TINY}",)), "max_length=96")
+    given_back = {base: freed(setting, base, *small) for base in ("BasicTrainer", "FSDPTrainer")}
+    fits = fits_after_updates(setting, *small)
+    off, allowed, least = predicted / peak - 1, PREDICTION[setting.device], min(given_back.values())
     figure = (
         f"predicted {predicted:.2f} GB, measured {peak:.2f}: {off:+.0%} (of {allowed:.0%}); the freed reference gave "
         f"back {least:.0%} of its bytes (at least {GIVEN_BACK:.0%}); whole weights {'fit' if fits else 'do not fit'} "
         f"after 20 updates"
     )
     passed = abs(off) <= allowed and least >= GIVEN_BACK and fits
-    return Outcome(
-        passed, figure, {"predicted_gb": predicted, "measured_gb": peak, "given_back": given_back, "fits": fits}
-    )
+    details = {"predicted_gb": predicted, "measured_gb": peak, "given_back": given_back, "fits": fits}
+    return Outcome(passed, figure, details)
 
 
 def freed(setting: Setting, base: str, *overrides: str) -> float:
@@ -61,8 +59,8 @@ def freed(setting: Setting, base: str, *overrides: str) -> float:
 
         return Watched
 
-    small = (f"model.name_or_path={TINY}", "max_length=96", "batch_size=4", "n_examples=8")
-    train_here(setting, f"freed-{base}", base, watch, *overrides, *small, "cache_reference_logps=all")
+    small = ("batch_size=4", "n_examples=8", "cache_reference_logps=all")
+    train_here(setting, f"freed-{base}", base, watch, *overrides, *small)
     return found[0]
 
 
@@ -92,8 +90,7 @@ def fits_after_updates(setting: Setting, *overrides: str) -> bool:
 
         return Watched
 
-    small = (f"model.name_or_path={TINY}", "max_length=96", "batch_size=2", "n_examples=40")
-    train_here(setting, "fits", "FSDPTrainer", watch, *overrides, *small)
+    train_here(setting, "fits", "FSDPTrainer", watch, *overrides, "batch_size=2", "n_examples=40")
     return found[0]
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from scripts.gpu_checks.common import ROOT, TINY, Command, Outcome, Run, Setting, few_words
+from scripts.gpu_checks.common import ROOT, TINY, Outcome, Process, Run, Setting, few_words
 from scripts.gpu_checks.table import STOP_SECONDS
 from scripts.probes import ChildError, ask
 
@@ -22,7 +22,7 @@ FSDP = ("trainer=FSDPTrainer", "world_size=1")
 
 def check(setting: Setting) -> Outcome:
     common = (*COMMON, f"dataset_sources.hh={few_words(setting, 40)}")
-    contexts_before = contexts()
+    contexts_before = contexts() if setting.gpu else None
     training = Run(setting, "training", *common, *FSDP, "n_examples=1000000", "eval_every=1000000")
     loading = Run(setting, "loading", *common, *setting.pick(FSDP, FSDP, ()), "n_examples=8")
     torchrun, slurm = start_torchrun(setting, common), start_slurm(setting, common)
@@ -40,18 +40,18 @@ def check(setting: Setting) -> Outcome:
         found["contexts"] = None if held == 1 else f"{held} of a run with one worker"
     faults = [f"{name}: {fault}" for name, fault in found.items() if fault]
     figure = "; ".join(faults) or f"{', '.join(found)} as they should be"
-    if setting.gpu and not held:
-        figure += "; contexts not counted: nvidia-smi lists no processes here"
+    if not held:
+        figure += f"; contexts not counted: {'nvidia-smi lists no processes here' if setting.gpu else 'needs a GPU'}"
     return Outcome(not faults, figure, {"found": found, "contexts": held})
 
 
-def start_torchrun(setting: Setting, common: tuple[str, ...]) -> Command:
-    name, n = "torchrun", setting.pick(1, 1, 2)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}",
+def start_torchrun(setting: Setting, common: tuple[str, ...]) -> Process:
+    name = "torchrun"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
                str(ROOT / "train.py"), *common, "trainer=FSDPTrainer", "n_examples=8", "wandb.enabled=false",
                f"exp_name={name}", f"local_run_dir={setting.folder}/{name}",
                f"local_dirs=[{setting.folder}]"]  # fmt: skip
-    return Command(setting, name, command)
+    return Process(setting, name, command)
 
 
 def start_slurm(setting: Setting, common: tuple[str, ...]) -> list[Run]:
@@ -99,7 +99,7 @@ def wait_for(there: Callable[[], Any], limit: float = 60) -> bool:
 def contexts() -> int | None:
     """How many processes hold a context on the GPUs; None where nobody says, or a container hides it."""
     try:
-        lines = ask("nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader").split()
+        lines = ask("nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader").splitlines()
     except ChildError:
         return None
     return len(lines)

@@ -15,7 +15,7 @@ TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 def start(first: str | None, overrides: Sequence[str]) -> None:
     if first:
         module, name = first.split(":")
-        getattr(importlib.import_module(f"scripts.gpu_checks.{module}"), name)()
+        getattr(importlib.import_module(module), name)()
     sys.argv = [str(TRAIN), *overrides]
     runpy.run_path(str(TRAIN), run_name="__main__")
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_checks.common import TINY, Command, Outcome, Run, Setting, Skipped, few_words
+from scripts.gpu_checks.common import TINY, Outcome, Process, Run, Setting, Skipped, few_words
 from scripts.gpu_checks.demo import WITHOUT_TF32, distance
 from scripts.gpu_checks.table import HANG_SECONDS, RANKS_TOLERANCE
 
@@ -57,8 +57,8 @@ def start_pair(setting: Setting, trainer: str, first: str, *overrides: str, name
     ranks = []
     for rank in range(2):
         place = {**seat, "RANK": str(rank), **WITHOUT_TF32}
-        name_of_rank, fault = f"{name}-{rank}", f"two_ranks:{first}"
-        ranks.append(Run(setting, name_of_rank, *overrides, f"trainer={trainer}", where, first=fault, **place))
+        settings = (*overrides, f"trainer={trainer}", where)
+        ranks.append(Run(setting, f"{name}-{rank}", *settings, first=f"{__spec__.name}:{first}", **place))
     return ranks
 
 
@@ -119,7 +119,7 @@ def try_gloo(setting: Setting) -> None:
     """Raises Skipped if torch's gloo cannot do the collectives of FSDP on tensors of a GPU."""
     store = str(Path(setting.folder) / "store")
     command = [sys.executable, "-m", "scripts.gpu_checks.two_ranks"]
-    ranks = [Command(setting, f"gloo-{rank}", [*command, str(rank), store]) for rank in range(2)]
+    ranks = [Process(setting, f"gloo-{rank}", [*command, str(rank), store]) for rank in range(2)]
     statuses = [rank.wait(45) for rank in ranks]
     for status, rank in zip(statuses, ranks, strict=True):
         if status != 0:
