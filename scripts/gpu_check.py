@@ -69,12 +69,10 @@ def run_checks(
 
 def as_text(result: Result) -> str:
     """The result, in lines of at most 120 columns."""
-    margin = f"{result.number:>2} {result.name:<10} {result.state:<8}{result.seconds:>5.0f} s  "
-    lines = []
-    for text in (result.figure, *result.details.get("lines", ())):
-        for line in textwrap.wrap(text, 120 - len(margin), break_on_hyphens=False, drop_whitespace=False) or [""]:
-            lines.append(margin + line.rstrip())
-            margin = " " * len(margin)
+    head = f"{result.number:>2} {result.name:<10} {result.state:<8}{result.seconds:>5.0f} s  "
+    lines = textwrap.wrap(head + result.figure, 120, subsequent_indent=" " * len(head), break_on_hyphens=False)
+    for line in result.details.get("lines", ()):
+        lines += textwrap.wrap(f"    {line}", 120, subsequent_indent=" " * 8, break_on_hyphens=False)
     return "\n".join([*lines, *(f"    | {line}".rstrip() for line in result.log.splitlines())])
 
 

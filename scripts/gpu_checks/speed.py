@@ -94,13 +94,13 @@ def measured(setting: Setting, name: str, settings: dict, updates: int, override
 
 def measure(asked: dict[str, Any]) -> None:
     """Print what `benchmarks.compare` measures of models whose weights are drawn on the device."""
-    import models
+    import loading
     from benchmarks import compare
 
     def load_model(name: str, *, dtype: Any, attn_implementation: str, **_: Any) -> Any:
         return build(asked["settings"], dtype=dtype, attention=attn_implementation, device=asked["device"])
 
-    models.load_model = load_model
+    loading.load_model = load_model
     prepare_torch()
     print(json.dumps(compare.measure(asked["overrides"], asked["updates"])), flush=True)
 
