@@ -63,7 +63,7 @@ FAULTS = {
     "finds_a_fault": ("failed", "3 of 2"),
     "raises": ("failed", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     "gives_up": ("failed", "the run ended with status 1"),
-    "crashes": ("failed", "its process was killed by SIGABRT and gave no result"),
+    "crashes": ("failed", "its process was killed by SIGKILL and gave no result"),
     "leaves": ("failed", "SystemExit: 0"),
     "hangs": ("failed", "not finished within 3 s"),
     "needs_more": ("skipped", "not possible: there is one device"),
