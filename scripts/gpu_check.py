@@ -24,7 +24,6 @@ from scripts.gpu_checks.jobs import Job
 from scripts.gpu_checks.table import BUDGET, CHECKS, Check
 from scripts.probes import ChildError, ask
 
-AT_ONCE = 2  # checks without a GPU, where nothing is timed against a limit that matters
 STATES = ("passed", "failed", "skipped")
 
 
@@ -44,13 +43,16 @@ class Result(NamedTuple):
 def run_checks(
     checks: Mapping[str, Check], setting: Setting, *, at_once: int = 1, budget: float = BUDGET
 ) -> Iterator[Result]:
-    """The results in the order of the checks, each as soon as it and those before it are there."""
+    """The results in the order of the checks, each as soon as it and those before it are there.
+
+    They start in that order, up to `at_once` at a time; on a GPU some want it for themselves.
+    """
     deadline = time.monotonic() + budget
     waiting, running, done = list(checks), {}, {}
     order = list(checks)
     try:
         while order:
-            while waiting and len(running) < at_once:
+            while waiting and may_start(waiting[0], running, checks, setting, at_once):
                 name = waiting.pop(0)
                 folder = Path(setting.folder) / name
                 folder.mkdir()
@@ -65,6 +67,11 @@ def run_checks(
     finally:
         for job in running.values():
             job.end()
+
+
+def may_start(name: str, running: Mapping[str, Job], checks: Mapping[str, Check], setting: Setting, most: int) -> bool:
+    alone = setting.gpu and any(checks[other].alone for other in (name, *running))
+    return len(running) < (1 if alone else most)
 
 
 def as_text(result: Result) -> str:
@@ -109,6 +116,12 @@ def import_all() -> None:
     torch.set_num_threads(1)
 
 
+def at_once(gpu: bool) -> int:
+    """How many checks that measure no time run at the same time: most of their time is one core's."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(3, cores // 4)) if gpu else min(4, cores)
+
+
 def choose(parser: argparse.ArgumentParser, only: str | None) -> dict[str, Check]:
     names = only.split(",") if only else [*CHECKS]
     if unknown := [name for name in names if name not in CHECKS]:
@@ -134,7 +147,7 @@ def main() -> int:
         print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
         setting = Setting(gpu=gpu, quick=arguments.quick, folder=folder)
-        for result in run_checks(checks, setting, at_once=1 if gpu else AT_ONCE):
+        for result in run_checks(checks, setting, at_once=at_once(gpu)):
             results.append(result)
             if not arguments.json:
                 print(as_text(result), flush=True)

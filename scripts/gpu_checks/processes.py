@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from scripts.gpu_checks.common import ROOT, TINY, Outcome, Process, Run, Setting, few_words
@@ -22,26 +23,24 @@ FSDP = ("trainer=FSDPTrainer", "world_size=1")
 
 def check(setting: Setting) -> Outcome:
     common = (*COMMON, f"dataset_sources.hh={few_words(setting, 40)}")
-    contexts_before = contexts() if setting.gpu else None
     training = Run(setting, "training", *common, *FSDP, "n_examples=1000000", "eval_every=1000000")
     loading = Run(setting, "loading", *common, *setting.pick(FSDP, FSDP, ()), "n_examples=8")
     torchrun, slurm = start_torchrun(setting, common), start_slurm(setting, common)
 
     found = {"SIGTERM while loading": stop(loading, loading.directory / "preflight.json")}
     updating = wait_for(lambda: training.records(split="train") or training.status is not None)
-    torchrun.wait(120)
-    held = None if contexts_before is None else (contexts() or 0) - contexts_before
+    held = contexts(training) if setting.gpu and training.status is None else None
     found["SIGTERM while training"] = stop(training, None) if updating else f"no update: {training.last_line()}"
-    if not (training.directory / "LATEST").exists():
+    if not (found["SIGTERM while training"] or (training.directory / "LATEST").exists()):
         found["SIGTERM while training"] = "nothing was saved"
     found["torchrun"] = ended([torchrun])
     found["Slurm"] = ended(slurm)
     if held:
-        found["contexts"] = None if held == 1 else f"{held} of a run with one worker"
+        found["one context"] = None if held == 1 else f"{held} contexts of a run with one worker"
     faults = [f"{name}: {fault}" for name, fault in found.items() if fault]
     figure = "; ".join(faults) or f"{', '.join(found)} as they should be"
     if not held:
-        figure += f"; contexts not counted: {'nvidia-smi lists no processes here' if setting.gpu else 'needs a GPU'}"
+        figure += f"; contexts not counted: {'nvidia-smi does not list the run here' if setting.gpu else 'needs a GPU'}"
     return Outcome(not faults, figure, {"found": found, "contexts": held})
 
 
@@ -96,10 +95,12 @@ def wait_for(there: Callable[[], Any], limit: float = 60) -> bool:
     return True
 
 
-def contexts() -> int | None:
-    """How many processes hold a context on the GPUs; None where nobody says, or a container hides it."""
+def contexts(run: Process) -> int | None:
+    """How many contexts a run's processes hold on GPUs; None where nobody says, or a container hides whose they are."""
     try:
         lines = ask("nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader").splitlines()
-    except ChildError:
+        parent = run.process.pid
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    except (ChildError, OSError):
         return None
-    return len(lines)
+    return sum(line.strip() in {str(parent), *children} for line in lines) or None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from layouts import SharedPrefix
+from layouts import Layout, layout_by_rules
 from scripts.gpu_checks.common import Outcome, Setting, prepare_torch, seconds_of
 from scripts.gpu_checks.models import build, describe, random_pairs
 from scripts.gpu_checks.table import NEW_SHAPE_MS
@@ -18,13 +18,14 @@ def check(setting: Setting) -> Outcome:
     layers, hidden, heads = setting.pick((12, 768, 12), (12, 768, 12), (2, 64, 4))
     dtype = torch.bfloat16 if setting.gpu else torch.float32
     model = build(describe("llama", layers, hidden, heads), dtype=dtype, attention="sdpa", device=setting.device)
-    starter, *inputs = [microbatch.to(setting.device).inputs for microbatch in microbatches(setting)]
-    run(setting, model, [starter])  # starts what starts once
-    off = churn(setting, model, inputs)
+    layout, _ = layout_by_rules("shared_prefix", model, max_length=1024)
+    starter, *inputs = [microbatch.to(setting.device).inputs for microbatch in microbatches(setting, layout)]
+    run(setting, model, layout, [starter])  # starts what starts once
+    off = churn(setting, model, layout, inputs)
     details = {"shapes": [tuple(each.input_ids.shape) for each in inputs], "without_cudnn": off}
     if not setting.gpu:
         return Outcome(None, f"needs a GPU; here {off['new_ms']:.1f} ms more when a shape is new", details)
-    details["with_cudnn"] = on = with_cudnn(setting, model, inputs)
+    details["with_cudnn"] = on = with_cudnn(setting, model, layout, inputs)
     cudnn = f"{on['new_ms']:.1f} ms" if "new_ms" in on else on["error"]
     figure = (
         f"{off['new_ms']:.1f} ms more when a shape is new (of {NEW_SHAPE_MS:g}), with cuDNN's attention {cudnn}; "
@@ -33,9 +34,8 @@ def check(setting: Setting) -> Outcome:
     return Outcome(off["new_ms"] <= NEW_SHAPE_MS and off["retries"] == 0, figure, details)
 
 
-def microbatches(setting: Setting) -> list[Any]:
+def microbatches(setting: Setting, layout: Layout) -> list[Any]:
     """41 on a GPU, each of a shape of its own: 1 to 8 pairs, texts of many lengths."""
-    layout = SharedPrefix({"full_attention": None}, max_length=1024)
     wanted, longest = setting.pick((41, 500), (21, 500), (5, 40))
     found: dict[tuple[int, ...], Any] = {}
     for seed in range(20 * wanted):
@@ -48,30 +48,30 @@ def microbatches(setting: Setting) -> list[Any]:
     return list(found.values())
 
 
-def with_cudnn(setting: Setting, model: Any, inputs: list[Any]) -> dict[str, Any]:
+def with_cudnn(setting: Setting, model: Any, layout: Layout, inputs: list[Any]) -> dict[str, Any]:
     """The same with cuDNN's attention, which training switches off: only to compare, so it may fail."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
-        return churn(setting, model, inputs)
+        return churn(setting, model, layout, inputs)
     except RuntimeError as error:
         return {"error": str(error)[:300]}
     finally:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def churn(setting: Setting, model: Any, inputs: list[Any]) -> dict[str, Any]:
+def churn(setting: Setting, model: Any, layout: Layout, inputs: list[Any]) -> dict[str, Any]:
     """Milliseconds that the first time takes beyond the third, in the median; the allocator's retries meanwhile."""
     before = retries(setting)
-    first = run(setting, model, inputs)
-    run(setting, model, inputs)
-    third = run(setting, model, inputs)
+    first = run(setting, model, layout, inputs)
+    run(setting, model, layout, inputs)
+    third = run(setting, model, layout, inputs)
     more = [1000 * (a - b) for a, b in zip(first, third, strict=True)]
     return {"new_ms": median(more), "most_ms": max(more), "known_ms": 1000 * median(third),
             "retries": retries(setting) - before}  # fmt: skip
 
 
-def run(setting: Setting, model: Any, inputs: list[Any]) -> list[float]:
-    layout = SharedPrefix({"full_attention": None}, max_length=1024)
+def run(setting: Setting, model: Any, layout: Layout, inputs: list[Any]) -> list[float]:
+    """Seconds of a forward and backward of each."""
 
     def update(each: Any) -> None:
         sum(layout.forward(model, each)).sum().backward()

@@ -26,7 +26,7 @@ def check(setting: Setting) -> Outcome:
     from benchmarks.growth import write_pairs
 
     names = setting.pick((*SHAPES,), ("pythia-2.8b",), ("tiny",))
-    batch, length, updates = setting.pick((32, 512, 3), (16, 512, 2), (8, 128, 2))
+    batch, length, updates = setting.pick((16, 512, 3), (16, 512, 2), (8, 128, 2))
     data = Path(setting.folder) / "made"
     data.mkdir()
     for split, n in (("train", (updates + 1) * batch), ("test", 8)):

@@ -9,6 +9,7 @@ class Check(NamedTuple):
     run: str  # module:function
     title: str
     limit: float  # seconds, after which it is ended
+    alone: bool = False  # on a GPU: it measures time or memory
 
 
 HERE = __package__
@@ -19,13 +20,15 @@ CHECKS = {
     "demo": Check(f"{HERE}.demo:check", "SFT, then DPO; the golden runs of the published reference", 75),
     "fsdp": Check(f"{HERE}.fsdp:check", "FSDPTrainer in one process: train, evaluate, sample, save, resume", 75),
     "syncs": Check(f"{HERE}.syncs:check", "an update waits for the device only after its backward", 60),
-    "compile": Check(f"{HERE}.compiling:check", "compile=true and flex_attention stay compiled after sampling", 150),
-    "shapes": Check(f"{HERE}.shapes:check", "new shapes of microbatches cost nothing", 60),
-    "memory": Check(f"{HERE}.memory:check", "memory as predicted; the reference's is given back", 90),
+    "compile": Check(
+        f"{HERE}.compiling:check", "compile=true and flex_attention stay compiled after sampling", 150, alone=True
+    ),
+    "shapes": Check(f"{HERE}.shapes:check", "new shapes of microbatches cost nothing", 60, alone=True),
+    "memory": Check(f"{HERE}.memory:check", "memory as predicted; the reference's is given back", 90, alone=True),
     "repeats": Check(f"{HERE}.repeats:check", "deterministic=true repeats bit for bit, stopped and continued too", 75),
     "processes": Check(f"{HERE}.processes:check", "torchrun, Slurm, SIGTERM, one context for each process", 150),
     "two-ranks": Check(f"{HERE}.two_ranks:check", "two ranks on one device: FSDP, tensor parallelism, a hang", 120),
-    "speed": Check(f"{HERE}.speed:check", "share of the measured peak, and times faster than padded", 180),
+    "speed": Check(f"{HERE}.speed:check", "share of the measured peak, and times faster than padded", 180, alone=True),
 }
 BUDGET = 600.0  # seconds for all of them, on a GPU; what then has not run has failed
 
