@@ -28,7 +28,8 @@ STATES = ("passed", "failed", "skipped")
 
 
 class Result(NamedTuple):
-    """`figure` says in words what was found, `details` in numbers; `log` is the end of what a failed check said."""
+    """`figure` says in words what was found, `details` in numbers; `log` is the end of what a check said that came to
+    no verdict."""
 
     number: int
     name: str

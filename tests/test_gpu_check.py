@@ -82,7 +82,7 @@ def test_what_happens_to_a_check_stays_with_it(gpu, setting, tmp_path, monkeypat
     assert results["passes"].details == {"number": 1, "lines": ["a line"]}
     assert "what its run said last" in results["gives_up"].log
     assert "Traceback" in results["raises"].log
-    assert results["passes"].log == ""
+    assert results["passes"].log == results["finds_a_fault"].log == ""
     assert_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
     assert 3 <= results["hangs"].seconds < 30
     assert as_text(results["passes"]).splitlines()[1:] == ["    a line"]

@@ -19,7 +19,7 @@ def run_check(run: str, setting: Setting) -> None:
     in which threads of a process group or of a compiler may abort it."""
     try:
         outcome = call(run, setting)._asdict()
-        result = {"state": STATES[outcome.pop("passed")], **outcome}
+        result = {"state": STATES[outcome.pop("passed")], "judged": True, **outcome}
     except Skipped as reason:
         result = {"state": "skipped", "figure": str(reason), "details": {}}
     except CheckFailed as failure:

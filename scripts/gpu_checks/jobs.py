@@ -17,7 +17,7 @@ from scripts.gpu_checks.child import run_check
 from scripts.gpu_checks.common import ROOT, Setting, redirect, status_of
 
 MARK = "GPU_CHECK_JOB"  # variable in the environment of what a check starts
-LAST_LINES = 12  # of its log, shown when it fails
+LAST_LINES = 12  # of its log, shown when it came to no verdict
 
 
 class Job:
@@ -80,13 +80,13 @@ class Job:
         return found
 
     def result(self) -> dict[str, Any]:
-        """State, seconds, figure, details and, if it failed, the end of its log."""
+        """State, seconds, figure, details and, if it came to no verdict, the end of its log."""
         file = Path(self.setting.folder) / "result.json"
         if self.ended_by is None and file.exists():
             found = json.loads(file.read_text(encoding="utf-8"))
         else:
             found = {"state": "failed", "figure": self.ended_by or self._how_it_died(), "details": {}}
-        log = self._last_lines() if found["state"] == "failed" else ""
+        log = "" if found.pop("judged", False) or found["state"] == "skipped" else self._last_lines()
         return {**found, "seconds": round(time.monotonic() - self.start, 1), "log": log}
 
     def _how_it_died(self) -> str:
