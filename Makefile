@@ -1,6 +1,7 @@
 # make demo   train a small model end to end: SFT, then DPO (3 minutes on 2 cores, after installation)
 # make test   lint and tests
 # make doctor what this machine has, what is wrong with it, what to train with
+# make gpu-check the acceptance run on a GPU, 10 minutes; without one what a CPU can show of it
 # make golden the comparison with the published reference alone, in all layouts of processes
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 IN_PARALLEL := -n auto --maxprocesses 4
 
-.PHONY: demo test lint doctor golden format clean-demo
+.PHONY: demo test lint doctor golden gpu-check format clean-demo
 
 demo: $(VENV)/.installed
 	$(RUN) -m scripts.demo
@@ -22,6 +23,9 @@ lint: $(VENV)/.installed-dev
 
 doctor: $(VENV)/.installed
 	$(RUN) -m scripts.doctor
+
+gpu-check: $(VENV)/.installed
+	$(RUN) -m scripts.gpu_check
 
 golden: $(VENV)/.installed-dev
 	$(RUN) -m pytest -q tests/test_golden.py -m "" $(IN_PARALLEL)
