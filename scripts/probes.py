@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 START_LIMIT, WORK_LIMIT = 60, 10  # seconds: a child's imports and devices, its work
+NCCL_LIMIT = 60  # seconds: NCCL's start, which takes many on 8 GPUs
 WORKER = (sys.executable, "-m", "scripts.probes")
 
 
@@ -62,7 +63,8 @@ def run_workers(name: str, count: int) -> list[Any]:
     """What `count` processes of `WORKERS[name]` return, in rank order. Raises ChildError; leaves none running."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(count) as pool:
         commands = [(*WORKER, name, str(rank), str(count), folder) for rank in range(count)]
-        futures = [pool.submit(ask, *command, limit=START_LIMIT + WORK_LIMIT) for command in commands]
+        limit = START_LIMIT + WORK_LIMIT + NCCL_LIMIT * (name == "nccl")
+        futures = [pool.submit(ask, *command, limit=limit) for command in commands]
     errors = [error for future in futures if (error := future.exception())]
     if errors:  # where one failed, the others waited for it in vain
         raise min(errors, key=lambda error: " within " in str(error))
@@ -125,8 +127,11 @@ def all_reduce(rank: int, count: int, folder: str, *, backend: str) -> dict[str,
     store.set(f"started {rank}", "")
     signal.alarm(WORK_LIMIT)  # how long to wait for the last one to start; the signal also ends what hangs inside NCCL
     store.wait([f"started {other}" for other in range(count)])
+    signal.alarm(NCCL_LIMIT if on_gpu else WORK_LIMIT)
+    bound = device if on_gpu else None  # then NCCL connects now
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, device_id=bound)
+    dist.barrier()
     signal.alarm(WORK_LIMIT)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
     wrong, seconds = 0, []
     for _ in range(5):
         summed = values * (rank + 1)

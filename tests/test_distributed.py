@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -177,6 +178,19 @@ def know_the_gathered_size(rank: int, world_size: int) -> None:
 
 def test_what_sampling_gathers_is_counted_in_the_dtype_and_the_slices_that_are_gathered():
     launch(know_the_gathered_size, 2, process_group=True)
+
+
+def test_what_the_gpus_allocator_keeps_counts_as_free(monkeypatch):
+    calls = []
+    answer = torch.ones(())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: calls.append("mem_get_info") or (1000, 2000))
+    monkeypatch.setattr(distributed, "gathered_size", lambda model: 500)
+    monkeypatch.setattr(dist, "all_reduce", lambda *arguments, **options: None)
+    monkeypatch.setattr(torch, "tensor", lambda value, device: answer * value)
+    model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
+    assert distributed._fits(model)
+    assert calls == ["empty_cache", "mem_get_info"]
 
 
 def use_no_more_memory_than_shards(rank: int, world_size: int, sizes: dict) -> None:

@@ -52,6 +52,24 @@ def test_equal_models_pass_with_the_loss_that_agreement_gives(name, options, fir
     assert note.startswith(f"self-test passed: first loss {first_loss}, rewards within 0 of 0")
 
 
+def forward_off_in_training(relative: float):
+    """Log-probabilities that are larger by so much in train mode."""
+    logps = torch.tensor([-300.0, -20.0])
+
+    def forward(model):
+        return tuple(values * (1 + relative * model.training) for values in (logps, logps - 5))
+
+    return forward
+
+
+def test_a_forward_may_differ_from_the_same_again_by_rounding_alone(policy, tiny_llama):
+    options = {"loss_name": "dpo", "loss_options": DPO, "same_dtype": True}
+    eps = torch.finfo(torch.float32).eps  # as where sums over processes come in another order
+    assert self_test(policy, tiny_llama.eval(), forward_off_in_training(2 * eps), **options)
+    with pytest.raises(InputError, match=r"train-mode and eval-mode log-probabilities differ by 0\.0003"):
+        self_test(policy, tiny_llama.eval(), forward_off_in_training(1e-6), **options)
+
+
 def test_reference_free_passes_with_the_policys_own_loss(policy, tiny_llama, batch):
     note = check(policy, tiny_llama, batch, options=DPO | {"reference_free": True})
     assert note.startswith("self-test passed: first loss")
