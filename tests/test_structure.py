@@ -16,7 +16,9 @@ LEVELS = {
     **dict.fromkeys(["objective", "batches", "layouts", "reference_logps", "sampling"], 1),
     **dict.fromkeys(["resume", "saving", "health", "memory"], 1),
     **dict.fromkeys(["self_test", "preflight", "models", "preference_datasets"], 1),
-    **dict.fromkeys(["own_data", "demo_data", "preference_data", "data_sources", "tokenization", "packing"], 0),
+    **dict.fromkeys(
+        ["own_data", "demo_data", "preference_data", "data_sources", "tokenization", "packing", "attention"], 0
+    ),
     **dict.fromkeys(["losses", "optimization", "checkpoint", "metrics", "settings", "run_directory", "utils"], 0),
     **dict.fromkeys(["archive", "host_memory", "stopping", "launching", "distributed", "tensor_parallelism"], 0),
 }
