@@ -112,7 +112,7 @@ def _(query, key, value, mask, scale):
 
 @masked_attention_backward.register_fake
 def _(grad, query, key, value, out, mask, scale):
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
 
 def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 import attention
-from attention import attention_forward, masked_attention
+from attention import attention_forward, masked_attention, masked_attention_backward
 from layouts import Padded, SharedPrefix
 
 LENGTH = 23
@@ -81,7 +81,11 @@ def test_a_query_that_sees_nothing_disturbs_no_other(monkeypatch):
 
 
 def test_it_is_an_operator_that_torch_compile_and_fake_tensors_can_take():
-    torch.library.opcheck(masked_attention, (*tensors()[:3], masks()["trees"], 0.5))
+    as_models_have_them = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()]
+    for query, key, value, grad in (tensors(), as_models_have_them):
+        torch.library.opcheck(masked_attention, (query, key, value, masks()["trees"], 0.5))
+        given = (grad, query, key, value, torch.ones_like(grad))
+        torch.library.opcheck(masked_attention_backward, (*(x.detach() for x in given), masks()["trees"], 0.5))
 
 
 class Module(torch.nn.Module):
