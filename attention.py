@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 BLOCK = 128  # queries at a time: their scores stay in the processor's cache
 
@@ -41,10 +41,8 @@ def attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    groups = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = masked_attention(query, repeat_kv(key, groups), repeat_kv(value, groups), attention_mask, scale)
-    return out.transpose(1, 2).contiguous(), None
+    return masked_attention(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
 
 
 # operators, so that torch.compile does not look inside: it would compile anew for every length
@@ -54,13 +52,17 @@ def attention_forward(
 def masked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """softmax(scale * query @ key.T + mask) @ value, (R, H, L, D) each; mask (R or 1, 1, L, L)."""
+    """softmax(scale * query @ key.T + mask) @ value: (R, H, L, D) for (R, H, L, D), (R, K, L, D), (R, K, L, D).
+
+    The mask is (R or 1, 1, L, L); H / K queries in a row share a key and a value.
+    """
     out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=value.dtype)
     with torch.autocast("cpu", enabled=False):
-        q, k, v = (query.float() * scale).flatten(0, 1), key.float().flatten(0, 1), value.flatten(0, 1)  # (R * H, L, D)
+        q, o = (_grouped(x, key) for x in (query.float() * scale, out))
+        k, v = key.float().flatten(0, 1), value.flatten(0, 1)  # (R * K, L, D)
         for rows, columns in _blocks(mask):
-            p = _probabilities(q[:, rows], k[:, columns], mask[:, :, rows, columns])
-            out.flatten(0, 1)[:, rows] = p.to(v.dtype) @ v[:, columns]
+            p = _probabilities(q[:, :, rows], k[:, columns], mask[:, :, rows, columns])
+            o[:, :, rows] = (p.to(v.dtype) @ v[:, columns]).view_as(o[:, :, rows])
     return out
 
 
@@ -75,24 +77,32 @@ def masked_attention_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, sums over queries in float32."""
+    grads = [torch.zeros(x.shape) for x in (query, key, value)]
     with torch.autocast("cpu", enabled=False):
-        g, q, k, v = (x.flatten(0, 1) for x in (grad, query, key, value))
-        q32, k32 = q.float() * scale, k.float()
-        grad_query, grad_key, grad_value = torch.empty_like(q32), torch.zeros_like(k32), torch.zeros(v.shape)
-        delta = (grad.float() * out).sum(-1, keepdim=True).flatten(0, 1)  # (R * H, L, 1)
+        g, q, q32, grad_query = (_grouped(x, key) for x in (grad, query, query.float() * scale, grads[0]))
+        k, v, k32, grad_key, grad_value = (x.flatten(0, 1) for x in (key, value, key.float(), *grads[1:]))
+        delta = _grouped((grad.float() * out).sum(-1, keepdim=True), key)  # (R * K, H / K, L, 1)
         for rows, columns in _blocks(mask):
-            p = _probabilities(q32[:, rows], k32[:, columns], mask[:, :, rows, columns])
-            grad_scores = (g[:, rows] @ v[:, columns].mT).float().sub_(delta[:, rows]).mul_(p).to(q.dtype)
-            grad_query[:, rows] = grad_scores @ k[:, columns]
-            grad_key[:, columns] += grad_scores.mT @ q[:, rows]
-            grad_value[:, columns] += p.to(g.dtype).mT @ g[:, rows]
-    grads = zip((grad_query * scale, grad_key * scale, grad_value), (query, key, value), strict=True)
-    return tuple(g.to(x.dtype).view(x.shape) for g, x in grads)
+            p = _probabilities(q32[:, :, rows], k32[:, columns], mask[:, :, rows, columns])
+            g_rows, q_rows, delta_rows = (x[:, :, rows].flatten(1, 2) for x in (g, q, delta))
+            grad_scores = (g_rows @ v[:, columns].mT).float().sub_(delta_rows).mul_(p).to(q.dtype)
+            grad_query[:, :, rows] = (grad_scores @ k[:, columns]).view_as(grad_query[:, :, rows])
+            grad_key[:, columns] += grad_scores.mT @ q_rows
+            grad_value[:, columns] += p.to(g.dtype).mT @ g_rows
+    grads[0] *= scale
+    grads[1] *= scale
+    return tuple(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True))
+
+
+def _grouped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """(R, H, L, D) as (R * K, H / K, L, D)."""
+    return x.unflatten(1, (key.shape[1], -1)).flatten(0, 1)
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    scores = q @ k.mT  # (R * H, rows, columns)
-    scores.unflatten(0, (mask.shape[0], -1)).add_(mask)
+    """(R * K, H / K * rows, columns)."""
+    scores = q.flatten(1, 2) @ k.mT
+    scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)
     return scores.softmax(-1)
 
 
