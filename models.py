@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
 
+import cpu_attention
 from archive import load_archive, read_archive
 from losses import _get_batch_logps
 from packing import Packed, tree_block_mask, tree_mask
@@ -213,6 +214,8 @@ def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None]) 
     if model.config._attn_implementation == "flex_attention":
         masks = {kind: tree_block_mask(packed, window=window) for kind, window in windows.items()}
     else:
+        if packed.input_ids.device.type == "cpu":
+            cpu_attention.register()
         dtype = model.get_input_embeddings().weight.dtype
         masks = {kind: _additive(tree_mask(packed, window=window), dtype) for kind, window in windows.items()}
     hidden = model.base_model(
@@ -234,23 +237,38 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _PickedLogSoftmax(torch.autograd.Function):
-    """`logits.log_softmax(-1)` at the targets, (N,) for (N, V); backward needs no second tensor of that size."""
+    """`logits.log_softmax(-1)` at the targets, in float32 at least, (N,) for (N, V).
+
+    Made a few rows at a time and again in the backward pass, so that there is no second tensor of that size.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        log_probabilities = logits.log_softmax(-1)
-        ctx.save_for_backward(log_probabilities, targets)
-        return log_probabilities.gather(1, targets[:, None]).squeeze(1)
+        ctx.save_for_backward(logits, targets)
+        pieces = _in_pieces(logits, targets[:, None])
+        return torch.cat([_log_softmax(rows).gather(1, target) for rows, target in pieces]).squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        log_probabilities, targets = ctx.saved_tensors
-        grad = grad[:, None]
-        grad_logits = log_probabilities.exp_().mul_(-grad)  # in place: nobody else has it
-        return grad_logits.scatter_add_(1, targets[:, None], grad), None
+        logits, targets = ctx.saved_tensors
+        for rows, target, grad_row in _in_pieces(logits, targets[:, None], grad[:, None]):
+            grad_rows = _log_softmax(rows).exp_().mul_(-grad_row).scatter_add_(1, target, grad_row)
+            rows.copy_(grad_rows)  # in place: nobody else has the logits
+        return logits, None
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """On a CPU as many rows of all tensors at a time as its cache holds, elsewhere all."""
+    n_rows = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
+    return zip(*(tensor.split(n_rows) for tensor in (logits, *others)), strict=True)
 
 
 LOGITS_AT_ONCE = 2**25  # numbers, 134 MB in float32
+IN_CACHE = 2**20  # of them
 
 
 def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -262,7 +280,6 @@ def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torc
 
     def score(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = scale(head(hidden))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return _PickedLogSoftmax.apply(logits, targets.to(logits.device))
 
     n_chunks = max(1, math.ceil(len(targets) * model.config.get_text_config().vocab_size / LOGITS_AT_ONCE))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scripts.probes import Gpu
+from scripts.probes import Gpu, Products
 
 
 def gb(n_bytes: float) -> str:
@@ -31,6 +31,7 @@ MODELS = {  # counted on the meta device; tests/test_advice.py counts again
     "pythia69": Model(6.857e9, 7.5e9, 10.4e9),
 }
 STATE = 4 + 4 + 4 + 2  # bytes per parameter: float32 weights, gradients and RMSprop state, 16-bit reference
+FASTER = 1.2  # times as fast as float32 must bfloat16 multiply on a CPU to be recommended there
 CHECKPOINTED = 0.2  # of the activations stay with activation_checkpointing, or less
 
 
@@ -45,8 +46,13 @@ class Advice(NamedTuple):
     reasons: list[str]
 
 
-def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") -> Advice:
-    """How to train `model`, or the largest smaller one that fits, on these GPUs; `memory` is the host's, in bytes."""
+def recommend(
+    gpus: Sequence[Gpu], *, memory: float, products: Products | None = None, model: str = "pythia28"
+) -> Advice:
+    """How to train `model`, or the largest smaller one that fits, on these GPUs.
+
+    `memory` is the host's, in bytes; `products` how fast the CPU multiplies, if that was measured.
+    """
     usable = 0.9 * min((g.total for g in gpus), default=memory)
     bf16 = bool(gpus) and all(g.bf16 for g in gpus)
     names = sorted((m for m in MODELS if MODELS[m] <= MODELS[model]), key=lambda m: MODELS[m], reverse=True)
@@ -56,7 +62,7 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
         if left >= pair:
             break
     else:
-        return small_model_advice(usable, n_gpus=len(gpus))
+        return small_model_advice(usable, n_gpus=len(gpus), products=products)
 
     examples = 2 ** int(math.log2(min(left / pair, max(1, 64 // len(gpus)))))
     reasons = [
@@ -92,7 +98,16 @@ def training_command(model: str, trainer: str, n_gpus: int, examples: int, *, bf
     )
 
 
-def small_model_advice(usable: float, *, n_gpus: int) -> Advice:
+def says_of_bfloat16(products: Products) -> str:
+    """Whether `model.autocast=bfloat16` is faster on this CPU, with both figures."""
+    float32, bfloat16 = (f"{rate / 1e9:,.0f}" for rate in products)
+    measured = f"matrix products run at {bfloat16} GFLOP/s in bfloat16 here, {float32} in float32"
+    if products.bfloat16 >= FASTER * products.float32:
+        return f"model.autocast=bfloat16 is faster for a larger model: {measured}"
+    return f"model.autocast=bfloat16 is not faster on this CPU: {measured}; it needs AVX512-BF16 or AMX"
+
+
+def small_model_advice(usable: float, *, n_gpus: int, products: Products | None = None) -> Advice:
     """BasicTrainer and the model that is shipped; how large another may be."""
     reasons = [
         f"{'the GPUs are small' if n_gpus else 'no GPU'}: models of up to about {usable / 2 / STATE / 1e6:.0f} million "
@@ -100,5 +115,7 @@ def small_model_advice(usable: float, *, n_gpus: int) -> Advice:
     ]
     if not n_gpus:
         reasons.append("trainer=FSDPTrainer world_size=2 instead runs the sharded code, in two processes")
+    if not n_gpus and products:
+        reasons.append(says_of_bfloat16(products))
     command = "python train.py loss=sft model=demo datasets=[demo] exp_name=demo_sft trainer=BasicTrainer"
     return Advice("BasicTrainer", "demo", "float32", None, f"{command} batch_size=32 wandb.enabled=false", reasons)

@@ -32,8 +32,8 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from host_memory import host_memory
-from scripts.advice import MODELS, Advice, gb, recommend
-from scripts.probes import ROOT, START_LIMIT, ChildError, Gpu, ask, run_workers
+from scripts.advice import MODELS, Advice, gb, recommend, says_of_bfloat16
+from scripts.probes import ROOT, START_LIMIT, ChildError, Gpu, Products, ask, run_workers
 
 HUB_LIMIT = 5  # seconds
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -43,6 +43,7 @@ FIXES = {
     "in CUDA_VISIBLE_DEVICES",
     "matmul": "end what else runs on that GPU and try again; if it stays, name only the others in CUDA_VISIBLE_DEVICES",
     "bfloat16": "leave model.fsdp_policy_mp unset, which is float32; float16 needs loss scaling and has none here",
+    "products": "end what else runs on this machine and try again; leave model.autocast unset until then",
     "peer access": "it works through host memory, more slowly; if NCCL hangs, set NCCL_P2P_DISABLE=1",
     "cuda": "install a torch with NCCL, which FSDPTrainer needs: pytorch.org/get-started/locally",
     "nccl": "NCCL_DEBUG=INFO shows where it fails; then try NCCL_P2P_DISABLE=1, NCCL_SOCKET_IFNAME=lo, a larger "
@@ -108,6 +109,24 @@ def visible_gpus() -> tuple[list[Gpu], str | None]:
         return [Gpu(*values) for values in run_workers("devices", 1)[0]], None
     except (ChildError, ImportError, OSError) as error:
         return [], str(error)
+
+
+@functools.cache
+def cpu_products() -> tuple[Products | None, str | None]:
+    """How fast the CPU multiplies matrices, or why that could not be measured; neither where a GPU computes."""
+    if visible_gpus()[0]:
+        return None, None
+    try:
+        return Products(*run_workers("products", 1)[0]), None
+    except (ChildError, ImportError, OSError) as error:
+        return None, str(error)
+
+
+def check_products() -> list[Finding]:
+    products, failure = cpu_products()
+    if failure:
+        return [Finding("products", WARNING, f"matrix products could not be measured: {failure}", FIXES["products"])]
+    return [Finding("products", OK, says_of_bfloat16(products))] if products else []
 
 
 def check_gpu() -> list[Finding]:
@@ -265,6 +284,7 @@ def check_backends() -> list[Finding]:
 CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "software": check_software,
     "gpu": check_gpu,
+    "products": check_products,
     "all-reduce": check_all_reduce,
     "host": check_host,
     "open files": check_open_files,
@@ -318,7 +338,7 @@ def main() -> int:
     arguments = parser.parse_args()
     findings = examine(CHECKS)
     gpus = visible_gpus()[0]
-    advice = recommend(gpus, memory=host_memory().total, model=arguments.model)
+    advice = recommend(gpus, memory=host_memory().total, products=cpu_products()[0], model=arguments.model)
     if arguments.json:
         report = {"findings": [f._asdict() for f in findings], "recommendation": advice._asdict()}
         print(json.dumps(report, indent=2, allow_nan=False))

@@ -1,4 +1,4 @@
-"""What the doctor tries in child processes, which are killed after a limit: devices, arithmetic, an all-reduce.
+"""What the doctor tries in child processes, killed after a limit: devices, arithmetic and its speed, an all-reduce.
 
 Not to be run by hand: `python -m scripts.probes NAME RANK COUNT FOLDER` is one such process.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -33,6 +34,13 @@ class Gpu(NamedTuple):
     bf16: bool
     peers: Sequence[int]
     error: str | None = None
+
+
+class Products(NamedTuple):
+    """FLOP/s of matrix products on the CPU."""
+
+    float32: float
+    bfloat16: float
 
 
 class ChildError(Exception):
@@ -112,6 +120,22 @@ def matmul_error(device: str, dtype: Any) -> str | None:
     return None if error < 0.01 else f"a {dtype} product is off by {error:.1%}"  # NaN is; rounding, TF32's too, is not
 
 
+def probe_products(rank: int, count: int, folder: str) -> Products:
+    """How fast the CPU multiplies matrices: the best of a second's products, the dtypes taking turns."""
+    import torch
+
+    signal.alarm(WORK_LIMIT)
+    matrices = [torch.randn(2, 1024, 1024).to(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    best = [math.inf, math.inf]
+    began = time.perf_counter()
+    while time.perf_counter() - began < 1:
+        for i, (left, right) in enumerate(matrices):
+            start = time.perf_counter()
+            left @ right
+            best[i] = min(best[i], time.perf_counter() - start)
+    return Products(*(2 * 1024**3 / seconds for seconds in best))
+
+
 def all_reduce(rank: int, count: int, folder: str, *, backend: str) -> dict[str, float]:
     """Sum a tensor over the processes: its bytes, the elements that are wrong on this rank, the fastest of 5 in s."""
     import torch
@@ -147,6 +171,7 @@ def all_reduce(rank: int, count: int, folder: str, *, backend: str) -> dict[str,
 
 WORKERS: dict[str, Callable[[int, int, str], Any]] = {
     "devices": probe_devices,
+    "products": probe_products,
     "nccl": functools.partial(all_reduce, backend="nccl"),
     "gloo": functools.partial(all_reduce, backend="gloo"),
 }

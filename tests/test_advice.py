@@ -11,7 +11,7 @@ from conftest import ROOT
 import train
 from losses import _get_batch_logps
 from scripts.advice import CHECKPOINTED, MODELS, recommend
-from scripts.probes import Gpu
+from scripts.probes import Gpu, Products
 from utils import disable_dropout
 
 
@@ -60,6 +60,26 @@ def test_recommendations_are_right_and_valid_commands(gpus, model, advised, extr
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
         assert train.find_config_problems(hydra.compose("config", overrides)) == []
+
+
+@pytest.mark.parametrize(
+    ("products", "said"),
+    [
+        (
+            Products(184e9, 767e9),
+            "is faster for a larger model: matrix products run at 767 GFLOP/s in bfloat16",
+        ),
+        (Products(283e9, 141e9), "bfloat16 is not faster on this CPU: matrix products run at 141 GFLOP/s in bfloat16"),
+        (Products(200e9, 239e9), "not faster on this CPU"),
+        (Products(200e9, 240e9), "is faster"),
+    ],
+)
+def test_bfloat16_is_recommended_on_a_cpu_where_it_was_measured_to_be_faster(products, said):
+    text = " ".join(recommend([], memory=16e9, products=products).reasons)
+    assert said in text
+    assert f"{products.float32 / 1e9:.0f} in float32" in text
+    for unknown in (recommend([], memory=16e9), recommend([H100], memory=16e9, products=products)):
+        assert "autocast" not in " ".join([*unknown.reasons, unknown.command])
 
 
 GPT2, NEOX = transformers.GPT2Config, transformers.GPTNeoXConfig

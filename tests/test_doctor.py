@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ from huggingface_hub import constants
 from scripts import doctor
 from scripts.advice import recommend
 from scripts.doctor import Finding
-from scripts.probes import Gpu
+from scripts.probes import ChildError, Gpu
 
 SECRET = "0123456789abcdef" * 3
 
@@ -55,6 +56,10 @@ def test_text_report_of_this_machine(tmp_path):
     if not torch.cuda.is_available():
         assert "gloo over 2 processes: right, 16 MB in" in result.stdout
         assert "recommended: trainer=BasicTrainer, float32, model=demo" in lines
+        [text] = re.findall(r"ok       products.*\n.*", result.stdout)
+        assert re.search(
+            r"model.autocast=bfloat16 is (not )?faster .* products run\s+at [\d,]+ GFLOP/s in bfloat16 here", text
+        )
 
 
 def test_json_report_of_this_machine(tmp_path):
@@ -94,6 +99,20 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on():
 
     assert broken[:3] == ("moon", "problem", "could not be checked: ZeroDivisionError: no moon")
     assert host.check == "host"
+
+
+def test_products_that_cannot_be_measured_are_a_warning_and_none_are_where_a_gpu_computes(monkeypatch):
+    def fail(name: str, count: int) -> list:
+        raise ChildError("not finished within 10 s")
+
+    monkeypatch.setattr(doctor, "run_workers", fail)
+    for gpus, levels_found in (([], ["warning"]), ([H100], [])):
+        monkeypatch.setattr(doctor, "visible_gpus", lambda gpus=gpus: (gpus, None))
+        doctor.cpu_products.cache_clear()
+        findings = doctor.check_products()
+        assert [finding.level for finding in findings] == levels_found
+        assert all("not finished within 10 s" in finding.text for finding in findings)
+    doctor.cpu_products.cache_clear()
 
 
 # --- made-up machines ------------------------------------------------------------------------------------------------

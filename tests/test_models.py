@@ -180,6 +180,29 @@ def test_learned_positions_limit_the_length_and_rotary_ones_do_not(tiny_llama):
     models.check_positions(tiny_llama, 10 * tiny_llama.config.max_position_embeddings)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_of_a_few_rows_at_a_time_are_those_of_all_at_once(dtype, monkeypatch):
+    def picked(numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(models, "IN_CACHE", numbers)
+        given = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        # a copy, for the backward pass writes over it
+        logps = models._PickedLogSoftmax.apply(given * 1, torch.arange(7))
+        (logps * torch.arange(1, 8)).sum().backward()
+        return logps.detach(), given.grad
+
+    def plain(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        given.requires_grad_()
+        logps = given.float().log_softmax(-1).diagonal()
+        (logps * torch.arange(1, 8)).sum().backward()
+        return logps.detach(), given.grad
+
+    by_rows, whole = picked(100), picked(10**6)
+    expected = plain(torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).to(dtype))
+    assert all(map(torch.equal, by_rows, whole))
+    assert torch.equal(by_rows[0], expected[0])
+    torch.testing.assert_close(by_rows[1], expected[1])
+
+
 # --- weights from an archive ---------------------------------------------------------------------------------------
 
 

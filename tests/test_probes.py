@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from types import SimpleNamespace
@@ -82,6 +83,14 @@ def test_matmul_error_finds_wrong_products(monkeypatch):
     assert probes.matmul_error("cpu", torch.float32) == "a torch.float32 product is off by 2.0%"
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor * float("nan"))
     assert probes.matmul_error("cpu", torch.bfloat16) is not None
+
+
+def test_products_are_measured_in_both_dtypes_within_seconds(monkeypatch, tmp_path):
+    monkeypatch.setattr(signal, "alarm", lambda seconds: None)  # which would end the tests
+    start = time.monotonic()
+    products = probes.probe_products(0, 1, str(tmp_path))
+    assert time.monotonic() - start < 5  # 1 s on a machine with nothing else to do
+    assert all(1e9 < rate < 1e15 for rate in products)
 
 
 def test_a_sick_gpu_does_not_hide_the_others(monkeypatch, tmp_path):

@@ -18,10 +18,20 @@ LEVELS = {
     **dict.fromkeys(["loading", "resume", "saving", "health", "memory"], 1),
     **dict.fromkeys(["self_test", "preflight", "models", "preference_datasets"], 1),
     **dict.fromkeys(
-        ["own_data", "demo_data", "preference_data", "data_sources", "tokenization", "packing", "prompts"], 0
+        [
+            "own_data",
+            "demo_data",
+            "preference_data",
+            "data_sources",
+            "tokenization",
+            "packing",
+            "prompts",
+            "cpu_attention",
+        ],
+        0,
     ),
     **dict.fromkeys(["losses", "optimization", "checkpoint", "metrics", "settings", "run_directory", "utils"], 0),
-    **dict.fromkeys(["arithmetic", "device_map", "sharing"], 0),
+    **dict.fromkeys(["arithmetic", "cpu_attention", "device_map", "sharing"], 0),
     **dict.fromkeys(["archive", "host_memory", "stopping", "launching", "distributed", "tensor_parallelism"], 0),
 }
 FILES = {file.stem: file for file in sorted(ROOT.glob("*.py"))}
