@@ -69,7 +69,7 @@ class Grid:
         return values
 
     def any(self, here: bool) -> bool:
-        """Whether it holds in any process."""
+        """Whether `here` is true in any process."""
         if self.world_size == 1:
             return here
         answer = torch.tensor(int(here), device=self.device)
@@ -209,7 +209,7 @@ def accumulate(model: torch.nn.Module, *, last: bool) -> None:
         model.set_requires_all_reduce(last)
 
 
-def release_gathered(model: torch.nn.Module) -> None:
+def release_gathered(model: torch.nn.Module | None) -> None:
     """Keep the shards alone of what a forward without a backward left gathered: the root's unit."""
     if isinstance(model, FSDPModule):
         model.reshard()

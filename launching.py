@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
+from enum import Enum
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
 GRACE_SECS = 5  # between a failure and its victims' end: whoever caused it is to exit, and be named, first
 STOP_SECS = 60  # for the others, once a worker has ended by a signal that all were sent
 ABORTED = -signal.SIGABRT  # how NCCL's watchdog ends a rank whose collective took too long
+ABORT_SECS = 60  # between the ends of several ranks by it: they may wait in different collectives
 
 
 class WorkerFailed(RunError):
@@ -307,14 +309,41 @@ def _forward(processes: list, asked: list[int], number: int) -> None:
             os.kill(process.pid, number)
 
 
+class End(Enum):
+    """How a worker ended."""
+
+    DONE, STOPPED, LOST_CONTACT, FAILED = range(4)
+
+
+def _classify(status: int, *, asked: list[int], timed_out: bool) -> End:
+    """What an exit status means. `asked` are the signals that were passed on to all workers; `timed_out`: the run is
+    older than a collective may take, so NCCL may have ended a worker whose collective took longer."""
+    if status == 0:
+        return End.DONE
+    if status == STOPPED or -status in asked:  # by a signal's default if it was not yet training
+        return End.STOPPED
+    if status == LOST_CONTACT or (status == ABORTED and (timed_out or asked)):
+        return End.LOST_CONTACT
+    return End.FAILED
+
+
+def _patience(ends: Collection[End], *, aborted: bool, timeout_secs: float) -> float:
+    """Seconds that the other workers have once some ended in these ways."""
+    if End.FAILED in ends:
+        return 1
+    if End.STOPPED in ends:
+        return min(STOP_SECS, timeout_secs)
+    if End.LOST_CONTACT in ends:
+        return ABORT_SECS if aborted else 2 * GRACE_SECS
+    return timeout_secs
+
+
 def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int], *, began: float) -> None:
     """Return when all workers are done. Raises for the first that failed, or for those that never ended.
 
-    `asked` are the signals that were passed on: a worker that ended by one was not yet training. `began` is when the
-    workers did.
+    `asked` are the signals that were passed on, `began` is when the workers started.
     """
-    running, failed = dict(enumerate(processes)), []
-    deadline = None
+    running, ends, deadline = dict(enumerate(processes)), {}, None
     while running:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ended = wait([p.sentinel for p in running.values()], left)
@@ -323,39 +352,30 @@ def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int
         for rank in [r for r, p in running.items() if p.sentinel in ended]:
             process = running.pop(rank)
             process.join()
-            if process.exitcode:
-                failed.append(rank)
-        # an abort before a collective can have taken too long is a crash
-        lost = {LOST_CONTACT, ABORTED} if time.monotonic() - began >= timeout_secs else {LOST_CONTACT}
-        stops = {STOPPED, *(-number for number in asked)}
-        statuses = {rank: processes[rank].exitcode for rank in failed}
-        deadline = time.monotonic() + _patience({*statuses.values()}, lost, stops, timeout_secs)
-    if failed or running:
-        ends = {*statuses.values()}
-        if ends & stops and (ends <= stops | lost if asked else ends <= stops and not running):
-            raise Stopped  # the others wait for those that ended, in calls that no signal interrupts
-        messages = {rank: _last_words(pipes[rank]) for rank in failed}
-        if ends <= lost:
-            for process in running.values():  # nobody else is to blame: these shall show where they are
-                os.kill(process.pid, signal.SIGABRT)
-            wait([p.sentinel for p in running.values()], GRACE_SECS)
-        raise _cause(statuses, messages, sorted(running), lost, timeout_secs)
-
-
-def _patience(ends: set[int], lost: set[int], stops: set[int], timeout_secs: float) -> float:
-    """Seconds within which the other workers should end once some have, with these exit statuses."""
-    if ends - lost - stops:  # one failed by itself
-        return 1
-    if ends & stops:
-        return min(STOP_SECS, timeout_secs)
-    return 2 * GRACE_SECS if ends else timeout_secs
+            timed_out = time.monotonic() - began >= timeout_secs
+            ends[rank] = _classify(process.exitcode, asked=asked, timed_out=timed_out)
+        aborted = any(processes[rank].exitcode == ABORTED for rank in ends)
+        deadline = time.monotonic() + _patience(ends.values(), aborted=aborted, timeout_secs=timeout_secs)
+    kinds = {*ends.values()}
+    if End.STOPPED in kinds and End.FAILED not in kinds and (asked or not (running or End.LOST_CONTACT in kinds)):
+        raise Stopped  # the others wait for those that stopped, in calls that no signal interrupts
+    if not running and kinds <= {End.DONE}:
+        return
+    if kinds <= {End.DONE, End.LOST_CONTACT}:
+        for process in running.values():  # nobody else is to blame: these shall show where they are
+            os.kill(process.pid, signal.SIGABRT)
+        wait([p.sentinel for p in running.values()], GRACE_SECS)
+    statuses = {rank: processes[rank].exitcode for rank, end in ends.items() if end != End.DONE}
+    lost = {rank for rank, end in ends.items() if end == End.LOST_CONTACT}
+    raise _cause(statuses, {rank: _last_words(pipes[rank]) for rank in statuses}, sorted(running), lost, timeout_secs)
 
 
 def _cause(
     statuses: Mapping[int, int], messages: Mapping[int, str], stuck: list[int], lost: set[int], timeout_secs: float
 ) -> Exception:
-    """What the failed workers' exit statuses and last words, in the order of their ends, say about the cause."""
-    guilty = [rank for rank, status in statuses.items() if status not in lost]
+    """What the exit statuses and last words of workers that did not finish, in the order of their ends, say about the
+    cause; the `lost` lost contact."""
+    guilty = [rank for rank in statuses if rank not in lost]
     if guilty:
         rank = next((r for r in guilty if statuses[r] == BAD_INPUT), guilty[0])
         if statuses[rank] == BAD_INPUT:

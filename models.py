@@ -217,6 +217,9 @@ def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None]) 
         if packed.input_ids.device.type == "cpu":
             cpu_attention.register()
         dtype = model.get_input_embeddings().weight.dtype
+        device = packed.input_ids.device.type
+        if model.config._attn_implementation == "sdpa" and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)  # in which it computes: else the mask is cast in every layer
         masks = {kind: _additive(tree_mask(packed, window=window), dtype) for kind, window in windows.items()}
     hidden = model.base_model(
         packed.input_ids,

@@ -19,7 +19,7 @@ import torch
 
 from batches import GlobalBatch
 from packing import KEY_BYTES
-from utils import InputError
+from utils import InputError, RunError
 
 CACHING = ("as_needed", "all")
 KEY = np.dtype(f"S{KEY_BYTES}")  # compares byte by byte; what it leaves off when printed are zeros at the end
@@ -183,6 +183,11 @@ class ReferenceLogps:
         for batch in batches:
             if self.find(batch.keys) is None:
                 values = score(batch)
+                if not values.isfinite().all():
+                    raise RunError(
+                        "the reference's log-probabilities are not all finite, so cache_reference_logps=all cannot "
+                        "replace it: set model.reference_dtype=bfloat16 or float32"
+                    )
                 _compare(batch.keys, values, read)
                 self.add(batch.keys, values)
                 n_scored += len(batch.keys)

@@ -40,6 +40,7 @@ MAY_CHANGE = (
     *("sample_during_eval", "n_eval_model_samples", "minimum_log_interval_secs", "self_test", "nan_policy"),
     *("resume", "save_every", "keep_checkpoints", "dry_run"),
 )
+OF_EACH_COMMAND = ("exp_name", "local_dirs", "local_run_dir", "resume", "dry_run")
 FACTS = frozenset(("updates", "evaluated", "best_at", "config", "data"))  # that a manifest tells of its run
 ORIGIN = ".continues"  # file in the directory of a run that continues another: the checksum of that one's manifest
 
@@ -175,11 +176,10 @@ def _move_logs_aside(run_dir: Path) -> None:
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
     """Raises InputError that names each key whose change would make the continuation another run."""
     was = manifest["config"]
-    changed = [
-        f"{key}={config.get(key)} (was {was[key]})"
-        for key in was
-        if key not in MAY_CHANGE and was[key] != config.get(key)
-    ]
+    differs = {key: f"{key}={config.get(key)} (was {was[key]})" for key in was if was[key] != config.get(key)}
+    changed = [text for key, text in differs.items() if key not in MAY_CHANGE]
+    if not changed and (allowed := [text for key, text in differs.items() if key not in OF_EACH_COMMAND]):
+        print(f"continuing with {', '.join(allowed)}")
     if changed:
         raise InputError(
             f"{where} is of a run with another config: {', '.join(changed)}; give the same to continue it, or "

@@ -11,7 +11,7 @@ import torch
 from losses import LOSSES
 from utils import InputError
 
-ULPS = 8  # by which a forward may differ from the same again: sums over processes may come in another order
+ULPS = 8  # by which a forward may differ from the same again
 
 
 @torch.no_grad()
@@ -23,13 +23,14 @@ def self_test(
     loss_name: str,
     loss_options: Mapping[str, Any],
     same_dtype: bool,
+    repeats_to: torch.dtype | None = None,
 ) -> list[str]:
     """Check policy and reference (None for SFT); what is worth saying. Leaves the policy in train mode.
 
     `forward` gives a model's log-probabilities, (chosen, rejected) or (chosen,), of a few examples.
-    Log-probabilities are finite, train-mode and eval-mode forwards agree to rounding, and, when policy and reference
-    have the same dtype, rewards are 0 and the loss is the one at h = 0 (ln 2 for DPO). Raises InputError that names
-    the failed check and its likely cause.
+    Log-probabilities are finite, train-mode and eval-mode forwards agree to rounding (in `repeats_to` if a forward
+    may not repeat itself better), and, when policy and reference have the same dtype, rewards are 0 and the loss is
+    the one at h = 0 (ln 2 for DPO). Raises InputError that names the failed check and its likely cause.
     """
     policy.eval()
     in_eval = forward(policy)
@@ -44,7 +45,7 @@ def self_test(
             )
     difference = max((a - b).abs().max().item() for a, b in zip(in_train, in_eval, strict=True))
     scale = max(v.abs().max().item() for v in in_train)
-    if difference > ULPS * torch.finfo(in_train[0].dtype).eps * scale:
+    if difference > ULPS * torch.finfo(repeats_to or in_train[0].dtype).eps * scale:
         raise InputError(
             f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}, so something random "
             f"is on in training (dropout, router noise) in {type(policy).__name__}; switch it off in the model's config"

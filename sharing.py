@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from waiting import answers, default_store, is_shared
+from waiting import answers, default_store, is_shared, signs_of_life
 
 T = TypeVar("T")
 BEAT_SECS = 2.0
@@ -37,7 +36,13 @@ def once_per_machine(
     if rank == first:
         made = _make(make, give, store, f"{key} {rank}", min(BEAT_SECS, silence_secs / 4))
     said = _wait(store, {other: f"{key} {other}" for other in map(machines.index, machines)}, silence_secs)
-    return take(said[first]) if rank != first else made
+    if rank == first:
+        return made
+    try:
+        return take(said[first])
+    except OSError as error:  # /proc may be mounted so that processes do not see into each other
+        print(f"rank {rank} cannot open what rank {first} gives ({error}), and makes its own", flush=True)
+        return make()
 
 
 def _wait(store: dist.Store, keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
@@ -55,13 +60,16 @@ def _signs(key: str) -> str:
 
 
 def _machine() -> str:
-    """What processes have in common that can open each other's files under /proc."""
-    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    """What processes have in common that can open each other's files under /proc: the booted system, its namespaces of
+    processes and users, and the user. (Host names may be the same on several machines.)"""
+    booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user")]
+    return " ".join([booted, *namespaces, str(os.getuid())])
 
 
 def _make(make: Callable[[], T], give: Callable[[T], str], store: dist.Store, key: str, beat_secs: float) -> T:
     try:
-        with _alive(store, key, beat_secs):
+        with signs_of_life(store, _signs(key), beat_secs):
             made = make()
         store.set(key, f"done {give(made)}")
         return made
@@ -69,22 +77,3 @@ def _make(make: Callable[[], T], give: Callable[[T], str], store: dist.Store, ke
         with suppress(dist.DistError):  # what is raised is what went wrong first
             store.set(key, "failed")
         raise
-
-
-@contextmanager
-def _alive(store: dist.Store, key: str, beat_secs: float) -> Iterator[None]:
-    """Say so at the store, again and again."""
-    done = threading.Event()
-
-    def beat() -> None:
-        with suppress(dist.DistError):  # without a store the others end by themselves
-            while not done.wait(beat_secs):
-                store.add(_signs(key), 1)
-
-    thread = threading.Thread(target=beat, name="alive", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

@@ -37,14 +37,15 @@ class FSDPTrainer(BasicTrainer):
         return None  # on the CPU until it is sharded
 
     def notes(self) -> list[str]:
-        notes = super().notes()
-        if self.compute_dtype == "float32" and not self.config.model.autocast and self.grid.device.type == "cuda":
-            gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters())
-            notes.append(
-                f"the policy is gathered and computed in float32; model.fsdp_policy_mp=bfloat16 would halve the "
-                f"{gathered_gb:.3g} GB that each forward and backward pass gathers, and multiply matrices faster"
-            )
-        return notes
+        model, shards = self.config.model, self.grid.data_size > 1 and self.grid.device.type == "cuda"
+        if not shards or model.fsdp_policy_mp or model.autocast or self.compute_dtype != "float32":
+            return super().notes()
+        gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters()) / self.grid.tensor_size
+        return [
+            *super().notes(),
+            f"the policy is gathered and computed in float32; model.fsdp_policy_mp=bfloat16 would halve the "
+            f"{gathered_gb:.3g} GB that each forward and backward pass gathers, and multiply matrices faster",
+        ]
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         return distribute(model, self.grid, block_name=self.config.model.block_name, compute_dtype=compute_dtype)

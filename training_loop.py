@@ -1,4 +1,4 @@
-"""The training loop, for any number of processes. Where models live, its subclasses in `trainers.py` say."""
+"""The training loop, for any number of processes. Subclasses in `trainers.py` decide where models live."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig
 
 from batches import Batches, GlobalBatch
-from distributed import Grid, accumulate, full_tensor
+from distributed import Grid, accumulate, full_tensor, release_gathered
 from health import Guard, NonFinite
 from layouts import Logps
 from loading import loaded
@@ -33,6 +33,7 @@ from self_test import self_test
 from stopping import Stopped, on_stop_signals
 from tokenization import Batch
 from utils import InputError, formatted_dict, get_local_dir
+from waiting import after_rank_0
 
 COUNTERS = ("example_counter", "batch_counter", "evaluated_at")
 SEQUENCE_MASKS = ("chosen_attention_mask", "rejected_attention_mask")
@@ -104,7 +105,7 @@ class Trainer:
         self.logger = make_logger(config, self.run_dir, self.logger_state) if rank == 0 else NullLogger()
 
     def _place_policy(self, policy: Any) -> Any:
-        config, policy = self.config, loaded(policy, self.config)
+        config, policy = self.config, after_rank_0("the policy's weights", partial(loaded, policy, self.config))
         self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
         check_positions(policy, config.max_length)
         if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
@@ -112,7 +113,8 @@ class Trainer:
         return self.place(policy, compute_dtype=DTYPES[self.compute_dtype])
 
     def _place_reference(self, reference_model: Any) -> None:
-        settings, reference_model = self.config.model, loaded(reference_model, self.config)
+        settings = self.config.model
+        reference_model = after_rank_0("the reference's weights", partial(loaded, reference_model, self.config))
         if self.rank == 0:
             self.reference_digest = model_digest(reference_model, settings.autocast or settings.reference_dtype)
         self.reference_model = self.place(reference_model.eval(), compute_dtype=DTYPES[settings.reference_dtype])
@@ -141,7 +143,8 @@ class Trainer:
     def notes(self) -> list[str]:
         """What the placed models make worth saying at the start."""
         wanted, attention = self.config.model.attn_implementation, self.policy.config._attn_implementation
-        return [f"{type(self.policy).__name__} has no {wanted} attention: {attention}"] * (wanted != attention)
+        unsupported = f"{type(self.policy).__name__} does not support {wanted}; using {attention} attention"
+        return [unsupported] if wanted != attention else []
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.config.optimizer](self.policy.parameters(), lr=self.config.lr)
@@ -151,8 +154,7 @@ class Trainer:
     def train(self) -> None:
         """Train to the end of the data, evaluating and saving when due and after the last update.
 
-        Asked to stop by SIGTERM or SIGUSR1, it finishes the update (several processes agree in the next one), saves and
-        raises Stopped.
+        Asked to stop by SIGTERM or SIGUSR1, it finishes the update (several processes the next), saves, raises Stopped.
         """
         if self.batch_counter == 0:  # later the policy is not the reference any more
             self.self_test()
@@ -177,8 +179,8 @@ class Trainer:
             except (Stopped, NonFinite) as ending:  # on every process
                 if isinstance(ending, Stopped) and self._has_unsaved():
                     self.save()
+                self.logger.close()  # may take a while to send the rest: before the others end
                 self.checkpoints.finish()
-                self.logger.close()
                 raise
             finally:
                 self.checkpoints.wait()  # whatever went wrong, what is being written gets whole
@@ -203,6 +205,7 @@ class Trainer:
             # the mean over the global batch, of which FSDP will take the mean over processes
             (losses.sum() * self.grid.data_size / self.config.batch_size).backward()
             parts.append((microbatch.rows, metrics))
+        release_gathered(self.reference_model)
         # everything that the host asks of the device in an update, and that processes agree on: waits for the device
         reduced = self.objective.reduce(parts, batch.keys, self._scalars(self.clip_gradient()))
         self.stop_is_agreed = reduced.scalars.pop("stop") > 0
@@ -266,6 +269,7 @@ class Trainer:
                 _, metrics = losses_of(microbatch, known)
                 parts.append((microbatch.rows + len(keys), metrics))
             keys += batch.keys
+        release_gathered(self.reference_model)
         return self.objective.reduce(parts, keys).means()
 
     def evaluate_and_save(self, *, last: bool = False) -> None:
@@ -381,6 +385,7 @@ class Trainer:
             loss_name=self.config.loss.name,
             loss_options=loss_options(self.config.loss),
             same_dtype=self.compute_dtype == self.config.model.reference_dtype,
+            repeats_to=DTYPES[self.config.model.autocast or self.compute_dtype] if self.grid.tensor_size > 1 else None,
         )
         for note in notes:
             self.progress.line(note)

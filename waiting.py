@@ -6,12 +6,17 @@ store they wait as long as it gives signs of life.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import torch.distributed as dist
 
+T = TypeVar("T")
 PROGRESS = "progress of rank 0"  # key of a count at the store
+BEAT_SECS = 2.0
 LONGEST_PAUSE = 0.5  # seconds between two looks at the store
 
 
@@ -48,6 +53,25 @@ def answers(
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
+@contextmanager
+def signs_of_life(store: dist.Store, key: str, beat_secs: float) -> Iterator[None]:
+    """Inside, a count at the store grows again and again."""
+    done = threading.Event()
+
+    def beat() -> None:
+        with suppress(dist.DistError):  # without a store the others end by themselves
+            while not done.wait(beat_secs):
+                store.add(key, 1)
+
+    thread = threading.Thread(target=beat, name="signs of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def made_progress() -> None:
     """Rank 0 has done another piece of what it does alone."""
     if is_shared():
@@ -66,3 +90,14 @@ def meet_rank_0(place: str) -> None:
         store.set(key, "")
     else:
         dict(answers(store, {0: key}, {0: PROGRESS}, store.timeout.total_seconds()))
+
+
+def after_rank_0(place: str, act: Callable[[], T]) -> T:
+    """What `act` gives: on rank 0 at once, which shows that it lives, on the others when rank 0 has done with it."""
+    if not is_shared() or dist.get_rank() != 0:
+        meet_rank_0(place)
+        return act()
+    with signs_of_life(default_store(), PROGRESS, BEAT_SECS):
+        done = act()
+    meet_rank_0(place)
+    return done

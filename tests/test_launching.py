@@ -18,7 +18,7 @@ import torch.distributed as dist
 from conftest import ROOT, assert_gone
 
 import launching
-from launching import Seat, WorkerFailed, find_seat, launch
+from launching import End, Seat, WorkerFailed, find_seat, launch
 from stopping import Stopped
 from utils import InputError
 
@@ -89,7 +89,7 @@ def abort_on_rank_1(rank, world_size, folder, secs):
 def load_on_rank_0(rank, world_size, folder):
     """Rank 1 waits for the weights where no signal interrupts it."""
     if rank == 1:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note_pid(folder, rank)
     hang()
 
@@ -261,7 +261,8 @@ def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(
     assert_all_gone(tmp_path)
 
 
-def test_of_a_hanging_rank_nccl_aborts_the_victims_and_the_one_that_hangs_is_named(tmp_path, capfd):
+def test_of_a_hanging_rank_nccl_aborts_the_victims_and_the_one_that_hangs_is_named(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(launching, "ABORT_SECS", 2)
     with pytest.raises(WorkerFailed, match=r"^rank 0 did not answer within collective_timeout_secs=3\n") as error:
         launch(abort_on_rank_1, 2, tmp_path, 5, process_group=True, timeout_secs=3)
     assert "rank 1 was killed by SIGABRT, as NCCL does when a collective takes longer" in str(error.value)
@@ -273,6 +274,24 @@ def test_a_worker_that_aborts_before_a_collective_can_time_out_has_crashed(tmp_p
     with pytest.raises(WorkerFailed, match=r"^rank 1 was killed by SIGABRT"):
         launch(abort_on_rank_1, 2, tmp_path, 0, process_group=True, timeout_secs=600)
     assert_all_gone(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("status", "asked", "timed_out", "end"),
+    [
+        (0, [], False, End.DONE),
+        (143, [], False, End.STOPPED),
+        (-signal.SIGTERM, [signal.SIGTERM], False, End.STOPPED),
+        (-signal.SIGTERM, [], False, End.FAILED),
+        (3, [], False, End.LOST_CONTACT),
+        (-signal.SIGABRT, [], False, End.FAILED),
+        (-signal.SIGABRT, [], True, End.LOST_CONTACT),
+        (-signal.SIGABRT, [signal.SIGTERM], False, End.LOST_CONTACT),  # from a collective that a stopped rank left
+        (1, [signal.SIGTERM], True, End.FAILED),
+    ],
+)
+def test_what_an_exit_status_means(status, asked, timed_out, end):
+    assert launching._classify(status, asked=asked, timed_out=timed_out) == end
 
 
 def test_a_signal_while_one_rank_loads_ends_those_that_cannot_hear_it(tmp_path, monkeypatch):

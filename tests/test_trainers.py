@@ -466,6 +466,7 @@ def test_an_update_reads_from_the_device_once(make_trainer, monkeypatch):
         monkeypatch.undo()
         first, *later = places
         assert first == "metrics.py:reduce_parts"  # everything at once; what comes later is on the host
+        assert later.count("metrics.py:reduce_parts") == 1  # the scalars as floats
         assert {*later} == {
             "metrics.py:reduce_parts",
             "metrics.py:means",
@@ -475,7 +476,11 @@ def test_an_update_reads_from_the_device_once(make_trainer, monkeypatch):
         }
 
 
-def test_a_reference_that_is_not_needed_any_more_is_freed_though_it_is_part_of_a_cycle(make_trainer, tmp_path):
+def test_a_reference_that_is_not_needed_any_more_is_freed_though_it_is_part_of_a_cycle(
+    make_trainer, tmp_path, monkeypatch
+):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(weights() is None))
     trainer = make_trainer(*DPO, "cache_reference_logps=all", f"local_dirs=[{tmp_path}]")
     trainer.reference_model.cycle = [trainer.reference_model]  # as FSDP's hooks are
     weights = weakref.ref(trainer.reference_model.lm_head.weight)
@@ -483,5 +488,6 @@ def test_a_reference_that_is_not_needed_any_more_is_freed_though_it_is_part_of_a
     try:
         trainer.score_all_then_free_reference()
         assert weights() is None
+        assert emptied == [True]  # after it was freed
     finally:
         gc.enable()
