@@ -37,16 +37,17 @@ from packing import Packed
 
 COMMON = ("model.reference_dtype=float32", "eval_batch_size=4", "n_eval_examples=4", "sample_during_eval=false",
           "warmup_steps=0", "n_epochs=null", "n_examples=1000000")  # fmt: skip
+EAGER = ("model.attn_implementation=eager",)  # the reference's
 FAST = ("model.attn_implementation=sdpa",)
 CACHED = ("cache_reference_logps=all",)
 BFLOAT16 = ("model.autocast=bfloat16",)
 VARIANTS = {
-    "padded": ("layout=padded",),
+    "padded": ("layout=padded", *EAGER),
     "padded, sdpa": ("layout=padded", *FAST),
-    "ours, eager": (),  # all defaults
+    "ours, eager": EAGER,
     "ours": FAST,
     "ours, reference cached": (*FAST, *CACHED),
-    "padded, bfloat16": ("layout=padded", *BFLOAT16),
+    "padded, bfloat16": ("layout=padded", *EAGER, *BFLOAT16),
     "ours, compiled": (*FAST, "compile=true"),
     "ours, bfloat16": (*FAST, *BFLOAT16),
     "ours, bfloat16, reference cached": (*FAST, *BFLOAT16, *CACHED),

@@ -121,8 +121,10 @@ def calls(monkeypatch) -> list[torch.dtype]:
     return seen
 
 
-def losses_of(layout, *, dtype: torch.dtype | None, attention: str = "sdpa") -> torch.Tensor:
-    model = build(lambda: LlamaConfig(**GROUPED), attention=attention)
+def logps_of(
+    layout, *, dtype: torch.dtype | None, weights: torch.dtype = torch.float32, attention: str = "sdpa"
+) -> torch.Tensor:
+    model = build(lambda: LlamaConfig(**GROUPED), attention=attention, dtype=weights)
     [microbatch] = layout.split(batch_of(rows=8, shared=True), 1)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         return torch.cat(layout.forward(model, microbatch.inputs)).detach()
@@ -130,15 +132,17 @@ def losses_of(layout, *, dtype: torch.dtype | None, attention: str = "sdpa") -> 
 
 def test_shared_prefixes_in_bfloat16_use_it_under_sdpa_and_nothing_else_does(calls):
     shared = SharedPrefix({"full_attention": None}, max_length=32)
-    exact = losses_of(shared, dtype=None)
-    losses_of(shared, dtype=torch.bfloat16, attention="eager")
-    losses_of(Padded(), dtype=torch.bfloat16)
+    exact = logps_of(shared, dtype=None)
+    logps_of(shared, dtype=torch.bfloat16, attention="eager")
+    logps_of(Padded(), dtype=torch.bfloat16)
     assert calls == []
 
-    ours = losses_of(shared, dtype=torch.bfloat16)
+    ours = logps_of(shared, dtype=torch.bfloat16)
     assert calls == [torch.bfloat16] * 2  # layers
     assert not torch.equal(ours, exact)
     torch.testing.assert_close(ours, exact, rtol=5e-3, atol=0)
+    torch.testing.assert_close(logps_of(shared, dtype=None, weights=torch.bfloat16), exact, rtol=2e-2, atol=0)
+    assert calls == [torch.bfloat16] * 4
 
 
 def test_dropout_and_what_is_added_to_the_scores_are_left_to_transformers(calls):

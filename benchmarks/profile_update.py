@@ -1,0 +1,71 @@
+"""Where the time of an update goes, by the profiler: one update after one that is not counted.
+
+    python -m benchmarks.profile_update model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR \\
+        loss=dpo loss.beta=0.1 batch_size=16 gradient_accumulation_steps=4 model.autocast=bfloat16
+
+Takes the overrides of train.py, as `benchmarks.compare` does. Times are those of operations themselves, without what
+they call; what an attention operation calls counts as attention. Where other work runs beside, set OMP_NUM_THREADS=1:
+threads that wait for each other count as computing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import train
+from benchmarks.compare import COMMON
+from benchmarks.step_overhead import compose
+from launching import keep_freed_memory
+
+ATTENTION = re.compile("attention", re.IGNORECASE)
+KINDS = {  # the first that fits the name of an operation
+    "matrix products": re.compile(r"aten::(mm|addmm|bmm|baddbmm)$"),
+    "casts and copies": re.compile(r"aten::copy_$"),
+    "log-softmax of logits": re.compile(r"aten::(_log_softmax|exp_)$"),
+    "zeros": re.compile(r"aten::(fill_|zero_)$"),
+    "elementwise, sums": re.compile(
+        r"aten::(add|mul|div|sub|neg|pow|mean|rsqrt|cat|silu|gelu|sum|sqrt|addc|_softmax|linalg)"
+    ),
+}
+
+
+def kind_of(event: Any) -> str:
+    ancestor = event
+    while ancestor is not None:
+        if ATTENTION.search(ancestor.name):
+            return "attention"
+        ancestor = ancestor.cpu_parent
+    return next((kind for kind, name in KINDS.items() if name.match(event.name)), "all else")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    _, overrides = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose([*COMMON, f"local_run_dir={folder}", f"local_dirs=[{folder}]", *overrides])
+        config.n_examples = 2 * config.batch_size
+        keep_freed_memory()
+        policy, reference = train.load_models(config, 0, 1)
+        trainer = train.find_trainer(config)(policy, config, config.seed, folder, reference)
+        del policy, reference
+        first, second = trainer.train_iterator
+        trainer.train_step(first)
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            trainer.train_step(second)
+    seconds: Counter[str] = Counter()
+    for event in recorded.events():
+        seconds[kind_of(event)] += event.self_cpu_time_total / 1e6
+    for kind, spent in seconds.most_common():
+        print(f"{kind:24}{spent:8.2f} s{spent / seconds.total():7.1%}")
+    print(f"{'in all':24}{seconds.total():8.2f} s, {torch.get_num_threads()} threads")
+
+
+if __name__ == "__main__":
+    main()
