@@ -23,6 +23,7 @@ import train
 from benchmarks.compare import COMMON
 from benchmarks.step_overhead import compose
 from launching import keep_freed_memory
+from loading import model_loaders
 
 ATTENTION = re.compile("attention", re.IGNORECASE)
 KINDS = {  # the first that fits the name of an operation
@@ -52,9 +53,9 @@ def main() -> None:
         config = compose([*COMMON, f"local_run_dir={folder}", f"local_dirs=[{folder}]", *overrides])
         config.n_examples = 2 * config.batch_size
         keep_freed_memory()
-        policy, reference = train.load_models(config, 0, 1)
-        trainer = train.find_trainer(config)(policy, config, config.seed, folder, reference)
-        del policy, reference
+        trainer_class = train.find_trainer(config)
+        policy, reference = model_loaders(config, trainer_class, 0, 1)
+        trainer = trainer_class(policy, config, config.seed, folder, reference)
         first, second = trainer.train_iterator
         trainer.train_step(first)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:

@@ -156,7 +156,7 @@ def test_a_difference_between_the_layouts_and_a_wrong_kernel_fail(setting, monke
     monkeypatch.setitem(table.GOOD_SDPA, "cpu", {"another"})
     outcome = layouts.check(setting)
     assert not outcome.passed
-    assert "llama bfloat16 sdpa: attention ran as flash_attention_for_cpu" in outcome.figure
+    assert "llama bfloat16 sdpa: attention ran as ours" in outcome.figure
 
     monkeypatch.setitem(table.LAYOUT_TOLERANCE, "bfloat16", 0.0)
     assert "kept and right in 0 of 2" in layouts.check(setting).figure

@@ -34,7 +34,10 @@ BUDGET = 600.0  # seconds for all of them, on a GPU; what then has not run has f
 
 # layouts
 LAYOUT_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.02, "autocast": 0.02}  # relative; float32 with TF32's products
-GOOD_SDPA = {"cuda": {"efficient", "flash"}, "cpu": {"flash_attention_for_cpu"}}  # not cuDNN's, not the plain one
+GOOD_SDPA = {
+    "cuda": {"efficient", "flash"},
+    "cpu": {"flash_attention_for_cpu", "ours"},
+}  # not cuDNN's, not the plain one
 # demo: of tests/test_golden.py; log-probabilities, losses and norms relative, rewards absolute below 1
 FIRST_LOSS_TOLERANCE = 1e-4  # of ln 2
 GOLDEN_FIRST, GOLDEN, GOLDEN_IPO = 3e-5, 5e-4, 1e-3
