@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from distributed import find_blocks
 from losses import LOSSES
 from models import DTYPES, load_config, load_model, load_structure
+from reference_logps import model_digest
 from tensor_parallelism import check_tensor_parallel
 from utils import get_cache_dir
 
@@ -66,3 +67,9 @@ def loaded(model: Any, config: DictConfig) -> Any:
         for block in find_blocks(model, config.model.block_name):
             block.compile(dynamic=True)
     return model
+
+
+def loaded_reference(model: Any, config: DictConfig, *, with_digest: bool) -> tuple[Any, str | None]:
+    """The frozen reference, and a digest of it if it is wanted, which takes a pass over its weights."""
+    model, settings = loaded(model, config).eval(), config.model
+    return model, model_digest(model, settings.autocast or settings.reference_dtype) if with_digest else None

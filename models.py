@@ -109,7 +109,7 @@ def load_model(
     made = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
     with _explaining("model", name):
         if random_init:
-            model = _random_model(name, found, **made, seed=seed)
+            model = _random_model(config, **made, seed=seed, trust_remote_code=trust_remote_code)
             model.to(device_map[""] if isinstance(device_map, dict) else "cuda" if device_map else "cpu")
             if archive is not None:
                 load_archive(model, archive)
@@ -124,17 +124,10 @@ def load_model(
     return model
 
 
-def _random_model(
-    name: str, found: Mapping[str, Any], *, dtype: torch.dtype, attn_implementation: str, seed: int
-) -> transformers.PreTrainedModel:
+def _random_model(config: Any, *, dtype: torch.dtype, seed: int, **made: Any) -> transformers.PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(
-            load_config(name, **found),
-            dtype=torch.float32,
-            attn_implementation=attn_implementation,
-            trust_remote_code=found["trust_remote_code"],
-        ).to(dtype)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **made).to(dtype)
 
 
 def _model_of_archive(

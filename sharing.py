@@ -10,10 +10,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from waiting import answers, default_store, is_shared, signs_of_life
+from waiting import BEAT_SECS, answers, default_store, is_shared, signs_of_life
 
 T = TypeVar("T")
-BEAT_SECS = 2.0
 
 
 def once_per_machine(

@@ -18,14 +18,13 @@ from batches import Batches, GlobalBatch
 from distributed import Grid, accumulate, full_tensor, release_gathered
 from health import Guard, NonFinite
 from layouts import Logps
-from loading import loaded
+from loading import loaded, loaded_reference
 from losses import LOSSES
 from metrics import NullLogger, Progress, Sample, make_logger, peak_memory_gb
 from models import DTYPES, check_positions
 from objective import REFERENCE, loss_options, make_objective
 from optimization import OPTIMIZERS, warmup
 from preflight import TrainingData, load_data
-from reference_logps import model_digest
 from resume import facts_of
 from sampling import sample_batches, sample_rows
 from saving import Checkpoints
@@ -113,11 +112,9 @@ class Trainer:
         return self.place(policy, compute_dtype=DTYPES[self.compute_dtype])
 
     def _place_reference(self, reference_model: Any) -> None:
-        settings = self.config.model
-        reference_model = after_rank_0("the reference's weights", partial(loaded, reference_model, self.config))
-        if self.rank == 0:
-            self.reference_digest = model_digest(reference_model, settings.autocast or settings.reference_dtype)
-        self.reference_model = self.place(reference_model.eval(), compute_dtype=DTYPES[settings.reference_dtype])
+        load = partial(loaded_reference, reference_model, self.config, with_digest=self.rank == 0)
+        model, self.reference_digest = after_rank_0("the reference's weights", load)
+        self.reference_model = self.place(model, compute_dtype=DTYPES[self.config.model.reference_dtype])
 
     # --- what a subclass says ---------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 PROGRESS = "progress of rank 0"  # key of a count at the store
-BEAT_SECS = 2.0
+BEAT_SECS = 2.0  # between two signs of life
 LONGEST_PAUSE = 0.5  # seconds between two looks at the store
 
 
