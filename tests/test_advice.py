@@ -8,6 +8,7 @@ import torch
 import transformers
 from conftest import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import train
 from losses import _get_batch_logps
@@ -119,7 +120,9 @@ def saved_bytes(config: transformers.PreTrainedConfig, dtype: torch.dtype, *, ch
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_table_of_models_is_what_transformers_builds(name):
+def test_table_of_models_is_what_transformers_builds(name, monkeypatch):
+    # as on a GPU: an earlier test may have put `cpu_attention.py` in its place
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
     row, config = MODELS[name], CONFIGS[name]
     parameters, in_bf16 = saved_bytes(config, torch.bfloat16, checkpointing=False)
     _, in_fp32 = saved_bytes(config, torch.float32, checkpointing=False)
