@@ -23,6 +23,7 @@ from utils import InputError, RunError
 SECRET_KEY = re.compile(r"((^|_)(api_?key|key|token|pat|credentials?)|secret|password|passwd)$", re.IGNORECASE)
 URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may hold @ and /
 URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
+ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be left open
 PACKAGES = (
     "torch",
     "transformers",
@@ -37,8 +38,8 @@ PACKAGES = (
 
 
 def redact(value: Any) -> Any:
-    """`value` with what looks like a secret replaced: keys that name one, credentials inside URLs, and whatever the
-    environment holds under such a name."""
+    """`value` with what looks like a secret replaced: keys that name one, also as KEY=VALUE in a text, credentials
+    inside URLs, and whatever the environment holds under such a name. A reference (`${oc.env:NAME}`) is none."""
     if isinstance(value, dict):
         return {k: "REDACTED" if SECRET_KEY.search(str(k)) and v else redact(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -48,7 +49,8 @@ def redact(value: Any) -> Any:
     for name, secret in os.environ.items():
         if SECRET_KEY.search(name) and len(secret) >= 8:
             value = value.replace(secret, "REDACTED")
-    return URL_SECRETS.sub(r"\1REDACTED", URL_CREDENTIALS.sub("://REDACTED@", value))
+    value = URL_SECRETS.sub(r"\1REDACTED", URL_CREDENTIALS.sub("://REDACTED@", value))
+    return ASSIGNED.sub(lambda found: f"{found[1]}=REDACTED" if SECRET_KEY.search(found[1]) else found[0], value)
 
 
 def _git(*arguments: str) -> str:

@@ -336,7 +336,7 @@ def _dataset_problems(names: list[str], sources: Any, data_names: Collection[str
 
 def refuse_hydras_own(key: str, override: str) -> str | None:
     """Why an override of one of Hydra's own keys could run code; None if it cannot."""
-    if key.partition(".")[0].partition("/")[0] != "hydra":
+    if key.partition("@")[0].partition(".")[0].partition("/")[0] != "hydra" and "@hydra" not in key:
         return None
     if (key in HYDRAS_OWN or key.startswith(OF_HYDRAS_PLUGINS)) and "_target_" not in override:
         return None

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from settings import Processes
 
 CONFIG_DIR = Path(__file__).parent / "config"
-MULTIRUN = ("-m", "--multirun")
 
 
 def _local_run_dir(exp_name: str, local_dirs: list[str]) -> str:
@@ -264,89 +261,16 @@ def _overridden(overrides: list[str]) -> set[str]:
 
 
 def check_command_line(arguments: list[str]) -> list[str]:
-    """The overrides, with `dataset_sources.NAME=` open to new names.
-
-    Hydra stops at the first override it cannot apply, with status 1. This finds all of them, and whatever else is
-    wrong with the rest, and exits with status 2. Options of Hydra's own (`--cfg`, `--help`, ...) are left to Hydra.
-    """
-    arguments = [f"++{a}" if a.startswith(("dataset_sources.", "dataset_sources=")) else a for a in arguments]
-    arguments.sort(key=lambda a: a not in MULTIRUN)  # Hydra wants its options first
-    overrides = [a for a in arguments if a not in MULTIRUN]
-    _exit_on([problem for a in overrides if (problem := _find_danger(a, sweep=len(overrides) < len(arguments)))])
-    if any(a.startswith("-") for a in overrides):
-        return arguments
-    if len(overrides) < len(arguments):
-        overrides = [_first_of_sweep(a) for a in overrides]
-    with hydra.initialize_config_dir(str(CONFIG_DIR.resolve()), version_base="1.3"):
-        if not _refusal(overrides):
-            return arguments  # main() validates the values, for every job of a sweep
-        groups = [o for o in overrides if o.split("=")[0] in os.listdir(CONFIG_DIR)]
-        refused = {o: reason for o in groups if (reason := _refusal([o]))}
-        groups = [o for o in groups if o not in refused]
-        refused |= {o: reason for o in overrides if o not in refused and (reason := _refusal([*groups, o]))}
-        rest = [o for o in overrides if o not in refused]
-        config = hydra.compose("config", rest)
-    # a refused override leaves its key as it was, which is not another problem
-    keys = tuple(f"{o.split('=')[0]} is not set" for o in refused)
-    problems = _find_problems_of_rest(config)
-    _exit_on([*refused.values(), *(p for p in problems if not p.startswith(keys))])
-    return arguments
-
-
-def _find_danger(override: str, *, sweep: bool) -> str | None:
-    """Why an override is not even handed to Hydra; None if it is harmless."""
-    from settings import refuse_hydras_own
-
-    key = override.split("=", 1)[0].lstrip("+~")
-    if sweep:
-        from run_directory import redact
-
-        if redact(override) != override:
-            return f"{key} holds a secret, and a sweep writes its command line down: give it as '${{oc.env:NAME}}'"
-    return refuse_hydras_own(key, override)
-
-
-def _find_problems_of_rest(config: DictConfig) -> list[str]:
-    """What is wrong with the config that remains, or with the launcher's variables."""
-    from utils import InputError
+    """The arguments as Hydra takes them. Exits with status 2 and a sentence for everything that is wrong with them."""
+    from command_line import find_problems, parse
 
     try:
-        return find_config_problems(config)
-    except InputError as error:
-        return [str(error)]
-
-
-def _refusal(overrides: list[str]) -> str | None:
-    """Why Hydra cannot compose with these overrides, in a sentence; None if it can."""
-    from settings import RULES, did_you_mean
-
-    try:
-        hydra.compose("config", overrides)
-        return None
-    except HydraException as error:
-        key, _, value = overrides[-1].lstrip("+~").partition("=")
-        if (CONFIG_DIR / key).is_dir():
-            options = sorted(path.stem for path in (CONFIG_DIR / key).glob("*.yaml"))
-            return f"{key}={value} is not one of {', '.join(options)}"
-        if "is not in struct" in f"{error}{error.__cause__}":
-            group, _, name = key.partition(".")
-            # in a list, for '???' does not count as being in a DictConfig
-            having = sorted(f.stem for f in CONFIG_DIR.glob(f"{group}/*.yaml") if name in [*OmegaConf.load(f)])
-            if having:
-                return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={h}' for h in having)}"
-            return did_you_mean(key, [*RULES, "dataset_sources", *os.listdir(CONFIG_DIR)])
-        return f"{overrides[-1]} is not a valid override: {' '.join(str(error).split())[:300]}"
-
-
-def _first_of_sweep(override: str) -> str:
-    """`loss.beta=0.1,0.5` as `loss.beta=0.1`: a sweep's first job stands for all when keys are checked."""
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-    except HydraException:
-        return override  # _refusal explains it
-    if not parsed.is_sweep_override():
-        return override
-    return f"{override.split('=', 1)[0]}={next(parsed.sweep_string_iterator())}"
+        line = parse(arguments)
+    except ValueError as error:
+        _exit_on([str(error)])
+        raise
+    _exit_on(find_problems(line, CONFIG_DIR, find_config_problems))
+    return line.arguments
 
 
 def set_allocators(environ: MutableMapping[str, str]) -> None:

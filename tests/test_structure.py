@@ -12,6 +12,7 @@ from conftest import ROOT, run_script
 
 LEVELS = {
     "train": 3,
+    "command_line": 2,
     **dict.fromkeys(["training_loop", "trainers", "tensor_parallel_package"], 2),
     **dict.fromkeys(["objective", "batches", "layouts", "reference_logps", "sampling"], 1),
     **dict.fromkeys(["checksums", "waiting"], 0),
@@ -77,7 +78,7 @@ def test_the_foundations_import_nothing_of_ours():
 
 def test_each_foreign_world_has_one_door():
     assert importers_of("wandb") == {"metrics"}
-    assert importers_of("hydra") == {"train"}
+    assert importers_of("hydra") == {"train", "command_line"}
     knows_shards = {name for name, file in FILES.items() if re.search("DTensor|DeviceMesh", file.read_text("utf-8"))}
     assert knows_shards == {"distributed", "tensor_parallelism"}
 
