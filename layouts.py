@@ -4,6 +4,7 @@ same numbers from a fraction of the tokens (see `packing.py`). Which of them a m
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,9 +13,9 @@ import torch
 from arithmetic import without_tf32
 from distributed import run_as_forward
 from losses import IGNORE_INDEX
-from models import chosen_logps, concatenated_forward, packed_logps
+from models import chosen_logps, concatenated_forward, packed_logps, token_logps
 from packing import Packed, cut_evenly, find_examples, pack
-from tokenization import Batch, collate
+from tokenization import Batch, collate, concatenated_inputs
 
 FED = ("_input_ids", "_attention_mask", "_labels")
 Logps = tuple[torch.Tensor, ...]  # (chosen, rejected), or under SFT (chosen,): each (B,)
@@ -69,7 +70,7 @@ class SharedPrefix:
     length of a row is a multiple of `alignment`."""
 
     def __init__(self, windows: Mapping[str, int | None], *, max_length: int, alignment: int = 1) -> None:
-        self.windows, self.row_tokens = windows, 2 * max_length  # a prompt and two responses always fit
+        self.windows, self.row_tokens = windows, row_tokens(max_length)
         self.alignment = alignment
 
     def split(self, batch: Batch, parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
@@ -89,9 +90,26 @@ class SharedPrefix:
         return tuple(logps.to(inputs.choices.device)[inputs.choices])
 
 
+def row_tokens(max_length: int) -> int:
+    """Tokens of a prompt's tree at most: it and two responses always fit. Rows are twice as long at most (`pack`)."""
+    return 2 * max_length
+
+
 GPU_ALIGNMENT = 64  # tokens: CUDA's fused attention copies a mask whose rows are not aligned, in every layer
 Layout = Padded | SharedPrefix
 LAYOUTS = {"padded": Padded, "shared_prefix": SharedPrefix}
+
+
+class Longest(NamedTuple):
+    """The most tokens that a run has: in a prompt with one response, and in a row of the shared-prefix layout."""
+
+    example: int
+    row: int
+
+    @classmethod
+    def of(cls, example: int, n_examples: int, max_length: int) -> Longest:
+        """Of microbatches of up to `n_examples` whose longest has `example` tokens."""
+        return cls(example, min(2 * n_examples * example, 2 * row_tokens(max_length)))
 
 
 def choose_layout(
@@ -100,15 +118,18 @@ def choose_layout(
     *,
     max_length: int,
     compute_dtype: torch.dtype,
+    longest: Longest | None = None,
     vetoed: Callable[[bool], bool] = bool,
 ) -> tuple[Layout, str | None]:
     """The layout of that name; or `Padded`, and a line that says why this model cannot take it.
 
-    Runs two short pairs through the model both ways. `vetoed` is whether any process that shares the model says so.
+    Runs two pairs through the model both ways, short and as long as the `longest` of the run (None: as `max_length`
+    allows). `vetoed` is whether any process that shares the model says so.
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
     if isinstance(layout, SharedPrefix):
-        reason = _find_difference(model, layout, TOLERANCES.get(compute_dtype, HALF_PRECISION))
+        longest = longest or Longest(max_length, 2 * row_tokens(max_length))
+        reason = _find_difference(model, layout, longest, TOLERANCES.get(compute_dtype, HALF_PRECISION))
         if vetoed(reason is not None):
             layout, reason = Padded(), reason or "differs on another process"
     return layout, reason and f"layout=padded: {type(model).__name__} {reason}"
@@ -141,15 +162,31 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
         return f"has layers of another kind ({', '.join(sorted(unknown))})"
     if kind := _rope_of_length(config, max_length):
         return f"has rotary frequencies that depend on a batch's longest row ({kind})"
-    for key in ("window_size", "attention_chunk_size"):  # of local attention that makes its own masks
-        if isinstance(size := getattr(config, key, None), int) and size < max_length:
+    row = 2 * row_tokens(max_length)
+    for key, size in config.to_dict().items():
+        if COUNTS_COLUMNS.search(key) and key not in BY_POSITION and type(size) is int and 0 < size < row:
             return f"attends locally ({key}={size})"
+    if any(n < row for n in (b.shape[-1] for b in model.buffers() if _is_mask(b))):
+        return "has masks of its own, which are smaller than the longest row"
     window = getattr(config, "sliding_window", None)
     if window is None or window >= max_length or kinds == {"full_attention"}:
         return {"full_attention": None}
     if len(kinds) == 2:
         return {"full_attention": None, "sliding_attention": window}
     return {"sliding_attention": window}
+
+
+# keys of configs: attention that looks at so many columns, whatever positions and masks say ...
+COUNTS_COLUMNS = re.compile("window|chunk|block_size")
+# ... and what only sounds like it: given by our own masks, numbers of layers, pieces of a computation
+BY_POSITION = frozenset(
+    ("sliding_window", "max_window_layers", "sliding_window_pattern", "chunk_size_feed_forward", "chunk_size_lm_head")
+)
+
+
+def _is_mask(buffer: torch.Tensor) -> bool:
+    """Whether a buffer is a square with a place for each pair of columns, as GPT-Neo's causal mask."""
+    return buffer.ndim >= 2 and buffer.shape[-1] == buffer.shape[-2] > 1 and buffer.numel() == buffer.shape[-1] ** 2
 
 
 def _rope_of_length(config: Any, max_length: int) -> str | None:
@@ -169,37 +206,55 @@ HALF_PRECISION = 0.02
 
 
 @torch.no_grad()
-def _find_difference(model: Any, layout: SharedPrefix, tolerance: float) -> str | None:
-    """How the log-probabilities of two short pairs differ between the layouts; None if they do not."""
+def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, tolerance: float) -> str | None:
+    """How the log-probabilities of pairs, short or as long as the run's, differ between the layouts; None if they do
+    not."""
+    vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
     beyond = max((window or 0 for window in layout.windows.values()), default=0)
-    batch = _two_short_pairs(model.config.get_text_config().vocab_size, prompts=(beyond + 5, beyond + 2))
-    device, training = next(model.parameters()).device, model.training
+    short = _two_pairs(vocabulary, (beyond + 5, 4, 6), (beyond + 2, 7, 3))
+    n = max(longest.example, 12)
+    long = _two_pairs(vocabulary, (5, n - 5, n - 6), (2, 7, 3))
+    ways = ((short, Padded().forward, None), (long, _plain_logps, max(longest.row, 2 * n)))
+    training = model.training
     model.eval()
     try:
         with without_tf32():
-            plain, ours = (
-                torch.stack(way.forward(model, microbatch.to(device).inputs))  # (2, B)
-                for way in (Padded(), layout)
-                for microbatch in way.split(batch, 1)
-            )
+            for batch, plain, row in ways:
+                inputs = Microbatch(torch.arange(2), batch).to(device).inputs
+                packed = pack(find_examples(batch), row_tokens=2 * n, alignment=layout.alignment, length=row)
+                expected = torch.stack(plain(model, inputs))
+                difference = (torch.stack(layout.forward(model, packed.map(lambda x: x.to(device)))) - expected).abs()
+                if not (difference <= tolerance * expected.abs()).all():
+                    off = (difference / expected.abs()).max().item()
+                    return f"gives log-probabilities with shared prefixes that are off by {off:.2g}"
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:  # how a model says that it cannot
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # how a model says it cannot
         return f"refuses shared prefixes: {' '.join(str(error).split())[:200]}"
     finally:
         model.train(training)
-    difference = ((plain - ours).abs() / plain.abs()).max().item()
-    if difference <= tolerance:
-        return None
-    return f"gives log-probabilities with shared prefixes that are off by {difference:.2g}"
+    return None
 
 
-def _two_short_pairs(vocabulary: int, *, prompts: tuple[int, int]) -> Batch:
-    """Random tokens; prompts of these lengths, responses of 4 and 6, 7 and 3."""
+def _plain_logps(model: Any, batch: Batch) -> Logps:
+    """What `Padded` gives, with logits only where a token is scored: all of long rows take much memory."""
+    return run_as_forward(model, _scored_logps, concatenated_inputs(batch)).chunk(2)
+
+
+def _scored_logps(model: Any, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    ids, mask, labels = (rows[f"concatenated_{key}"] for key in ("input_ids", "attention_mask", "labels"))
+    hidden = model.base_model(ids, attention_mask=mask, use_cache=False).last_hidden_state  # (R, L, H)
+    row, column = (labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
+    logps = token_logps(model, hidden[row.to(hidden.device), column.to(hidden.device)], labels[row, column + 1])
+    return logps.new_zeros(len(labels)).index_add_(0, row.to(logps.device), logps).to(labels.device)
+
+
+def _two_pairs(vocabulary: int, *lengths: tuple[int, int, int]) -> Batch:
+    """Random tokens; a prompt, a chosen and a rejected response of these lengths each."""
     generator = torch.Generator().manual_seed(0)
     rows = []
-    for n, lengths in zip(prompts, ((4, 6), (7, 3)), strict=True):
-        prompt, *responses = (torch.randint(vocabulary, (k,), generator=generator).tolist() for k in (n, *lengths))
+    for n, *of_responses in lengths:
+        prompt, *responses = (torch.randint(vocabulary, (k,), generator=generator).tolist() for k in (n, *of_responses))
         row = {}
         for side, response in zip(("chosen", "rejected"), responses, strict=True):
             row[f"{side}_input_ids"] = prompt + response

@@ -18,13 +18,17 @@ from tensor_parallelism import check_tensor_parallel
 from utils import get_cache_dir
 
 
-def check_model(config: DictConfig, trainer: Any, world_size: int) -> None:
-    """Raises InputError for a model that is not there, and for layers that cannot be cut as asked."""
+def find_model_config(config: DictConfig) -> Any:
+    """transformers' config of the model. Raises InputError if it is not there."""
     model = config.model
-    structure = load_config(
+    return load_config(
         model.name_or_path, cache_dir=get_cache_dir(config.local_dirs), trust_remote_code=model.trust_remote_code
     )
-    check_tensor_parallel(structure, trainer.tensor_size(config, world_size))
+
+
+def check_model(config: DictConfig, trainer: Any, world_size: int) -> None:
+    """Raises InputError for a model that is not there, and for layers that cannot be cut as asked."""
+    check_tensor_parallel(find_model_config(config), trainer.tensor_size(config, world_size))
 
 
 def model_loaders(

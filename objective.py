@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from batches import GlobalBatch
 from distributed import Grid, from_rank_0, release_gathered
-from layouts import Layout, Logps, Microbatch, choose_layout
+from layouts import Layout, Logps, Longest, Microbatch, choose_layout
 from losses import LOSSES
 from metrics import Parts, Reduced, reduce_parts
 from models import DTYPES
@@ -129,9 +129,12 @@ class Objective:
 
 
 def make_objective(
-    config: DictConfig, policy: Any, grid: Grid, compute_dtype: str, *, say: Callable[[str], None]
+    config: DictConfig, policy: Any, grid: Grid, compute_dtype: str, *, longest: int, say: Callable[[str], None]
 ) -> Objective:
-    """The objective with the layout that the policy takes; `say` is told why it is not the one asked for."""
+    """The objective with the layout that the policy takes; `say` is told why it is not the one asked for.
+
+    `longest` are the most tokens that a prompt has with one response.
+    """
     autocast = DTYPES[config.model.autocast] if config.model.autocast else None
     device = next(policy.parameters()).device
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
@@ -140,6 +143,7 @@ def make_objective(
             policy,
             max_length=config.max_length,
             compute_dtype=autocast or DTYPES[compute_dtype],
+            longest=Longest.of(longest, max(config.batch_size, config.eval_batch_size), config.max_length),
             vetoed=grid.any,
         )
     release_gathered(policy)

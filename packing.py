@@ -113,10 +113,11 @@ class _Tree(NamedTuple):
     length: int  # tokens fed
 
 
-def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1) -> Packed:
+def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, length: int | None = None) -> Packed:
     """Trees of the examples, several in a row where they fit; the length of a row is a multiple of `alignment`.
 
-    A prompt with more responses than fit beside it in `row_tokens` is repeated.
+    A prompt with more responses than fit beside it in `row_tokens` is repeated. `length` is that of the rows; None
+    chooses the one that costs least, twice `row_tokens` at most.
     """
     numbers: dict[tuple, dict[tuple, int]] = {}  # prompt -> response -> number
     count = 0
@@ -129,7 +130,8 @@ def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1) ->
     choices = [[numbers[p][response] for response in responses] for p, responses in examples]
     trees = [tree for prompt, known in numbers.items() for tree in _trees(prompt, known, row_tokens)]
     trees.sort(key=lambda tree: -tree.length)
-    rows, length = min((_fill_rows(trees, length) for length in _row_lengths(trees, alignment)), key=_cost)
+    lengths = _row_lengths(trees, alignment) if length is None else [-(-length // alignment) * alignment]
+    rows, length = min((_fill_rows(trees, length) for length in lengths), key=_cost)
     longest = max(len(response) for known in numbers.values() for response in known)
     return _write(rows, length, np.asarray(choices).T, (count, longest))
 

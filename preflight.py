@@ -28,7 +28,7 @@ from utils import InputError, get_cache_dir, get_local_dir
 
 @dataclass
 class SplitReport:
-    """Counts over the examples of one split (pairs, or SFT targets); lengths in tokens.
+    """Counts over the examples of one split (pairs, or SFT targets, which have no counts of pairs); lengths in tokens.
 
     What needs token ids is counted over all examples, or over a random sample of a split that is larger.
     """
@@ -36,16 +36,18 @@ class SplitReport:
     prompts: int = 0
     examples: int = 0
     empty_responses: int = 0  # examples with a response of nothing but whitespace and EOS
-    duplicated_pairs: int = 0  # a pair that an earlier pair of its prompt repeats
-    contradictory_pairs: int = 0  # a pair whose reverse is also there
+    duplicated_pairs: int | None = 0  # a pair that an earlier pair of its prompt repeats
+    contradictory_pairs: int | None = 0  # a pair whose reverse is also there
     texts_with_eos: int = 0  # distinct texts; any is an error
     tokenized: int = 0  # examples over which the rest is counted
     truncated_prompts: int = 0  # examples whose prompt is cut
     truncated_responses: int = 0  # examples of which a response is cut, and with it its EOS
-    identical_pairs: int = 0  # chosen and rejected are the same tokens after truncation: no gradient under DPO
+    identical_pairs: int | None = 0  # chosen and rejected are the same tokens after truncation: no gradient under DPO
+    longest: int = 0  # prompt and response of one example
     mean_chosen_tokens: float = 0.0
-    mean_rejected_tokens: float = 0.0
-    chosen_longer: float = 0.0  # fraction of pairs; far from 0.5, length alone predicts the preference
+    mean_rejected_tokens: float | None = None
+    chosen_longer: float | None = None  # fraction of pairs; far from 0.5, length alone predicts the preference
+    token_digest: str = ""  # SHA-256 of the vocabulary and of these examples' token ids before truncation
 
 
 @dataclass
@@ -56,6 +58,11 @@ class Preflight:
     test: SplitReport
     updates: int
     dropped_examples: int  # of last partial batches, over all epochs
+
+    def longest(self, max_length: int) -> int:
+        """Tokens of the longest prompt with one response; `max_length` if not all were tokenized."""
+        splits = (self.train, self.test)
+        return max(s.longest for s in splits) if all(s.tokenized == s.examples for s in splits) else max_length
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -103,11 +110,14 @@ def inspect_split(
         drawn = random.Random(0).sample(drawn, sample_size)
     rows = [_find_row(prompts, ends, number, sft_mode) for number in drawn]
     encode.prime(text for prompt, texts in rows for text in (prompt.text, *texts.values()))
+    report.token_digest = _token_digest(rows, encode)
     report.tokenized = len(rows)
     lengths = [_count_tokens(report, row, encode, max_length, max_prompt_length) for row in rows]
     if lengths:
         report.mean_chosen_tokens = mean(row[0] for row in lengths)
-    if lengths and not sft_mode:
+    if sft_mode:
+        report.duplicated_pairs = report.contradictory_pairs = report.identical_pairs = None
+    elif lengths:
         report.mean_rejected_tokens = mean(rejected for _, rejected in lengths)
         report.chosen_longer = mean(chosen > rejected for chosen, rejected in lengths)
     return report
@@ -147,6 +157,15 @@ def _refuse_eos(report: SplitReport, guilty: Mapping[str, str], encode: TextEnco
         )
 
 
+def _token_digest(rows: Sequence[Row], encode: TextEncoder) -> str:
+    """What tells a tokenizer that gives other ids, whatever its files are called or which version wrote them."""
+    tokenizer = encode.tokenizer
+    digest = hashlib.sha256(repr((tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))).encode())
+    for prompt, texts in rows:
+        digest.update(repr([encode(text) for text in (prompt.text, *texts.values())]).encode())
+    return digest.hexdigest()
+
+
 def _find_row(prompts: Sequence[Prompt], ends: Sequence[int], number: int, sft_mode: bool) -> Row:
     """Example `number` of all, where prompt i has those up to `ends[i]`."""
     place = bisect_right(ends, number)
@@ -167,6 +186,7 @@ def _count_tokens(
     report.truncated_prompts += len(cut_prompt) < len(prompt_ids)
     report.truncated_responses += any(len(c) <= len(f) for c, f in zip(cut, full, strict=True))
     report.identical_pairs += len(cut) == 2 and cut[0] == cut[1]
+    report.longest = max(report.longest, len(cut_prompt) + max(map(len, cut)))
     return tuple(len(ids) for ids in cut)
 
 
@@ -188,7 +208,7 @@ def describe(split: str, report: SplitReport) -> str:
         text += f"; of {report.tokenized:,} drawn at random"
     text += "".join(f", {count:,} {what}" for what, count in of_tokens.items() if count)
     text += f"; {report.mean_chosen_tokens:.1f} tokens per chosen response"
-    if report.mean_rejected_tokens:
+    if report.mean_rejected_tokens is not None:
         gap = report.mean_chosen_tokens - report.mean_rejected_tokens
         text += f", {report.mean_rejected_tokens:.1f} per rejected (gap {gap:+.1f}; chosen longer in "
         text += f"{report.chosen_longer:.0%} of pairs)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -42,6 +43,9 @@ MAY_CHANGE = (
 )
 OF_EACH_COMMAND = ("exp_name", "local_dirs", "local_run_dir", "resume", "dry_run")
 FACTS = frozenset(("updates", "evaluated", "best_at", "config", "data"))  # that a manifest tells of its run
+# of a model's config: what says where it came from, and what keys of our own say
+NOT_COMPUTED = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
+DROPOUT = ("dropout", "pdrop", "layerdrop")  # endings of keys; it is always off
 ORIGIN = ".continues"  # file in the directory of a run that continues another: the checksum of that one's manifest
 
 
@@ -187,13 +191,49 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
         )
 
 
-def check_data(run: Run, data: TrainingData) -> None:
-    """Raises InputError if the training data is not what the run was trained on."""
-    if run.checkpoint is not None and run.manifest["data"] != data.digest:
+def check_inputs(run: Run, data: TrainingData, model_config: Any) -> None:
+    """Raises InputError if data, tokenizer or the model's architecture are not what the run was trained with."""
+    if run.checkpoint is None:
+        return
+    was, now = run.manifest, inputs_of(data, model_config)
+    as_before = f"restore it, or start a new run with model.archive={run.checkpoint}"
+    if was["data"] != now["data"]:
         raise InputError(
             f"the training data has changed since {run.checkpoint}: what was seen and what is left cannot be told "
-            f"apart; restore it, or start a new run with model.archive={run.checkpoint}"
+            f"apart; {as_before}"
         )
+    if was.get("tokens", now["tokens"]) != now["tokens"]:  # older checkpoints do not tell
+        raise InputError(
+            f"the tokenizer has changed since {run.checkpoint}: it gives the same texts other token ids; {as_before}"
+        )
+    before, after = was.get("model", {}), now["model"]  # either may have keys that another transformers does not
+    changed = [f"{key}={after[key]} (was {before[key]})" for key in before.keys() & after if before[key] != after[key]]
+    if changed:
+        raise InputError(
+            f"the model's config.json has changed since {run.checkpoint}: {', '.join(sorted(changed))}; {as_before}"
+        )
+
+
+def inputs_of(data: TrainingData, model_config: Any) -> dict[str, Any]:
+    """What `check_inputs` compares, for a manifest."""
+    return {"data": data.digest, "tokens": data.report.train.token_digest, "model": model_facts(model_config)}
+
+
+def model_facts(model_config: Any) -> dict[str, Any]:
+    """A model's config as far as it says what is computed: dotted keys, values as JSON has them."""
+    facts: dict[str, Any] = {}
+
+    def visit(prefix: str, node: Mapping[str, Any]) -> None:
+        for key, value in node.items():
+            if key.startswith("_") or key in NOT_COMPUTED or key.endswith(DROPOUT):
+                continue
+            if isinstance(value, Mapping):
+                visit(f"{prefix}{key}.", value)
+            else:
+                facts[f"{prefix}{key}"] = value
+
+    visit("", json.loads(model_config.to_json_string(use_diff=False)))
+    return facts
 
 
 def facts_of(config: DictConfig) -> dict[str, Any]:

@@ -165,10 +165,10 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
     import transformers
 
     from distributed import from_rank_0
-    from loading import model_loaders
+    from loading import find_model_config, model_loaders
     from memory import explaining_out_of_memory
     from preflight import load_data
-    from resume import check_data, open_run
+    from resume import check_inputs, open_run
     from run_directory import redact, write_record
     from waiting import meet_rank_0
 
@@ -185,7 +185,7 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
 
     data = load_data(config, silent=rank != 0)
     if run is not None:
-        check_data(run, data)
+        check_inputs(run, data, find_model_config(config))
     if from_rank_0(run is not None and run.is_finished(data.report.updates)):
         if rank == 0:
             print(f"{resume_from} is the end of its run: nothing is left to do")

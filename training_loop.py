@@ -25,7 +25,7 @@ from models import DTYPES, check_positions
 from objective import REFERENCE, loss_options, make_objective
 from optimization import OPTIMIZERS, warmup
 from preflight import TrainingData, load_data
-from resume import facts_of
+from resume import facts_of, inputs_of
 from sampling import sample_batches, sample_rows
 from saving import Checkpoints
 from self_test import self_test
@@ -81,7 +81,8 @@ class Trainer:
             self.progress.line(note)
         self.optimizer = self.make_optimizer()
         self.scheduler = warmup(self.optimizer, config.warmup_steps)
-        self.objective = make_objective(config, self.policy, self.grid, self.compute_dtype, say=self.progress.line)
+        longest, say = self.data.report.longest(config.max_length), self.progress.line
+        self.objective = make_objective(config, self.policy, self.grid, self.compute_dtype, longest=longest, say=say)
         self.eval_every = config.eval_every - config.eval_every % config.batch_size
         self.example_counter, self.batch_counter, self.evaluated_at = 0, 0, -1
         if self.eval_every != config.eval_every:
@@ -335,7 +336,7 @@ class Trainer:
                 "updates": self.batch_counter,
                 "evaluated": self.evaluated_at == self.example_counter,
                 "config": facts_of(self.config),
-                "data": self.data.digest,
+                **inputs_of(self.data, self.policy.config),
             },
             elsewhere=output_dir and Path(output_dir),
         )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_packing import batch_of as batch_of_examples
 from tiny_models import COMMON, FAMILIES, GROUPED, batch_of, build
 
-from layouts import Padded, SharedPrefix, choose_layout
+from layouts import Longest, Padded, SharedPrefix, choose_layout
 from losses import LOSSES
 from packing import Example
 
@@ -36,6 +36,10 @@ SHARED = {
         **{k: v for k, v in COMMON.items() if k != "intermediate_size"}, ffn_dim=44, word_embed_proj_dim=32
     ),
     "falcon, rotary": lambda: transformers.FalconConfig(**COMMON),
+    "doge, all columns": lambda: transformers.DogeConfig(**GROUPED),
+    "gpt-neo, positions enough": lambda: transformers.GPTNeoConfig(
+        hidden_size=32, num_layers=2, num_heads=4, vocab_size=101, attention_types=[[["global"], 2]]
+    ),
 }
 FLOAT32_ONLY = {"mixtral, experts": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4)}
 PADDED = {
@@ -51,6 +55,17 @@ PADDED = {
             attention_types=[[["global", "local"], 1]],
         ),
         "attends locally (window_size=6)",
+    ),
+    "gpt-neo, as many columns as positions": (
+        lambda: transformers.GPTNeoConfig(
+            hidden_size=32, num_layers=2, num_heads=4, vocab_size=101, window_size=4 * LONG,
+            max_position_embeddings=2 * LONG, attention_types=[[["global"], 2]],
+        ),
+        "has masks of its own, which are smaller than the longest row",
+    ),
+    "doge, the columns of the highest scores": (
+        lambda: transformers.DogeConfig(**GROUPED, keep_window_size=LONG + 16),
+        "attends locally (keep_window_size=48)",
     ),
     "recurrent gemma": (
         lambda: transformers.RecurrentGemmaConfig(**{**GROUPED, "lru_width": 32, "attention_window_size": 8}),
@@ -157,6 +172,32 @@ def test_attention_that_takes_no_mask_is_padded():
     layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32)
     assert isinstance(layout, Padded)
     assert note == "layout=padded: LlamaForCausalLM takes no mask of its own with flash_attention_2"
+
+
+@pytest.mark.parametrize(("longest", "layout"), [(Longest(LONG, 2 * LONG), SharedPrefix), (None, Padded)])
+def test_a_model_that_computes_otherwise_in_long_rows_is_padded(longest, layout):
+    class OfLength(type(build("llama").model)):
+        def forward(self, input_ids, **kwargs):
+            output = super().forward(input_ids, **kwargs)
+            output.last_hidden_state *= 1.0 if input_ids.shape[1] <= 2 * LONG else 0.5
+            return output
+
+    model = build("llama")
+    model.model.__class__ = OfLength
+    chosen, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32, longest=longest)
+    assert isinstance(chosen, layout), note
+    assert layout is SharedPrefix or "off by" in note
+
+
+@pytest.mark.parametrize(("example", "n_examples", "row"), [(20, 1, 40), (20, 2, 80), (20, 64, 4 * LONG)])
+def test_no_row_is_longer_than_the_longest(example, n_examples, row):
+    assert Longest.of(example, n_examples, LONG) == (example, row)
+    batch = batch_of_examples(
+        [Example((1,), ((2, *[3 + i] * (example - 2)), (4, *[5 + i] * (example - 3)))) for i in range(n_examples)]
+    )
+    layout = SharedPrefix({"full_attention": None}, max_length=LONG)
+    [microbatch] = layout.split(batch, 1)
+    assert microbatch.inputs.input_ids.shape[1] <= row
 
 
 def test_a_head_that_does_more_than_we_know_is_padded():

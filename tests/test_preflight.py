@@ -111,7 +111,7 @@ def test_dropped_examples_are_those_of_the_epochs_that_end(n_epochs, n_examples,
 )
 def test_each_count_counts_its_own_examples_and_nothing_else(tokenizer, prompts, counts):
     report = asdict(inspect(tokenizer, *prompts))
-    noted = {key: report[key] for key in report if isinstance(report[key], int) and report[key]}
+    noted = {key: report[key] for key in report.keys() - {"longest"} if isinstance(report[key], int) and report[key]}
     assert noted == {
         "prompts": len(prompts),
         "examples": (n := sum(len(p.pairs) for p in prompts)),
@@ -135,7 +135,13 @@ def test_sft_counts_one_target_per_prompt(tokenizer):
     report = inspect(tokenizer, prompt_of("a", (" b c", " b"), ("", "")), prompt_of("a b", (" d", "")), sft_mode=True)
     assert (report.prompts, report.examples, report.empty_responses) == (2, 2, 0)
     assert report.mean_chosen_tokens == 2.5
-    assert report.mean_rejected_tokens == report.chosen_longer == 0
+    of_pairs = ("mean_rejected_tokens", "chosen_longer", "duplicated_pairs", "contradictory_pairs", "identical_pairs")
+    assert [getattr(report, name) for name in of_pairs] == [None] * 5  # not counted, which is not 0
+
+
+def test_longest_example_is_counted_after_truncation(tokenizer):
+    assert inspect(tokenizer, prompt_of("a", (" b c", " b"))).longest == 4
+    assert inspect(tokenizer, prompt_of("a", (" b c d e b c", " b"))).longest == 5  # 1 and 7, cut to 4
 
 
 def test_a_text_with_eos_stops_the_run_and_is_counted_and_shown_once(tokenizer):

@@ -325,6 +325,46 @@ def test_changes_that_would_make_it_another_run_are_named(run, tmp_path):
     assert "eval_every" not in str(refused.value)
 
 
+def swap_in_vocabulary(model: Path, first: str, second: str) -> None:
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize("loss", ["dpo", "sft"])
+def test_a_changed_tokenizer_is_noticed(loss, run, tmp_path):
+    model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
+    settings = (f"loss={loss}", f"model.name_or_path={model}", "n_examples=8")
+    run("run", *settings)
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    swap_in_vocabulary(model, *[token for token in vocabulary if len(token) == 1][10:12])
+    with pytest.raises(InputError, match=r"the tokenizer has changed since .*step-8: it gives the same texts other"):
+        run("run", *settings, "resume=auto")
+
+
+@pytest.mark.parametrize("loss", ["dpo", "sft"])
+def test_a_changed_model_config_is_noticed(loss, run, tmp_path):
+    model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
+    settings = (f"loss={loss}", f"model.name_or_path={model}", "n_examples=8")
+    run("run", *settings)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5, "attention_dropout": 0.1}))
+    with pytest.raises(InputError, match=r"config.json has changed since .*step-8: rms_norm_eps=0.5 \(was 1e-06\);"):
+        run("run", *settings, "resume=auto")
+
+
+def test_a_checkpoint_that_tells_nothing_of_tokenizer_and_model_continues_too(run, tmp_path):
+    """As they were written before these were compared."""
+    run("run", "n_examples=8")
+    file = tmp_path / "run" / "step-8" / MANIFEST
+    manifest = {key: value for key, value in json.loads(file.read_text()).items() if key not in ("tokens", "model")}
+    file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+    run("run", "resume=auto")
+    assert len(metrics_of(tmp_path / "run", "train")) == 6
+
+
 def test_changed_data_is_noticed(run, rows, tmp_path):
     own = shutil.copytree(rows / "hh", tmp_path / "own")
     run("run", "n_examples=8", f"dataset_sources.hh={own}")
