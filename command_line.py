@@ -18,7 +18,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from settings import RULES, did_you_mean, refuse_hydras_own
+from config_keys import RULES
+from settings import did_you_mean, refuse_hydras_own
 
 MULTIRUN = ("-m", "--multirun")
 FLAGS = (*MULTIRUN, "-h", "--help", "--hydra-help", "--version", "--resolve")

@@ -65,11 +65,14 @@ def model_loaders(
 
 
 def loaded(model: Any, config: DictConfig) -> Any:
-    """A model as it is, or what a function that loads one gives; its blocks compiled if the config says so."""
+    """A model as it is, or what a function that loads one gives; its blocks compiled if the config says so.
+
+    Raises InputError if it has no block of the class that the config names, also where blocks are not needed.
+    """
     model = model if isinstance(model, torch.nn.Module) else model()
-    if config.compile:
-        for block in find_blocks(model, config.model.block_name):
-            block.compile(dynamic=True)
+    blocks = find_blocks(model, config.model.block_name) if config.model.block_name or config.compile else []
+    for block in blocks if config.compile else []:
+        block.compile(dynamic=True)
     return model
 
 

@@ -1,141 +1,20 @@
 """Config validation: every problem found at once, in plain words, before anything is loaded. Imports no torch.
 
-What each key means and its default are in `config/`; here is only what a value must be.
+What is asked of each key alone is in `config_keys.py`.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
-import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-
-class Processes(NamedTuple):
-    """The processes of a run, what there is for them, and what their trainer can do."""
-
-    world_size: int  # of them in all
-    tensor_size: int  # how many cut each layer among them
-    several: bool  # whether the trainer knows what to do with more than one
-    launched: bool  # whether torchrun or Slurm started them
-    gpus: int  # of this machine
-    cuts_layers: bool = False  # whether tensor_parallel_size and its backend say anything to the trainer
-    can_sample: bool = True
-    can_autocast: bool = True
-
-
-class Rule(NamedTuple):
-    holds: Callable[[Any], bool]
-    wanted: str
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_int(value) or isinstance(value, float)
-
-
-def _or_null(rule: Rule) -> Rule:
-    return Rule(lambda v: v is None or rule.holds(v), f"{rule.wanted}, or null")
-
-
-SEED = Rule(lambda v: _is_int(v) and 0 <= v < 2**32, "a whole number from 0 to 2**32 - 1")
-COUNT = Rule(lambda v: _is_int(v) and v > 0, "a whole number above 0")
-AT_LEAST_2 = Rule(lambda v: _is_int(v) and v >= 2, "a whole number, 2 or more: one may prove damaged")
-NATURAL = Rule(lambda v: _is_int(v) and v >= 0, "a whole number, 0 or more")
-FINITE = Rule(lambda v: _is_number(v) and 0 < v < math.inf, "a number above 0")
-SECONDS = Rule(lambda v: _is_number(v) and 0 < v <= 10**7, "seconds above 0, ten million at most")
-POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
-NON_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a number, 0 or more")
-FLAG = Rule(lambda v: isinstance(v, bool), "true or false")
-TEXT = Rule(lambda v: isinstance(v, str) and bool(v.strip()), "a text")
-PROJECT = Rule(
-    lambda v: TEXT.holds(v) and len(v) <= 128 and not set(v) & set("/\\#?%:"),
-    "a name of at most 128 characters without / \\ # ? % :, as W&B wants it",
-)
-PATH = Rule(lambda v: isinstance(v, str) and bool(v.strip()) and "\0" not in v, "a path")
-NAMES = Rule(
-    lambda v: isinstance(v, list) and bool(v) and all(isinstance(n, str) and n for n in v) and len(set(v)) == len(v),
-    "a list of different names, such as [hh] or [hh,shp]",
-)
-PATHS = Rule(lambda v: isinstance(v, list) and bool(v) and all(map(PATH.holds, v)), "a list of paths")
-RUN_NAME = Rule(
-    lambda v: TEXT.holds(v) and not os.path.isabs(v) and ".." not in v.split("/") and "\0" not in v,
-    "a name for the run, relative and without '..'",
-)
-SMOOTHING = Rule(lambda v: _is_number(v) and 0 <= v < 0.5, "a number in [0, 0.5): the fraction of flipped pairs")
-PORT = Rule(lambda v: _is_int(v) and 0 < v < 65536, "a port from 1 to 65535")
-CHOICE = Rule(lambda v: isinstance(v, str), "a name")  # the names themselves come from the tables that hold them
-
-RULES: dict[str, Rule] = {
-    "seed": SEED,
-    "exp_name": RUN_NAME,
-    "batch_size": COUNT,
-    "eval_batch_size": COUNT,
-    "debug": FLAG,
-    "fsdp_port": _or_null(PORT),
-    "world_size": _or_null(COUNT),
-    "fsdp_shard_size": _or_null(COUNT),
-    "tensor_parallel_size": _or_null(COUNT),
-    "tensor_parallel.backend": CHOICE,
-    "collective_timeout_secs": SECONDS,
-    "datasets": NAMES,
-    "wandb.enabled": FLAG,
-    "wandb.entity": _or_null(TEXT),
-    "wandb.project": PROJECT,
-    "local_dirs": PATHS,
-    "local_run_dir": PATH,
-    "sample_during_eval": FLAG,
-    "n_eval_model_samples": COUNT,
-    "do_first_eval": FLAG,
-    "lr": FINITE,
-    "gradient_accumulation_steps": COUNT,
-    "max_grad_norm": POSITIVE,
-    "max_length": COUNT,
-    "max_prompt_length": COUNT,
-    "n_epochs": _or_null(COUNT),
-    "n_examples": _or_null(COUNT),
-    "n_eval_examples": COUNT,
-    "trainer": CHOICE,
-    "optimizer": CHOICE,
-    "layout": CHOICE,
-    "cache_reference_logps": CHOICE,
-    "num_workers": NATURAL,
-    "compile": FLAG,
-    "warmup_steps": NATURAL,
-    "activation_checkpointing": FLAG,
-    "eval_every": COUNT,
-    "minimum_log_interval_secs": NON_NEGATIVE,
-    "self_test": FLAG,
-    "resume": _or_null(PATH),
-    "save_every": _or_null(COUNT),
-    "keep_checkpoints": _or_null(AT_LEAST_2),
-    "nan_policy": CHOICE,
-    "deterministic": FLAG,
-    "dry_run": FLAG,
-    "model.name_or_path": TEXT,
-    "model.tokenizer_name_or_path": _or_null(TEXT),
-    "model.archive": _or_null(PATH),
-    "model.block_name": _or_null(TEXT),
-    "model.policy_dtype": CHOICE,
-    "model.fsdp_policy_mp": _or_null(CHOICE),
-    "model.reference_dtype": CHOICE,
-    "model.autocast": _or_null(CHOICE),
-    "model.attn_implementation": CHOICE,
-    "model.random_init": FLAG,
-    "model.trust_remote_code": FLAG,
-    "loss.name": CHOICE,
-    "loss.beta": FINITE,
-    "loss.label_smoothing": SMOOTHING,
-    "loss.reference_free": FLAG,
-}
+from config_keys import NEEDS, RULES, Needs, Processes
 
 # what of Hydra's own an override may set: by other keys it would import and call what they name
 HYDRAS_OWN = (
@@ -224,6 +103,22 @@ def find_problems(
     return problems
 
 
+def find_unused(config: DictConfig, processes: Processes) -> list[str]:
+    """A line for each key that was set and has no effect as the others are."""
+    unused = _find_unused(flatten(config), processes)
+    return [f"{key}={value} has no effect: it needs {needs.what}" for key, value, needs in unused if not needs.refused]
+
+
+def _find_unused(values: Mapping[str, Any], processes: Processes) -> Iterator[tuple[str, Any, Needs]]:
+    """Keys that differ from their defaults and lack what they need."""
+    own = Path(__file__).parent / "config"
+    files = {"": own / "config.yaml", "model.": own / "model" / "blank_model.yaml"}
+    defaults = {f"{prefix}{k}": v for prefix, file in files.items() for k, v in flatten(OmegaConf.load(file)).items()}
+    for key, needs in NEEDS.items():
+        if key in values and values[key] != defaults[key] and not needs.met(values, processes):
+            yield key, values[key], needs
+
+
 def _process_problems(sound: Mapping[str, Any], processes: Processes) -> Iterator[str]:
     """What does not fit the number of processes."""
     size, tensor_size = processes.world_size, processes.tensor_size
@@ -241,10 +136,9 @@ def _process_problems(sound: Mapping[str, Any], processes: Processes) -> Iterato
             f"world_size={size} is more than the {processes.gpus} GPUs of this machine: leave it out, or set "
             f"CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    if not processes.cuts_layers:
-        for key, default in (("tensor_parallel_size", None), ("tensor_parallel.backend", "dtensor")):
-            if sound.get(key, default) not in (default, 1):
-                yield f"{key}={sound[key]} needs trainer=TensorParallelTrainer"
+    for key, value, needs in _find_unused(sound, processes):
+        if needs.refused:
+            yield f"{key}={value} needs {needs.what}"
     if not processes.can_sample and sound.get("sample_during_eval"):
         yield (
             f"sample_during_eval=True does not work with tensor_parallel.backend={sound['tensor_parallel.backend']}: "
@@ -262,9 +156,7 @@ def _process_problems(sound: Mapping[str, Any], processes: Processes) -> Iterato
         return
     data_size = size // tensor_size
     shards = sound.get("fsdp_shard_size")
-    if shards is not None and not processes.several:
-        yield f"fsdp_shard_size={shards} needs a trainer of several processes: trainer=FSDPTrainer"
-    elif shards is not None and data_size % shards:
+    if shards is not None and processes.several and data_size % shards:
         yield f"fsdp_shard_size={shards} does not divide the {data_size} processes: try {_divisors(data_size)}"
     yield from _batch_problems(sound, data_size)
 

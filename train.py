@@ -21,7 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 if TYPE_CHECKING:
-    from settings import Processes
+    from config_keys import Processes
 
 CONFIG_DIR = Path(__file__).parent / "config"
 
@@ -93,8 +93,10 @@ def count_processes(config: DictConfig) -> Processes:
     """How many processes a config runs in, as far as its keys make sense."""
     import torch
 
+    from config_keys import COUNT, Processes
     from launching import find_seat
-    from settings import COUNT, Processes, flatten
+    from losses import LOSSES
+    from settings import flatten
 
     trainer, seat, gpus, values = find_trainer(config), find_seat(), torch.cuda.device_count(), flatten(config)
     asked, tensor_size = values.get("world_size"), values.get("tensor_parallel_size")
@@ -112,6 +114,7 @@ def count_processes(config: DictConfig) -> Processes:
         cuts_layers=trainer.cuts_layers,
         can_sample=trainer.can_sample,
         can_autocast=trainer.can_autocast,
+        uses_reference=_named(LOSSES, values.get("loss.name"), LOSSES["dpo"]).uses_reference,
     )
 
 
@@ -215,6 +218,7 @@ def _set_up_torch(config: DictConfig) -> None:
 def main(config: DictConfig) -> None:
     from launching import find_seat
     from run_directory import redact
+    from settings import find_unused
     from stopping import STATUS, Stopped
     from utils import InputError, RunError
 
@@ -228,6 +232,9 @@ def main(config: DictConfig) -> None:
                 "a sweep (-m) starts its own processes, one job after the other: run it without a launcher"
             )
         _exit_on(find_config_problems(config))
+        if _is_rank_0():
+            for line in find_unused(config, count_processes(config)):
+                print(f"warning: {line}")
         run(config)
     except InputError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -249,11 +256,16 @@ def _exit_on(problems: list[str]) -> None:
     if problems:
         from run_directory import redact
 
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # every rank finds the same
+        if _is_rank_0():  # every rank finds the same
             print(
                 "\n".join(["bad configuration:", *(f"  - {redact(problem)}" for problem in problems)]), file=sys.stderr
             )
         sys.exit(2)
+
+
+def _is_rank_0() -> bool:
+    """Of those that a launcher started; true without one."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def _overridden(overrides: list[str]) -> set[str]:

@@ -21,7 +21,7 @@ from layouts import Logps
 from loading import loaded, loaded_reference
 from losses import LOSSES
 from metrics import NullLogger, Progress, Sample, make_logger, peak_memory_gb
-from models import DTYPES, check_positions
+from models import DTYPES, check_positions, remarks
 from objective import REFERENCE, loss_options, make_objective
 from optimization import OPTIMIZERS, warmup
 from preflight import TrainingData, load_data
@@ -140,9 +140,8 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """What the placed models make worth saying at the start."""
-        wanted, attention = self.config.model.attn_implementation, self.policy.config._attn_implementation
-        unsupported = f"{type(self.policy).__name__} does not support {wanted}; using {attention} attention"
-        return [unsupported] if wanted != attention else []
+        longest = self.data.report.longest(self.config.max_length)
+        return remarks(self.policy, attention=self.config.model.attn_implementation, longest=longest)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.config.optimizer](self.policy.parameters(), lr=self.config.lr)

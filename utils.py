@@ -131,7 +131,7 @@ def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) ->
     repeated = {type(m[0]).__name__ for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)}
     raise InputError(
         f"model.block_name={block_class_name} is not a module class of {type(model).__name__}; "
-        f"its repeated blocks are: {', '.join(sorted(repeated))}"
+        f"its repeated blocks are {', '.join(sorted(repeated))}, and model.block_name=null takes those it names itself"
     )
 
 

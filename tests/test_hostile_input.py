@@ -19,13 +19,14 @@ from transformers import dynamic_module_utils
 
 import train as main
 from checkpoint import MANIFEST, PARTS, digest_of
+from config_keys import RULES
 from layouts import Padded, SharedPrefix
 from metrics import FileLogger
 from models import load_config
 from preference_datasets import encode_rows, iterate_rows, load_prompts
 from preflight import inspect_split
 from run_directory import redact
-from settings import RULES, refuse_hydras_own
+from settings import refuse_hydras_own
 from tokenization import TextEncoder
 from utils import InputError, get_open_port
 

@@ -293,3 +293,16 @@ def test_random_weights_give_way_to_an_archive_too(tmp_path):
     name = save_with_an_archive("llama", tmp_path)
     ours = models.load_model(name, dtype=torch.float32, archive=name, random_init=True, seed=3)
     assert torch.equal(ours.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"])
+
+
+def test_examples_longer_than_the_model_was_made_for_are_worth_a_line():
+    model = build("llama")
+    assert models.remarks(model, attention="eager", longest=2048) == []
+    [line] = models.remarks(model, attention="eager", longest=2049)
+    assert line == "warning: examples reach 2,049 tokens, and LlamaForCausalLM was made for 2,048: lower max_length"
+
+
+def test_a_block_name_that_the_model_lacks_is_refused_where_blocks_are_not_needed_too(run):
+    with pytest.raises(InputError, match="is not a module class of LlamaForCausalLM") as no:
+        run("run", "model.block_name=GPTNeoXLayer")
+    assert "LlamaDecoderLayer, and model.block_name=null takes those it names itself" in str(no.value)

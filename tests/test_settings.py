@@ -11,7 +11,8 @@ from conftest import ROOT
 from omegaconf import DictConfig
 
 import train  # noqa: F401  (registers the config's resolvers)
-from settings import RULES, Processes, find_problems, flatten
+from config_keys import NEEDS, RULES, Processes
+from settings import find_problems, find_unused, flatten
 
 CONFIG = ROOT / "config"
 CHOICES = {
@@ -363,3 +364,49 @@ def test_the_run_directory_is_named_after_user_experiment_and_time_and_composing
 
     assert re.fullmatch(rf"{tmp_path}/second/somebody/x_\d{{4}}-\d\d-\d\d_[-\d_]+", path)
     assert [p.name for p in tmp_path.rglob("*")] == ["second"]
+
+
+# --- what has no effect --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", RULES)
+def test_every_key_is_read_by_the_code(key):
+    leaf = key.split(".")[-1]
+    sources = "".join(f.read_text() for f in ROOT.glob("*.py") if f.stem not in ("config_keys", "settings", "resume"))
+    section = key.split(".")[0] if "." in key else "config"
+    read = rf"(config|model|settings|wandb|{section})\.{leaf}\b|[\"']{key}[\"']|\b{leaf}: (float|bool)"
+    assert re.search(read, sources)
+
+
+WITHOUT = {  # settings under which a key has no effect
+    "collective_timeout_secs=60": (),
+    "fsdp_port=5000": (),
+    "fsdp_shard_size=2": (),
+    "model.fsdp_policy_mp=bfloat16": (),
+    "tensor_parallel_size=2": (),
+    "tensor_parallel.backend=tensor_parallel": (),
+    "cache_reference_logps=all": ("loss=sft",),
+    "model.reference_dtype=float32": ("loss=sft",),
+    "n_eval_model_samples=5": ("sample_during_eval=false",),
+    "wandb.entity=me": ("wandb.enabled=false",),
+    "wandb.project=mine": ("debug=true",),
+    "save_every=8": ("debug=true",),
+    "keep_checkpoints=2": ("debug=true",),
+}
+
+
+def test_every_key_that_needs_something_is_tried():
+    assert [override.split("=")[0] for override in WITHOUT] == list(NEEDS)
+
+
+@pytest.mark.parametrize("override", WITHOUT)
+def test_a_key_without_effect_is_refused_or_gets_a_line(override):
+    key = override.split("=")[0]
+    loss, *others = ["loss=sft"] if "loss=sft" in WITHOUT[override] else ["loss=dpo", "loss.beta=0.1"]
+    complete = (*COMPLETE[:2], loss, *others, *(o for o in WITHOUT[override] if "loss" not in o))
+    run = ONE._replace(uses_reference=loss != "loss=sft")
+    refused = problems(override, complete=complete, processes=run)
+    noted = find_unused(compose(*complete, override), run)
+    assert [line.split("=")[0] for line in refused + noted] == [key]
+    assert bool(refused) == NEEDS[key].refused
+    assert find_unused(compose(*complete), run) == []  # unless it is set
