@@ -271,6 +271,16 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def hold_the_same(model: torch.nn.Module, other: torch.nn.Module, grid: Grid) -> bool:
+    """Whether all weights of `other` are those of `model` in its own dtype, on every process; each has its part."""
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return not grid.any(any(not torch.equal(_local(a).to(_local(b)), _local(b)) for a, b in pairs))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def full_state(state: Any, *, copy: bool = False) -> Any:
     """A state dict with every sharded tensor gathered, on the CPU; every process must call it.
 

@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig
 
 from batches import GlobalBatch
-from distributed import Grid, from_rank_0, release_gathered
+from distributed import Grid, from_rank_0, hold_the_same, release_gathered
 from layouts import Layout, Logps, Longest, Microbatch, choose_layout
 from losses import LOSSES
 from metrics import Parts, Reduced, reduce_parts
@@ -33,10 +33,22 @@ def loss_options(loss_config: Mapping[str, Any]) -> dict[str, float | bool]:
 
 
 class Objective:
-    """`autocast` is the dtype in which float32 weights are multiplied, None for their own."""
+    """`autocast` is the dtype in which float32 weights are multiplied, None for their own.
 
-    def __init__(self, layout: Layout, grid: Grid, *, device: torch.device, autocast: torch.dtype | None) -> None:
+    As long as the `models_are_equal`, no pair is ranked right: rewards then differ by what dtypes round, if at all.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        grid: Grid,
+        *,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        models_are_equal: bool = False,
+    ) -> None:
         self.layout, self.grid, self.device, self.autocast = layout, grid, device, autocast
+        self.models_are_equal = models_are_equal
         self.reference_logps = ReferenceLogps()
 
     def forward(self, model: torch.nn.Module, microbatch: Microbatch) -> Logps:
@@ -78,10 +90,11 @@ class Objective:
             losses, chosen_rewards, rejected_rewards = loss.on_pairs(
                 chosen, rejected, *reference, **loss_options(loss_config)
             )
+            ranked_right = (chosen_rewards > rejected_rewards) & (not self.models_are_equal)
             metrics = {
                 f"rewards_{split}/chosen": chosen_rewards,
                 f"rewards_{split}/rejected": rejected_rewards,
-                f"rewards_{split}/accuracies": (chosen_rewards > rejected_rewards).to(chosen_rewards),
+                f"rewards_{split}/accuracies": ranked_right.to(chosen_rewards),
                 f"rewards_{split}/margins": chosen_rewards - rejected_rewards,
                 f"logps_{split}/rejected": rejected.detach(),
                 **dict(zip(REFERENCE, reference, strict=True)),
@@ -129,7 +142,14 @@ class Objective:
 
 
 def make_objective(
-    config: DictConfig, policy: Any, grid: Grid, compute_dtype: str, *, longest: int, say: Callable[[str], None]
+    config: DictConfig,
+    policy: Any,
+    reference_model: Any,
+    grid: Grid,
+    compute_dtype: str,
+    *,
+    longest: int,
+    say: Callable[[str], None],
 ) -> Objective:
     """The objective with the layout that the policy takes; `say` is told why it is not the one asked for.
 
@@ -149,4 +169,5 @@ def make_objective(
     release_gathered(policy)
     if note:
         say(note)
-    return Objective(layout, grid, device=device, autocast=autocast)
+    equal = reference_model is not None and hold_the_same(policy, reference_model, grid)
+    return Objective(layout, grid, device=device, autocast=autocast, models_are_equal=equal)

@@ -11,7 +11,7 @@ import torch
 
 from arithmetic import for_generation
 from distributed import Grid, gathered_weights
-from tokenization import Batch
+from tokenization import Batch, TextEncoder
 from utils import slice_and_move_batch_for_device
 
 
@@ -55,6 +55,23 @@ def sample_rows(model: Any, batch: Batch, tokenizer: Any, grid: Grid, *, max_len
     rows = {key: batch[key].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
     own_seed = np.random.SeedSequence([*seed, grid.data_rank]).generate_state(1)[0]
     return sample(model, rows, tokenizer, max_length=max_length, seed=int(own_seed), in_step=grid.world_size > 1)
+
+
+CUT = "[...]"  # what a prompt lost
+
+
+def fed_prompts(batch: Batch, encode: TextEncoder) -> list[str]:
+    """A batch's prompts as the model sees them: of a truncated one what is left, and CUT."""
+    texts = []
+    for text, ids, mask in zip(batch["prompt"], batch["prompt_input_ids"], batch["prompt_attention_mask"], strict=True):
+        fed, whole = ids[mask.bool()].tolist(), encode(text)
+        if fed == whole:
+            texts.append(text)
+        elif whole[: len(fed)] == fed:
+            texts.append(f"{encode.tokenizer.decode(fed)} {CUT}")
+        else:
+            texts.append(f"{CUT} {encode.tokenizer.decode(fed)}")
+    return texts
 
 
 def sample_batches(

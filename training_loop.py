@@ -26,7 +26,7 @@ from objective import REFERENCE, loss_options, make_objective
 from optimization import OPTIMIZERS, warmup
 from preflight import TrainingData, load_data
 from resume import facts_of, inputs_of
-from sampling import sample_batches, sample_rows
+from sampling import fed_prompts, sample_batches, sample_rows
 from saving import Checkpoints
 from self_test import self_test
 from stopping import Stopped, on_stop_signals
@@ -82,7 +82,8 @@ class Trainer:
         self.optimizer = self.make_optimizer()
         self.scheduler = warmup(self.optimizer, config.warmup_steps)
         longest, say = self.data.report.longest(config.max_length), self.progress.line
-        self.objective = make_objective(config, self.policy, self.grid, self.compute_dtype, longest=longest, say=say)
+        models = self.policy, self.reference_model
+        self.objective = make_objective(config, *models, self.grid, self.compute_dtype, longest=longest, say=say)
         self.eval_every = config.eval_every - config.eval_every % config.batch_size
         self.example_counter, self.batch_counter, self.evaluated_at = 0, 0, -1
         if self.eval_every != config.eval_every:
@@ -212,6 +213,7 @@ class Trainer:
         if self.guard.allows(batch, reduced.examples, reduced.scalars["grad_norm"], update=self.batch_counter):
             self.optimizer.step()
             self.scheduler.step()
+            self.objective.models_are_equal = False
         self.optimizer.zero_grad()
 
         metrics, seconds = reduced.means(), time.perf_counter() - start
@@ -309,7 +311,8 @@ class Trainer:
             sample_batches(model, self._continuations, over(batches), self.grid) for model in self._sampled_models()
         ]
         policy, reference = texts if len(texts) > 1 else (texts[0], [None] * len(texts[0]))
-        return list(map(Sample, [prompt for batch in batches for prompt in batch["prompt"]], policy, reference))
+        prompts = [prompt for batch in batches for prompt in fed_prompts(batch, self.data.encode)]
+        return list(map(Sample, prompts, policy, reference))
 
     def get_batch_samples(self, batch: Batch) -> tuple[list[str], list[str]]:
         """(policy, reference) continuations of the batch's prompts; none of a reference that is not there."""

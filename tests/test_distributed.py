@@ -275,7 +275,7 @@ class GatherCount:
 
 def sample_train_and_save(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> None:
     trainer = make_trainer(rank, world_size, run_dir, overrides)
-    result = {"samples": trainer.samples()}
+    result = {"samples": trainer.samples(), "models are equal": trainer.objective.models_are_equal}
     result["metrics"] = [trainer.train_step(next(trainer.train_iterator)) for _ in range(2)]
     result["evaluation"] = trainer.evaluate()
     trainer.save(run_dir / "saved")
@@ -313,6 +313,7 @@ def test_samples_metrics_and_checkpoints_are_those_of_one_process(grid, greedy_m
     launch(sample_train_and_save, processes, tmp_path, overrides, process_group=True)
 
     ours, theirs = (json.loads((run / "result.json").read_text()) for run in (tmp_path, of_one_process))
+    assert ours["models are equal"] is theirs["models are equal"] is True
     assert ours["samples"] == theirs["samples"]  # token for token, in the order of the prompts
     assert len({len(policy) for _, policy, _ in ours["samples"]}) > 2
     timings = ("examples_per_second", "tokens_per_second", "memory/peak_gb")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sampling
-from tokenization import get_collate_fn, tokenize_batch_element
+from tokenization import TextEncoder, get_collate_fn, tokenize_batch_element
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +54,14 @@ def test_samples_end_at_max_length_with_the_prompt(models_own_limit, tiny_llama,
     ids = sampling.sample(model, batch, IdsInsteadOfText(), max_length=n_prompt + 6, seed=0)
 
     assert ids.shape == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "fed"),
+    [("keep_start", "\n\nHuman: Who has seen the red [...]"), ("keep_end", "[...] d umbrella?\n\nAssistant:")],
+)
+def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
+    prompts = ("\n\nHuman: Where?\n\nAssistant:", "\n\nHuman: Who has seen the red umbrella?\n\nAssistant:")
+    rows = [tokenize_batch_element(prompt, " I.", " No.", mode, tokenizer, 20, 12) for prompt in prompts]
+    batch = get_collate_fn(tokenizer)(rows)
+    assert sampling.fed_prompts(batch, TextEncoder(tokenizer)) == [prompts[0], fed]

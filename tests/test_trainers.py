@@ -17,6 +17,7 @@ from conftest import GOLDEN, ROOT, metrics_of, write_rows
 
 import train  # noqa: F401  (registers the config's resolvers)
 from archive import load_archive
+from distributed import Grid, hold_the_same
 from metrics import FileLogger
 from trainers import BasicTrainer
 from utils import InputError
@@ -491,3 +492,22 @@ def test_a_reference_that_is_not_needed_any_more_is_freed_though_it_is_part_of_a
         assert emptied == [True]  # after it was freed
     finally:
         gc.enable()
+
+
+def test_before_the_first_update_rounding_ranks_no_pair_right(run, tmp_path):
+    run("run", "model.reference_dtype=float16")
+    (first, *_), (update, *_) = (metrics_of(tmp_path / "run", split) for split in ("eval", "train"))
+    assert first["rewards_eval/margins"] != 0
+    assert update["rewards_train/margins"] != 0
+    assert first["rewards_eval/accuracies"] == update["rewards_train/accuracies"] == 0
+    assert metrics_of(tmp_path / "run", "train")[-1]["rewards_train/accuracies"] > 0
+
+
+def test_models_are_equal_if_the_reference_holds_the_policys_weights_in_its_own_dtype(tiny_llama):
+    policy, reference = copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama).half()
+    assert hold_the_same(policy, reference, Grid(0, 1))
+    with torch.no_grad():
+        policy.lm_head.weight[3, 5] += 1e-9  # less than the reference can tell
+        assert hold_the_same(policy, reference, Grid(0, 1))
+        policy.lm_head.weight[3, 5] += 1
+    assert not hold_the_same(policy, reference, Grid(0, 1))
