@@ -27,7 +27,7 @@ from layouts import Layout, Microbatch, layout_by_rules
 from losses import LOSSES
 from models import DTYPES, load_structure
 from optimization import OPTIMIZERS
-from preflight import TrainingData, load_data
+from preflight import TrainingData
 from utils import RunError, get_cache_dir
 
 # of what comes and goes: holes in what one process on a CPU keeps (`launching.keep_freed_memory`), measured on SmolLM2
@@ -269,9 +269,8 @@ def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
     return [text for _, text in sorted(found)[:3]]
 
 
-def dry_run(config: DictConfig, trainer: Any, world_size: int) -> None:
-    """Print what the run would do and need, and what would help if that is more than there is."""
-    data = load_data(config)
+def dry_run(config: DictConfig, trainer: Any, world_size: int, data: TrainingData) -> None:
+    """Print what the run would need, and what would help if that is more than there is."""
     plan = Plan.of(config, trainer, world_size)
     need, available = predict(config, plan, data), _device_memory(trainer, world_size)
     for name, value in need._asdict().items():

@@ -26,7 +26,7 @@ from checkpoint import (
 from checksums import BLOCK, HashedFile
 from metrics import LOG_FILES
 from preflight import TrainingData
-from run_directory import create_run_dir, lock_run_dir, redact
+from run_directory import LOCK, check_free, create_run_dir, lock_run_dir, redact
 from settings import flatten
 from utils import InputError
 from waiting import made_progress
@@ -49,24 +49,49 @@ DROPOUT = ("dropout", "pdrop", "layerdrop")  # endings of keys; it is always off
 ORIGIN = ".continues"  # file in the directory of a run that continues another: the checksum of that one's manifest
 
 
-class Run(NamedTuple):
-    """A run's directory, which is this process's alone, and where it continues."""
-
-    directory: Path
-    lock: IO
-    checkpoint: Path | None = None
-    manifest: Mapping[str, Any] = {}
-
-    def is_finished(self, updates: int) -> bool:
-        """Whether the checkpoint is that of a run of so many updates that was evaluated at its end."""
-        return self.checkpoint is not None and self.manifest["updates"] >= updates and self.manifest["evaluated"]
-
-
 class Found(NamedTuple):
     """A complete checkpoint."""
 
     path: Path
     manifest: Mapping[str, Any]
+
+
+class Run(NamedTuple):
+    """A run's directory, which is this process's alone, and the checkpoint in it from which the run continues."""
+
+    directory: Path
+    lock: IO
+    found: Found | None = None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return None if self.found is None else self.found.path
+
+    def is_finished(self, updates: int) -> bool:
+        """Whether the checkpoint is that of a run of so many updates that was evaluated at its end."""
+        if self.found is None:
+            return False
+        return self.found.manifest["updates"] >= updates and self.found.manifest["evaluated"]
+
+
+def look_at_run(config: DictConfig) -> Found | None:
+    """The checkpoint that `open_run` would continue from. Raises InputError as that does, and writes nothing."""
+    path = Path(config.local_run_dir).resolve()
+    if (path / LOCK).exists():
+        lock_run_dir(path).close()
+    if config.resume is None:
+        check_free(path)
+        return None
+    source = _source(config)
+    found = _find_whole(source, config)
+    if not _is_of(source, path):
+        if not _is_begun(path, found):
+            check_free(path)
+        elif find_checkpoints(path):
+            return _find_whole(path, config)
+    elif found is not None and _is_named(source):
+        _refuse_going_back(found, config.resume)
+    return found
 
 
 def open_run(config: DictConfig) -> Run:
@@ -77,9 +102,8 @@ def open_run(config: DictConfig) -> Run:
     """
     if config.resume is None:
         return _claim(config, continued=False)
-    path = Path(config.local_run_dir).resolve()
-    source = path if config.resume == "auto" else Path(config.resume).expanduser().resolve()
-    if source == path or (_is_named(source) and source.parent == path):
+    path, source = Path(config.local_run_dir).resolve(), _source(config)
+    if _is_of(source, path):
         return _continue_here(config, source)
     found = _find_whole(source, config)
     begun = _is_begun(path, found)
@@ -112,9 +136,19 @@ def _continue_here(config: DictConfig, source: Path) -> Run:
 
 def _go_on(run: Run, found: Found) -> Run:
     print(f"continuing from {found.path}")
-    run = run._replace(checkpoint=run.directory.resolve() / found.path.name, manifest=found.manifest)
+    run = run._replace(found=found._replace(path=run.directory.resolve() / found.path.name))
     _point_again(run)
     return run
+
+
+def _source(config: DictConfig) -> Path:
+    """The run or checkpoint that `resume` names."""
+    return Path(config.local_run_dir if config.resume == "auto" else config.resume).expanduser().resolve()
+
+
+def _is_of(source: Path, run_dir: Path) -> bool:
+    """Whether a source is the run in this directory, or a checkpoint of it."""
+    return source == run_dir or (_is_named(source) and source.parent == run_dir)
 
 
 def _is_named(source: Path) -> bool:
@@ -191,26 +225,26 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
         )
 
 
-def check_inputs(run: Run, data: TrainingData, model_config: Any) -> None:
+def check_inputs(found: Found | None, data: TrainingData, model_config: Any) -> None:
     """Raises InputError if data, tokenizer or the model's architecture are not what the run was trained with."""
-    if run.checkpoint is None:
+    if found is None:
         return
-    was, now = run.manifest, inputs_of(data, model_config)
-    as_before = f"restore it, or start a new run with model.archive={run.checkpoint}"
+    was, now = found.manifest, inputs_of(data, model_config)
+    as_before = f"restore it, or start a new run with model.archive={found.path}"
     if was["data"] != now["data"]:
         raise InputError(
-            f"the training data has changed since {run.checkpoint}: what was seen and what is left cannot be told "
+            f"the training data has changed since {found.path}: what was seen and what is left cannot be told "
             f"apart; {as_before}"
         )
     if was.get("tokens", now["tokens"]) != now["tokens"]:  # older checkpoints do not tell
         raise InputError(
-            f"the tokenizer has changed since {run.checkpoint}: it gives the same texts other token ids; {as_before}"
+            f"the tokenizer has changed since {found.path}: it gives the same texts other token ids; {as_before}"
         )
     before, after = was.get("model", {}), now["model"]  # either may have keys that another transformers does not
     changed = [f"{key}={after[key]} (was {before[key]})" for key in before.keys() & after if before[key] != after[key]]
     if changed:
         raise InputError(
-            f"the model's config.json has changed since {run.checkpoint}: {', '.join(sorted(changed))}; {as_before}"
+            f"the model's config.json has changed since {found.path}: {', '.join(sorted(changed))}; {as_before}"
         )
 
 
@@ -243,8 +277,8 @@ def facts_of(config: DictConfig) -> dict[str, Any]:
 
 def _point_again(run: Run) -> None:
     """Set LATEST and BEST as the checkpoint has them: a run may be killed between its rename and the links."""
-    point(run.directory / "LATEST", run.checkpoint)
-    best = run.directory / f"step-{run.manifest['best_at']}"
+    point(run.directory / "LATEST", run.found.path)
+    best = run.directory / f"step-{run.found.manifest['best_at']}"
     if best.exists():
         point(run.directory / "BEST", best)
 

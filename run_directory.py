@@ -24,6 +24,7 @@ SECRET_KEY = re.compile(r"((^|_)(api_?key|key|token|pat|credentials?)|secret|pas
 URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may hold @ and /
 URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
 ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be left open
+LOCK = ".lock"
 PACKAGES = (
     "torch",
     "transformers",
@@ -77,18 +78,30 @@ def environment() -> dict[str, Any]:
     }
 
 
-def create_run_dir(path: str, *, continued: bool = False) -> Path:
-    """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`."""
+def check_free(path: str | Path) -> None:
+    """Raises InputError if a directory holds a run, or could not be written."""
     run_dir = Path(path)
     held = [name for name in ("metrics.jsonl", "LATEST") if os.path.lexists(run_dir / name)]
-    if held and not continued:
+    if held:
         raise InputError(
             f"local_run_dir={path} already holds a run ({', '.join(held)}); choose another, move it away, or continue "
             f"it with resume=auto"
         )
     with _explaining(path):
-        run_dir.mkdir(parents=True, exist_ok=True)
-    return run_dir
+        place = next(place for place in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(place))
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+
+
+def create_run_dir(path: str, *, continued: bool = False) -> Path:
+    """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`."""
+    if not continued:
+        check_free(path)
+    with _explaining(path):
+        Path(path).mkdir(parents=True, exist_ok=True)
+    return Path(path)
 
 
 def write_record(run_dir: Path, config: dict[str, Any]) -> None:
@@ -105,7 +118,7 @@ def lock_run_dir(run_dir: Path) -> IO:
     Raises InputError if another process holds it.
     """
     with _explaining(run_dir):
-        file = (run_dir / ".lock").open("w")
+        file = (run_dir / LOCK).open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -132,4 +145,6 @@ def _explaining(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"local_run_dir={path} cannot be written: {error}; choose another with local_dirs") from error
+        raise InputError(
+            f"local_run_dir={path} cannot be written: {error}; give another, or local_dirs from which it is made"
+        ) from error

@@ -120,10 +120,7 @@ def count_processes(config: DictConfig) -> Processes:
 
 def run(config: DictConfig) -> None:
     """Train as a validated config says, in as many processes as it asks for."""
-    from archive import find_archive
     from launching import find_seat, launch
-    from loading import check_model
-    from memory import dry_run
 
     OmegaConf.resolve(config)
     config.local_run_dir = os.path.expanduser(config.local_run_dir)
@@ -131,11 +128,7 @@ def run(config: DictConfig) -> None:
     if config.dry_run:
         seat = find_seat()
         if seat is None or seat.rank == 0:
-            check_model(config, trainer, world_size)
-            if config.model.archive is not None:
-                find_archive(config.model.archive)
-            _set_up_torch(config)  # the memory that attention needs depends on its kernel
-            dry_run(config, trainer, world_size)
+            _try_out(config, trainer, world_size)
         return
     launch(
         work,
@@ -145,6 +138,24 @@ def run(config: DictConfig) -> None:
         port=config.fsdp_port,
         timeout_secs=config.collective_timeout_secs,
     )
+
+
+def _try_out(config: DictConfig, trainer: Any, world_size: int) -> None:
+    """Say what a run would do and need. Raises InputError as the run would, and writes nothing."""
+    from archive import find_archive
+    from loading import check_model, find_model_config
+    from memory import dry_run
+    from preflight import load_data
+    from resume import check_inputs, look_at_run
+
+    found = look_at_run(config)
+    check_model(config, trainer, world_size)
+    if config.model.archive is not None:
+        find_archive(config.model.archive)
+    _set_up_torch(config)  # the memory that attention needs depends on its kernel
+    data = load_data(config)
+    check_inputs(found, data, find_model_config(config))
+    dry_run(config, trainer, world_size, data)
 
 
 def work(rank: int, world_size: int, config: DictConfig) -> None:
@@ -188,7 +199,7 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
 
     data = load_data(config, silent=rank != 0)
     if run is not None:
-        check_inputs(run, data, find_model_config(config))
+        check_inputs(run.found, data, find_model_config(config))
     if from_rank_0(run is not None and run.is_finished(data.report.updates)):
         if rank == 0:
             print(f"{resume_from} is the end of its run: nothing is left to do")

@@ -197,3 +197,25 @@ def test_running_out_of_memory_is_one_sentence_with_what_would_help(command, tmp
     assert re.search(r"out of memory: a process needs about [\d.]+ GB, and its device has [\d.]+ GB; less: \w", said)
     assert "can't allocate memory: you tried to allocate 40000000000000 bytes" in said
     assert (tmp_path / "run" / "step-8" / "manifest.json").exists()
+
+
+def test_a_dry_run_refuses_directory_and_checkpoint_as_the_run_would(run, command, rows, tmp_path, capsys):
+    run("run", "n_examples=8")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    (tmp_path / "file").write_text("")
+    for name, overrides, message in (
+        ("run", (), "already holds a run"),
+        ("new", ("resume=/nowhere",), "resume=/nowhere finds no complete checkpoint"),
+        ("run", ("resume=auto", "lr=1e-4"), r"of a run with another config: lr=0.0001 \(was 0.001\)"),
+        ("run", ("resume=auto", f"dataset_sources.hh={rows / 'more'}"), "the training data has changed"),
+        ("run", (f"resume={tmp_path}/run/step-8", "n_examples=8"), None),
+        ("fork", (f"resume={tmp_path}/run/step-8",), None),
+        ("file/run", (), "local_run_dir=.*file/run cannot be written: .*Not a directory"),
+    ):
+        if message is None:
+            run(name, "dry_run=true", *overrides)
+        else:
+            with pytest.raises(InputError, match=message):
+                run(name, "dry_run=true", *overrides)
+    (tmp_path / "file").unlink()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
