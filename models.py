@@ -61,7 +61,15 @@ def load_config(
 
 
 def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
-    """What is wanted; eager attention for a model that has no SDPA (GPT-J, Gemma 2) if that is wanted."""
+    """What is wanted; eager attention for a model that has no SDPA (GPT-J, Gemma 2) if that is wanted.
+
+    Raises InputError for FlashAttention that is not there.
+    """
+    if wanted == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
+        raise InputError(
+            "model.attn_implementation=flash_attention_2 needs a GPU and the package flash_attn, which do not work "
+            "here: use sdpa"
+        )
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: the model brings its code
     lacks_sdpa = model_class is not None and not model_class._supports_sdpa
     return "eager" if wanted == "sdpa" and lacks_sdpa else wanted

@@ -54,6 +54,7 @@ def self_test(
         return ["self-test passed: finite log-probabilities, dropout off"]
 
     options = dict(loss_options)
+    expected = _loss_at_zero(loss_name, options)
     losses, *rewards = LOSSES[loss_name].on_pairs(*in_train, *of_reference, **options)
     reward = max(r.abs().max().item() for r in rewards)
     if not same_dtype:
@@ -63,7 +64,6 @@ def self_test(
             f"model.reference_dtype to the policy's"
         ]
     tolerance = 1e-4 * options["beta"] * max(1.0, scale)
-    expected = _loss_at_zero(loss_name, options)
     loss = losses.mean().item()
     if reward > tolerance:
         raise InputError(
@@ -76,8 +76,17 @@ def self_test(
 
 
 def _loss_at_zero(loss_name: str, options: Mapping[str, Any]) -> float | None:
-    """The loss when policy and reference agree; None if it depends on the policy even then."""
+    """The loss when policy and reference agree; None if it depends on the policy even then.
+
+    Raises InputError if float32 cannot hold it.
+    """
     if options.get("reference_free"):
         return None
     zero = torch.zeros(1)
-    return LOSSES[loss_name].on_pairs(zero, zero, zero, zero, **options)[0].item()
+    loss = LOSSES[loss_name].on_pairs(zero, zero, zero, zero, **options)[0].item()
+    if not math.isfinite(loss):
+        raise InputError(
+            f"self-test: the {loss_name} loss of equal models is {loss} with loss.beta={options['beta']}, which "
+            f"float32 cannot hold: choose one nearer to 0.1"
+        )
+    return loss

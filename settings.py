@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from config_keys import NEEDS, RULES, Needs, Processes
+from config_keys import ALIASES, NEEDS, RULES, Needs, Processes
 
 # what of Hydra's own an override may set: by other keys it would import and call what they name
 HYDRAS_OWN = (
@@ -62,11 +62,20 @@ def flatten(config: DictConfig) -> dict[str, Any]:
 
 
 def did_you_mean(key: str, known: Collection[str]) -> str:
-    """`unknown key ...` with the nearest known key, if one is near."""
+    """`unknown key ...` with what it is called here, or the nearest known key, if one is near."""
+    if name := ALIASES.get(key.rpartition(".")[2]):
+        return f"unknown key {key}: here it is {name}"
     near = difflib.get_close_matches(key, known, n=1)
     return f"unknown key {key}" + (
         f": did you mean {near[0]}?" if near else "; `python train.py --cfg job` shows all keys"
     )
+
+
+def _listed(value: str, choices: Collection[str]) -> str:
+    """`A, B`, and which of them may have been meant."""
+    by_small_letters = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(value.lower(), by_small_letters, n=1)
+    return ", ".join(sorted(choices)) + (f": did you mean {by_small_letters[near[0]]}?" if near else "")
 
 
 def find_problems(
@@ -93,7 +102,7 @@ def find_problems(
         elif not RULES[key].holds(value):
             problems.append(f"{key}={value} must be {RULES[key].wanted}")
         elif key in choices and value is not None and value not in choices[key]:
-            problems.append(f"{key}={value} is not one of {', '.join(sorted(choices[key]))}")
+            problems.append(f"{key}={value} is not one of {_listed(value, choices[key])}")
     sound = {k: v for k, v in values.items() if k in RULES and v not in ("???", WAITING) and RULES[k].holds(v)}
     if values.get("resume") == "auto" and "get_local_run_dir" in str(OmegaConf.to_container(config)["local_run_dir"]):
         problems.append("resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR")
@@ -196,6 +205,10 @@ def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
     def have(*keys: str) -> bool:
         return all(key in sound for key in keys)
 
+    for key in ("model.name_or_path", "model.tokenizer_name_or_path"):
+        name = sound.get(key) or ""
+        if name.startswith(("/", ".", "~")) and not Path(name).exists():
+            yield f"{key}={name} is not there: no such directory" + " (~ is not expanded)" * name.startswith("~")
     if have("max_length", "max_prompt_length") and sound["max_prompt_length"] >= sound["max_length"]:
         yield (
             f"max_prompt_length={sound['max_prompt_length']} must be below max_length={sound['max_length']}, "

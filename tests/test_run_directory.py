@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 
 import pytest
 import yaml
 from conftest import ROOT
 
-from run_directory import create_run_dir, lock_run_dir, redact, write_record
+from run_directory import check_free, create_run_dir, lock_run_dir, redact, write_record
 from utils import InputError
 
 
@@ -67,8 +68,17 @@ def test_a_directory_with_other_files_is_used(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_an_error_in_words(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot be written: .*local_dirs"):
+    with pytest.raises(InputError, match=r"cannot be written: .*Not a directory.*; give another, or local_dirs from"):
         create_run_dir(str(tmp_path / "file" / "run"))
+
+
+def test_a_read_only_place_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    with pytest.raises(
+        InputError, match=f"local_run_dir={tmp_path}/a/b cannot be written: .*Permission denied.*'{tmp_path}'"
+    ):
+        check_free(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_machine_without_git_can_train(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -116,3 +117,11 @@ def test_rewards_of_a_float16_reference_are_explained(policy, tiny_llama, batch)
     note = check(policy, copy.deepcopy(tiny_llama).half(), batch, same_dtype=False)
     assert "first rewards are rounding" in note
     assert "set model.reference_dtype to the policy's" in note
+
+
+@pytest.mark.parametrize(("name", "beta", "loss"), [("dpo", 1e39, "nan"), ("ipo", 1e-30, "inf")])
+@pytest.mark.parametrize("same_dtype", [True, False])
+def test_a_beta_that_no_float32_loss_can_hold_is_named(name, beta, loss, same_dtype, policy, tiny_llama, batch):
+    message = f"the {name} loss of equal models is {loss} with loss.beta={beta}, which float32 cannot hold"
+    with pytest.raises(InputError, match=re.escape(message)):
+        check(policy, tiny_llama, batch, name, (DPO if name == "dpo" else {}) | {"beta": beta}, same_dtype)

@@ -11,7 +11,7 @@ from conftest import ROOT
 from omegaconf import DictConfig
 
 import train  # noqa: F401  (registers the config's resolvers)
-from config_keys import NEEDS, RULES, Processes
+from config_keys import ALIASES, NEEDS, RULES, Processes
 from settings import find_problems, find_unused, flatten
 
 CONFIG = ROOT / "config"
@@ -95,7 +95,7 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         "exp_name is not set: exp_name=NAME names the run",
         "debug=maybe must be true or false",
         "lr=-1 must be a number above 0",
-        "trainer=BasicTrainr is not one of BasicTrainer",
+        "trainer=BasicTrainr is not one of BasicTrainer: did you mean BasicTrainer?",
         "model.name_or_path is not set: choose model=pythia28 or another of config/model, "
         "or give model.name_or_path=DIR_OR_HUB_ID",
         "loss.beta is not set: loss.beta=0.1 is the paper's choice; the smaller, the further from the reference",
@@ -122,6 +122,15 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         ("datasets=[hhh]", "datasets names 'hhh', which is none of hh, shp, se"),
         ("trainer=Trainer", "trainer=Trainer is not one of BasicTrainer"),
         ("optimizer=AdmW", "optimizer=AdmW is not one of Adafactor, RMSprop, SGD"),
+        ("optimizer=rmsprop", "optimizer=rmsprop is not one of Adafactor, RMSprop, SGD: did you mean RMSprop?"),
+        ("+learning_rate=1", "unknown key learning_rate: here it is lr"),
+        ("+model.torch_dtype=float32", "unknown key model.torch_dtype: here it is model.policy_dtype"),
+        ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
+        ("model.name_or_path=/no/such", "model.name_or_path=/no/such is not there: no such directory"),
+        (
+            "model.tokenizer_name_or_path='~/no'",
+            "model.tokenizer_name_or_path=~/no is not there: no such directory (~ ",
+        ),
         ("loss.name=dpoo", "loss.name=dpoo is not one of dpo, ipo, sft"),
         ("model.policy_dtype=fp32", "model.policy_dtype=fp32 is not one of bfloat16, float32"),
         ("model.reference_dtype=half", "model.reference_dtype=half is not one of bfloat16, float16, float32"),
@@ -410,3 +419,9 @@ def test_a_key_without_effect_is_refused_or_gets_a_line(override):
     assert [line.split("=")[0] for line in refused + noted] == [key]
     assert bool(refused) == NEEDS[key].refused
     assert find_unused(compose(*complete), run) == []  # unless it is set
+
+
+def test_names_of_other_trainers_lead_to_keys_and_are_none_of_ours():
+    for name, ours in ALIASES.items():
+        assert name not in RULES
+        assert re.split("[=,]", ours)[0] in {*RULES, "loss"}

@@ -239,8 +239,8 @@ def bad_input(kind: str, folder: Path) -> tuple[tuple[str, ...], str]:
             return ("batch_size=16",), r"the train split of hh has 8 examples, too few .*batch_size=16"
         case "no such directory":
             return (f"dataset_sources.hh={folder}/nowhere",), rf"{folder}/nowhere does not exist"
-        case "no such model":
-            return (f"model.name_or_path={folder}/no-model",), rf"'{folder}/no-model' cannot be loaded"
+        case "a directory without a model":
+            return (f"model.name_or_path={folder}",), rf"'{folder}' cannot be loaded"
         case "no such archive":
             return (f"model.archive={folder}/none.pt",), rf"{folder}/none\.pt"
         case "archive of another architecture":
@@ -261,7 +261,7 @@ def bad_input(kind: str, folder: Path) -> tuple[tuple[str, ...], str]:
         "empty data",
         "fewer rows than a batch",
         "no such directory",
-        "no such model",
+        "a directory without a model",
         "no such archive",
         "archive of another architecture",
         "a directory that holds a run",
