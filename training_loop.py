@@ -308,13 +308,13 @@ class Trainer:
 
     def _continuations(self, model: Any, batch: Batch) -> list[str]:
         seed, max_length = [self.seed, self.example_counter], self.config.max_length
-
-        def before_token(number: int) -> None:
-            self._stop_if_asked()
-            self.progress.part(number, max_length - batch["prompt_input_ids"].shape[1], "token")
-
-        with before_each_forward(model, before_token):
+        most = max_length - batch["prompt_input_ids"].shape[1]
+        with before_each_forward(model, lambda token: self._before_token(token, most)):
             return sample_rows(model, batch, self.tokenizer, self.grid, max_length=max_length, seed=seed)
+
+    def _before_token(self, number: int, most: int) -> None:
+        self._stop_if_asked()
+        self.progress.part(number, most, "token")
 
     def _sampled_models(self) -> list[Any]:
         return [self.policy] if self.reference_model is None else [self.policy, self.reference_model]
