@@ -218,37 +218,30 @@ def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(rows, w
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 
 
-def test_ctrl_c_before_the_workers_have_begun_ends_them_all_without_a_traceback(rows, tmp_path):
-    process = start_sharded(rows, tmp_path / "run")
-    while len(workers_of(process.pid)) < 2:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
-    workers = workers_of(process.pid)
-    time.sleep(0.5)  # they import torch
-    os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
-    assert_gone(workers)
-
-
 ENDLESS_SAVE = """
-import runpy, sys, time, saving
+import os, runpy, sys, time, saving, trainers
 saving.write_checkpoint = lambda *_, **__: time.sleep(600)
+clip, slow = trainers.BasicTrainer.clip_gradient, int(os.environ["SLOW_UPDATE"])
+trainers.BasicTrainer.clip_gradient = lambda self: time.sleep(600) if self.batch_counter == slow else clip(self)
 sys.argv[0] = "train.py"
 runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(rows, tmp_path):
-    overrides = small_run(rows, tmp_path / "run", "n_examples=40000", "eval_every=40000")
-    process = _popen([sys.executable, "-c", ENDLESS_SAVE, *overrides], PYTHONPATH=str(ROOT))
-    wait_for_updates(tmp_path / "run", 2, process)
+@pytest.mark.parametrize(
+    ("eval_every", "slow_update"), [(40000, 40000), (8, 3)], ids=["while it saves", "in an update, beside a save"]
+)
+def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(eval_every, slow_update, rows, tmp_path):
+    overrides = small_run(rows, tmp_path / "run", "n_examples=40000", f"eval_every={eval_every}")
+    process = _popen(
+        [sys.executable, "-c", ENDLESS_SAVE, *overrides], PYTHONPATH=str(ROOT), SLOW_UPDATE=str(slow_update)
+    )
+    wait_for_updates(tmp_path / "run", 3, process)
     os.killpg(process.pid, signal.SIGINT)
     while "Ctrl-C: stopping" not in process.stdout.readline():
         assert process.poll() is None
     time.sleep(1.2)
-    assert process.poll() is None  # it is saving
+    assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=20)
     assert process.returncode == 130, said
