@@ -90,7 +90,7 @@ class Progress:
 
     def updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
         """Iterate over the batches of updates, `done` of the `total` before; `train` says what each of them gave."""
-        with self._showing("update", total=total, done=done):
+        with self._showing("update", total=total, done=done, leave=True):
             yield from items
 
     def over(self, items: Iterable, *, total: int, what: str) -> Iterator:
@@ -132,7 +132,7 @@ class Progress:
             self._open.pop()[1].close()
 
     @contextmanager
-    def _showing(self, what: str, *, total: int, done: int = 0) -> Iterator[Task]:
+    def _showing(self, what: str, *, total: int, done: int = 0, leave: bool = False) -> Iterator[Task]:
         task = Task(what, total=total, done=done, each=self.each.get(what))
         bar = tqdm.tqdm(
             total=total,
@@ -141,7 +141,7 @@ class Progress:
             bar_format="{percentage:3.0f}% |{bar:20}| {desc}",
             file=sys.stdout,
             disable=not self.show_bar,
-            leave=not self._open,
+            leave=leave,
             miniters=0,
             dynamic_ncols=True,
         )
@@ -152,8 +152,8 @@ class Progress:
             if (task, bar) in self._open:
                 self._open.remove((task, bar))
                 bar.close()
-            for outer, _ in self._open:
-                outer.elsewhere += time.monotonic() - task.began
+            if self._open:
+                self._open[-1][0].elsewhere += time.monotonic() - task.began
 
     def _show(self) -> None:
         task, _ = self._open[-1]
