@@ -25,8 +25,7 @@ import torch.distributed as dist
 import tqdm
 
 from run_directory import redact
-from stopping import STATUS as STOPPED
-from stopping import Stopped, on_stop_signals
+from stopping import ASKED, Stopped, ctrl_c_ignored, on_stop_signals
 from utils import InputError, RunError, init_distributed
 
 BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
@@ -198,8 +197,8 @@ def _work(seat: Seat, worker: Callable[..., None], args: tuple, timeout_secs: fl
         status = 0
         try:
             worker(seat.rank, seat.world_size, *args)
-        except Stopped:  # all ranks together
-            status = STOPPED
+        except Stopped as stopped:  # all ranks together
+            status = stopped.status
         dist.destroy_process_group()
         return status, ""
     except InputError as error:
@@ -287,7 +286,8 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             receiver, sender = context.Pipe(duplex=False)
             seat = Seat(rank, world_size, local_rank=rank, address="127.0.0.1", port=store.port)
             process = context.Process(target=_run_worker, args=(seat, os.getpid(), sender, worker, args, timeout_secs))
-            process.start()
+            with ctrl_c_ignored():
+                process.start()
             sender.close()
             pipes.append(receiver)
             processes.append(process)
@@ -302,11 +302,11 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
 
 
 def _forward(processes: list, asked: list[int], number: int) -> None:
-    """Pass a signal on to the workers, and remember it."""
+    """Ask the workers, which ignore Ctrl-C, to stop, and remember the signal."""
     asked.append(number)
     for process in processes:
         if process.is_alive():
-            os.kill(process.pid, number)
+            os.kill(process.pid, signal.SIGTERM)
 
 
 class End(Enum):
@@ -316,11 +316,11 @@ class End(Enum):
 
 
 def _classify(status: int, *, asked: list[int], timed_out: bool) -> End:
-    """What an exit status means. `asked` are the signals that were passed on to all workers; `timed_out`: the run is
+    """What an exit status means. `asked` are the signals that the parent had; `timed_out`: the run is
     older than a collective may take, so NCCL may have ended a worker whose collective took longer."""
     if status == 0:
         return End.DONE
-    if status == STOPPED or -status in asked:  # by a signal's default if it was not yet training
+    if status == ASKED or (asked and -status in (signal.SIGTERM, *asked)):  # by its default if not yet training
         return End.STOPPED
     if status == LOST_CONTACT or (status == ABORTED and (timed_out or asked)):
         return End.LOST_CONTACT
@@ -341,7 +341,7 @@ def _patience(ends: Collection[End], *, aborted: bool, timeout_secs: float) -> f
 def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int], *, began: float) -> None:
     """Return when all workers are done. Raises for the first that failed, or for those that never ended.
 
-    `asked` are the signals that were passed on, `began` is when the workers started.
+    `asked` are the signals that the parent had, `began` is when the workers started.
     """
     running, ends, deadline = dict(enumerate(processes)), {}, None
     while running:
@@ -358,7 +358,7 @@ def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int
         deadline = time.monotonic() + _patience(ends.values(), aborted=aborted, timeout_secs=timeout_secs)
     kinds = {*ends.values()}
     if End.STOPPED in kinds and End.FAILED not in kinds and (asked or not (running or End.LOST_CONTACT in kinds)):
-        raise Stopped  # the others wait for those that stopped, in calls that no signal interrupts
+        raise Stopped(*asked[:1])  # the others wait for those that stopped, in calls that no signal interrupts
     if not running and kinds <= {End.DONE}:
         return
     if kinds <= {End.DONE, End.LOST_CONTACT}:

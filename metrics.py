@@ -1,4 +1,4 @@
-"""Metrics: one reduction per step, and where they go: `metrics.jsonl`, W&B, samples, the terminal.
+"""Metrics: one reduction per step, and where they go: `metrics.jsonl`, W&B, samples.
 
 The only file that imports wandb. `docs/metrics.md` has the formula of every name.
 """
@@ -11,18 +11,17 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import tqdm
 from omegaconf import DictConfig, OmegaConf
 
 from run_directory import redact
-from utils import InputError, formatted_dict
+from utils import InputError
 
 Parts = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]  # rows of the global batch (n,), metrics (n,) each
 
@@ -307,45 +306,3 @@ def make_logger(config: DictConfig, run_dir: Path, state: Mapping[str, Any]) -> 
         state=state,
     )
     return Loggers(files, wandb)
-
-
-class Progress:
-    """The terminal: a tqdm bar with loss and speed; plain lines, at most every `interval` seconds, in a log file."""
-
-    def __init__(self, *, interval: float, silent: bool) -> None:
-        self.interval = interval
-        self.silent = silent
-        self.show_bar = not silent and sys.stdout.isatty()
-        self._bar: Any = None
-        self._last_line = float("-inf")
-
-    def over(self, items: Iterable, *, total: int, what: str, done: int = 0) -> Iterator:
-        """Iterate over `items` under a bar; `done` of the `total` were before."""
-        bar = tqdm.tqdm(
-            items,
-            total=total,
-            initial=done,
-            desc=what,
-            file=sys.stdout,
-            disable=not self.show_bar,
-            leave=what == "train",
-        )
-        outer, self._bar = self._bar, bar
-        try:
-            yield from bar
-        finally:
-            bar.close()
-            self._bar = outer
-
-    def train(self, metrics: Mapping[str, float], *, examples: int) -> None:
-        if self.show_bar:
-            speed = f"{metrics['examples_per_second']:.3g} ex/s"
-            self._bar.set_postfix_str(f"loss {metrics['loss/train']:.4g}, {speed}", refresh=False)
-        elif time.monotonic() - self._last_line >= self.interval:
-            self._last_line = time.monotonic()
-            self.line(f"train stats after {examples} examples: {formatted_dict(metrics)}")
-
-    def line(self, text: str) -> None:
-        """A line that does not break the bar."""
-        if not self.silent:
-            tqdm.tqdm.write(text, file=sys.stdout) if self.show_bar else print(text, flush=True)

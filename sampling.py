@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +48,20 @@ def _attention_of_generation(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation("flex_attention")
+
+
+@contextmanager
+def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None]:
+    """Inside, `act` is called with 0, 1, ... before each forward of the model, which generation has one of per token.
+
+    Processes in step call it in step, so all may raise there together.
+    """
+    numbers = itertools.count()
+    handle = model.register_forward_pre_hook(lambda *_: act(next(numbers)), prepend=True)  # before weights are gathered
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def sample_rows(model: Any, batch: Batch, tokenizer: Any, grid: Grid, *, max_length: int, seed: list[int]) -> list[str]:

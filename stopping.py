@@ -1,29 +1,82 @@
-"""Being asked to stop: SIGTERM and SIGUSR1 end a run after the update at hand, with a checkpoint."""
+"""Being asked to stop: Ctrl-C, SIGTERM and SIGUSR1 end a run with a checkpoint; a second Ctrl-C ends it without."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-STATUS = 128 + signal.SIGTERM  # what a run exits with that was asked to stop, by either signal
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+ABORTED = 128 + signal.SIGINT  # exit status after Ctrl-C, saved or not, as shells expect
+ASKED = 128 + signal.SIGTERM  # of a run that another signal stopped
+SAME_SECS = 1  # between two Ctrl-C that are one: a launcher passes on what the terminal has sent as well
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and did; what was trained is saved."""
+    """The run was asked to stop by signal `number`, and did; what was trained is saved."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__(f"asked to stop by {signal.Signals(number).name}")
+        self.status = ABORTED if number == signal.SIGINT else ASKED
 
 
 @contextmanager
 def on_stop_signals(act: Callable[[int], object]) -> Iterator[None]:
-    """Inside, either signal calls `act` with its number and nothing else. Only a main thread can hear signals."""
+    """Inside, a signal is acknowledged in one line and calls `act` with its number; a second Ctrl-C raises
+    KeyboardInterrupt. Ctrl-C stays ignored where it is. Only a main thread can hear signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    formers = {number: signal.signal(number, lambda number, _: act(number)) for number in SIGNALS}
+    heard: dict[int, float] = {}  # when each came first
+
+    def hear(number: int, _: object) -> None:
+        since = time.monotonic() - heard.setdefault(number, time.monotonic())
+        if number == signal.SIGINT and since > 0:
+            if since > SAME_SECS:
+                raise KeyboardInterrupt
+            return
+        if len(heard) == 1 and _speaks():
+            _acknowledge(number)
+        act(number)
+
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    formers = {n: signal.signal(n, hear) for n in SIGNALS if n != signal.SIGINT or not ignored}
     try:
         yield
     finally:
         for number, former in formers.items():
             signal.signal(number, former)
+
+
+@contextmanager
+def ctrl_c_ignored() -> Iterator[None]:
+    """Processes that are started inside ignore Ctrl-C, from their first moment: a terminal sends it to all of them, and
+    their parent, which hears it too, tells them what to do."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+def _speaks() -> bool:
+    """Whether this is the one process of the run that says what happens: the one that started the others, or rank 0."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return multiprocessing.parent_process() is None and rank == "0"
+
+
+def _acknowledge(number: int) -> None:
+    ctrl_c = number == signal.SIGINT
+    line = f"{'Ctrl-C' if ctrl_c else signal.Signals(number).name}: stopping, and saving what was trained"
+    line += "; Ctrl-C again ends at once and saves nothing" if ctrl_c else ""
+    if os.isatty(1):
+        line = f"\r\x1b[K{line}"  # in place of the bar, which is drawn again below
+    with suppress(OSError):  # who closed the terminal or the log file wants the checkpoint all the more
+        os.write(1, f"{line}\n".encode())  # not print, which the signal may have interrupted

@@ -3,7 +3,8 @@
     python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft
     python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST datasets=[hh] exp_name=dpo
 
-`--help` lists every key. Exit status: 0 trained, 2 bad input (one message), 143 stopped by a signal, 1 anything else.
+`--help` lists every key. Exit status: 0 trained, 2 bad input (one message), 130 Ctrl-C (the first saves, the second
+does not), 143 stopped by another signal, 1 anything else.
 Heavy imports wait until they are needed, so that `--help` and shell completion are quick.
 """
 
@@ -161,17 +162,23 @@ def _try_out(config: DictConfig, trainer: Any, world_size: int) -> None:
 def work(rank: int, world_size: int, config: DictConfig) -> None:
     """What one process does: find its run's state, load data and models, train."""
     from run_directory import explaining_full_disk
-    from stopping import on_stop_signals
+    from stopping import Stopped, on_stop_signals
 
-    with on_stop_signals(_stop_now), explaining_full_disk(config.local_run_dir):
-        _work(rank, world_size, config)
+    try:
+        with on_stop_signals(_stop_now), explaining_full_disk(config.local_run_dir):
+            _work(rank, world_size, config)
+    except Stopped:
+        if rank == 0:
+            goes_on = f"local_run_dir={config.local_run_dir} resume=auto"
+            print(f"stopped, as asked; to go on: the same command with {goes_on}", file=sys.stderr, flush=True)
+        raise
 
 
 def _stop_now(number: int) -> None:
     """Asked to stop while there is nothing to save yet."""
     from stopping import Stopped
 
-    raise Stopped
+    raise Stopped(number)
 
 
 def _work(rank: int, world_size: int, config: DictConfig) -> None:
@@ -183,11 +190,11 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
     from memory import explaining_out_of_memory
     from preflight import load_data
     from resume import check_inputs, open_run
-    from run_directory import redact, write_record
+    from run_directory import write_record
     from waiting import meet_rank_0
 
     if rank == 0:
-        print(OmegaConf.to_yaml(redact(OmegaConf.to_container(config))), flush=True)
+        print(describe(config), flush=True)
     run = open_run(config) if rank == 0 else None  # and hold it until the end
     meet_rank_0("the run's directory")
     resume_from = from_rank_0(run.checkpoint if run else None)
@@ -218,6 +225,21 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
         print(f"run directory: {config.local_run_dir}")
 
 
+def describe(config: DictConfig) -> str:
+    """What a config has that `config/` has not, and where the rest is written down."""
+    from run_directory import redact
+    from terminal import differences
+
+    defaults = OmegaConf.load(CONFIG_DIR / "config.yaml")
+    defaults.model = OmegaConf.load(CONFIG_DIR / "model" / "blank_model.yaml")
+    defaults.loss = OmegaConf.load(CONFIG_DIR / "loss" / f"{config.loss.name}.yaml")
+    values = redact(OmegaConf.to_container(config))
+    run_dir = values.pop("local_run_dir")
+    shown = differences(values, OmegaConf.to_container(defaults))
+    title = f"loss={config.loss.name}; what differs from the defaults (all of it: {run_dir}/config.yaml):"
+    return "\n".join([title, *(f"  {setting}" for setting in shown)])
+
+
 def _set_up_torch(config: DictConfig) -> None:
     from arithmetic import set_up_torch
 
@@ -230,7 +252,7 @@ def main(config: DictConfig) -> None:
     from launching import find_seat
     from run_directory import redact
     from settings import find_unused
-    from stopping import STATUS, Stopped
+    from stopping import ABORTED, Stopped
     from utils import InputError, RunError
 
     hydra_config = HydraConfig.get()
@@ -255,12 +277,13 @@ def main(config: DictConfig) -> None:
     except RunError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(1)
-    except Stopped:
-        print("stopped, as asked; with the same local_run_dir resume=auto goes on", file=sys.stderr)
-        sys.exit(STATUS)
+    except Stopped as stopped:
+        sys.exit(stopped.status)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        print("aborted: nothing more is saved", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ABORTED)  # at once, whatever is being written in the background
 
 
 def _exit_on(problems: list[str]) -> None:

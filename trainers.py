@@ -9,8 +9,10 @@ from omegaconf import DictConfig
 
 from device_map import choose_device_map, move_less
 from distributed import distribute, find_blocks
+from layouts import Logps
 from losses import _get_batch_logps, preference_loss  # noqa: F401  (the reference has them here)
-from tokenization import concatenated_inputs  # noqa: F401
+from objective import REFERENCE
+from tokenization import Batch, concatenated_inputs  # noqa: F401
 from training_loop import Trainer
 
 
@@ -25,6 +27,18 @@ class BasicTrainer(Trainer):
         if len({*getattr(model, "hf_device_map", {}).values()}) > 1:
             move_less(model, find_blocks(model, self.config.model.block_name))
         return model
+
+    def concatenated_forward(self, model: torch.nn.Module, batch: Batch) -> Logps:
+        """(chosen, rejected) log-probabilities, each (rows,), of a batch of this process."""
+        return self.objective.forward(model, self.objective.whole(batch))
+
+    def get_batch_metrics(
+        self, batch: Batch, loss_config: DictConfig, train: bool = True
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The mean loss of a batch of this process, and detached per-example metrics, each (rows,)."""
+        split, microbatch = "train" if train else "eval", self.objective.whole(batch)
+        losses, metrics = self.objective.losses(*self._models, microbatch, None, split=split, loss_config=loss_config)
+        return losses.mean(), {name: values for name, values in metrics.items() if name not in REFERENCE}
 
 
 class FSDPTrainer(BasicTrainer):

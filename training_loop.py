@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -17,21 +18,21 @@ from omegaconf import DictConfig
 from batches import Batches, GlobalBatch
 from distributed import Grid, accumulate, full_tensor, release_gathered
 from health import Guard, NonFinite
-from layouts import Logps
 from loading import loaded, loaded_reference
 from losses import LOSSES
-from metrics import NullLogger, Progress, Sample, make_logger, peak_memory_gb
+from metrics import NullLogger, Sample, make_logger, peak_memory_gb
 from models import DTYPES, check_positions, remarks
-from objective import REFERENCE, loss_options, make_objective
+from objective import loss_options, make_objective
 from optimization import OPTIMIZERS, warmup
 from preflight import TrainingData, load_data
 from resume import facts_of, inputs_of
-from sampling import fed_prompts, sample_batches, sample_rows
+from sampling import before_each_forward, fed_prompts, sample_batches, sample_rows
 from saving import Checkpoints
 from self_test import self_test
 from stopping import Stopped, on_stop_signals
+from terminal import Progress, table
 from tokenization import Batch
-from utils import InputError, formatted_dict, get_local_dir
+from utils import InputError, get_local_dir
 from waiting import after_rank_0
 
 COUNTERS = ("example_counter", "batch_counter", "evaluated_at")
@@ -71,7 +72,8 @@ class Trainer:
             raise InputError(f"loss={config.loss.name} needs a reference model")
         self.data = data or load_data(config, silent=rank != 0)
         self.tokenizer = self.data.tokenizer
-        self.progress = Progress(interval=config.minimum_log_interval_secs, silent=rank != 0)
+        each = {"update": config.batch_size, **dict.fromkeys(("evaluate", "sample"), config.eval_batch_size)}
+        self.progress = Progress(interval=config.minimum_log_interval_secs, silent=rank != 0, each=each)
         self.compute_dtype = (config.model.fsdp_policy_mp if self.multi_process else None) or config.model.policy_dtype
         self.policy = self._place_policy(policy)
         self.reference_model, self.reference_digest = None, None
@@ -152,7 +154,7 @@ class Trainer:
     def train(self) -> None:
         """Train to the end of the data, evaluating and saving when due and after the last update.
 
-        Asked to stop by SIGTERM or SIGUSR1, it finishes the update (several processes the next), saves, raises Stopped.
+        Asked to stop by a signal, it finishes the update (several processes the next), saves, raises Stopped.
         """
         if self.batch_counter == 0:  # later the policy is not the reference any more
             self.self_test()
@@ -161,17 +163,15 @@ class Trainer:
         total = self.data.report.updates
         with on_stop_signals(self._asked_to_stop.append):
             try:
-                for batch in self.progress.over(
-                    self.train_iterator, total=total, done=self.batch_counter, what="train"
-                ):
+                for batch in self.progress.updates(self.train_iterator, total=total, done=self.batch_counter):
                     self.evaluate_and_save()
                     metrics = self.train_step(batch)
                     self.logger.log("train", metrics, examples=self.example_counter, updates=self.batch_counter)
-                    self.progress.train(metrics, examples=self.example_counter)
+                    self.progress.train(metrics, updates=self.batch_counter)
                     self.guard.watch(metrics, update=self.batch_counter)
                     self.checkpoints.check()
                     if self.stop_is_agreed or (self.world_size == 1 and self._asked_to_stop):
-                        raise Stopped
+                        raise Stopped(*self._asked_to_stop[:1])
                 self.evaluate_and_save(last=True)
                 self.checkpoints.finish()
             except (Stopped, NonFinite) as ending:  # on every process
@@ -181,13 +181,15 @@ class Trainer:
                 self.checkpoints.finish()
                 raise
             finally:
-                self.checkpoints.wait()  # whatever went wrong, what is being written gets whole
+                self.progress.close()
+                if not isinstance(sys.exception(), KeyboardInterrupt):
+                    self.checkpoints.wait()  # whatever else went wrong, what is being written gets whole
         self.logger.close()
 
     def _stop_if_asked(self) -> None:
         """Raises Stopped on every process if any of them had a signal."""
         if self.grid.any(bool(self._asked_to_stop)):
-            raise Stopped
+            raise Stopped(*self._asked_to_stop[:1])
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """One update on a global batch; its metrics, means over the whole batch on every process."""
@@ -237,18 +239,6 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
         return full_tensor(norm)
 
-    def concatenated_forward(self, model: torch.nn.Module, batch: Batch) -> Logps:
-        """(chosen, rejected) log-probabilities, each (rows,), of a batch of this process."""
-        return self.objective.forward(model, self.objective.whole(batch))
-
-    def get_batch_metrics(
-        self, batch: Batch, loss_config: DictConfig, train: bool = True
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The mean loss of a batch of this process, and detached per-example metrics, each (rows,)."""
-        split, microbatch = "train" if train else "eval", self.objective.whole(batch)
-        losses, metrics = self.objective.losses(*self._models, microbatch, None, split=split, loss_config=loss_config)
-        return losses.mean(), {name: values for name, values in metrics.items() if name not in REFERENCE}
-
     @property
     def _models(self) -> tuple[Any, Any]:
         return self.policy, self.reference_model
@@ -277,7 +267,7 @@ class Trainer:
         if self.evaluated_at != examples and (last or self.evaluation_is_due()):
             metrics = self.evaluate()
             samples = self.samples() if self.config.sample_during_eval else []
-            self.progress.line(f"eval after {examples} examples: {formatted_dict(metrics)}")
+            self.progress.line(table(f"evaluation after {examples:,} examples", metrics))
             self.logger.log("eval", metrics, examples=examples, updates=self.batch_counter)
             if samples:
                 self.logger.log_samples(samples, examples=examples)
@@ -321,7 +311,13 @@ class Trainer:
 
     def _continuations(self, model: Any, batch: Batch) -> list[str]:
         seed, max_length = [self.seed, self.example_counter], self.config.max_length
-        return sample_rows(model, batch, self.tokenizer, self.grid, max_length=max_length, seed=seed)
+        most = max_length - batch["prompt_input_ids"].shape[1]
+        with before_each_forward(model, lambda token: self._before_token(token, most)):
+            return sample_rows(model, batch, self.tokenizer, self.grid, max_length=max_length, seed=seed)
+
+    def _before_token(self, number: int, most: int) -> None:
+        self._stop_if_asked()
+        self.progress.part(number, most, "token")
 
     def _sampled_models(self) -> list[Any]:
         return [self.policy] if self.reference_model is None else [self.policy, self.reference_model]

@@ -50,9 +50,9 @@ class TimedTrainer(BasicTrainer):
         rows = []
         show, start = self.progress.train, time.perf_counter()
 
-        def end_of_update(metrics: dict[str, float], *, examples: int) -> None:
+        def end_of_update(metrics: dict[str, float], *, updates: int) -> None:
             nonlocal start
-            show(metrics, examples=examples)
+            show(metrics, updates=updates)
             now = time.perf_counter()
             rows.append({"update": now - start, **PARTS})
             PARTS.clear()

@@ -96,7 +96,7 @@ def _train(overrides: list[str], log: Path, fault: Callable | None, arguments: t
     import torch
 
     import train
-    from stopping import STATUS, Stopped
+    from stopping import Stopped
     from utils import InputError, RunError
 
     torch.set_num_threads(1)
@@ -104,6 +104,7 @@ def _train(overrides: list[str], log: Path, fault: Callable | None, arguments: t
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     sys.stdout = sys.stderr = file
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # wherever the tests run
     if fault is not None:
         fault(*arguments)
     status = 0
@@ -114,8 +115,8 @@ def _train(overrides: list[str], log: Path, fault: Callable | None, arguments: t
     except (InputError, RunError) as error:
         print(error)
         status = 2 if isinstance(error, InputError) else 1
-    except Stopped:
-        status = STATUS
+    except Stopped as stopped:
+        status = stopped.status
     with contextlib.suppress(OSError):
         file.flush()
     os._exit(status)

@@ -32,6 +32,7 @@ from loading import model_loaders
 from models import concatenated_forward
 from optimization import OPTIMIZERS
 from settings import NEED_WHOLE_TENSORS
+from stopping import Stopped
 from trainers import TRAINERS, BasicTrainer
 from utils import get_open_port
 
@@ -382,6 +383,31 @@ def agree_to_stop(rank: int, world_size: int, run_dir: Path) -> None:
 
 def test_if_one_process_is_asked_to_stop_all_know_it_after_an_update(tmp_path):
     launch(agree_to_stop, 2, tmp_path, process_group=True)
+
+
+def break_off_sampling(rank: int, world_size: int, run_dir: Path) -> None:
+    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer", "max_length=96"))
+    forwards = []
+    trainer.policy.register_forward_pre_hook(lambda *_: forwards.append(1))  # after the question whether to stop
+    before = trainer._before_token
+
+    def one_is_asked(number: int, most: int) -> None:
+        if rank == 1 and number == 3:
+            trainer._asked_to_stop.append(signal.SIGTERM)
+        before(number, most)
+
+    trainer._before_token = one_is_asked
+    with pytest.raises(Stopped):
+        trainer.samples()
+    assert len(forwards) == 3
+    trainer.train_step(next(trainer.train_iterator))  # on shards again
+    trainer.save()
+    trainer.checkpoints.finish()
+
+
+def test_if_one_process_is_asked_to_stop_all_break_off_sampling_at_the_same_token(tmp_path):
+    launch(break_off_sampling, 2, tmp_path, process_group=True)
+    assert (tmp_path / "LATEST").exists()
 
 
 def test_copies_add_up_their_gradients_once_per_update(tmp_path):

@@ -117,13 +117,16 @@ def test_a_full_file_system_is_noticed_too(rows, start, whole, tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_asked_to_stop_it_saves_and_exits_with_143(number, start, tmp_path):
+STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
+
+
+@pytest.mark.parametrize("number", STATUS)
+def test_asked_to_stop_it_saves_and_exits_with_the_signals_status(number, start, tmp_path):
     run = start("n_examples=4000", "eval_every=40")
     while not (tmp_path / "run" / "metrics.jsonl").exists() or len(metrics_of(tmp_path / "run", "train")) < 3:
         time.sleep(0.01)
     os.kill(run.process.pid, number)
-    assert run.wait() == 143, run.log.read_text()
+    assert run.wait() == STATUS[number], run.log.read_text()
     updates = metrics_of(tmp_path / "run", "train")
     newest = find_checkpoints(tmp_path / "run")[0]
     assert newest.name == f"step-{updates[-1]['examples']}"
@@ -149,6 +152,8 @@ def _popen(command: list[str], **environment: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # what a terminal does: Ctrl-C goes to the command and all that it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -195,8 +200,53 @@ def test_the_launcher_passes_a_signal_on_and_all_exit_with_143(rows, whole_shard
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 143, said
-    assert "stopped, as asked; with the same local_run_dir resume=auto goes on" in said
+    assert said.count("SIGTERM: stopping, and saving what was trained\n") == 1
+    go_on = f"stopped, as asked; to go on: the same command with local_run_dir={tmp_path / 'run'} resume=auto"
+    assert said.count(go_on) == 1
     continue_sharded(rows, tmp_path / "run", whole_sharded)
+
+
+def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(rows, whole_sharded, tmp_path):
+    process = start_sharded(rows, tmp_path / "run")
+    wait_for_updates(tmp_path / "run", 2, process)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said.count("Ctrl-C: stopping, and saving what was trained; Ctrl-C again ends at once") == 1
+    assert said.count("stopped, as asked") == 1
+    assert "Traceback" not in said
+    continue_sharded(rows, tmp_path / "run", whole_sharded)
+
+
+ENDLESS_SAVE = """
+import os, runpy, sys, time, saving, trainers
+saving.write_checkpoint = lambda *_, **__: time.sleep(600)
+clip, slow = trainers.BasicTrainer.clip_gradient, int(os.environ["SLOW_UPDATE"])
+trainers.BasicTrainer.clip_gradient = lambda self: time.sleep(600) if self.batch_counter == slow else clip(self)
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("eval_every", "slow_update"), [(40000, 40000), (8, 3)], ids=["while it saves", "in an update, beside a save"]
+)
+def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(eval_every, slow_update, rows, tmp_path):
+    overrides = small_run(rows, tmp_path / "run", "n_examples=40000", f"eval_every={eval_every}")
+    process = _popen(
+        [sys.executable, "-c", ENDLESS_SAVE, *overrides], PYTHONPATH=str(ROOT), SLOW_UPDATE=str(slow_update)
+    )
+    wait_for_updates(tmp_path / "run", 3, process)
+    os.killpg(process.pid, signal.SIGINT)
+    while "Ctrl-C: stopping" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(1.2)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=20)
+    assert process.returncode == 130, said
+    assert said.endswith("aborted: nothing more is saved\n")
+    assert find_checkpoints(tmp_path / "run") == []
 
 
 def test_workers_end_with_their_parent_and_the_run_continues(rows, whole_sharded, tmp_path):
@@ -228,7 +278,8 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_asked_to_stop_before_it_trains_it_exits_with_143_too(start, tmp_path):
-    run = start(fault=ask_to_stop_while_loading, arguments=(signal.SIGUSR1,))
-    assert run.wait() == 143, run.log.read_text()
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_asked_to_stop_before_it_trains_it_exits_with_that_status_too(number, start, tmp_path):
+    run = start(fault=ask_to_stop_while_loading, arguments=(number,))
+    assert run.wait() == STATUS[number], run.log.read_text()
     assert find_checkpoints(tmp_path / "run") == []

@@ -19,7 +19,6 @@ from metrics import (
     FileLogger,
     Loggers,
     NullLogger,
-    Progress,
     Sample,
     WandbLogger,
     peak_memory_gb,
@@ -241,28 +240,6 @@ def test_a_run_outlives_the_wandb_service(tmp_path):
 
     assert said.count("warning: W&B takes no more") == 1
     assert "the run went on" in said
-
-
-def test_in_a_log_file_progress_is_plain_lines_at_most_every_interval(capsys):
-    progress = Progress(interval=1000.0, silent=False)
-    for n in progress.over([4, 8, 12], total=3, what="train"):
-        list(progress.over([1, 2], total=2, what="evaluate"))
-        progress.train({"loss/train": 0.123456789, "examples_per_second": 3.0}, examples=n)
-    progress.line("saved")
-
-    captured = capsys.readouterr()
-    assert captured.out == (
-        "train stats after 4 examples: {'loss/train': '0.12346', 'examples_per_second': '3'}\nsaved\n"
-    )
-    assert captured.err == ""
-
-
-def test_ranks_other_than_0_are_silent(capsys):
-    progress = Progress(interval=0.0, silent=True)
-    assert list(progress.over([4], total=1, what="train")) == [4]
-    progress.train({"loss/train": 0.1, "examples_per_second": 3.0}, examples=4)
-    progress.line("saved")
-    assert capsys.readouterr() == ("", "")
 
 
 def test_peak_memory_is_in_units_of_1e9_bytes():

@@ -110,6 +110,42 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_agai
     assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_samples_at_the_end_is_heard_at_the_next_token(number, run, tmp_path, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    settings = ("sample_during_eval=true", "n_eval_model_samples=4", "do_first_eval=false", "eval_every=24")
+    run("whole", *settings)
+    samples, forward = BasicTrainer.samples, LlamaForCausalLM.forward
+    tokens = []
+
+    def sampling(self):
+        monkeypatch.setattr(LlamaForCausalLM, "forward", asked_to_stop_in_it)
+        return samples(self)
+
+    def asked_to_stop_in_it(self, *arguments, **options):
+        tokens.append(options)
+        if len(tokens) == 3:
+            os.kill(os.getpid(), number)
+        return forward(self, *arguments, **options)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # wherever the tests run
+    monkeypatch.setattr(BasicTrainer, "samples", sampling)
+    with pytest.raises(Stopped) as stopped:
+        run("stopped", *settings)
+    monkeypatch.undo()
+
+    assert stopped.value.status == 128 + number
+    del stopped  # which holds the run's lock
+    assert len(tokens) == 3
+    assert find_checkpoints(tmp_path / "stopped")[0].name == "step-24"
+    assert metrics_of(tmp_path / "stopped", "eval") == []
+    run("stopped", *settings, "resume=auto")
+    assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
+    both = [(tmp_path / name / "samples.jsonl").read_text() for name in ("whole", "stopped")]
+    assert both[0] == both[1]
+
+
 def test_an_evaluation_more_or_a_save_more_changes_nothing_that_is_trained(run, tmp_path):
     run("whole")
     run("other", "eval_every=4", "save_every=12", "n_eval_examples=8", "num_workers=0")

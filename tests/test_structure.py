@@ -34,7 +34,9 @@ LEVELS = {
     **dict.fromkeys(["losses", "optimization", "checkpoint", "metrics", "settings", "run_directory", "utils"], 0),
     "config_keys": 0,
     **dict.fromkeys(["arithmetic", "cpu_attention", "device_map", "sharing"], 0),
-    **dict.fromkeys(["archive", "host_memory", "stopping", "launching", "distributed", "tensor_parallelism"], 0),
+    **dict.fromkeys(
+        ["archive", "host_memory", "stopping", "terminal", "launching", "distributed", "tensor_parallelism"], 0
+    ),
 }
 FILES = {file.stem: file for file in sorted(ROOT.glob("*.py"))}
 TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in FILES.items()}

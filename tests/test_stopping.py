@@ -1,0 +1,80 @@
+"""A signal is acknowledged once, in one line, and acted on; a second Ctrl-C is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+import stopping
+from stopping import Stopped, ctrl_c_ignored, on_stop_signals
+
+
+@pytest.fixture(autouse=True)
+def hears_ctrl_c():
+    """Wherever the tests run."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
+@pytest.mark.parametrize("number", stopping.SIGNALS)
+def test_a_signal_is_acknowledged_in_one_line_and_acted_on(number, capfd):
+    heard = []
+    with on_stop_signals(heard.append):
+        os.kill(os.getpid(), number)
+    assert heard == [number]
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    again = "; Ctrl-C again ends at once and saves nothing" if number == signal.SIGINT else ""
+    assert capfd.readouterr() == (f"{name}: stopping, and saving what was trained{again}\n", "")
+
+
+def test_ctrl_c_that_a_launcher_passes_on_too_counts_once(capfd):
+    heard = []
+    with on_stop_signals(heard.append):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert heard == [signal.SIGINT]
+    assert capfd.readouterr().out.count("\n") == 1
+
+
+def test_a_second_ctrl_c_interrupts(monkeypatch):
+    monkeypatch.setattr(stopping, "SAME_SECS", 0)
+    heard = []
+    with on_stop_signals(heard.append):
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert heard == [signal.SIGINT]
+
+
+@pytest.mark.parametrize("rank", [{"RANK": "1"}, {"SLURM_PROCID": "1"}])
+def test_of_several_processes_one_acknowledges(rank, monkeypatch, capfd):
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    heard = []
+    with on_stop_signals(heard.append):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert heard == [signal.SIGTERM]
+    assert capfd.readouterr().out == ""
+
+
+def test_ctrl_c_stays_ignored_where_it_is():
+    heard = []
+    with ctrl_c_ignored(), on_stop_signals(heard.append):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert heard == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_was_heard_before_is_heard_again_afterwards():
+    with on_stop_signals(lambda number: None):
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_exit_status_is_the_signals_as_shells_expect():
+    assert [Stopped(number).status for number in stopping.SIGNALS] == [130, 143, 143]
+    assert Stopped().status == 143

@@ -1,0 +1,213 @@
+"""What a run shows: a bar on a terminal, lines that grep finds in a log file, and no silence of minutes in either."""
+
+from __future__ import annotations
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+import terminal
+from terminal import Progress, differences, duration, number, table
+
+DPO = {
+    "loss/train": 0.689123456,
+    "rewards_train/accuracies": 0.96875,
+    "rewards_train/margins": 0.0081234,
+    "logps_train/chosen": -59.6,
+    "examples_per_second": 165.4,
+}
+
+
+class Clock(SimpleNamespace):
+    """Time that passes when it is told to."""
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock(now=100.0)
+    monkeypatch.setattr(terminal, "time", clock)
+    return clock
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_an_update_is_one_line_with_totals_and_time_left(clock, capsys):
+    progress = Progress(interval=0.0, silent=False, each={"update": 32})
+    for update in progress.updates([1, 2, 3], total=64, done=0):
+        clock.now += 2.0
+        progress.train(DPO, updates=update)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "update 1/64  32/2,048 examples  loss 0.6891  acc 0.97  margin 0.00812  165 ex/s  2:06 left"
+    assert lines[2] == "update 3/64  96/2,048 examples  loss 0.6891  acc 0.97  margin 0.00812  165 ex/s  2:02 left"
+
+
+def test_sft_has_no_accuracy_and_large_numbers_no_exponent(clock, capsys):
+    progress = Progress(interval=0.0, silent=False, each={"update": 4})
+    for _ in progress.updates([1], total=1, done=0):
+        progress.train({"loss/train": 123456.7, "examples_per_second": 2345.6}, updates=1)
+    assert capsys.readouterr().out == "update 1/1  4/4 examples  loss 123,457  2,346 ex/s  0:00 left\n"
+
+
+def test_a_run_that_continues_counts_from_where_it_was(clock, capsys):
+    progress = Progress(interval=0.0, silent=False, each={"update": 4})
+    for _ in progress.updates([1], total=10, done=8):
+        clock.now += 5.0
+        progress.train(DPO, updates=9)
+    assert capsys.readouterr().out.startswith("update 9/10  36/40 examples  loss")
+    assert capsys.readouterr().out == ""
+
+
+def test_evaluations_do_not_count_as_time_of_updates(clock, capsys):
+    progress = Progress(interval=0.0, silent=False, each={"update": 4})
+    for update in progress.updates([1, 2], total=4, done=0):
+        for _ in progress.over([1], total=1, what="evaluate"):
+            clock.now += 500.0
+        clock.now += 3.0
+        progress.train(DPO, updates=update)
+    assert [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("update")] == [
+        "0:09 left",
+        "0:06 left",
+    ]
+
+
+def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
+    progress = Progress(interval=1.0, silent=False, each={"update": 4})
+    for update in progress.updates([1, 2, 3, 4, 5], total=5, done=0):
+        clock.now += 0.4
+        progress.train(DPO, updates=update)
+    progress.line("saved")
+
+    captured = capsys.readouterr()
+    assert [line.split()[1] for line in captured.out.splitlines()[:-1]] == ["1/5", "4/5"]
+    assert captured.out.endswith("\nsaved\n")
+    assert "\r" not in captured.out + captured.err
+
+
+def test_in_a_log_file_an_evaluation_that_takes_long_says_how_far_it_is(clock, capsys):
+    progress = Progress(interval=1.0, silent=False, each={"evaluate": 16})
+    for _ in progress.over(range(6), total=6, what="evaluate"):
+        clock.now += 20.0
+
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluate 2/6  32/96 examples  1:20 left",
+        "evaluate 4/6  64/96 examples  0:40 left",
+        "evaluate 6/6  96/96 examples  0:00 left",
+    ]
+
+
+def test_in_a_log_file_a_single_batch_that_takes_long_to_sample_says_how_far_it_is(clock, capsys):
+    progress = Progress(interval=1.0, silent=False, each={"sample": 16})
+    for _ in progress.over([1], total=1, what="sample"):
+        for token in range(256):
+            progress.part(token, 256, "token")
+            clock.now += 0.25
+
+    assert capsys.readouterr().out.splitlines() == [
+        "sample 0/1  0/16 examples  token 120/256  0:34 left",
+        "sample 0/1  0/16 examples  token 240/256  0:04 left",
+    ]
+
+
+def test_what_takes_a_moment_needs_no_line(clock, capsys):
+    progress = Progress(interval=0.0, silent=False)
+    for _ in progress.over([1, 2], total=2, what="evaluate"):
+        clock.now += 1.0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_on_a_terminal_the_bar_says_the_same(clock, monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_: (150, 40))
+    progress = Progress(interval=1000.0, silent=False, each={"update": 32, "sample": 16})
+    bars = []
+    for update in progress.updates([1, 2], total=64, done=0):
+        for _ in progress.over([1], total=1, what="sample"):
+            progress.part(128, 256, "token")
+            progress._open[-1][1].refresh()
+            bars.append(screen.getvalue())
+        clock.now += 2.0
+        progress.train(DPO, updates=update)
+    progress.line("saved")
+
+    assert " 50% |" in bars[0]
+    assert "sample 0/1  0/16 examples  token 128/256" in bars[0]
+    shown = screen.getvalue()
+    assert "update 2/64  64/2,048 examples  loss 0.6891  acc 0.97  margin 0.00812  165 ex/s  2:04 left" in shown
+    assert "saved\n" in shown
+
+
+def test_what_is_printed_after_bars_are_closed_comes_below_them(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    progress = Progress(interval=0.0, silent=False)
+    batches = progress.updates([1, 2], total=2, done=0)
+    next(batches)
+    progress.close()
+    assert screen.getvalue().endswith("\n")
+
+
+def test_ranks_other_than_0_are_silent(capsys):
+    progress = Progress(interval=0.0, silent=True)
+    for item in progress.updates([4], total=1, done=0):
+        assert list(progress.over([item], total=1, what="evaluate")) == [4]
+        progress.train(DPO, updates=1)
+    progress.line("saved")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_evaluation_is_an_aligned_table():
+    shown = table("evaluation after 2,048 examples", {"loss/eval": 0.68912345, "rewards_eval/chosen": -59.6})
+    assert shown.splitlines() == [
+        "evaluation after 2,048 examples:",
+        "  loss/eval               0.68912",
+        "  rewards_eval/chosen       -59.6",
+    ]
+
+
+def test_numbers_and_durations_are_short():
+    assert [number(x) for x in (0.00012345, 999.4, 1000, 12345.6, float("nan"))] == [
+        "0.000123",
+        "999",
+        "1,000",
+        "12,346",
+        "nan",
+    ]
+    assert [duration(s) for s in (0, 12.4, 3723)] == ["0:00", "0:12", "1:02:03"]
+
+
+def test_settings_are_shown_if_they_differ():
+    defaults = {"lr": 5e-7, "datasets": ["hh"], "sources": {"hh": None}, "model": {"block_name": None}}
+    values = {"lr": 1e-6, "datasets": ["hh"], "sources": {"hh": None, "mine": "DIR"}, "model": {"block_name": "X"}}
+    assert differences(values, defaults) == ["lr=1e-06", "sources.mine=DIR", "model.block_name=X"]
+
+
+def test_a_config_is_described_by_what_differs_from_its_files():
+    import hydra
+
+    import train
+
+    overrides = ["loss=ipo", "loss.beta=0.3", "exp_name=x", "model=pythia28", "batch_size=4", "local_run_dir=RUN",
+                 "wandb.project=p"]  # fmt: skip
+    with hydra.initialize_config_dir(str(train.CONFIG_DIR), version_base="1.3"):
+        config = hydra.compose("config", overrides)
+    OmegaConf.resolve(config)
+
+    assert train.describe(config).splitlines() == [
+        "loss=ipo; what differs from the defaults (all of it: RUN/config.yaml):",
+        "  exp_name=x",
+        "  wandb.project=p",
+        "  model.name_or_path=EleutherAI/pythia-2.8b",
+        "  model.block_name=GPTNeoXLayer",
+        "  loss.beta=0.3",
+    ]
