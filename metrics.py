@@ -21,7 +21,8 @@ import torch
 import tqdm
 from omegaconf import DictConfig, OmegaConf
 
-from run_directory import redact
+from plain_files import check_writable
+from run_directory import LOG_FILES, redact
 from utils import InputError, formatted_dict
 
 Parts = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]  # rows of the global batch (n,), metrics (n,) each
@@ -82,7 +83,6 @@ class Sample(NamedTuple):
 
 
 FINISH_SECS = 300  # that W&B may take to send the rest at the end
-LOG_FILES = ("metrics.jsonl", "samples.jsonl", "samples.txt")
 
 
 class Logger(Protocol):
@@ -125,6 +125,8 @@ class FileLogger:
 
     def __init__(self, run_dir: Path, state: Mapping[str, Any] | None = None) -> None:
         self.run_dir = run_dir
+        for name in LOG_FILES:
+            check_writable(run_dir / name)
         sizes = (state or {}).get("log_bytes", {})
         for name in (name for name in LOG_FILES if name in sizes):  # a checkpoint may name any file
             path, size = run_dir / name, sizes[name]

@@ -16,16 +16,19 @@ from checkpoint import (
     STEP,
     DamagedCheckpoint,
     check_complete,
+    check_contents,
     find_checkpoints,
     point,
     step_of,
     sync_directory,
     tidy,
 )
+from checkpoint_contents import FACTS as FACT_SHAPES
+from checkpoint_contents import find_odd
 from checksums import BLOCK, HashedFile
-from metrics import LOG_FILES
+from plain_files import check_readable, check_writable, remove
 from preflight import TrainingData
-from run_directory import create_run_dir, lock_run_dir, redact
+from run_directory import LOG_FILES, ORIGIN, create_run_dir, lock_run_dir, redact
 from settings import flatten
 from utils import InputError
 from waiting import made_progress
@@ -42,7 +45,6 @@ MAY_CHANGE = (
 )
 OF_EACH_COMMAND = ("exp_name", "local_dirs", "local_run_dir", "resume", "dry_run")
 FACTS = frozenset(("updates", "evaluated", "best_at", "config", "data"))  # that a manifest tells of its run
-ORIGIN = ".continues"  # file in the directory of a run that continues another: the checksum of that one's manifest
 
 
 class Run(NamedTuple):
@@ -73,8 +75,8 @@ def open_run(config: DictConfig) -> Run:
     """
     if config.resume is None:
         return _claim(config, continued=False)
-    path = Path(config.local_run_dir).resolve()
-    source = path if config.resume == "auto" else Path(config.resume).expanduser().resolve()
+    path = Path(os.path.realpath(config.local_run_dir))
+    source = path if config.resume == "auto" else Path(os.path.realpath(os.path.expanduser(config.resume)))
     if source == path or (_is_named(source) and source.parent == path):
         return _continue_here(config, source)
     found = _find_whole(source, config)
@@ -130,6 +132,9 @@ def _find_whole(source: Path, config: DictConfig) -> Found | None:
             manifest = check_complete(path, made_progress)
             if missing := FACTS - manifest.keys():
                 raise DamagedCheckpoint(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}")
+            if odd := find_odd(manifest, FACT_SHAPES):
+                raise DamagedCheckpoint(f"{path / MANIFEST}: {odd}")
+            check_contents(path, made_progress)
         except DamagedCheckpoint as error:
             print(f"warning: skipped: {error}")
             reasons += f"; {error}"
@@ -147,7 +152,8 @@ def _find_whole(source: Path, config: DictConfig) -> Found | None:
 def _is_begun(run_dir: Path, found: Found) -> bool:
     """Whether the directory holds a run that continues this checkpoint, or was to."""
     origin = run_dir / ORIGIN
-    return origin.exists() and origin.read_text() == found.manifest["sha256"]
+    check_writable(origin)
+    return origin.exists() and origin.read_bytes() == found.manifest["sha256"].encode()
 
 
 def _refuse_going_back(found: Found, resume: str) -> None:
@@ -214,9 +220,10 @@ def _begin_with(found: Found, run_dir: Path) -> None:
     (run_dir / ORIGIN).write_text(found.manifest["sha256"])
     for log in (found.path.parent / name for name in LOG_FILES):
         if log.exists():
+            check_readable(log)
             _copy(log, run_dir / log.name)
     temporary = run_dir / f".{found.path.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove(temporary)
     try:
         temporary.mkdir()
         for name in (*found.manifest["files"], MANIFEST):

@@ -18,12 +18,16 @@ from typing import IO, Any
 import torch
 import yaml
 
+from plain_files import check_link, check_writable
 from utils import InputError, RunError
 
 SECRET_KEY = re.compile(r"((^|_)(api_?key|key|token|pat|credentials?)|secret|password|passwd)$", re.IGNORECASE)
 URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may hold @ and /
 URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
 ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be left open
+LOG_FILES = ("metrics.jsonl", "samples.jsonl", "samples.txt")
+ORIGIN = ".continues"  # of a run that continues another: the checksum of that one's manifest
+FILES = (".lock", "config.yaml", "env.json", "preflight.json", ORIGIN, *LOG_FILES)
 PACKAGES = (
     "torch",
     "transformers",
@@ -78,7 +82,8 @@ def environment() -> dict[str, Any]:
 
 
 def create_run_dir(path: str, *, continued: bool = False) -> Path:
-    """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`."""
+    """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`, and if what is
+    to be written there is something else than a file."""
     run_dir = Path(path)
     held = [name for name in ("metrics.jsonl", "LATEST") if os.path.lexists(run_dir / name)]
     if held and not continued:
@@ -88,6 +93,10 @@ def create_run_dir(path: str, *, continued: bool = False) -> Path:
         )
     with _explaining(path):
         run_dir.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            check_writable(run_dir / name)
+        for name in ("LATEST", "BEST"):
+            check_link(run_dir / name)
     return run_dir
 
 
