@@ -25,6 +25,7 @@ from checkpoint import (
     digest_of,
     point,
     prune,
+    read_state,
     tidy,
     write_checkpoint,
 )
@@ -76,7 +77,7 @@ def replace_state(file: Path, change: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "device"])
 def test_what_is_no_file_is_not_read_and_a_link_to_a_file_is(kind, tmp_path):
     make(kind, tmp_path / "odd")
-    for read in (check_readable, read_logps):
+    for read in (check_readable, read_logps, read_state):
         with pytest.raises(InputError, match=f"odd is a {kind} where a file belongs"):
             read(tmp_path / "odd")
     write_rows(tmp_path / "rows", [{"prompt": "a"}])
@@ -142,7 +143,7 @@ def test_a_checkpoint_with_something_else_than_files_is_damaged(kind, name, tmp_
         check_complete(saved)
 
 
-@pytest.mark.parametrize("kind", ["file", "symbolic link", "FIFO", "loop"])
+@pytest.mark.parametrize("kind", ["file", "directory", "symbolic link", "FIFO", "loop"])
 def test_whatever_has_a_temporary_name_is_cleared_away_but_nothing_that_it_points_to(kind, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").touch()
@@ -359,6 +360,29 @@ def test_a_state_that_does_not_fit_ends_the_run_in_words(run, tmp_path):
         InputError, match=r"optimizer\.pt does not fit RMSprop: of parameter 0 it holds step, not square"
     ):
         run("run", "resume=auto")
+
+
+def test_settings_that_a_torch_before_did_not_have_are_those_of_today(run, tmp_path):
+    run("run", "n_examples=8")
+
+    def before(state: Any) -> Any:
+        groups = [{k: v for k, v in group.items() if k != "alpha"} for group in state["param_groups"]]
+        return {**state, "param_groups": groups}
+
+    replace_state(tmp_path / "run" / "step-8" / "optimizer.pt", before)
+    run("run", "n_examples=12", "resume=auto")
+    assert len(metrics_of(tmp_path / "run", "train")) == 3
+
+
+def test_a_run_that_continues_elsewhere_meets_such_files_there(run, tmp_path):
+    run("run", "n_examples=8")
+    (tmp_path / "fork").mkdir()
+    (tmp_path / "fork" / ".step-8.tmp").touch()
+    run("fork", f"resume={tmp_path}/run/step-8", "n_examples=12")
+    (tmp_path / "fork" / ".continues").unlink()
+    os.mkfifo(tmp_path / "fork" / ".continues")
+    with pytest.raises(InputError, match=r"\.continues is a FIFO where a file belongs"):
+        run("fork", f"resume={tmp_path}/run/step-8", "n_examples=16")
 
 
 def test_a_schedulers_state_sets_only_what_it_has(tmp_path, states):
