@@ -21,8 +21,7 @@ import torch
 import tqdm
 from omegaconf import DictConfig, OmegaConf
 
-from plain_files import check_writable
-from run_directory import LOG_FILES, redact
+from run_directory import LOG_FILES, create_run_dir, redact
 from utils import InputError, formatted_dict
 
 Parts = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]  # rows of the global batch (n,), metrics (n,) each
@@ -120,13 +119,13 @@ class FileLogger:
     """`metrics.jsonl`, `samples.jsonl` and `samples.txt` in the run directory; every line, flushed at once.
 
     What is no finite number is null, as JSON wants it.
-    What lies there beyond a `state` is cut off: it was logged after the checkpoint and will be again.
+    The directory is made if it is not there. What lies in the files beyond a `state` is cut off: it was logged after
+    the checkpoint and will be again.
     """
 
     def __init__(self, run_dir: Path, state: Mapping[str, Any] | None = None) -> None:
         self.run_dir = run_dir
-        for name in LOG_FILES:
-            check_writable(run_dir / name)
+        create_run_dir(str(run_dir), continued=True)
         sizes = (state or {}).get("log_bytes", {})
         for name in (name for name in LOG_FILES if name in sizes):  # a checkpoint may name any file
             path, size = run_dir / name, sizes[name]

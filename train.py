@@ -21,6 +21,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from settings import Processes
 
 CONFIG_DIR = Path(__file__).parent / "config"
@@ -144,13 +146,46 @@ def run(config: DictConfig) -> None:
     )
 
 
-def work(rank: int, world_size: int, config: DictConfig) -> None:
-    """What one process does: find its run's state, load data and models, train."""
+def worker_main(
+    rank: int, world_size: int, config: DictConfig, policy: nn.Module, reference_model: nn.Module | None = None
+) -> None:
+    """The reference's name for what one process does with models that are loaded: join the others, train and save.
+
+    Several are started with `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N, config, policy, reference))`
+    and meet at `config.fsdp_port`. Keys that the config lacks are as in `config/`. Raises InputError for a config that
+    cannot run.
+    """
+    import torch
+
+    from config_files import with_defaults
+    from utils import InputError, get_open_port, init_distributed
+
+    config = with_defaults(config)
+    trainer = find_trainer(config)
+    if trainer.multi_process:
+        config.world_size = world_size
+        if world_size > 1 and config.fsdp_port is None and "MASTER_PORT" not in os.environ:
+            raise InputError("fsdp_port is null: give all processes the same, such as utils.get_open_port()")
+    if problems := find_config_problems(config):
+        raise InputError("; ".join(problems))
+    OmegaConf.resolve(config)
+    joins = trainer.multi_process and not torch.distributed.is_initialized()
+    if joins:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
+    work(rank, world_size, config, (policy, reference_model))
+    if joins:
+        torch.distributed.destroy_process_group()
+
+
+def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None = None) -> None:
+    """What one process does: find its run's state, load data and models (or take the policy and reference that are
+    given), train."""
     from run_directory import explaining_full_disk
     from stopping import on_stop_signals
 
     with on_stop_signals(_stop_now), explaining_full_disk(config.local_run_dir):
-        _work(rank, world_size, config)
+        _work(rank, world_size, config, models)
 
 
 def _stop_now(number: int) -> None:
@@ -160,10 +195,11 @@ def _stop_now(number: int) -> None:
     raise Stopped
 
 
-def _work(rank: int, world_size: int, config: DictConfig) -> None:
+def _work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None) -> None:
     import datasets
     import transformers
 
+    from archive import load_archive
     from distributed import from_rank_0
     from loading import model_loaders
     from memory import explaining_out_of_memory
@@ -195,7 +231,12 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
         data.report.write(run.directory / "preflight.json")
     trainer_class = find_trainer(config)
     with explaining_out_of_memory(config, trainer_class, world_size, data):
-        policy, reference = model_loaders(config, trainer_class, rank, world_size, resume_from)
+        if models is None:
+            policy, reference = model_loaders(config, trainer_class, rank, world_size, resume_from)
+        else:
+            policy, reference = models
+            if resume_from is not None:
+                load_archive(policy, str(resume_from))
         trainer = trainer_class(
             policy, config, config.seed, config.local_run_dir, reference, rank, world_size, data, resume_from
         )
