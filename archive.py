@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head
 
 def find_archive(archive: str) -> Path:
     """The `policy.pt` that `model.archive` means: the file, its directory, or a run's directory (its LATEST)."""
-    path = Path(archive).expanduser()
+    path = Path(os.path.expanduser(archive))
     candidates = [path, path / "policy.pt", path / "LATEST" / "policy.pt"]
     for candidate in candidates:
         if candidate.is_file():

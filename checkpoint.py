@@ -22,7 +22,10 @@ from typing import Any
 
 import torch
 
+from checkpoint_contents import MANIFEST as MANIFEST_SHAPE
+from checkpoint_contents import find_odd, find_odd_part
 from checksums import HashedFile, find_wrong, no_progress, parts_of
+from plain_files import check_link, check_readable, remove
 from utils import InputError, RunError
 
 MANIFEST = "manifest.json"
@@ -51,9 +54,9 @@ def write_checkpoint(
     what was there before still is.
     """
     temporary, former = (directory.with_name(f".{directory.name}.{kind}") for kind in ("tmp", "former"))
-    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a killed run
     try:
         with _explaining(directory):
+            remove(temporary)  # left behind by a killed run
             temporary.mkdir(parents=True)
         files, blocks = {}, {}
         for name, state in states:  # what asking for it raises is no fault of the disk
@@ -68,8 +71,8 @@ def write_checkpoint(
                 file.write(json.dumps({**manifest, "sha256": digest_of(manifest)}, indent=1).encode())
                 file.sync()
             sync_directory(temporary)
-            if directory.exists():  # saved again at the same step: a rename cannot replace a full directory
-                shutil.rmtree(former, ignore_errors=True)
+            if os.path.lexists(directory):  # saved again at the same step: a rename cannot replace a full directory
+                remove(former)
                 directory.rename(former)
             temporary.rename(directory)
             sync_directory(directory.parent)
@@ -105,10 +108,9 @@ def sync_directory(directory: Path) -> None:
 
 def point(link: Path, target: Path) -> None:
     """Make `link` (LATEST, BEST) a symbolic link to `target`, a directory beside it, in one atomic step."""
-    if link.is_dir() and not link.is_symlink():  # after a copy that followed links
-        raise InputError(f"{link} is a directory where a link to a step-N belongs: remove it")
+    check_link(link)  # a copy that followed links made it a directory
     temporary = link.with_name(f".{link.name}.tmp")
-    temporary.unlink(missing_ok=True)
+    remove(temporary)
     temporary.symlink_to(target.name, target_is_directory=True)
     temporary.replace(link)
     sync_directory(link.parent)
@@ -124,13 +126,13 @@ def tidy(run_dir: Path) -> None:
     """Clear up after a run that was killed while it wrote; what it had moved aside to save anew comes back."""
     for former in run_dir.glob(".step-*.former"):
         directory = run_dir / former.name.removeprefix(".").removesuffix(".former")
-        if not directory.exists():
+        if not os.path.lexists(directory):
             former.rename(directory)
     for kind in ("tmp", "former", "pruned"):
         for rest in run_dir.glob(f".step-*.{kind}"):
-            shutil.rmtree(rest)
+            remove(rest)
     for link in ("LATEST", "BEST"):
-        (run_dir / f".{link}.tmp").unlink(missing_ok=True)
+        remove(run_dir / f".{link}.tmp")
 
 
 def step_of(directory: Path) -> int:
@@ -141,26 +143,58 @@ def step_of(directory: Path) -> int:
 def check_complete(directory: Path, progress: Callable[[], None] = no_progress) -> dict[str, Any]:
     """The manifest of a checkpoint, every byte of which was compared, by several threads; `progress` is called after
     every block. Raises DamagedCheckpoint if it is not whole."""
+    manifest = _read_manifest(directory)
+    blocks = manifest.get("blocks", {})
+    parts = []
     try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["sha256"] != digest_of(manifest):
-            raise DamagedCheckpoint(f"{directory / MANIFEST} is not as it was written")
-        if odd := {f"{part}.pt" for part in PARTS} ^ manifest["files"].keys():
-            raise DamagedCheckpoint(f"{directory / MANIFEST} is wrong about {', '.join(sorted(odd))}")
-        blocks = manifest.get("blocks", {})  # of blocks the first manifests had no checksums
-        parts = []
         for name, expected in manifest["files"].items():
+            check_readable(directory / name, DamagedCheckpoint)
             if (directory / name).stat().st_size != expected["bytes"]:
                 raise DamagedCheckpoint(f"{directory / name} is not as it was written")
             parts += parts_of(directory / name, expected["bytes"], expected["sha256"], blocks.get(name))
         if wrong := find_wrong(parts, progress):
             raise DamagedCheckpoint(f"{wrong.path} is not as it was written")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, DamagedCheckpoint):
-            raise
-        reason = "has no manifest" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        raise DamagedCheckpoint(f"{directory} {reason}") from error
+    except (OSError, ValueError) as error:
+        raise _as_damage(directory, error) from error
     return manifest
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    path = directory / MANIFEST
+    try:
+        check_readable(path, DamagedCheckpoint)
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{directory} has no manifest") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise _as_damage(directory, error) from error
+    if odd := find_odd(manifest, MANIFEST_SHAPE):
+        raise DamagedCheckpoint(f"{path}: {odd}")
+    if manifest["sha256"] != digest_of(manifest):
+        raise DamagedCheckpoint(f"{path} is not as it was written")
+    if strange := {f"{part}.pt" for part in PARTS} ^ manifest["files"].keys():
+        raise DamagedCheckpoint(f"{path} is wrong about {', '.join(sorted(strange))}")
+    return manifest
+
+
+def _as_damage(directory: Path, error: Exception) -> DamagedCheckpoint:
+    return error if isinstance(error, DamagedCheckpoint) else DamagedCheckpoint(f"{directory} cannot be read ({error})")
+
+
+def check_contents(directory: Path, progress: Callable[[], None] = no_progress) -> None:
+    """Raises DamagedCheckpoint unless every part holds what such a part does. No tensor is read for it."""
+    for name in PARTS:
+        read_part(directory, name)
+        progress()
+
+
+def read_part(directory: Path, name: str) -> Any:
+    """The state of a part, of the types and under the keys that it must have, as `read_state` gives it."""
+    path = directory / f"{name}.pt"
+    state = read_state(path)
+    if odd := find_odd_part(name, state):
+        raise DamagedCheckpoint(f"{path} is no state of a run: {odd}")
+    return state
 
 
 def read_state(path: Path) -> Any:
@@ -170,8 +204,9 @@ def read_state(path: Path) -> Any:
     what stays must be copied, for the file may go.
     """
     try:
+        check_readable(path, DamagedCheckpoint)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
-    except MemoryError:
+    except (MemoryError, DamagedCheckpoint):
         raise
     except pickle.UnpicklingError as error:  # its message advises to run the code
         raise DamagedCheckpoint(f"{path} is damaged or holds more than data, which was not loaded") from error
@@ -193,10 +228,11 @@ def _can_be_mapped(path: Path) -> bool:
 
 def prune(run_dir: Path, keep: int) -> None:
     """Remove all checkpoints but the `keep` newest and what BEST and LATEST name; never one of the last two."""
-    named = {(run_dir / link).resolve() for link in ("BEST", "LATEST")}
+    named = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
     for directory in find_checkpoints(run_dir)[max(keep, ALWAYS_KEPT) :]:
-        if directory.resolve() not in named:
+        if os.path.realpath(directory) not in named:
             doomed = directory.with_name(f".{directory.name}.pruned")
+            remove(doomed)
             directory.rename(doomed)  # at no time is there a half of it
             shutil.rmtree(doomed, ignore_errors=True)  # what is left goes when the run is next continued
 

@@ -14,6 +14,7 @@ from typing import Any
 import datasets
 import pyarrow.parquet
 
+from plain_files import check_readable
 from utils import InputError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
@@ -40,7 +41,7 @@ class Source:
     @property
     def local(self) -> Path | None:
         """The path, if it exists here or can only be a local path; None for a Hub id."""
-        path = Path(self.path).expanduser()
+        path = Path(os.path.expanduser(self.path))
         looks_local = self.path.startswith(("/", ".", "~")) or self.path.endswith(SUFFIXES) or self.path.count("/") > 1
         return path if path.exists() or looks_local else None
 
@@ -56,7 +57,7 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
         return _load_from_hub(source, split, cache_dir)
     if not path.exists():
         raise InputError(f"dataset source {source.path} does not exist; give a directory, a file or a Hub id")
-    files = [path] if path.is_file() else _split_files(path, split)
+    files = _split_files(path, split) if path.is_dir() else [path]
     rows = [row for file in files for row in _read(file)]
     if not rows:
         raise InputError(f"{', '.join(map(str, files))} holds no rows")
@@ -83,6 +84,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 def _read(file: Path) -> Iterator[Mapping[str, Any]]:
     if not file.name.endswith(SUFFIXES):
         raise InputError(f"{file} is not one of {', '.join('*' + s for s in SUFFIXES)}")
+    check_readable(file)
     try:
         if file.suffix == ".parquet":
             rows: Any = pyarrow.parquet.read_table(file).to_pylist()

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from run_directory import redact
+from run_directory import LOG_FILES, create_run_dir, redact
 from utils import InputError
 
 Parts = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]  # rows of the global batch (n,), metrics (n,) each
@@ -81,7 +81,6 @@ class Sample(NamedTuple):
 
 
 FINISH_SECS = 300  # that W&B may take to send the rest at the end
-LOG_FILES = ("metrics.jsonl", "samples.jsonl", "samples.txt")
 
 
 class Logger(Protocol):
@@ -119,11 +118,13 @@ class FileLogger:
     """`metrics.jsonl`, `samples.jsonl` and `samples.txt` in the run directory; every line, flushed at once.
 
     What is no finite number is null, as JSON wants it.
-    What lies there beyond a `state` is cut off: it was logged after the checkpoint and will be again.
+    The directory is made if it is not there. What lies in the files beyond a `state` is cut off: it was logged after
+    the checkpoint and will be again.
     """
 
     def __init__(self, run_dir: Path, state: Mapping[str, Any] | None = None) -> None:
         self.run_dir = run_dir
+        create_run_dir(str(run_dir), continued=True)
         sizes = (state or {}).get("log_bytes", {})
         for name in (name for name in LOG_FILES if name in sizes):  # a checkpoint may name any file
             path, size = run_dir / name, sizes[name]

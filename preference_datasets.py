@@ -28,6 +28,8 @@ from tokenization import (
     TextEncoder,
     collate,
     encode_example,
+    find_pad_token,
+    get_collate_fn,  # noqa: F401  (the reference has it here)
     tokenize_batch_element,  # noqa: F401  (the reference has it here)
 )
 from utils import InputError
@@ -52,6 +54,12 @@ def extract_anthropic_prompt(prompt_and_response: str) -> str:
     if start < 0:
         raise InputError(f"no {marker!r} in {prompt_and_response[:200]!r}: not a dialogue in Anthropic's format")
     return prompt_and_response[: start + len(marker)]
+
+
+def strings_match_up_to_spaces(str_a: str, str_b: str) -> bool:
+    """Whether two texts are the same but for their spaces, as far as the shorter one goes."""
+    shorter, longer = sorted((text.replace(" ", "") for text in (str_a, str_b)), key=len)
+    return longer.startswith(shorter)
 
 
 def strip_html_tags(html_string: str) -> str:
@@ -283,7 +291,7 @@ def encode_rows(rows: Sequence[Row], encode: TextEncoder, *, max_length: int, ma
         )
         for prompt, texts in rows
     ]
-    return collate(encoded, encode.tokenizer.pad_token_id)
+    return collate(encoded, find_pad_token(encode.tokenizer))
 
 
 def get_batch_iterator(

@@ -19,6 +19,7 @@ import torch
 
 from batches import GlobalBatch
 from packing import KEY_BYTES
+from plain_files import check_readable
 from utils import InputError, RunError
 
 CACHING = ("as_needed", "all")
@@ -39,6 +40,7 @@ def model_digest(model: Any, dtype: str) -> str:
 def read_logps(path: Path) -> LogpTable:
     """What `ReferenceLogps.save` wrote. Raises InputError for any other file."""
     try:
+        check_readable(path)
         with np.load(path, allow_pickle=False) as file:
             return LogpTable.of(file["keys"].reshape(-1, KEY_BYTES), file["logps"])
     except MemoryError:

@@ -17,16 +17,19 @@ from checkpoint import (
     STEP,
     DamagedCheckpoint,
     check_complete,
+    check_contents,
     find_checkpoints,
     point,
     step_of,
     sync_directory,
     tidy,
 )
+from checkpoint_contents import FACTS as FACT_SHAPES
+from checkpoint_contents import find_odd
 from checksums import BLOCK, HashedFile
-from metrics import LOG_FILES
+from plain_files import check_readable, check_writable, remove
 from preflight import TrainingData
-from run_directory import LOCK, check_free, create_run_dir, lock_run_dir, redact
+from run_directory import LOCK, LOG_FILES, ORIGIN, check_free, create_run_dir, lock_run_dir, redact
 from settings import flatten
 from utils import InputError
 from waiting import made_progress
@@ -46,7 +49,6 @@ FACTS = frozenset(("updates", "evaluated", "best_at", "config", "data"))  # that
 # of a model's config: what says where it came from, and what keys of our own say
 NOT_COMPUTED = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
 DROPOUT = ("dropout", "pdrop", "layerdrop")  # endings of keys; it is always off
-ORIGIN = ".continues"  # file in the directory of a run that continues another: the checksum of that one's manifest
 
 
 class Found(NamedTuple):
@@ -76,7 +78,7 @@ class Run(NamedTuple):
 
 def look_at_run(config: DictConfig) -> Found | None:
     """The checkpoint that `open_run` would continue from. Raises InputError as that does, and writes nothing."""
-    path = Path(config.local_run_dir).resolve()
+    path = _real(config.local_run_dir)
     if (path / LOCK).exists():
         lock_run_dir(path).close()
     if config.resume is None:
@@ -102,7 +104,7 @@ def open_run(config: DictConfig) -> Run:
     """
     if config.resume is None:
         return _claim(config, continued=False)
-    path, source = Path(config.local_run_dir).resolve(), _source(config)
+    path, source = _real(config.local_run_dir), _source(config)
     if _is_of(source, path):
         return _continue_here(config, source)
     found = _find_whole(source, config)
@@ -143,7 +145,11 @@ def _go_on(run: Run, found: Found) -> Run:
 
 def _source(config: DictConfig) -> Path:
     """The run or checkpoint that `resume` names."""
-    return Path(config.local_run_dir if config.resume == "auto" else config.resume).expanduser().resolve()
+    return _real(config.local_run_dir if config.resume == "auto" else os.path.expanduser(config.resume))
+
+
+def _real(path: str) -> Path:
+    return Path(os.path.realpath(path))  # of a link that leads to itself too, where `Path.resolve` raises
 
 
 def _is_of(source: Path, run_dir: Path) -> bool:
@@ -168,6 +174,9 @@ def _find_whole(source: Path, config: DictConfig) -> Found | None:
             manifest = check_complete(path, made_progress)
             if missing := FACTS - manifest.keys():
                 raise DamagedCheckpoint(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}")
+            if odd := find_odd(manifest, FACT_SHAPES):
+                raise DamagedCheckpoint(f"{path / MANIFEST}: {odd}")
+            check_contents(path, made_progress)
         except DamagedCheckpoint as error:
             print(f"warning: skipped: {error}")
             reasons += f"; {error}"
@@ -185,7 +194,8 @@ def _find_whole(source: Path, config: DictConfig) -> Found | None:
 def _is_begun(run_dir: Path, found: Found) -> bool:
     """Whether the directory holds a run that continues this checkpoint, or was to."""
     origin = run_dir / ORIGIN
-    return origin.exists() and origin.read_text() == found.manifest["sha256"]
+    check_writable(origin)
+    return origin.exists() and origin.read_bytes() == found.manifest["sha256"].encode()
 
 
 def _refuse_going_back(found: Found, resume: str) -> None:
@@ -288,9 +298,10 @@ def _begin_with(found: Found, run_dir: Path) -> None:
     (run_dir / ORIGIN).write_text(found.manifest["sha256"])
     for log in (found.path.parent / name for name in LOG_FILES):
         if log.exists():
+            check_readable(log)
             _copy(log, run_dir / log.name)
     temporary = run_dir / f".{found.path.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove(temporary)
     try:
         temporary.mkdir()
         for name in (*found.manifest["files"], MANIFEST):

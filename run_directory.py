@@ -18,6 +18,7 @@ from typing import IO, Any
 import torch
 import yaml
 
+from plain_files import check_link, check_writable
 from utils import InputError, RunError
 
 SECRET_KEY = re.compile(r"((^|_)(api_?key|key|token|pat|credentials?)|secret|password|passwd)$", re.IGNORECASE)
@@ -25,6 +26,9 @@ URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may
 URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
 ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be left open
 LOCK = ".lock"
+LOG_FILES = ("metrics.jsonl", "samples.jsonl", "samples.txt")
+ORIGIN = ".continues"  # of a run that continues another: the checksum of that one's manifest
+FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN, *LOG_FILES)
 PACKAGES = (
     "torch",
     "transformers",
@@ -96,12 +100,18 @@ def check_free(path: str | Path) -> None:
 
 
 def create_run_dir(path: str, *, continued: bool = False) -> Path:
-    """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`."""
+    """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`, and if what is
+    to be written there is something else than a file."""
     if not continued:
         check_free(path)
+    run_dir = Path(path)
     with _explaining(path):
-        Path(path).mkdir(parents=True, exist_ok=True)
-    return Path(path)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            check_writable(run_dir / name)
+        for name in ("LATEST", "BEST"):
+            check_link(run_dir / name)
+    return run_dir
 
 
 def write_record(run_dir: Path, config: dict[str, Any]) -> None:

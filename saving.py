@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoint import BackgroundWriter, point, prune, read_state, tensors_in, write_checkpoint
+from checkpoint import BackgroundWriter, DamagedCheckpoint, point, prune, read_part, tensors_in, write_checkpoint
+from checkpoint_contents import find_misfit, set_numpy_state
 from distributed import Grid, from_rank_0, full_state, load_optimizer
 from host_memory import host_memory
 from waiting import made_progress, meet_rank_0
@@ -32,8 +33,7 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Continue where `random_state` was. As many GPUs as there are now get theirs."""
     random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    set_numpy_state(np.random, state["numpy"])
     torch.set_rng_state(state["torch"])
     for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(gpu_state, device)
@@ -43,6 +43,15 @@ def _size_of(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state and of the parameters it updates."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return sum(t.numel() * t.element_size() for t in (*parameters, *tensors_in(list(optimizer.state.values()))))
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """A state with the settings that a torch before did not have. Raises DamagedCheckpoint for another optimizer's."""
+    if misfit := find_misfit(optimizer, state):
+        raise DamagedCheckpoint(f"{checkpoint / 'optimizer.pt'} does not fit {type(optimizer).__name__}: {misfit}")
+    ours = optimizer.state_dict()["param_groups"]
+    groups = [our | dict(their) for our, their in zip(ours, state["param_groups"], strict=True)]
+    return {**state, "param_groups": groups}
 
 
 class Checkpoints:
@@ -112,12 +121,15 @@ class Checkpoints:
         for name, part in stateful.items():
             if name == "policy":
                 continue
-            state = read_state(checkpoint / f"{name}.pt") if self.grid.rank == 0 else None
+            state = read_part(checkpoint, name) if self.grid.rank == 0 else None
             if name == "optimizer":
-                load_optimizer(part, state, self.grid)
+                load_optimizer(part, state and _of_optimizer(part, state, checkpoint), self.grid)
+            elif name == "scheduler":  # whose state dict becomes its attributes, whatever they are
+                known = part.state_dict()
+                part.load_state_dict({k: v for k, v in from_rank_0(state).items() if k in known})
             else:
                 part.load_state_dict(from_rank_0(state))
-        states = from_rank_0(read_state(checkpoint / "random.pt") if self.grid.rank == 0 else None)["states"]
+        states = from_rank_0(read_part(checkpoint, "random") if self.grid.rank == 0 else None)["states"]
         if len(states) == self.grid.world_size:
             set_random_state(states[self.grid.rank])
 

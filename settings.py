@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from config_files import defaults_of
 from config_keys import ALIASES, NEEDS, RULES, Needs, Processes
 
 # what of Hydra's own an override may set: by other keys it would import and call what they name
@@ -120,9 +121,7 @@ def find_unused(config: DictConfig, processes: Processes) -> list[str]:
 
 def _find_unused(values: Mapping[str, Any], processes: Processes) -> Iterator[tuple[str, Any, Needs]]:
     """Keys that differ from their defaults and lack what they need."""
-    own = Path(__file__).parent / "config"
-    files = {"": own / "config.yaml", "model.": own / "model" / "blank_model.yaml"}
-    defaults = {f"{prefix}{k}": v for prefix, file in files.items() for k, v in flatten(OmegaConf.load(file)).items()}
+    defaults = flatten(OmegaConf.create(defaults_of()))
     for key, needs in NEEDS.items():
         if key in values and values[key] != defaults[key] and not needs.met(values, processes):
             yield key, values[key], needs

@@ -138,6 +138,8 @@ def encode_with_eos(encode: TextEncoder, text: str, *, rendered: bool = False) -
     Raises InputError if the text contains EOS, unless a chat template has `rendered` it: there EOS ends a turn.
     """
     eos = encode.tokenizer.eos_token_id
+    if eos is None:
+        raise InputError("the tokenizer has no EOS token, which ends every response: set tokenizer.eos_token")
     ids = encode(text)
     if eos in ids and not rendered:
         raise InputError(f"EOS token {encode.tokenizer.eos_token!r} inside a response: {text!r}")
@@ -205,19 +207,31 @@ def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> Batch:
     batch: dict[str, Any] = {}
     for key in rows[0]:
         values = [row[key] for row in rows]
-        pad_value = next((v for suffix, v in pad_values.items() if key.endswith(suffix)), None)
-        if pad_value is None:
+        kind = next((suffix for suffix in pad_values if key.endswith(suffix)), None)
+        if kind is None:
             batch[key] = values
             continue
         side = "left" if key.startswith("prompt") else "right"
         tensors = [torch.tensor(value, dtype=torch.int64) for value in values]
-        batch[key] = pad_sequence(tensors, batch_first=True, padding_value=pad_value, padding_side=side)
+        batch[key] = pad_sequence(tensors, batch_first=True, padding_value=pad_values[kind], padding_side=side)
     return batch  # type: ignore[return-value]
+
+
+def find_pad_token(tokenizer: Any) -> int:
+    """The id of the token to pad with: EOS, as in the reference, for a tokenizer that has none of its own.
+
+    Raises InputError if it has neither.
+    """
+    if tokenizer.pad_token_id is not None:
+        return tokenizer.pad_token_id
+    if tokenizer.eos_token_id is None:
+        raise InputError("the tokenizer has neither a pad token nor EOS to pad with: set tokenizer.pad_token")
+    return tokenizer.eos_token_id
 
 
 def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], Batch]:
     """The reference's name for a function from tokenized rows to a padded `Batch`."""
-    return partial(collate, pad_token_id=tokenizer.pad_token_id)
+    return partial(collate, pad_token_id=find_pad_token(tokenizer))
 
 
 def concatenated_inputs(batch: Batch) -> dict[str, torch.Tensor]:

@@ -22,6 +22,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from config_keys import Processes
 
 CONFIG_DIR = Path(__file__).parent / "config"
@@ -159,14 +161,47 @@ def _try_out(config: DictConfig, trainer: Any, world_size: int) -> None:
     dry_run(config, trainer, world_size, data)
 
 
-def work(rank: int, world_size: int, config: DictConfig) -> None:
-    """What one process does: find its run's state, load data and models, train."""
+def worker_main(
+    rank: int, world_size: int, config: DictConfig, policy: nn.Module, reference_model: nn.Module | None = None
+) -> None:
+    """The reference's name for what one process does with models that are loaded: join the others, train and save.
+
+    Several are started with `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N, config, policy, reference))`
+    and meet at `config.fsdp_port`. Keys that the config lacks are as in `config/`. Raises InputError for a config that
+    cannot run.
+    """
+    import torch
+
+    from config_files import with_defaults
+    from utils import InputError, get_open_port, init_distributed
+
+    config = with_defaults(config)
+    trainer = find_trainer(config)
+    if trainer.multi_process:
+        config.world_size = world_size
+        if world_size > 1 and config.fsdp_port is None and "MASTER_PORT" not in os.environ:
+            raise InputError("fsdp_port is null: give all processes the same, such as utils.get_open_port()")
+    if problems := find_config_problems(config):
+        raise InputError("; ".join(problems))
+    OmegaConf.resolve(config)
+    joins = trainer.multi_process and not torch.distributed.is_initialized()
+    if joins:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
+    work(rank, world_size, config, (policy, reference_model))
+    if joins:
+        torch.distributed.destroy_process_group()
+
+
+def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None = None) -> None:
+    """What one process does: find its run's state, load data and models (or take the policy and reference that are
+    given), train."""
     from run_directory import explaining_full_disk
     from stopping import Stopped, on_stop_signals
 
     try:
         with on_stop_signals(_stop_now), explaining_full_disk(config.local_run_dir):
-            _work(rank, world_size, config)
+            _work(rank, world_size, config, models)
     except Stopped:
         if rank == 0:
             goes_on = f"local_run_dir={config.local_run_dir} resume=auto"
@@ -181,10 +216,11 @@ def _stop_now(number: int) -> None:
     raise Stopped(number)
 
 
-def _work(rank: int, world_size: int, config: DictConfig) -> None:
+def _work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None) -> None:
     import datasets
     import transformers
 
+    from archive import load_archive
     from distributed import from_rank_0
     from loading import find_model_config, model_loaders
     from memory import explaining_out_of_memory
@@ -206,7 +242,7 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
 
     data = load_data(config, silent=rank != 0)
     if run is not None:
-        check_inputs(run.found, data, find_model_config(config))
+        check_inputs(run.found, data, models[0].config if models else find_model_config(config))
     if from_rank_0(run is not None and run.is_finished(data.report.updates)):
         if rank == 0:
             print(f"{resume_from} is the end of its run: nothing is left to do")
@@ -216,7 +252,12 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
         data.report.write(run.directory / "preflight.json")
     trainer_class = find_trainer(config)
     with explaining_out_of_memory(config, trainer_class, world_size, data):
-        policy, reference = model_loaders(config, trainer_class, rank, world_size, resume_from)
+        if models is None:
+            policy, reference = model_loaders(config, trainer_class, rank, world_size, resume_from)
+        else:
+            policy, reference = models
+            if resume_from is not None:
+                load_archive(policy, str(resume_from))
         trainer = trainer_class(
             policy, config, config.seed, config.local_run_dir, reference, rank, world_size, data, resume_from
         )
@@ -227,15 +268,13 @@ def _work(rank: int, world_size: int, config: DictConfig) -> None:
 
 def describe(config: DictConfig) -> str:
     """What a config has that `config/` has not, and where the rest is written down."""
+    from config_files import defaults_of
     from run_directory import redact
     from terminal import differences
 
-    defaults = OmegaConf.load(CONFIG_DIR / "config.yaml")
-    defaults.model = OmegaConf.load(CONFIG_DIR / "model" / "blank_model.yaml")
-    defaults.loss = OmegaConf.load(CONFIG_DIR / "loss" / f"{config.loss.name}.yaml")
     values = redact(OmegaConf.to_container(config))
     run_dir = values.pop("local_run_dir")
-    shown = differences(values, OmegaConf.to_container(defaults))
+    shown = differences(values, defaults_of(config.loss.name))
     title = f"loss={config.loss.name}; what differs from the defaults (all of it: {run_dir}/config.yaml):"
     return "\n".join([title, *(f"  {setting}" for setting in shown)])
 

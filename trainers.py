@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
+from config_files import with_defaults
 from device_map import choose_device_map, move_less
 from distributed import distribute, find_blocks
 from layouts import Logps
@@ -17,7 +19,15 @@ from training_loop import Trainer
 
 
 class BasicTrainer(Trainer):
-    """One process; on several GPUs the layers are spread over them, on none the CPU computes."""
+    """One process; on several GPUs the layers are spread over them, on none the CPU computes.
+
+    Keys that `config` lacks have the defaults of `config/`; `run_dir` is made if it is not there.
+    """
+
+    def __init__(
+        self, policy: Any, config: DictConfig, seed: int, run_dir: str | Path, *others: Any, **named: Any
+    ) -> None:
+        super().__init__(policy, with_defaults(config, run_dir=run_dir), seed, run_dir, *others, **named)
 
     @classmethod
     def device_map(cls) -> str | dict | None:

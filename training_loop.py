@@ -76,9 +76,7 @@ class Trainer:
         self.progress = Progress(interval=config.minimum_log_interval_secs, silent=rank != 0, each=each)
         self.compute_dtype = (config.model.fsdp_policy_mp if self.multi_process else None) or config.model.policy_dtype
         self.policy = self._place_policy(policy)
-        self.reference_model, self.reference_digest = None, None
-        if reference_model is not None:
-            self._place_reference(reference_model)
+        self.reference_model, self.reference_digest = self._place_reference(reference_model)
         for note in self.notes():
             self.progress.line(note)
         self.optimizer = self.make_optimizer()
@@ -115,10 +113,13 @@ class Trainer:
             policy.gradient_checkpointing_enable({"use_reentrant": False})
         return self.place(policy, compute_dtype=DTYPES[self.compute_dtype])
 
-    def _place_reference(self, reference_model: Any) -> None:
+    def _place_reference(self, reference_model: Any) -> tuple[Any, str | None]:
+        """The reference where it will compute, and on rank 0 its digest; None if there is none."""
+        if reference_model is None:
+            return None, None
         load = partial(loaded_reference, reference_model, self.config, with_digest=self.rank == 0)
-        model, self.reference_digest = after_rank_0("the reference's weights", load)
-        self.reference_model = self.place(model, compute_dtype=DTYPES[self.config.model.reference_dtype])
+        model, digest = after_rank_0("the reference's weights", load)
+        return self.place(model, compute_dtype=DTYPES[self.config.model.reference_dtype]), digest
 
     # --- what a subclass says ---------------------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@ import getpass
 import os
 import random
 import socket
+import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,36 @@ def get_cache_dir(local_dirs: Sequence[str]) -> str | None:
     """Where models and datasets are cached: `LOCAL_DIR/USER`, or None to leave it to the libraries, if the user's
     environment says where (`XDG_CACHE_HOME`, `HF_HOME`)."""
     return None if {"XDG_CACHE_HOME", "HF_HOME"} & os.environ.keys() else get_local_dir(local_dirs)
+
+
+def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
+    """Copy `HOST:PATH` by scp to `local_path`, by default the same path here; the path of the copy.
+
+    What is there already, and a path of this machine, is not copied. Raises InputError for what is no HOST:PATH, and
+    RunError if scp fails; then there is no half of a file.
+    """
+    host, colon, path = remote_path.partition(":")
+    if not (host and colon and path) or host.startswith("-"):  # which would be an option of scp
+        raise InputError(f"remote_path={remote_path} is not HOST:PATH")
+    name = socket.gethostname()
+    if host in (name, name.partition(".")[0]):
+        return path
+    local = Path(local_path or path)
+    if local.exists():
+        return str(local)
+    local.parent.mkdir(parents=True, exist_ok=True)
+    beside = local.with_name(f".{local.name}.{os.getpid()}")
+    print(f"copying {remote_path} to {local}")
+    try:
+        copied = subprocess.run(["scp", "--", remote_path, str(beside)], stderr=subprocess.PIPE, text=True, check=False)
+        if copied.returncode:
+            raise RunError(f"scp cannot copy {remote_path}: {copied.stderr.strip()[:300]}")
+        beside.replace(local)
+    except FileNotFoundError as error:
+        raise RunError(f"{remote_path} cannot be copied: this machine has no scp, or it left no file") from error
+    finally:
+        beside.unlink(missing_ok=True)
+    return str(local)
 
 
 def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:

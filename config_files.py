@@ -1,0 +1,52 @@
+"""The files in `config/`, read without Hydra: defaults for a config that lacks keys, and each key's comment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+CONFIG_DIR = Path(__file__).parent / "config"
+OF_HYDRA = ("defaults", "hydra")
+ANYTHING = ("dataset_sources",)  # mappings of names that are the user's
+
+
+def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path | None = None) -> DictConfig:
+    """A config with what it lacks as `config/` has it, such as keys that the reference's own config does not know.
+
+    `run_dir`, if given, is its `local_run_dir` if it has none. Nothing that it has is changed.
+    """
+    config = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+    defaults = defaults_of(OmegaConf.select(config, "loss.name"))
+    if run_dir is not None:
+        defaults["local_run_dir"] = str(run_dir)
+    missing = _missing(OmegaConf.to_container(config), defaults)
+    return OmegaConf.merge(missing, config) if missing else config  # type: ignore[return-value]
+
+
+def defaults_of(loss: str | None = None) -> dict[str, Any]:
+    """What `config/` has under each key; of `loss` only if it is one."""
+    defaults = _load(CONFIG_DIR / "config.yaml") | {"model": _load(CONFIG_DIR / "model" / "blank_model.yaml")}
+    file = CONFIG_DIR / "loss" / f"{loss}.yaml"
+    return defaults | ({"loss": _load(file)} if file.is_file() else {})
+
+
+def _load(file: Path) -> dict[str, Any]:
+    content = OmegaConf.to_container(OmegaConf.load(file))
+    return {key: value for key, value in content.items() if key not in OF_HYDRA}  # type: ignore[union-attr]
+
+
+def _missing(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of keys that a config has not; those that must be set have none."""
+    missing: dict[str, Any] = {}
+    for key, value in defaults.items():
+        if not isinstance(value, Mapping):
+            missing |= {key: value} if key not in config and value != "???" else {}
+        elif key not in config:
+            missing[key] = _missing({}, value)
+        elif isinstance(config[key], Mapping) and key not in ANYTHING:
+            inner = _missing(config[key], value)
+            missing |= {key: inner} if inner else {}
+    return missing
