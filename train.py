@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -291,7 +291,7 @@ def main(config: DictConfig) -> None:
     from launching import find_seat
     from run_directory import redact
     from settings import find_unused
-    from stopping import ABORTED, Stopped
+    from stopping import Stopped
     from utils import InputError, RunError
 
     hydra_config = HydraConfig.get()
@@ -318,11 +318,6 @@ def main(config: DictConfig) -> None:
         sys.exit(1)
     except Stopped as stopped:
         sys.exit(stopped.status)
-    except KeyboardInterrupt:
-        print("aborted: nothing more is saved", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(ABORTED)  # at once, whatever is being written in the background
 
 
 def _exit_on(problems: list[str]) -> None:
@@ -365,7 +360,20 @@ def set_allocators(environ: MutableMapping[str, str]) -> None:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
+def abort() -> NoReturn:
+    """End at once, whatever is being written in the background."""
+    from stopping import ABORTED
+
+    print("aborted: nothing more is saved", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ABORTED)
+
+
 if __name__ == "__main__":
     set_allocators(os.environ)
-    sys.argv[1:] = check_command_line(sys.argv[1:])
-    main()
+    try:
+        sys.argv[1:] = check_command_line(sys.argv[1:])
+        main()
+    except KeyboardInterrupt:
+        abort()

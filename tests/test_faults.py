@@ -218,6 +218,20 @@ def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(rows, w
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 
 
+def test_ctrl_c_while_settings_are_checked_ends_at_once_without_a_traceback(rows, tmp_path):
+    script = (
+        "import runpy, sys, time, command_line\n"
+        "command_line.parse = lambda arguments: print('checks', flush=True) or time.sleep(600)\n"
+        "sys.argv[0] = 'train.py'\n"
+        "runpy.run_path('train.py', run_name='__main__')"
+    )
+    process = _popen([sys.executable, "-c", script, *small_run(rows, tmp_path / "run")], PYTHONPATH=str(ROOT))
+    assert process.stdout.readline() == "checks\n"
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=20)
+    assert (process.returncode, said) == (130, "aborted: nothing more is saved\n")
+
+
 ENDLESS_SAVE = """
 import os, runpy, sys, time, saving, trainers
 saving.write_checkpoint = lambda *_, **__: time.sleep(600)
