@@ -27,6 +27,9 @@ CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
 SHOWING = ("-h", "--help", "--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")
 
 
+SAME_IN_ALL = "hydra.job.config.override_dirname.exclude_keys"
+
+
 class CommandLine(NamedTuple):
     """Hydra's options, and the overrides."""
 
@@ -44,8 +47,20 @@ class CommandLine(NamedTuple):
         return any(option.split("=")[0] in SHOWING for option in self.options)
 
     @property
+    def wants_help(self) -> bool:
+        return any(option in ("-h", "--help") for option in self.options)
+
+    @property
     def arguments(self) -> list[str]:
-        return [*self.options, *self.overrides]  # Hydra wants its options first
+        """Hydra wants its options first; a sweep's jobs are told what is the same for all of them."""
+        same = [key_of(override) for override in self.overrides if _parts_of_sweep(override) is None]
+        told = f"{SAME_IN_ALL}={same!r}".replace(" ", "")
+        return [*self.options, *self.overrides, *([told] if self.is_sweep else [])]
+
+
+def key_of(override: str) -> str:
+    """The key or group that an override sets."""
+    return override.split("=", 1)[0].lstrip("+~")
 
 
 def parse(arguments: list[str]) -> CommandLine:
@@ -116,7 +131,7 @@ def _find_refused(
 
 def _find_danger(override: str, *, sweep: bool) -> str | None:
     """Why an override is not even handed to Hydra; None if it is harmless."""
-    key = override.split("=", 1)[0].lstrip("+~")
+    key = key_of(override)
     if sweep:
         from run_directory import redact  # imports torch
 
@@ -205,10 +220,14 @@ def _explain(override: str, error: Exception, own_configs: Path) -> str:
 
 def _first_of_sweep(override: str) -> str:
     """`loss.beta=0.1,0.5` as `loss.beta=0.1`: a sweep's first job stands for all when keys are checked."""
+    parts = _parts_of_sweep(override)
+    return override if parts is None else f"{override.split('=', 1)[0]}={next(parts)}"
+
+
+def _parts_of_sweep(override: str) -> Iterator[str] | None:
+    """The values over which an override sweeps; None if it has only one."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return override  # `_refusal` explains it
-    if not parsed.is_sweep_override():
-        return override
-    return f"{override.split('=', 1)[0]}={next(parsed.sweep_string_iterator())}"
+        return None  # `_refusal` explains it
+    return parsed.sweep_string_iterator() if parsed.is_sweep_override() else None

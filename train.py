@@ -20,6 +20,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from command_line import key_of
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -259,17 +261,18 @@ def main(config: DictConfig) -> None:
     from stopping import STATUS, Stopped
     from utils import InputError, RunError
 
-    hydra_config = HydraConfig.get()
-    if hydra_config.mode == RunMode.MULTIRUN and "local_run_dir" in _overridden(hydra_config.overrides.task):
-        # one directory was given for the whole sweep: each job gets its own inside
-        config.local_run_dir = os.path.join(config.local_run_dir, str(hydra_config.job.num))
+    sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
-        if hydra_config.mode == RunMode.MULTIRUN and find_seat() is not None:
+        if sweeps and find_seat() is not None:
             raise InputError(
                 "a sweep (-m) starts its own processes, one job after the other: run it without a launcher"
             )
         _exit_on(find_config_problems(config))
+        if sweeps:
+            _begin_job(config, HydraConfig.get())
         run(config)
+        for job in JOBS[-1:]:
+            job.finished = True
     except InputError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
@@ -297,19 +300,45 @@ def _exit_on(problems: list[str]) -> None:
         sys.exit(2)
 
 
-def _overridden(overrides: list[str]) -> set[str]:
-    return {override.split("=", 1)[0].lstrip("+~") for override in overrides}
+JOBS: list[Any] = []  # of the sweep that this process runs
+
+
+def _begin_job(config: DictConfig, hydra_config: Any) -> None:
+    """Give a job of a sweep a directory that names what it overrides: inside the one that was given for the sweep, or,
+    under `local_dirs`, one of its own."""
+    from sweeps import Job
+
+    constant = set(hydra_config.job.config.override_dirname.exclude_keys)
+    overrides = {override: key_of(override) for override in hydra_config.overrides.task}
+    job = Job(hydra_config.job.num, [override for override, key in overrides.items() if key not in constant])
+    given = "local_run_dir" in overrides.values()
+    config.local_run_dir = f"{os.path.expanduser(config.local_run_dir)}{'/' if given else '_'}{job.name}"
+    job.directory = Path(config.local_run_dir)
+    job.folder = job.directory.parent if given else Path(hydra_config.sweep.dir)
+    JOBS.append(job)
+
+
+def _report_sweep() -> None:
+    """The table at a sweep's end, whatever ended it; not of jobs that a launcher of Hydra's ran elsewhere."""
+    if JOBS:
+        from sweeps import report
+
+        report(JOBS, JOBS[0].folder)
 
 
 def check_command_line(arguments: list[str]) -> list[str]:
     """The arguments as Hydra takes them. Exits with status 2 and a sentence for everything that is wrong with them."""
     from command_line import find_problems, parse
+    from config_files import help_text
 
     try:
         line = parse(arguments)
     except ValueError as error:
         _exit_on([str(error)])
         raise
+    if line.wants_help:
+        print(help_text())
+        sys.exit(0)
     _exit_on(find_problems(line, CONFIG_DIR, find_config_problems))
     return line.arguments
 
@@ -324,4 +353,7 @@ def set_allocators(environ: MutableMapping[str, str]) -> None:
 if __name__ == "__main__":
     set_allocators(os.environ)
     sys.argv[1:] = check_command_line(sys.argv[1:])
-    main()
+    try:
+        main()
+    finally:
+        _report_sweep()

@@ -32,7 +32,7 @@ LEVELS = {
         0,
     ),
     **dict.fromkeys(["losses", "optimization", "checkpoint", "metrics", "settings", "run_directory", "utils"], 0),
-    **dict.fromkeys(["plain_files", "checkpoint_contents", "config_files"], 0),
+    **dict.fromkeys(["plain_files", "checkpoint_contents", "config_files", "sweeps"], 0),
     **dict.fromkeys(["arithmetic", "cpu_attention", "device_map", "sharing"], 0),
     **dict.fromkeys(["archive", "host_memory", "stopping", "launching", "distributed", "tensor_parallelism"], 0),
 }
