@@ -81,7 +81,20 @@ def parse(arguments: list[str]) -> CommandLine:
             options.append(value)
         if name in CONFIG_DIR_OPTIONS:
             config_dir = value
-    return CommandLine(options, overrides, config_dir)
+    return CommandLine(options, _with_paths(overrides), config_dir)
+
+
+def _with_paths(overrides: list[str]) -> list[str]:
+    """`dataset_sources.NAME=PLACE` as `dataset_sources.NAME.path=PLACE` where more is said of NAME, as its columns."""
+    keys = [key_of(override) for override in overrides]
+
+    def with_path(override: str, key: str) -> str:
+        more = key.startswith("dataset_sources.") and any(other.startswith(f"{key}.") for other in keys)
+        return (
+            override.replace("=", ".path=", 1) if more and not override.partition("=")[2].startswith("{") else override
+        )
+
+    return [with_path(override, key) for override, key in zip(overrides, keys, strict=True)]
 
 
 def find_problems(

@@ -148,6 +148,8 @@ HYDRAS_OWN = (
 )
 OF_HYDRAS_PLUGINS = ("hydra.launcher.", "hydra.sweeper.")
 
+COLUMNS = ("prompt", "chosen", "rejected")  # of own data
+
 NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # in torch 2.13 these fail on sharded tensors
 
 HOW_TO_SET = {
@@ -329,9 +331,26 @@ def _dataset_problems(names: list[str], sources: Any, data_names: Collection[str
                 f"say where it is with dataset_sources.{name}=DIR_FILE_OR_HUB_ID"
             )
     for name, value in sources.items():
-        allowed = isinstance(value, Mapping) and "path" in value and set(value) <= {"path", "revision"}
+        allowed = isinstance(value, Mapping) and "path" in value and set(value) <= {"path", "revision", "columns"}
         if not (value is None or (isinstance(value, str) and value) or allowed):
-            yield f"dataset_sources.{name}={value} must be a directory, file or Hub id, or {{path: ..., revision: ...}}"
+            yield (
+                f"dataset_sources.{name}={value} must be a directory, file or Hub id, or "
+                f"{{path: ..., revision: ..., columns: ...}}"
+            )
+        elif allowed and value.get("columns") is not None:
+            yield from _column_problems(name, value["columns"], name in data_names)
+
+
+def _column_problems(name: str, columns: Any, has_its_own: bool) -> Iterator[str]:
+    key = f"dataset_sources.{name}.columns"
+    if has_its_own:
+        yield f"{key}={columns}: {name} has columns of its own; name your data otherwise"
+    elif (
+        not isinstance(columns, Mapping)
+        or not set(columns) <= set(COLUMNS)
+        or not all(map(TEXT.holds, columns.values()))
+    ):
+        yield f"{key}={columns} must map some of {', '.join(COLUMNS)} to your names: {{prompt: question, chosen: best}}"
 
 
 def refuse_hydras_own(key: str, override: str) -> str | None:

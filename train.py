@@ -242,6 +242,8 @@ def _work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any
         trainer = trainer_class(
             policy, config, config.seed, config.local_run_dir, reference, rank, world_size, data, resume_from
         )
+        if rank == 0 and config.wandb.enabled and not config.debug:  # which has what is printed since it was started
+            print(f"training on\n{data.report.tell(config.batch_size)}", flush=True)
         trainer.train()
     if rank == 0:
         print(f"run directory: {config.local_run_dir}")
