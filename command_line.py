@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from config_keys import RULES
+from redaction import redact
 from settings import did_you_mean, refuse_hydras_own
 
 MULTIRUN = ("-m", "--multirun")
@@ -26,6 +27,9 @@ FLAGS = (*MULTIRUN, "-h", "--help", "--hydra-help", "--version", "--resolve")
 WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-sc", "--shell-completion", "-cd", "--config-dir")
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
 SHOWING = ("-h", "--help", "--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")
+
+
+SAME_IN_ALL = "hydra.job.config.override_dirname.exclude_keys"
 
 
 class CommandLine(NamedTuple):
@@ -45,8 +49,20 @@ class CommandLine(NamedTuple):
         return any(option.split("=")[0] in SHOWING for option in self.options)
 
     @property
+    def wants_help(self) -> bool:
+        return any(option in ("-h", "--help") for option in self.options)
+
+    @property
     def arguments(self) -> list[str]:
-        return [*self.options, *self.overrides]  # Hydra wants its options first
+        """Hydra wants its options first; a sweep's jobs are told what is the same for all of them."""
+        same = [key_of(override) for override in self.overrides if _parts_of_sweep(override) is None]
+        told = f"{SAME_IN_ALL}={same!r}".replace(" ", "")
+        return [*self.options, *self.overrides, *([told] if self.is_sweep else [])]
+
+
+def key_of(override: str) -> str:
+    """The key or group that an override sets."""
+    return override.split("=", 1)[0].lstrip("+~")
 
 
 def parse(arguments: list[str]) -> CommandLine:
@@ -67,7 +83,20 @@ def parse(arguments: list[str]) -> CommandLine:
             options.append(value)
         if name in CONFIG_DIR_OPTIONS:
             config_dir = value
-    return CommandLine(options, overrides, config_dir)
+    return CommandLine(options, _with_paths(overrides), config_dir)
+
+
+def _with_paths(overrides: list[str]) -> list[str]:
+    """`dataset_sources.NAME=PLACE` as `dataset_sources.NAME.path=PLACE` where more is said of NAME, as its columns."""
+    keys = [key_of(override) for override in overrides]
+
+    def with_path(override: str, key: str) -> str:
+        more = key.startswith("dataset_sources.") and any(other.startswith(f"{key}.") for other in keys)
+        return (
+            override.replace("=", ".path=", 1) if more and not override.partition("=")[2].startswith("{") else override
+        )
+
+    return [with_path(override, key) for override, key in zip(overrides, keys, strict=True)]
 
 
 def find_problems(
@@ -117,12 +146,9 @@ def _find_refused(
 
 def _find_danger(override: str, *, sweep: bool) -> str | None:
     """Why an override is not even handed to Hydra; None if it is harmless."""
-    key = override.split("=", 1)[0].lstrip("+~")
-    if sweep:
-        from run_directory import redact  # imports torch
-
-        if redact(override) != override:
-            return f"{key} holds a secret, and a sweep writes its command line down: give it as '${{oc.env:NAME}}'"
+    key = key_of(override)
+    if sweep and redact(override) != override:
+        return f"{key} holds a secret, and a sweep writes its command line down: give it as '${{oc.env:NAME}}'"
     return refuse_hydras_own(key, override)
 
 
@@ -184,8 +210,6 @@ def _refusal(overrides: list[str], search: list[str], own_configs: Path) -> str 
 
 
 def _explain(override: str, error: Exception, own_configs: Path) -> str:
-    from run_directory import redact
-
     key, equals, value = override.lstrip("+~").partition("=")
     if not equals and not override.startswith("~"):
         return f"{override} is not an override: write NAME=VALUE"
@@ -206,10 +230,14 @@ def _explain(override: str, error: Exception, own_configs: Path) -> str:
 
 def _first_of_sweep(override: str) -> str:
     """`loss.beta=0.1,0.5` as `loss.beta=0.1`: a sweep's first job stands for all when keys are checked."""
+    parts = _parts_of_sweep(override)
+    return override if parts is None else f"{override.split('=', 1)[0]}={next(parts)}"
+
+
+def _parts_of_sweep(override: str) -> Iterator[str] | None:
+    """The values over which an override sweeps; None if it has only one."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return override  # `_refusal` explains it
-    if not parsed.is_sweep_override():
-        return override
-    return f"{override.split('=', 1)[0]}={next(parsed.sweep_string_iterator())}"
+        return None  # `_refusal` explains it
+    return parsed.sweep_string_iterator() if parsed.is_sweep_override() else None

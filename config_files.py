@@ -50,3 +50,32 @@ def _missing(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
             inner = _missing(config[key], value)
             missing |= {key: inner} if inner else {}
     return missing
+
+
+def help_text() -> str:
+    """Every key with its default and its comment, as `config/` has them, and which groups there are."""
+    groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
+    options = {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
+    main = (CONFIG_DIR / "config.yaml").read_text(encoding="utf-8").split("\ndefaults:")[0]
+    parts = [HELP, *(f"{name}: {', '.join(names)}" for name, names in options.items()), "", main]
+    parts += ["# model=...: another model has another name_or_path and block_name", _nested("model", "blank_model")]
+    for loss in options["loss"]:
+        parts += [f"# loss={loss}", _nested("loss", loss)]
+    return "\n".join([*parts, END])
+
+
+def _nested(group: str, option: str) -> str:
+    text = (CONFIG_DIR / group / f"{option}.yaml").read_text(encoding="utf-8")
+    return "\n".join([f"{group}:", *(f"  {line}" if line else "" for line in text.splitlines()), ""])
+
+
+HELP = """Preference training: SFT, DPO, conservative DPO, IPO.
+
+python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft batch_size=64 gradient_accumulation_steps=2
+python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST exp_name=dpo ...
+python train.py -m loss=dpo loss.beta=0.05,0.1,0.5 exp_name=sweep ...
+
+Config groups (choose with group=option):
+"""
+END = """Also: --cfg job (the composed config), --hydra-help (Hydra's own options), -sc install=bash (shell completion).
+Bad input ends with status 2; HYDRA_FULL_ERROR=1 shows the traceback."""

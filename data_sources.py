@@ -7,7 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,23 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 
 @dataclass(frozen=True)
 class Source:
-    """A local path or a Hub id, with an optional Hub revision (branch, tag or commit)."""
+    """A local path or a Hub id, with an optional Hub revision (branch, tag or commit), and what its columns are called
+    if not as we call them."""
 
     path: str
     revision: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, name: str, value: str | Mapping[str, str]) -> Source:
-        """From `dataset_sources.NAME`: a path or Hub id, or `{path: ..., revision: ...}`."""
+        """From `dataset_sources.NAME`: a path or Hub id, or `{path: ..., revision: ..., columns: ...}`."""
         if isinstance(value, str) and value:
             return cls(value)
-        if isinstance(value, Mapping) and value.get("path") and set(value) <= {"path", "revision"}:
-            return cls(str(value["path"]), value.get("revision"))
+        if isinstance(value, Mapping) and value.get("path") and set(value) <= {"path", "revision", "columns"}:
+            return cls(str(value["path"]), value.get("revision"), value.get("columns") or {})
         raise InputError(
-            f"dataset_sources.{name}={value!r} is neither a directory, file or Hub id, nor {{path: ..., revision: ...}}"
+            f"dataset_sources.{name}={value!r} is neither a directory, file or Hub id, nor "
+            f"{{path: ..., revision: ..., columns: ...}}"
         )
 
     @property

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import tqdm
 
-from run_directory import redact
+from redaction import redact
 from stopping import ASKED, Stopped, ctrl_c_ignored, on_stop_signals
 from utils import InputError, RunError, init_distributed
 

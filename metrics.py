@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from run_directory import LOG_FILES, create_run_dir, redact
+from redaction import redact
+from run_directory import LOG_FILES, create_run_dir
 from utils import InputError
 
 Parts = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]  # rows of the global batch (n,), metrics (n,) each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -14,18 +15,23 @@ ASSISTANT = "\n\nAssistant:"
 Messages = list[dict[str, str]]
 
 
-def get_own(rows: Iterable[Mapping[str, Any]], origin: str, tokenizer: Any) -> PreferenceData:
+def get_own(
+    rows: Iterable[Mapping[str, Any]], origin: str, tokenizer: Any, columns: Mapping[str, str] = MappingProxyType({})
+) -> PreferenceData:
     """Rows `{prompt, chosen, rejected}`, or `{chosen, rejected}` that share their beginning, as preference data.
 
     Fields are texts, or lists of chat messages `{role, content}` rendered with the tokenizer's chat template; all
-    rows must be of one kind. A text prompt beside messages must be one of those that they share (UltraFeedback).
+    rows must be of one kind. `columns` says what fields are called in the rows, if otherwise. A text prompt beside
+    messages must be one of those that they share (UltraFeedback).
     Raises InputError that names the row and `origin`.
     """
     data: PreferenceData | None = None
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {origin}"
-        chosen, rejected = (get_field(row, key, where, (str, list)) for key in ("chosen", "rejected"))
-        prompt = get_field(row, "prompt", where, (str, list)) if row.get("prompt") is not None else None
+        chosen, rejected = (get_field(row, columns.get(key, key), where, (str, list)) for key in ("chosen", "rejected"))
+        key = columns.get("prompt", "prompt")
+        has_prompt = "prompt" in columns or row.get(key) is not None
+        prompt = get_field(row, key, where, (str, list)) if has_prompt else None
         chat = isinstance(chosen, list)
         if isinstance(rejected, list) != chat or (isinstance(prompt, list) and not chat):
             raise InputError(f"{where}: prompt, chosen and rejected must all be text or all be chat messages")

@@ -211,7 +211,7 @@ def get_dataset(
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
-        data = get_own(load_rows(source, split, cache_dir), f"{source.path} ({split})", tokenizer)
+        data = get_own(load_rows(source, split, cache_dir), f"{source.path} ({split})", tokenizer, source.columns)
     if source.is_file and name != "se":  # se makes its own test split
         data = data.hold_out(split)
     if not data:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import unicodedata
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,8 @@ class SplitReport:
     duplicated_pairs: int | None = 0  # a pair that an earlier pair of its prompt repeats
     contradictory_pairs: int | None = 0  # a pair whose reverse is also there
     texts_with_eos: int = 0  # distinct texts; any is an error
+    joined_words: int = 0  # examples with a response whose first word runs into the prompt's last: no space between
+    joined_example: str = ""  # where they meet, in the first of these
     tokenized: int = 0  # examples over which the rest is counted
     truncated_prompts: int = 0  # examples whose prompt is cut
     truncated_responses: int = 0  # examples of which a response is cut, and with it its EOS
@@ -63,6 +66,17 @@ class Preflight:
         """Tokens of the longest prompt with one response; `max_length` if not all were tokenized."""
         splits = (self.train, self.test)
         return max(s.longest for s in splits) if all(s.tokenized == s.examples for s in splits) else max_length
+
+    def tell(self, batch_size: int) -> str:
+        """What is printed before a run starts."""
+        splits = {"train": self.train, "test": self.test}
+        lines = [describe(split, report) for split, report in splits.items()]
+        lines += [warning for split, report in splits.items() if (warning := warn(split, report))]
+        lines.append(
+            f"{self.updates:,} updates of {batch_size} examples will run; last partial batches drop "
+            f"{self.dropped_examples:,} examples"
+        )
+        return "\n".join(lines)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -101,6 +115,7 @@ def inspect_split(
     for prompt in prompts:
         examples = prompt.examples(sft_mode)
         _count_texts(report, examples)
+        _count_joined(report, prompt, examples)
         guilty |= _find_eos(prompt, examples, encode)
         report.examples += len(examples)
         ends.append(report.examples)
@@ -133,6 +148,22 @@ def _count_texts(report: SplitReport, examples: Sequence[dict[str, str]]) -> Non
             report.duplicated_pairs += pair in seen
             report.contradictory_pairs += pair[::-1] in seen and pair[0] != pair[1]
             seen.add(pair)
+
+
+def _count_joined(report: SplitReport, prompt: Prompt, examples: Sequence[dict[str, str]]) -> None:
+    """Add the examples in which two words run together. Chat templates set turns off; some scripts know no spaces."""
+    if prompt.rendered or not _is_of_word(prompt.text[-1:]):
+        return
+    for texts in examples:
+        joined = [text for text in texts.values() if _is_of_word(text[:1])]
+        report.joined_words += bool(joined)
+        if joined and not report.joined_example:
+            report.joined_example = prompt.text[-40:] + joined[0][:40]
+
+
+def _is_of_word(character: str) -> bool:
+    """Whether a prompt that ends with it, or a response that begins with it, needs a space there."""
+    return bool(character) and not character.isspace() and unicodedata.east_asian_width(character) not in "WF"
 
 
 def _find_eos(prompt: Prompt, examples: Sequence[dict[str, str]], encode: TextEncoder) -> dict[str, str]:
@@ -215,6 +246,17 @@ def describe(split: str, report: SplitReport) -> str:
     return text
 
 
+def warn(split: str, report: SplitReport) -> str | None:
+    """What is probably not meant, with an example."""
+    if not report.joined_words:
+        return None
+    return (
+        f"warning: {split}: in {report.joined_words:,} of {report.examples:,} examples a response follows its prompt "
+        f"without a space, as in {report.joined_example!r}; texts are used as they are: begin responses with a space, "
+        f"or end prompts with one"
+    )
+
+
 @dataclass
 class TrainingData:
     """What a trainer trains on: the prompts of both splits, their token ids, and the preflight."""
@@ -288,20 +330,10 @@ def prepare_data(
     updates, dropped = count_updates(
         reports["train"].examples, batch_size=batch_size, n_epochs=n_epochs, n_examples=n_examples
     )
+    preflight = Preflight(**reports, updates=updates, dropped_examples=dropped)
     if not silent:
-        for split, report in reports.items():
-            print(describe(split, report))
-        print(
-            f"{updates:,} updates of {batch_size} examples will run; last partial batches drop {dropped:,} examples",
-            flush=True,
-        )
-    return TrainingData(
-        tokenizer,
-        encode,
-        prompts["train"],
-        prompts["test"],
-        Preflight(**reports, updates=updates, dropped_examples=dropped),
-    )
+        print(preflight.tell(batch_size), flush=True)
+    return TrainingData(tokenizer, encode, prompts["train"], prompts["test"], preflight)
 
 
 def load_data(config: DictConfig, *, silent: bool = False) -> TrainingData:

@@ -29,7 +29,8 @@ from checkpoint_contents import find_odd
 from checksums import BLOCK, HashedFile
 from plain_files import check_readable, check_writable, remove
 from preflight import TrainingData
-from run_directory import LOCK, LOG_FILES, ORIGIN, check_free, create_run_dir, lock_run_dir, redact
+from redaction import redact
+from run_directory import LOCK, LOG_FILES, ORIGIN, check_free, create_run_dir, lock_run_dir
 from settings import flatten
 from utils import InputError
 from waiting import made_progress

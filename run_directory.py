@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +18,9 @@ import torch
 import yaml
 
 from plain_files import check_link, check_writable
+from redaction import redact
 from utils import InputError, RunError
 
-SECRET_KEY = re.compile(r"((^|_)(api_?key|key|token|pat|credentials?)|secret|password|passwd)$", re.IGNORECASE)
-URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may hold @ and /
-URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
-ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be left open
 LOCK = ".lock"
 LOG_FILES = ("metrics.jsonl", "samples.jsonl", "samples.txt")
 ORIGIN = ".continues"  # of a run that continues another: the checksum of that one's manifest
@@ -40,22 +36,6 @@ PACKAGES = (
     "numpy",
     "accelerate",
 )
-
-
-def redact(value: Any) -> Any:
-    """`value` with what looks like a secret replaced: keys that name one, also as KEY=VALUE in a text, credentials
-    inside URLs, and whatever the environment holds under such a name. A reference (`${oc.env:NAME}`) is none."""
-    if isinstance(value, dict):
-        return {k: "REDACTED" if SECRET_KEY.search(str(k)) and v else redact(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [redact(v) for v in value]
-    if not isinstance(value, str):
-        return value
-    for name, secret in os.environ.items():
-        if SECRET_KEY.search(name) and len(secret) >= 8:
-            value = value.replace(secret, "REDACTED")
-    value = URL_SECRETS.sub(r"\1REDACTED", URL_CREDENTIALS.sub("://REDACTED@", value))
-    return ASSIGNED.sub(lambda found: f"{found[1]}=REDACTED" if SECRET_KEY.search(found[1]) else found[0], value)
 
 
 def _git(*arguments: str) -> str:

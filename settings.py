@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from config_files import defaults_of
-from config_keys import ALIASES, NEEDS, RULES, Needs, Processes
+from config_keys import ALIASES, NEEDS, RULES, TEXT, Needs, Processes
 
 # what of Hydra's own an override may set: by other keys it would import and call what they name
 HYDRAS_OWN = (
@@ -27,6 +27,8 @@ HYDRAS_OWN = (
     "hydra/sweeper",
 )
 OF_HYDRAS_PLUGINS = ("hydra.launcher.", "hydra.sweeper.")
+
+COLUMNS = ("prompt", "chosen", "rejected")  # of own data
 
 NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # in torch 2.13 these fail on sharded tensors
 
@@ -233,9 +235,26 @@ def _dataset_problems(names: list[str], sources: Any, data_names: Collection[str
                 f"say where it is with dataset_sources.{name}=DIR_FILE_OR_HUB_ID"
             )
     for name, value in sources.items():
-        allowed = isinstance(value, Mapping) and "path" in value and set(value) <= {"path", "revision"}
+        allowed = isinstance(value, Mapping) and "path" in value and set(value) <= {"path", "revision", "columns"}
         if not (value is None or (isinstance(value, str) and value) or allowed):
-            yield f"dataset_sources.{name}={value} must be a directory, file or Hub id, or {{path: ..., revision: ...}}"
+            yield (
+                f"dataset_sources.{name}={value} must be a directory, file or Hub id, or "
+                f"{{path: ..., revision: ..., columns: ...}}"
+            )
+        elif allowed and value.get("columns") is not None:
+            yield from _column_problems(name, value["columns"], name in data_names)
+
+
+def _column_problems(name: str, columns: Any, has_its_own: bool) -> Iterator[str]:
+    key = f"dataset_sources.{name}.columns"
+    if has_its_own:
+        yield f"{key}={columns}: {name} has columns of its own; name your data otherwise"
+    elif (
+        not isinstance(columns, Mapping)
+        or not set(columns) <= set(COLUMNS)
+        or not all(map(TEXT.holds, columns.values()))
+    ):
+        yield f"{key}={columns} must map some of {', '.join(COLUMNS)} to your names: {{prompt: question, chosen: best}}"
 
 
 def refuse_hydras_own(key: str, override: str) -> str | None:

@@ -11,22 +11,23 @@ Heavy imports wait until they are needed, so that `--help` and shell completion 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from config_keys import Processes
+from config_resolution import count_processes, find_config_problems, find_trainer  # noqa: F401  (for other scripts)
+from sweeps import Sweep
+from worker import describe, run, work, worker_main  # noqa: F401
 
 CONFIG_DIR = Path(__file__).parent / "config"
+SWEEP = Sweep()
 
 
 def _local_run_dir(exp_name: str, local_dirs: list[str]) -> str:
@@ -39,267 +40,17 @@ OmegaConf.register_new_resolver("get_local_run_dir", _local_run_dir, use_cache=T
 OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent), replace=True)
 
 
-def find_config_problems(config: DictConfig) -> list[str]:
-    """Everything wrong with a composed config, with the names that our tables hold today."""
-    from health import POLICIES
-    from layouts import LAYOUTS
-    from losses import LOSSES
-    from models import ATTENTION, DTYPES
-    from optimization import OPTIMIZERS
-    from preference_datasets import BUILT_IN
-    from reference_logps import CACHING
-    from settings import find_problems
-    from trainers import TRAINERS
-
-    choices = {
-        "trainer": TRAINERS,
-        "tensor_parallel.backend": _tensor_parallel_backends(),
-        "optimizer": OPTIMIZERS,
-        "loss.name": LOSSES,
-        "model.policy_dtype": DTYPES,
-        "model.fsdp_policy_mp": DTYPES,
-        "model.reference_dtype": DTYPES,
-        "model.autocast": ("bfloat16",),
-        "model.attn_implementation": ATTENTION,
-        "layout": LAYOUTS,
-        "cache_reference_logps": CACHING,
-        "nan_policy": POLICIES,
-    }
-    return find_problems(config, choices=choices, data_names=BUILT_IN, processes=count_processes(config))
-
-
-def _tensor_parallel_backends() -> dict[str, Any]:
-    from tensor_parallel_package import PackageTensorParallelTrainer
-    from trainers import TensorParallelTrainer
-
-    return {"dtensor": TensorParallelTrainer, "tensor_parallel": PackageTensorParallelTrainer}
-
-
-def find_trainer(config: DictConfig) -> Any:
-    """The class that `trainer` and its backend name; BasicTrainer if they name none."""
-    from settings import flatten
-    from trainers import TRAINERS, BasicTrainer, TensorParallelTrainer
-
-    values = flatten(config)
-    trainer = _named(TRAINERS, values.get("trainer"), BasicTrainer)
-    if trainer is TensorParallelTrainer:
-        return _named(_tensor_parallel_backends(), values.get("tensor_parallel.backend"), trainer)
-    return trainer
-
-
-def _named(table: dict[str, Any], name: Any, default: Any) -> Any:
-    """What a table has under a name that may be anything."""
-    return table.get(name, default) if isinstance(name, str) else default
-
-
-def count_processes(config: DictConfig) -> Processes:
-    """How many processes a config runs in, as far as its keys make sense."""
-    import torch
-
-    from config_keys import COUNT, Processes
-    from launching import find_seat
-    from losses import LOSSES
-    from settings import flatten
-
-    trainer, seat, gpus, values = find_trainer(config), find_seat(), torch.cuda.device_count(), flatten(config)
-    asked, tensor_size = values.get("world_size"), values.get("tensor_parallel_size")
-    size = 1
-    if seat is not None:
-        size = seat.world_size
-    elif trainer.multi_process:
-        size = asked if COUNT.holds(asked) else max(1, gpus)
-    return Processes(
-        size,
-        trainer.tensor_size(config, size) if tensor_size is None or COUNT.holds(tensor_size) else 1,
-        several=trainer.multi_process,
-        launched=seat is not None,
-        gpus=gpus,
-        cuts_layers=trainer.cuts_layers,
-        can_sample=trainer.can_sample,
-        can_autocast=trainer.can_autocast,
-        uses_reference=_named(LOSSES, values.get("loss.name"), LOSSES["dpo"]).uses_reference,
-    )
-
-
-def run(config: DictConfig) -> None:
-    """Train as a validated config says, in as many processes as it asks for."""
-    from launching import find_seat, launch
-
-    OmegaConf.resolve(config)
-    config.local_run_dir = os.path.expanduser(config.local_run_dir)
-    trainer, world_size = find_trainer(config), count_processes(config).world_size
-    if config.dry_run:
-        seat = find_seat()
-        if seat is None or seat.rank == 0:
-            _try_out(config, trainer, world_size)
-        return
-    launch(
-        work,
-        world_size,
-        config,
-        process_group=trainer.multi_process,
-        port=config.fsdp_port,
-        timeout_secs=config.collective_timeout_secs,
-    )
-
-
-def _try_out(config: DictConfig, trainer: Any, world_size: int) -> None:
-    """Say what a run would do and need. Raises InputError as the run would, and writes nothing."""
-    from archive import find_archive
-    from loading import check_model, find_model_config
-    from memory import dry_run
-    from preflight import load_data
-    from resume import check_inputs, look_at_run
-
-    found = look_at_run(config)
-    check_model(config, trainer, world_size)
-    if config.model.archive is not None:
-        find_archive(config.model.archive)
-    _set_up_torch(config)  # the memory that attention needs depends on its kernel
-    data = load_data(config)
-    check_inputs(found, data, find_model_config(config))
-    dry_run(config, trainer, world_size, data)
-
-
-def worker_main(
-    rank: int, world_size: int, config: DictConfig, policy: nn.Module, reference_model: nn.Module | None = None
-) -> None:
-    """The reference's name for what one process does with models that are loaded: join the others, train and save.
-
-    Several are started with `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N, config, policy, reference))`
-    and meet at `config.fsdp_port`. Keys that the config lacks are as in `config/`. Raises InputError for a config that
-    cannot run.
-    """
-    import torch
-
-    from config_files import with_defaults
-    from utils import InputError, get_open_port, init_distributed
-
-    config = with_defaults(config)
-    trainer = find_trainer(config)
-    if trainer.multi_process:
-        config.world_size = world_size
-        if world_size > 1 and config.fsdp_port is None and "MASTER_PORT" not in os.environ:
-            raise InputError("fsdp_port is null: give all processes the same, such as utils.get_open_port()")
-    if problems := find_config_problems(config):
-        raise InputError("; ".join(problems))
-    OmegaConf.resolve(config)
-    joins = trainer.multi_process and not torch.distributed.is_initialized()
-    if joins:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
-    work(rank, world_size, config, (policy, reference_model))
-    if joins:
-        torch.distributed.destroy_process_group()
-
-
-def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None = None) -> None:
-    """What one process does: find its run's state, load data and models (or take the policy and reference that are
-    given), train."""
-    from run_directory import explaining_full_disk
-    from stopping import Stopped, on_stop_signals
-
-    try:
-        with on_stop_signals(_stop_now), explaining_full_disk(config.local_run_dir):
-            _work(rank, world_size, config, models)
-    except Stopped:
-        if rank == 0:
-            goes_on = f"local_run_dir={config.local_run_dir} resume=auto"
-            print(f"stopped, as asked; to go on: the same command with {goes_on}", file=sys.stderr, flush=True)
-        raise
-
-
-def _stop_now(number: int) -> None:
-    """Asked to stop while there is nothing to save yet."""
-    from stopping import Stopped
-
-    raise Stopped(number)
-
-
-def _work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None) -> None:
-    import datasets
-    import transformers
-
-    from archive import load_archive
-    from distributed import from_rank_0
-    from loading import find_model_config, model_loaders
-    from memory import explaining_out_of_memory
-    from preflight import load_data
-    from resume import check_inputs, open_run
-    from run_directory import write_record
-    from waiting import meet_rank_0
-
-    if rank == 0:
-        print(describe(config), flush=True)
-    run = open_run(config) if rank == 0 else None  # and hold it until the end
-    meet_rank_0("the run's directory")
-    resume_from = from_rank_0(run.checkpoint if run else None)
-    transformers.set_seed(config.seed)  # Python's, numpy's and torch's
-    _set_up_torch(config)
-    if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
-        datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()
-
-    data = load_data(config, silent=rank != 0)
-    if run is not None:
-        check_inputs(run.found, data, models[0].config if models else find_model_config(config))
-    if from_rank_0(run is not None and run.is_finished(data.report.updates)):
-        if rank == 0:
-            print(f"{resume_from} is the end of its run: nothing is left to do")
-        return
-    if run is not None:
-        write_record(run.directory, OmegaConf.to_container(config))
-        data.report.write(run.directory / "preflight.json")
-    trainer_class = find_trainer(config)
-    with explaining_out_of_memory(config, trainer_class, world_size, data):
-        if models is None:
-            policy, reference = model_loaders(config, trainer_class, rank, world_size, resume_from)
-        else:
-            policy, reference = models
-            if resume_from is not None:
-                load_archive(policy, str(resume_from))
-        trainer = trainer_class(
-            policy, config, config.seed, config.local_run_dir, reference, rank, world_size, data, resume_from
-        )
-        trainer.train()
-    if rank == 0:
-        print(f"run directory: {config.local_run_dir}")
-
-
-def describe(config: DictConfig) -> str:
-    """What a config has that `config/` has not, and where the rest is written down."""
-    from config_files import defaults_of
-    from run_directory import redact
-    from terminal import differences
-
-    values = redact(OmegaConf.to_container(config))
-    run_dir = values.pop("local_run_dir")
-    shown = differences(values, defaults_of(config.loss.name))
-    title = f"loss={config.loss.name}; what differs from the defaults (all of it: {run_dir}/config.yaml):"
-    return "\n".join([title, *(f"  {setting}" for setting in shown)])
-
-
-def _set_up_torch(config: DictConfig) -> None:
-    from arithmetic import set_up_torch
-
-    compiles = config.compile or config.model.attn_implementation == "flex_attention"
-    set_up_torch(deterministic=config.deterministic, compiles=compiles)
-
-
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
 def main(config: DictConfig) -> None:
     from launching import find_seat
-    from run_directory import redact
+    from redaction import redact
     from settings import find_unused
     from stopping import Stopped
     from utils import InputError, RunError
 
-    hydra_config = HydraConfig.get()
-    if hydra_config.mode == RunMode.MULTIRUN and "local_run_dir" in _overridden(hydra_config.overrides.task):
-        # one directory was given for the whole sweep: each job gets its own inside
-        config.local_run_dir = os.path.join(config.local_run_dir, str(hydra_config.job.num))
+    sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
-        if hydra_config.mode == RunMode.MULTIRUN and find_seat() is not None:
+        if sweeps and find_seat() is not None:
             raise InputError(
                 "a sweep (-m) starts its own processes, one job after the other: run it without a launcher"
             )
@@ -307,7 +58,10 @@ def main(config: DictConfig) -> None:
         if _is_rank_0():
             for line in find_unused(config, count_processes(config)):
                 print(f"warning: {line}")
+        if sweeps:
+            SWEEP.begin_job(config, HydraConfig.get())
         run(config)
+        SWEEP.end_job()
     except InputError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
@@ -322,7 +76,7 @@ def main(config: DictConfig) -> None:
 
 def _exit_on(problems: list[str]) -> None:
     if problems:
-        from run_directory import redact
+        from redaction import redact
 
         if _is_rank_0():  # every rank finds the same
             print(
@@ -336,19 +90,20 @@ def _is_rank_0() -> bool:
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
-def _overridden(overrides: list[str]) -> set[str]:
-    return {override.split("=", 1)[0].lstrip("+~") for override in overrides}
-
-
 def check_command_line(arguments: list[str]) -> list[str]:
     """The arguments as Hydra takes them. Exits with status 2 and a sentence for everything that is wrong with them."""
     from command_line import find_problems, parse
+    from config_files import help_text
 
     try:
         line = parse(arguments)
     except ValueError as error:
         _exit_on([str(error)])
         raise
+    if line.wants_help:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends like any other tool
+        print(help_text())
+        sys.exit(0)
     _exit_on(find_problems(line, CONFIG_DIR, find_config_problems))
     return line.arguments
 
@@ -374,6 +129,9 @@ if __name__ == "__main__":
     set_allocators(os.environ)
     try:
         sys.argv[1:] = check_command_line(sys.argv[1:])
-        main()
+        try:
+            main()
+        finally:
+            SWEEP.report()
     except KeyboardInterrupt:
         abort()

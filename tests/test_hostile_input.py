@@ -25,7 +25,7 @@ from metrics import FileLogger
 from models import load_config
 from preference_datasets import encode_rows, iterate_rows, load_prompts
 from preflight import inspect_split
-from run_directory import redact
+from redaction import redact
 from settings import refuse_hydras_own
 from tokenization import TextEncoder
 from utils import InputError, get_open_port

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run_script
+from conftest import ROOT, run_script, train
 from wandb_server import WandbServer
 
 from metrics import (
@@ -197,6 +197,16 @@ for examples in range(4, 44, 4):
 logger.close()
 print("the run went on", flush=True)
 """
+
+
+def test_wandbs_record_of_the_terminal_has_the_preflight(command, tmp_path):
+    overrides = ("n_examples=4", "wandb.enabled=true")
+    result = train(*command("run", *overrides), WANDB_MODE="offline")
+    assert result.returncode == 0, result.stderr
+    [record] = (tmp_path / "run" / "wandb").glob("offline-run-*/files/output.log")
+    text = record.read_text()
+    order = ["train: 22 examples of 11 prompts", "1 updates of 4 examples will run", "eval after 0 examples"]
+    assert [text.index(line) for line in order] == sorted(text.index(line) for line in order)
 
 
 def lose_wandb(server: WandbServer, kind: str, tmp_path) -> str:

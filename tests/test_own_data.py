@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
-from conftest import write_rows
+from conftest import train, write_rows
 
 from own_data import get_own, split_shared_prompt
 from preference_datasets import get_batch_iterator
@@ -86,6 +87,44 @@ def test_texts_without_a_prompt_share_their_beginning(chosen, rejected, expected
 def test_texts_that_share_nothing_need_a_prompt(tokenizer):
     with pytest.raises(InputError, match="row 1 of mine: the prompt is empty"):
         get_own([{"chosen": "yes", "rejected": "no"}], "mine", tokenizer)
+
+
+RENAMED = {"prompt": "question", "chosen": "best", "rejected": "worst"}
+
+
+def test_columns_may_have_other_names(tokenizer, chat):
+    rows = [{"question": "Q:", "best": " yes", "worst": " no", "prompt": "another column"}]
+    assert get_own(rows, "mine", tokenizer, RENAMED) == {
+        "Q:": {"responses": [" yes", " no"], "pairs": [(0, 1)], "sft_target": " yes"}
+    }
+    messages = {RENAMED[key]: value for key, value in HELLO.items()}
+    template = chat(ENDS_TURNS_WITH_EOS)
+    assert get_own([messages], "mine", template, RENAMED) == get_own([HELLO], "mine", template)
+    with pytest.raises(InputError, match=r"row 1 of mine: field 'best' must be .* missing; the row has question"):
+        get_own([{"question": "Q:"}], "mine", tokenizer, RENAMED)
+    with pytest.raises(InputError, match=r"field 'question' must be .* missing; the row has best, worst"):
+        get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, RENAMED)
+    shared = get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, {"chosen": "best", "rejected": "worst"})
+    assert list(shared) == ["a"]
+
+
+def test_columns_are_given_on_the_command_line_beside_or_with_the_place(command, tmp_path):
+    rows = [{"question": f"What is {i}?", "best": f" It is {i}.", "worst": "No."} for i in range(40)]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    columns = "{prompt: question, chosen: best, rejected: worst}"
+    own = ("datasets=[mine]", "n_examples=4", f"dataset_sources.mine={file}", f"dataset_sources.mine.columns={columns}")
+    result = train(*command("run", *own))
+    assert result.returncode == 0, result.stderr
+    # the worst ones begin without a space
+    assert (
+        "warning: train: in 36 of 36 examples a response follows its prompt without a space, as in 'What is "
+        in result.stdout
+    )
+    report = json.loads((tmp_path / "run" / "preflight.json").read_text())
+    assert report["test"]["joined_words"] == 4
+    assert report["train"]["joined_example"].endswith("?No.")
+    whole = f"dataset_sources.mine={{path: {file}, columns: {columns}}}"
+    assert train(*command("other", *own[:2], whole)).returncode == 0
 
 
 # chat messages

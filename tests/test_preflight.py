@@ -13,7 +13,7 @@ from conftest import GOLDEN, write_rows
 
 from models import load_tokenizer
 from preference_datasets import Prompt, iterate_rows
-from preflight import count_updates, describe, inspect_split, prepare_data
+from preflight import count_updates, describe, inspect_split, prepare_data, warn
 from tokenization import TextEncoder
 from utils import InputError
 
@@ -159,6 +159,30 @@ def test_a_text_with_eos_stops_the_run_and_is_counted_and_shown_once(tokenizer):
 
 def test_eos_that_a_chat_template_wrote_is_fine(tokenizer):
     assert inspect(tokenizer, prompt_of("a<|endoftext|>", (" b", " c"), rendered=True)).texts_with_eos == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "joined"),
+    [
+        ("Where?", "Here", 1),
+        ("Where?", " Here", 0),
+        ("Where? ", "Here", 0),
+        ("Where?\n", "Here", 0),
+        ("Where?", "\nHere", 0),
+        ("Where?", "", 0),
+        ("どこ？", "ここ", 0),  # no spaces in this script
+    ],
+)
+def test_words_that_run_together_are_counted_and_shown(prompt, response, joined, tokenizer):
+    prompts = [prompt_of(prompt, (response, " x"), (" y", " z"))]
+    encode = TextEncoder(tokenizer)
+    report = inspect_split(prompts, encode, sft_mode=False, max_length=64, max_prompt_length=32)
+    assert (report.joined_words, report.joined_example) == (joined, "Where?Here" if joined else "")
+    assert ("without a space, as in 'Where?Here'" in (warn("train", report) or "")) == bool(joined)
+
+
+def test_a_chat_template_may_join_what_it_likes(tokenizer):
+    assert inspect(tokenizer, prompt_of("<user>", ("Hi", "b"), rendered=True)).joined_words == 0
 
 
 # the whole preparation

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from run_directory import check_free, create_run_dir, lock_run_dir, redact, write_record
+from redaction import redact
+from run_directory import check_free, create_run_dir, lock_run_dir, write_record
 from utils import InputError
 
 

@@ -67,6 +67,7 @@ def problems(*overrides: str, complete: tuple[str, ...] = COMPLETE, processes: P
         ("exp_name=group/run..1",),
         ("datasets=[hh,mine]", "+dataset_sources.mine=/data"),
         ("datasets=[mine]", "+dataset_sources.mine={path: me/data, revision: main}"),
+        ("datasets=[mine]", "+dataset_sources.mine={path: me/data, columns: {chosen: best}}"),
     ],
 )
 def test_what_can_run_has_no_problems(overrides):
@@ -165,6 +166,20 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         ("dataset_sources.hh=[a]", "dataset_sources.hh=['a'] must be a directory, file or Hub id, or {path"),
         ("dataset_sources.hh=''", "dataset_sources.hh= must be a directory, file or Hub id, or {path"),
         ("dataset_sources.hh={revision: main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
+        (
+            "+dataset_sources.mine={path: a, columns: {best: chosen}}",
+            "dataset_sources.mine.columns={'best': 'chosen'} must map some of prompt, chosen, rejected to your names",
+        ),
+        (
+            "+dataset_sources.mine={path: a, columns: {chosen: 3}}",
+            "dataset_sources.mine.columns={'chosen': 3} must map",
+        ),
+        ("+dataset_sources.mine={path: a, columns: best}", "dataset_sources.mine.columns=best must map"),
+        ("dataset_sources.hh={path: a, columns: {chosen: b}}", "dataset_sources.hh.columns={'chosen': 'b'}: hh has"),
+        (
+            "+dataset_sources.mine={columns: {chosen: b}}",
+            "dataset_sources.mine={'columns': {'chosen': 'b'}} must be a dir",
+        ),
         ("dataset_sources.hh={path: a, split: b}", "dataset_sources.hh={'path': 'a', 'split': 'b'} must be"),
     ],
 )

@@ -11,8 +11,9 @@ import pytest
 from conftest import ROOT, run_script
 
 LEVELS = {
-    "train": 3,
-    "command_line": 2,
+    "train": 4,
+    **dict.fromkeys(["command_line", "sweeps"], 2),
+    **dict.fromkeys(["config_resolution", "worker"], 3),
     **dict.fromkeys(["training_loop", "trainers", "tensor_parallel_package"], 2),
     **dict.fromkeys(["objective", "batches", "layouts", "reference_logps", "sampling"], 1),
     **dict.fromkeys(["checksums", "waiting"], 0),
@@ -32,7 +33,7 @@ LEVELS = {
         0,
     ),
     **dict.fromkeys(["losses", "optimization", "checkpoint", "metrics", "settings", "run_directory", "utils"], 0),
-    **dict.fromkeys(["plain_files", "checkpoint_contents", "config_files", "config_keys"], 0),
+    **dict.fromkeys(["plain_files", "checkpoint_contents", "config_files", "config_keys", "redaction"], 0),
     **dict.fromkeys(["arithmetic", "cpu_attention", "device_map", "sharing"], 0),
     **dict.fromkeys(
         ["archive", "host_memory", "stopping", "terminal", "launching", "distributed", "tensor_parallelism"], 0

@@ -339,10 +339,10 @@ def test_a_sweep_gives_each_job_its_directory_and_offline_wandb_run(data, tmp_pa
     )
 
     assert result.returncode == 0, result.stderr
-    assert sorted(p.name for p in (tmp_path / "sweep").iterdir()) == ["0", "1"]
+    assert sorted(p.name for p in (tmp_path / "sweep").glob("*=*")) == ["0_loss.beta=0.1", "1_loss.beta=0.5"]
     offline = []
     for job, beta in enumerate([0.1, 0.5]):
-        run = tmp_path / "sweep" / str(job)
+        run = tmp_path / "sweep" / f"{job}_loss.beta={beta}"
         config = yaml.safe_load((run / "config.yaml").read_text())
         assert (config["loss"]["beta"], config["local_run_dir"]) == (beta, str(run))
         assert [m["examples"] for m in metrics_of(run, "train")] == [4, 8]

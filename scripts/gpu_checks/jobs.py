@@ -95,7 +95,7 @@ class Job:
         return f"its process {how} and gave no result"
 
     def _last_lines(self) -> str:
-        from run_directory import redact
+        from redaction import redact
 
         if not self.log.exists():
             return ""
