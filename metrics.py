@@ -148,8 +148,14 @@ class FileLogger:
         return {"log_bytes": sizes}
 
     def _append(self, name: str, lines: Iterable[str]) -> None:
-        with (self.run_dir / name).open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        path = self.run_dir / name
+        with path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # a full disk, or somebody else, has cut it
+                    file.truncate(path.read_bytes().rfind(b"\n") + 1)
+                    print(f"warning: the last line of {path} was cut off in its middle, and is removed", flush=True)
+            file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
     def log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}

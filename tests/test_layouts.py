@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import shutil
 
 import pytest
@@ -116,6 +117,13 @@ def dpo(*logps):
     return LOSSES["dpo"].on_pairs(*logps, beta=0.5, label_smoothing=0.1, reference_free=False)[0]
 
 
+def dpo_of_equals(chosen, rejected, *_):
+    """The first loss, when the reference gives what the policy gives."""
+    return LOSSES["dpo"].on_pairs(
+        chosen, rejected, chosen.detach(), rejected.detach(), beta=0.5, label_smoothing=0.0, reference_free=False
+    )[0]
+
+
 def assert_the_same(model, batch, tolerance, parts=2):
     layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=model.dtype)
     assert isinstance(layout, SharedPrefix), note
@@ -198,6 +206,16 @@ def test_no_row_is_longer_than_the_longest(example, n_examples, row):
     layout = SharedPrefix({"full_attention": None}, max_length=LONG)
     [microbatch] = layout.split(batch, 1)
     assert microbatch.inputs.input_ids.shape[1] <= row
+
+
+def test_gradients_that_cancel_exactly_are_0_with_shared_prefixes():
+    """The same response twice, and a pair both ways; padded, their rounding is left, which RMSprop scales up."""
+    a, b, c = (3, 7, 9, 4), (5, 8, 6, 4), (2, 2, 4)
+    batch = batch_of_examples([Example((1, 11), pair) for pair in ((a, b), (b, a), (c, c))])
+    layout = SharedPrefix({"full_attention": None}, max_length=LONG)
+    _, loss, gradients = losses_and_gradients(build("llama"), layout, batch, dpo_of_equals, parts=1)
+    assert loss == pytest.approx(math.log(2))
+    assert all((gradient == 0).all() for gradient in gradients.values())
 
 
 def test_a_head_that_does_more_than_we_know_is_padded():

@@ -81,6 +81,21 @@ def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("cut", [1, 20, -1])
+def test_a_line_that_was_cut_is_removed_and_the_next_is_whole(cut, tmp_path, capsys):
+    logger, path = FileLogger(tmp_path), tmp_path / "metrics.jsonl"
+    for updates in (1, 2):
+        logger.log("train", {"loss/train": 0.5}, examples=4, updates=updates)
+    content = path.read_bytes()
+    first, second = content.splitlines(keepends=True)
+    path.write_bytes(first + second[:cut])
+
+    logger.log("train", {"loss/train": 0.25}, examples=12, updates=3)
+
+    assert [json.loads(line)["updates"] for line in path.read_text().splitlines()] == [1, 3]
+    assert "was cut off in its middle, and is removed" in capsys.readouterr().out
+
+
 def test_what_is_no_finite_number_is_null(tmp_path):
     FileLogger(tmp_path).log("train", {"a": float("nan"), "b": float("inf"), "c": 1.5}, examples=4, updates=1)
     line = (tmp_path / "metrics.jsonl").read_text()

@@ -163,3 +163,12 @@ def test_nothing_depends_on_where_the_project_lies():
         if text in (ROOT / name).read_bytes()
     }
     assert found == set()  # tests/conftest.py finds the maintainers' data as ROOT.parent / "shared"
+
+
+@pytest.mark.parametrize("page", sorted(page.name for page in (ROOT / "docs").glob("*.md")))
+def test_tests_that_the_documents_name_are_there(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    tests = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "tests").glob("*.py")}
+    assert set(re.findall(r"\btest_\w+\.py", text)) <= tests.keys()
+    functions = set(re.findall(r"^def (test_\w+)", "".join(tests.values()), re.MULTILINE))
+    assert set(re.findall(r"`(?:test_\w+\.py)?(?:::)?(test_\w+)`", text)) <= functions
