@@ -160,6 +160,7 @@ def worker_main(
     import torch
 
     from config_files import with_defaults
+    from distributed import from_rank_0
     from utils import InputError, get_open_port, init_distributed
 
     config = with_defaults(config)
@@ -175,6 +176,7 @@ def worker_main(
     if joins:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
+    config.local_run_dir = from_rank_0(config.local_run_dir)  # which has the time in it, unless it was given
     work(rank, world_size, config, (policy, reference_model))
     if joins:
         torch.distributed.destroy_process_group()
@@ -317,7 +319,8 @@ def _begin_job(config: DictConfig, hydra_config: Any) -> None:
     config.local_run_dir = f"{os.path.expanduser(config.local_run_dir)}{'/' if given else '_'}{job.name}"
     job.directory = Path(config.local_run_dir)
     job.folder = job.directory.parent if given else Path(hydra_config.sweep.dir)
-    JOBS.append(job)
+    if not config.dry_run:
+        JOBS.append(job)
 
 
 def _report_sweep() -> None:
