@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 
 from preference_data import PreferenceData, get_field
+from settings import COLUMNS
 from utils import InputError
 
 ASSISTANT = "\n\nAssistant:"
@@ -26,6 +27,8 @@ def get_own(
     Raises InputError that names the row and `origin`.
     """
     data: PreferenceData | None = None
+    if unknown := columns.keys() - set(COLUMNS):
+        raise InputError(f"columns name {', '.join(sorted(unknown))}, which is none of {', '.join(COLUMNS)}")
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {origin}"
         chosen, rejected = (get_field(row, columns.get(key, key), where, (str, list)) for key in ("chosen", "rejected"))

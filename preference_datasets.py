@@ -208,6 +208,8 @@ def get_dataset(
         known = ", ".join(BUILT_IN)
         raise InputError(f"dataset {name!r} is not one of {known}; for own data give dataset_sources.{name}=PATH_OR_ID")
     source = Source.parse(name, HUB_IDS[name] if value is None else value)
+    if source.columns and name in LOADERS:
+        raise InputError(f"dataset_sources.{name} renames columns, and {name} has its own; name your data otherwise")
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:

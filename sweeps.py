@@ -54,7 +54,8 @@ class Sweep:
         config.local_run_dir = f"{os.path.expanduser(config.local_run_dir)}{'/' if given else '_'}{job.name}"
         job.directory = Path(config.local_run_dir)
         job.folder = job.directory.parent if given else Path(hydra_config.sweep.dir)
-        self.jobs.append(job)
+        if not config.dry_run:
+            self.jobs.append(job)
 
     def end_job(self) -> None:
         for job in self.jobs[-1:]:
@@ -89,7 +90,8 @@ def summarize(job: Job) -> dict[str, Any]:
 def _evaluations(log: Path) -> list[dict[str, Any]]:
     if not log.is_file():
         return []
-    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    whole = (line for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n"))
+    lines = [json.loads(line) for line in whole]
     return [line for line in lines if line["split"] == "eval" and line["examples"] > 0]
 
 
@@ -109,7 +111,12 @@ def as_table(summaries: Sequence[dict[str, Any]]) -> str:
 def report(jobs: Sequence[Job], folder: Path) -> None:
     """Print the table, and write it to `sweep.json` in a folder that is made if it is not there."""
     summaries = [summarize(job) for job in jobs]
-    folder.mkdir(parents=True, exist_ok=True)
+    print(as_table(summaries))
     file = folder / "sweep.json"
-    file.write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
-    print(f"{as_table(summaries)}\nthe same in {file}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"warning: {file} cannot be written: {error}")
+    else:
+        print(f"the same in {file}")

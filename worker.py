@@ -66,6 +66,7 @@ def worker_main(
     import torch
 
     from config_files import with_defaults
+    from distributed import from_rank_0
     from utils import InputError, get_open_port, init_distributed
 
     config = with_defaults(config)
@@ -81,6 +82,7 @@ def worker_main(
     if joins:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
+    config.local_run_dir = from_rank_0(config.local_run_dir)  # which has the time in it, unless it was given
     work(rank, world_size, config, (policy, reference_model))
     if joins:
         torch.distributed.destroy_process_group()

@@ -30,7 +30,6 @@ from checkpoint import (
     write_checkpoint,
 )
 from checkpoint_contents import find_misfit, find_odd_part
-from data_sources import Source, load_rows
 from metrics import FileLogger
 from optimization import OPTIMIZERS, warmup
 from plain_files import check_readable, check_writable, remove
@@ -111,13 +110,6 @@ def test_what_should_be_a_link_and_is_not_is_said_before_anything_is_computed(li
     (tmp_path / link).touch() if kind == "file" else make(kind, tmp_path / link)
     with pytest.raises(InputError, match=f"{link} is a {kind} where a link to a step-N belongs: remove it"):
         create_run_dir(str(tmp_path), continued=True)
-
-
-def test_data_is_read_from_files_alone(tmp_path):
-    os.mkfifo(tmp_path / "train.jsonl")
-    for path in (tmp_path, tmp_path / "train.jsonl"):
-        with pytest.raises(InputError, match=r"train\.jsonl is a FIFO where a file belongs"):
-            load_rows(Source(str(path)), "train")
 
 
 def write(run_dir: Path, *steps: int) -> list[Path]:

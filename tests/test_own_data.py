@@ -106,6 +106,11 @@ def test_columns_may_have_other_names(tokenizer, chat):
         get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, RENAMED)
     shared = get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, {"chosen": "best", "rejected": "worst"})
     assert list(shared) == ["a"]
+    with pytest.raises(InputError, match="columns name promt, which is none of prompt, chosen, rejected"):
+        get_own(rows, "mine", tokenizer, {"promt": "question"})
+    sources = {"hh": {"path": "x", "columns": RENAMED}}
+    with pytest.raises(InputError, match=r"dataset_sources\.hh renames columns, and hh has its own"):
+        next(get_batch_iterator(["hh"], tokenizer, n_epochs=1, dataset_sources=sources))
 
 
 def test_columns_are_given_on_the_command_line_beside_or_with_the_place(command, tmp_path):

@@ -249,11 +249,12 @@ if __name__ == "__main__":
 def test_two_processes_that_are_spawned_meet_and_give_the_numbers_of_one(tiny_llama, tmp_path):
     one = OmegaConf.create(reference_config(local_run_dir=str(tmp_path / "one")))
     train.worker_main(0, 1, one, copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama))
-    two = reference_config(trainer="FSDPTrainer", fsdp_port=get_open_port(), local_run_dir=str(tmp_path / "two"))
+    two = reference_config(trainer="FSDPTrainer", fsdp_port=get_open_port(), local_dirs=[str(tmp_path)])
     OmegaConf.save(OmegaConf.create(two), tmp_path / "config.yaml")
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)
-    result = run_script(str(script), str(tmp_path / "config.yaml"), PYTHONPATH=str(ROOT))
+    result = run_script(str(script), str(tmp_path / "config.yaml"), PYTHONPATH=str(ROOT), LOGNAME="me")
     assert result.returncode == 0, result.stderr
-    losses = [[line["loss/train"] for line in metrics_of(tmp_path / name, "train")] for name in ("one", "two")]
+    [run_dir] = (tmp_path / "me").glob("test_*")
+    losses = [[line["loss/train"] for line in metrics_of(where, "train")] for where in (tmp_path / "one", run_dir)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -80,6 +80,23 @@ def test_the_best_evaluation_is_the_highest_accuracy_or_the_lowest_loss_after_tr
     assert as_table([summarize(jobs[0])]).splitlines()[1].startswith("0    loss=dpo")
 
 
+def test_a_table_that_cannot_be_written_and_a_line_that_was_cut_off_cost_nothing(tmp_path, capsys):
+    log(tmp_path / "job", evaluation(8, **{"loss/eval": 2.0}))
+    with (tmp_path / "job" / "metrics.jsonl").open("a") as file:
+        file.write('{"split": "eval", "exam')
+    (tmp_path / "file").touch()
+    report([Job(0, ["lr=1"], tmp_path / "job")], tmp_path / "file")
+    said = capsys.readouterr().out
+    assert "loss/eval 2 after 8 examples" in said
+    assert f"warning: {tmp_path}/file/sweep.json cannot be written: " in said
+
+
+def test_a_dry_run_of_a_sweep_writes_nothing(command, tmp_path):
+    result = train("-m", *command("sweep", "seed=0,1", "dry_run=true", f"hydra.sweep.dir={tmp_path}/hydra"))
+    assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "sweep").exists()
+
+
 def test_only_what_varies_is_told_to_the_jobs():
     line = parse(["-m", "loss=dpo", "loss.beta=0.1,0.5", "seed=range(0,3)", "dataset_sources.mine=/a", "~lr"])
     told = line.arguments[-1]
