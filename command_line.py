@@ -157,7 +157,8 @@ def _find_danger_in_files(directory: Path) -> Iterator[str]:
     if not directory.is_dir():
         yield f"--config-dir {directory} is not a directory"
         return
-    for file in sorted(directory.rglob("*.yaml")):
+    found = [Path(folder) / name for folder, _, names in os.walk(directory, followlinks=True) for name in names]
+    for file in sorted(file for file in found if file.suffix == ".yaml"):
         try:
             text = file.read_text(encoding="utf-8")
             content = yaml.safe_load(text)

@@ -113,5 +113,14 @@ def test_own_config_files_that_could_run_code_are_refused(content, problem, tmp_
     assert str(tmp_path / "experiment" / "mine.yaml") in found
 
 
+def test_own_config_files_are_looked_at_behind_links_too(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    write(tmp_path / "elsewhere", "a:\n  _target_: os.mkdir\n")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "experiment").symlink_to(tmp_path / "elsewhere" / "experiment")
+    [found] = problems_of(f"--config-dir={tmp_path / 'mine'}", "+experiment=mine", "exp_name=x")
+    assert "a._target_ names code to run" in found
+
+
 def test_an_own_config_directory_that_is_not_there_is_one_sentence():
     assert problems_of("--config-dir=/nowhere", "exp_name=x") == ["--config-dir /nowhere is not a directory"]
