@@ -114,6 +114,7 @@ def test_defaults_change_nothing_that_is_there_and_are_those_of_the_config():
     filled = with_defaults({**bare, "local_run_dir": "z"})
     assert flatten(filled) == flatten(whole) | {"local_run_dir": "z"}
     assert "exp_name" not in with_defaults({})
+    assert with_defaults({"dataset_sources": {"mine": "x"}}).dataset_sources == {"mine": "x"}
     assert "beta" not in with_defaults({"loss": {"name": "ipo"}}).loss
     assert with_defaults({"loss": {"name": "no/such"}}).loss == {"name": "no/such"}
 
@@ -165,7 +166,7 @@ def scp(tmp_path, monkeypatch):
     program = tmp_path / "bin" / "scp"
     program.parent.mkdir()
     program.write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n[ "$1" = -- ] || exit 9\n'
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n[ "$1" = -- ] || exit 9\nprintf half > "$3"\n'
         f'exec cp "{tmp_path}/remote/${{2#*:}}" "$3"\n'
     )
     program.chmod(0o755)
