@@ -26,7 +26,7 @@ MULTIRUN = ("-m", "--multirun")
 FLAGS = (*MULTIRUN, "-h", "--help", "--hydra-help", "--version", "--resolve")
 WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-sc", "--shell-completion", "-cd", "--config-dir")
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
-SHOWING = ("-h", "--help", "--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")
+SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")
 
 
 SAME_IN_ALL = "hydra.job.config.override_dirname.exclude_keys"
