@@ -11,21 +11,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm import ROOT, run_train
 
-ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"
 SHARED = ROOT.parent / "shared"  # real data and more golden runs, on the maintainers' machines only
 sys.path.insert(0, str(ROOT))
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported, also by processes that are forked
 torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 
-def run_script(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` without network, W&B key or terminal."""
+def environment_of(**more: str) -> dict[str, str]:
+    """Without network, W&B key and settings of Hydra."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "HYDRA"))}
+    return {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **more}
+
+
+def run_script(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python ARGUMENTS` without a terminal."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
+        env=environment_of(**environment),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -38,7 +44,7 @@ def train(*overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.C
     """`python train.py OVERRIDES`, W&B off unless an override or the environment says otherwise."""
     if not any(o.startswith("wandb.enabled") for o in overrides):
         overrides = (*overrides, "wandb.enabled=false")
-    return run_script(str(ROOT / "train.py"), *overrides, cwd=cwd, **environment)
+    return run_train(overrides, cwd=cwd, environment=environment_of(**environment), timeout=200)
 
 
 def metrics_of(run_dir: Path, split: str) -> list[dict]:

@@ -4,7 +4,6 @@ fault on the way. For `test_faults.py`."""
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import re
 import resource
@@ -14,9 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train", "trainers", "resume", "datasets", "transformers", "hydra"])
+from warm import CONTEXT, ROOT
 
 
 def kill_at_step_of_saving(number: int) -> None:

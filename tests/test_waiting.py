@@ -18,6 +18,7 @@ from conftest import small_run, train
 import resume
 import saving
 import train as main
+import worker
 from benchmarks.step_overhead import compose
 from checkpoint import check_complete
 from checksums import HashedFile
@@ -139,5 +140,5 @@ def test_a_signal_is_heard_while_waiting(monkeypatch):
     monkeypatch.setattr("waiting.default_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    with on_stop_signals(main._stop_now), pytest.raises(Stopped):
+    with on_stop_signals(worker._stop_now), pytest.raises(Stopped):
         meet_rank_0("a place")
