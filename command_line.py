@@ -6,6 +6,7 @@ Hydra stops at the first override it cannot apply; this finds all of them, and w
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -17,9 +18,10 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from config_keys import RULES
-from redaction import redact
+from redaction import secrets_in
 from settings import did_you_mean, refuse_hydras_own
 
 MULTIRUN = ("-m", "--multirun")
@@ -29,6 +31,9 @@ CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
 SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")
 
 
+# a group's option that is a number, keys inside of what is no mapping, a file that is no YAML
+COMPOSING = (HydraException, OmegaConfBaseException, ValueError, AssertionError, AttributeError, yaml.YAMLError)
+HOW_COMPOSED = ("hydra.runtime.", "hydra.overrides.", "hydra.searchpath", "hydra.job.override_dirname")
 SAME_IN_ALL = "hydra.job.config.override_dirname.exclude_keys"
 
 
@@ -57,7 +62,15 @@ class CommandLine(NamedTuple):
         """Hydra wants its options first; a sweep's jobs are told what is the same for all of them."""
         same = [key_of(override) for override in self.overrides if _parts_of_sweep(override) is None]
         told = f"{SAME_IN_ALL}={same!r}".replace(" ", "")
-        return [*self.options, *self.overrides, *([told] if self.is_sweep else [])]
+        return [*self.options, *self.overrides, *self.search, *([told] if self.is_sweep else [])]
+
+    @property
+    def search(self) -> list[str]:
+        """The override by which Hydra finds a user's own config files: the same when they are checked and used."""
+        if self.config_dir is None:
+            return []
+        place = str(Path(self.config_dir).resolve()).replace("'", "\\'")
+        return [f"hydra.searchpath=['file://{place}']"]
 
 
 def key_of(override: str) -> str:
@@ -77,12 +90,16 @@ def parse(arguments: list[str]) -> CommandLine:
         name, has_value, value = argument.partition("=")
         if name not in (*FLAGS, *WITH_VALUE):
             raise ValueError(f"{name} is not an option here; there are {', '.join((*FLAGS, *WITH_VALUE))}")
-        options.append(argument)
+        words = [argument]
         if name in WITH_VALUE and not has_value:
             value = next(left, "")
-            options.append(value)
+            words.append(value)
         if name in CONFIG_DIR_OPTIONS:
+            if not value:
+                raise ValueError(f"{name} needs a directory: {name} DIR")
             config_dir = value
+        else:
+            options += words
     return CommandLine(options, _with_paths(overrides), config_dir)
 
 
@@ -104,18 +121,30 @@ def find_problems(
 ) -> list[str]:
     """Everything wrong with a command line, one sentence each; what is in its config is looked at if it is composed
     at all, and only if an override cannot be applied: `main` does it for every job of a sweep."""
+    problems = _find_problems(line, own_configs, find_config_problems)
+    for secret in (text for text in secrets_in(line.overrides) if len(text) > 3):  # or it would be in any word
+        problems = [problem.replace(secret, "REDACTED") for problem in problems]
+    return problems
+
+
+def _find_problems(
+    line: CommandLine, own_configs: Path, find_config_problems: Callable[[DictConfig], list[str]]
+) -> list[str]:
     if torn := next((o for o in line.overrides if o.startswith("=")), None):
-        before = next((a for a, b in pairwise(line.overrides) if b is torn), "NAME")
+        before = next((a for a, b in pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
         return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
-    problems = [problem for o in line.overrides if (problem := _find_danger(o, sweep=line.is_sweep))]
-    if line.config_dir is not None:
-        problems += _find_danger_in_files(Path(line.config_dir))
-    if problems or line.only_shows:
+    problems = [problem for o in line.overrides if (problem := refuse_hydras_own(key_of(o), o))]
+    if line.is_sweep and secrets_in(line.overrides):
+        problems.append("a sweep writes its command line down, which holds a secret: give it as '${oc.env:NAME}'")
+    if problems:
         return problems
-    overrides = [_first_of_sweep(o) for o in line.overrides] if line.is_sweep else line.overrides
-    search = [] if line.config_dir is None else [f"hydra.searchpath=[file://{Path(line.config_dir).resolve()}]"]
     with hydra.initialize_config_dir(str(own_configs.resolve()), version_base="1.3"):
-        return _find_refused(overrides, search, own_configs, find_config_problems)
+        if line.config_dir is not None:
+            problems = [*_find_danger_in_files(line)]
+        if problems or line.only_shows:
+            return problems
+        overrides = [_first_of_sweep(o) for o in line.overrides] if line.is_sweep else line.overrides
+        return _find_refused(overrides, line.search, own_configs, find_config_problems)
 
 
 def _find_refused(
@@ -144,69 +173,59 @@ def _find_refused(
     return [*refused.values(), *(p for p in problems if not p.startswith(keys))]
 
 
-def _find_danger(override: str, *, sweep: bool) -> str | None:
-    """Why an override is not even handed to Hydra; None if it is harmless."""
-    key = key_of(override)
-    if sweep and redact(override) != override:
-        return f"{key} holds a secret, and a sweep writes its command line down: give it as '${{oc.env:NAME}}'"
-    return refuse_hydras_own(key, override)
+def _find_danger_in_files(line: CommandLine) -> Iterator[str]:
+    """What a user's own config files would change of Hydra's own keys, by which it runs code: found by composing with
+    them and without, whatever they write and however they are chosen."""
+    from plain_files import check_readable  # imports torch
+    from utils import InputError
 
-
-def _find_danger_in_files(directory: Path) -> Iterator[str]:
-    """What in a user's own config files could name code to run, or would set what of Hydra's own is refused."""
+    directory = Path(line.config_dir)
     if not directory.is_dir():
         yield f"--config-dir {directory} is not a directory"
         return
-    found = [Path(folder) / name for folder, _, names in os.walk(directory, followlinks=True) for name in names]
-    for file in sorted(file for file in found if file.suffix == ".yaml"):
-        try:
-            text = file.read_text(encoding="utf-8")
-            content = yaml.safe_load(text)
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            yield f"{file} cannot be read: {' '.join(str(error).split())[:200]}"
-            continue
-        headers = [line for line in text.splitlines() if line.lstrip().startswith("#") and "@package" in line]
-        if any("hydra" in header for header in headers):
-            yield f"{file} puts its keys among Hydra's own ({headers[0].strip()}), which could name code to run"
-        yield from (f"{file}: {problem}" for problem in _find_danger_in(content))
+    try:
+        for file in directory.rglob("*.yaml"):
+            check_readable(file)
+    except (InputError, OSError) as error:
+        yield str(error)
+        return
+    plain = _hydras_own([o for o in line.overrides if key_of(o).startswith("hydra")]) or _hydras_own([])
+    parts = [
+        [f"{o.split('=', 1)[0]}={part}" for part in swept] if (swept := _parts_of_sweep(o)) else [o]
+        for o in line.overrides
+    ]
+    found: dict[str, None] = {}
+    for overrides in itertools.product(*(values if "." not in key_of(values[0]) else values[:1] for values in parts)):
+        for key, value in _hydras_own([*line.search, *overrides]).items():
+            if plain.get(key) != value and (problem := refuse_hydras_own(key, f"{key}={value}")):
+                found[f"--config-dir {directory}: {problem}"] = None
+    yield from found
 
 
-def _find_danger_in(content: Any, path: str = "") -> Iterator[str]:
-    if isinstance(content, Mapping):
-        for key, value in content.items():
-            inside = f"{path}.{key}" if path else str(key)
-            if str(key) == "_target_":
-                yield f"{inside} names code to run, which a config may not"
-            elif inside == "defaults":
-                yield from _find_danger_in_defaults(value)
-            elif isinstance(value, (Mapping, list)):
-                yield from _find_danger_in(value, inside)
-            elif problem := refuse_hydras_own(inside, f"{inside}={value}"):
-                yield problem
-    elif isinstance(content, list):
-        for item in content:
-            yield from _find_danger_in(item, path)
+def _hydras_own(overrides: list[str]) -> dict[str, Any]:
+    """Hydra's keys, dotted, as composed and not resolved; without what says how. Empty if it cannot compose."""
+    try:
+        config = hydra.compose("config", overrides, return_hydra_config=True)
+    except COMPOSING:
+        return {}  # `_refusal` explains it
 
+    def flat(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in node.items():
+            if isinstance(value, Mapping) and value:
+                yield from flat(value, f"{prefix}.{key}")
+            else:
+                yield f"{prefix}.{key}", value
 
-def _find_danger_in_defaults(defaults: Any) -> Iterator[str]:
-    """Entries of a defaults list are texts, or one group and its option, whose package may follow an @."""
-    entries = defaults if isinstance(defaults, list) else [defaults]
-    for entry in entries:
-        groups = [str(key) for key in entry] if isinstance(entry, Mapping) else [str(entry)]
-        for group in groups:
-            name = group.removeprefix("override ").removeprefix("optional ").strip()
-            if "@" in name and "hydra" in name:
-                yield f"defaults puts {name} among Hydra's own keys, which could name code to run"
-            elif problem := refuse_hydras_own(name.split("@")[0].lstrip("/"), name):
-                yield problem
+    values = flat(OmegaConf.to_container(config.hydra, resolve=False), "hydra")
+    return {key: value for key, value in values if not key.startswith(HOW_COMPOSED)}
 
 
 def _refusal(overrides: list[str], search: list[str], own_configs: Path) -> str | None:
     """Why Hydra cannot compose with these overrides, in a sentence; None if it can."""
     try:
-        hydra.compose("config", [*search, *overrides])
+        hydra.compose("config", [*search, *overrides], return_hydra_config=True)
         return None
-    except (HydraException, ValueError) as error:  # the second for a group's option that is a number
+    except COMPOSING as error:
         return _explain(overrides[-1], error, own_configs)
 
 
@@ -224,8 +243,8 @@ def _explain(override: str, error: Exception, own_configs: Path) -> str:
         if having:
             return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={h}' for h in having)}"
         return did_you_mean(key, [*RULES, "dataset_sources", *os.listdir(own_configs)])
-    if redact(override) != override:  # which Hydra would repeat
-        return f"{redact(override)} is not a valid override; is a quote left open?"
+    if value.startswith("~"):
+        return f"{override}: ~ is not expanded here; write the whole path"
     return f"{override} is not a valid override: {' '.join(str(error).split())[:300]}"
 
 

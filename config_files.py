@@ -26,6 +26,22 @@ def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path
     return OmegaConf.merge(missing, config) if missing else config  # type: ignore[return-value]
 
 
+def require(config: DictConfig) -> None:
+    """Raises InputError if a config lacks what has no default: a loss, its options, a model's name."""
+    from utils import InputError  # imports torch
+
+    defaults = defaults_of(OmegaConf.select(config, "loss.name"))
+    if "loss" not in defaults:
+        losses = ", ".join(sorted(file.stem for file in (CONFIG_DIR / "loss").glob("*.yaml")))
+        raise InputError(f"loss.name={OmegaConf.select(config, 'loss.name')} is not one of {losses}")
+    needed = [
+        f"{group}.{key}" for group in ("model", "loss") for key, value in defaults[group].items() if value == "???"
+    ]
+    for key in needed:
+        if OmegaConf.select(config, key, throw_on_missing=False) is None:
+            raise InputError(f"{key} is not set, and has no default")
+
+
 def defaults_of(loss: str | None = None) -> dict[str, Any]:
     """What `config/` has under each key; of `loss` only if it is one."""
     defaults = _load(CONFIG_DIR / "config.yaml") | {"model": _load(CONFIG_DIR / "model" / "blank_model.yaml")}

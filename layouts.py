@@ -4,7 +4,6 @@ same numbers from a fraction of the tokens (see `packing.py`). Which of them a m
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -163,8 +162,8 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     if kind := _rope_of_length(config, max_length):
         return f"has rotary frequencies that depend on a batch's longest row ({kind})"
     row = 2 * row_tokens(max_length)
-    for key, size in config.to_dict().items():
-        if COUNTS_COLUMNS.search(key) and key not in BY_POSITION and type(size) is int and 0 < size < row:
+    for key in COUNTS_COLUMNS:
+        if isinstance(size := getattr(config, key, None), int) and 0 < size < row:
             return f"attends locally ({key}={size})"
     if any(n < row for n in (b.shape[-1] for b in model.buffers() if _is_mask(b))):
         return "has masks of its own, which are smaller than the longest row"
@@ -176,12 +175,9 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     return {"sliding_attention": window}
 
 
-# keys of configs: attention that looks at so many columns, whatever positions and masks say ...
-COUNTS_COLUMNS = re.compile("window|chunk|block_size")
-# ... and what only sounds like it: given by our own masks, numbers of layers, pieces of a computation
-BY_POSITION = frozenset(
-    ("sliding_window", "max_window_layers", "sliding_window_pattern", "chunk_size_feed_forward", "chunk_size_lm_head")
-)
+# keys of configs: attention that looks at so many columns of a row, whatever positions and masks say; what is not in
+# this list differs on rows as long as the run's
+COUNTS_COLUMNS = ("window_size", "attention_window_size", "attention_chunk_size", "keep_window_size")
 
 
 def _is_mask(buffer: torch.Tensor) -> bool:

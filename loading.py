@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from archive import read_archive
 from distributed import find_blocks
 from losses import LOSSES
-from models import DTYPES, load_config, load_model, load_structure
+from models import DTYPES, check_positions, load_config, load_model, load_structure
 from reference_logps import model_digest
 from tensor_parallelism import check_tensor_parallel
 from utils import get_cache_dir
@@ -29,6 +30,24 @@ def find_model_config(config: DictConfig) -> Any:
 def check_model(config: DictConfig, trainer: Any, world_size: int) -> None:
     """Raises InputError for a model that is not there, and for layers that cannot be cut as asked."""
     check_tensor_parallel(find_model_config(config), trainer.tensor_size(config, world_size))
+
+
+def check_parts(config: DictConfig, trainer: Any, world_size: int) -> None:
+    """Raises InputError as loading would, for what shows without a model's own weights."""
+    check_model(config, trainer, world_size)
+    model = config.model
+    structure = load_structure(
+        model.name_or_path,
+        dtype=DTYPES[model.policy_dtype],
+        attn_implementation=model.attn_implementation,
+        cache_dir=get_cache_dir(config.local_dirs),
+        trust_remote_code=model.trust_remote_code,
+    )
+    if model.block_name:
+        find_blocks(structure, model.block_name)
+    check_positions(structure, config.max_length)
+    if model.archive is not None:
+        read_archive(model.archive, structure)
 
 
 def model_loaders(

@@ -154,7 +154,7 @@ class FileLogger:
                 file.seek(-1, os.SEEK_END)
                 if file.read() != b"\n":  # a full disk, or somebody else, has cut it
                     file.truncate(path.read_bytes().rfind(b"\n") + 1)
-                    print(f"warning: the last line of {path} was cut off in its middle, and is removed", flush=True)
+                    print(f"warning: {path} ended in the middle of a line, which is removed", flush=True)
             file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
     def log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:

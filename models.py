@@ -186,13 +186,13 @@ def check_positions(model: Any, max_length: int) -> None:
         raise InputError(f"max_length={max_length} is more than the {limit} positions that {type(model).__name__} has")
 
 
-def remarks(model: Any, *, attention: str, longest: int) -> list[str]:
-    """What is worth saying of a model that was to have this attention and sees examples of up to `longest` tokens."""
+def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
+    """What is worth saying of a model that was to have this attention and take rows of this length."""
     name, used = type(model).__name__, model.config._attn_implementation
     limit = getattr(model.config, "max_position_embeddings", None)
     found = [] if used == attention else [f"{name} does not support {attention}; using {used} attention"]
-    if limit is not None and longest > limit:
-        found.append(f"warning: examples reach {longest:,} tokens, and {name} was made for {limit:,}: lower max_length")
+    if limit is not None and max_length > limit:
+        found.append(f"warning: max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for")
     return found
 
 

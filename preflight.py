@@ -360,9 +360,23 @@ def load_data(config: DictConfig, *, silent: bool = False) -> TrainingData:
         folder=get_local_dir(config.local_dirs),
         silent=silent,
     )
-    return once_per_machine(
+    data = once_per_machine(
         prepare,
         give=TrainingData.give,
         take=partial(TrainingData.take, tokenizer=tokenizer),
         silence_secs=config.collective_timeout_secs,
     )
+    if not silent:
+        for line in doubts(config, data.report):
+            print(f"warning: {line}", flush=True)
+    return data
+
+
+def doubts(config: DictConfig, report: Preflight) -> list[str]:
+    """Settings that this much data makes look like mistakes."""
+    found, updates, test = [], report.updates, report.test.examples
+    if config.warmup_steps > updates:
+        found.append(f"warmup_steps={config.warmup_steps} of {updates:,} updates: lr stays below {config.lr}")
+    if config.n_eval_examples > test:
+        found.append(f"n_eval_examples={config.n_eval_examples} of {test:,} test examples: some count again")
+    return found

@@ -6,23 +6,46 @@ import os
 import re
 from typing import Any
 
-SECRET_KEY = re.compile(r"((^|_)(api_?key|key|token|pat|credentials?)|secret|password|passwd)$", re.IGNORECASE)
+SECRET_KEY = re.compile(
+    r"(^|_)(api_?key|key|token|pat|credentials?|bearer|auth)(_id)?$|(secret|password|passwd|passphrase)$", re.IGNORECASE
+)
+HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may hold @ and /
 URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
 ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be left open
+KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # of an override
+INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # in an override's value
+
+
+def is_secret(name: Any) -> bool:
+    """Whether a key is called as secrets are: `api_key`, `authToken`, `db.password`."""
+    return SECRET_KEY.search(HUMP.sub("_", str(name).rpartition(".")[2])) is not None
+
+
+def secrets_in(overrides: list[str]) -> list[str]:
+    """Values of secrets in a command line, well formed or not. A reference (`${oc.env:NAME}`) is none."""
+    values, goes_on = [], False
+    for override in overrides:
+        key = KEY.match(override)
+        ends = [key.end()] if key and is_secret(key[1]) else []
+        ends += [inner.end() for inner in INNER_KEY.finditer(override) if is_secret(inner[1])]
+        rest = override[min(ends) :] if ends else override if goes_on else ""
+        values.append(rest.strip(" ='\"{"))
+        goes_on = (bool(ends) or goes_on) and not values[-1]  # `key = VALUE` in three words
+    return [value for value in values if value and not value.startswith("${")]
 
 
 def redact(value: Any) -> Any:
     """`value` with what looks like a secret replaced: keys that name one, also as KEY=VALUE in a text, credentials
     inside URLs, and whatever the environment holds under such a name. A reference (`${oc.env:NAME}`) is none."""
     if isinstance(value, dict):
-        return {k: "REDACTED" if SECRET_KEY.search(str(k)) and v else redact(v) for k, v in value.items()}
+        return {k: "REDACTED" if is_secret(k) and v else redact(v) for k, v in value.items()}
     if isinstance(value, list):
         return [redact(v) for v in value]
     if not isinstance(value, str):
         return value
     for name, secret in os.environ.items():
-        if SECRET_KEY.search(name) and len(secret) >= 8:
+        if is_secret(name) and len(secret) >= 8:
             value = value.replace(secret, "REDACTED")
     value = URL_SECRETS.sub(r"\1REDACTED", URL_CREDENTIALS.sub("://REDACTED@", value))
-    return ASSIGNED.sub(lambda found: f"{found[1]}=REDACTED" if SECRET_KEY.search(found[1]) else found[0], value)
+    return ASSIGNED.sub(lambda found: f"{found[1]}=REDACTED" if is_secret(found[1]) else found[0], value)

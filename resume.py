@@ -48,7 +48,8 @@ MAY_CHANGE = (
 OF_EACH_COMMAND = ("exp_name", "local_dirs", "local_run_dir", "resume", "dry_run")
 FACTS = frozenset(("updates", "evaluated", "best_at", "config", "data"))  # that a manifest tells of its run
 # of a model's config: what says where it came from, and what keys of our own say
-NOT_COMPUTED = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
+VERSION = "transformers_version"
+NOT_COMPUTED = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
 DROPOUT = ("dropout", "pdrop", "layerdrop")  # endings of keys; it is always off
 
 
@@ -251,8 +252,12 @@ def check_inputs(found: Found | None, data: TrainingData, model_config: Any) -> 
         raise InputError(
             f"the tokenizer has changed since {found.path}: it gives the same texts other token ids; {as_before}"
         )
-    before, after = was.get("model", {}), now["model"]  # either may have keys that another transformers does not
-    changed = [f"{key}={after[key]} (was {before[key]})" for key in before.keys() & after if before[key] != after[key]]
+    before, after = was.get("model", {}), now["model"]
+    keys = before.keys() & after.keys() - {VERSION}  # one transformers may have keys that another does not
+    if before.get(VERSION) == after[VERSION]:
+        keys = before.keys() | after.keys()
+    values = {key: (after.get(key), before.get(key)) for key in keys}
+    changed = [f"{key}={value} (was {former})" for key, (value, former) in values.items() if value != former]
     if changed:
         raise InputError(
             f"the model's config.json has changed since {found.path}: {', '.join(sorted(changed))}; {as_before}"

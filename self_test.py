@@ -60,7 +60,7 @@ def self_test(
     if not same_dtype:
         return [
             f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
-            f"the policy, so first rewards are rounding, up to {reward:.2g}, not 0; for 0 set "
+            f"the policy, so the first rewards are rounding errors of up to {reward:.2g}; for 0 set "
             f"model.reference_dtype to the policy's"
         ]
     tolerance = 1e-4 * options["beta"] * max(1.0, scale)

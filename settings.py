@@ -68,9 +68,10 @@ def did_you_mean(key: str, known: Collection[str]) -> str:
     """`unknown key ...` with what it is called here, or the nearest known key, if one is near."""
     if name := ALIASES.get(key.rpartition(".")[2]):
         return f"unknown key {key}: here it is {name}"
-    near = difflib.get_close_matches(key, known, n=1)
+    by_small_letters = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(key.lower(), by_small_letters, n=1)
     return f"unknown key {key}" + (
-        f": did you mean {near[0]}?" if near else "; `python train.py --cfg job` shows all keys"
+        f": did you mean {by_small_letters[near[0]]}?" if near else "; `python train.py --cfg job` shows all keys"
     )
 
 
@@ -117,8 +118,12 @@ def find_problems(
 
 def find_unused(config: DictConfig, processes: Processes) -> list[str]:
     """A line for each key that was set and has no effect as the others are."""
-    unused = _find_unused(flatten(config), processes)
-    return [f"{key}={value} has no effect: it needs {needs.what}" for key, value, needs in unused if not needs.refused]
+    values = flatten(config)
+    unused = _find_unused(values, processes)
+    lines = [f"{key}={value} has no effect: it needs {needs.what}" for key, value, needs in unused if not needs.refused]
+    sources = {name for name, source in values["dataset_sources"].items() if source is not None}
+    unnamed = sorted(sources - set(values["datasets"]))
+    return lines + [f"dataset_sources.{name} has no effect: datasets does not name it" for name in unnamed]
 
 
 def _find_unused(values: Mapping[str, Any], processes: Processes) -> Iterator[tuple[str, Any, Needs]]:
@@ -263,6 +268,4 @@ def refuse_hydras_own(key: str, override: str) -> str | None:
         return None
     if (key in HYDRAS_OWN or key.startswith(OF_HYDRAS_PLUGINS)) and "_target_" not in override:
         return None
-    return (
-        f"{key} could name code to run, which a config may not; of Hydra's own keys {', '.join(HYDRAS_OWN)} may be set"
-    )
+    return f"{key} may not be set: Hydra's own keys can name code to run, and of them only {', '.join(HYDRAS_OWN)} may"

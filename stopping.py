@@ -74,7 +74,7 @@ def _speaks() -> bool:
 
 def _acknowledge(number: int) -> None:
     ctrl_c = number == signal.SIGINT
-    line = f"{'Ctrl-C' if ctrl_c else signal.Signals(number).name}: stopping, and saving what was trained"
+    line = f"{'Ctrl-C' if ctrl_c else signal.Signals(number).name}: stopping, and saving what was trained, if anything"
     line += "; Ctrl-C again ends at once and saves nothing" if ctrl_c else ""
     if os.isatty(1):
         line = f"\r\x1b[K{line}"  # in place of the bar, which is drawn again below

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -53,6 +54,16 @@ def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed.items()]
 
 
+def _shows_bars() -> bool:
+    """Whether output goes to a terminal of some size; without rows, as recorders have it, tqdm would draw nothing."""
+    if not sys.stdout.isatty():
+        return False
+    try:
+        return 0 not in os.get_terminal_size(sys.stdout.fileno())
+    except OSError:  # no file that could have a size
+        return True
+
+
 class Task:
     """How far one of the things is that take long: updates, an evaluation, sampling. `each` is an item's examples."""
 
@@ -84,7 +95,7 @@ class Progress:
 
     def __init__(self, *, interval: float, silent: bool, each: Mapping[str, int] | None = None) -> None:
         self.interval, self.silent, self.each = interval, silent, each or {}
-        self.show_bar = not silent and sys.stdout.isatty()
+        self.show_bar = not silent and _shows_bars()
         self._open: list[tuple[Task, Any]] = []  # tasks inside of tasks, and their bars
         self._last_update = float("-inf")
 

@@ -71,6 +71,7 @@ def main(config: DictConfig) -> None:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(1)
     except Stopped as stopped:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more Ctrl-C changes nothing any more
         sys.exit(stopped.status)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from config_files import with_defaults
+from config_files import require, with_defaults
 from device_map import choose_device_map, move_less
 from distributed import distribute, find_blocks
 from layouts import Logps
@@ -27,7 +27,9 @@ class BasicTrainer(Trainer):
     def __init__(
         self, policy: Any, config: DictConfig, seed: int, run_dir: str | Path, *others: Any, **named: Any
     ) -> None:
-        super().__init__(policy, with_defaults(config, run_dir=run_dir), seed, run_dir, *others, **named)
+        config = with_defaults(config, run_dir=run_dir)
+        require(config)
+        super().__init__(policy, config, seed, run_dir, *others, **named)
 
     @classmethod
     def device_map(cls) -> str | dict | None:

@@ -144,8 +144,8 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """What the placed models make worth saying at the start."""
-        longest = self.data.report.longest(self.config.max_length)
-        return remarks(self.policy, attention=self.config.model.attn_implementation, longest=longest)
+        wanted, max_length = self.config.model.attn_implementation, self.config.max_length
+        return remarks(self.policy, attention=wanted, max_length=max_length)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.config.optimizer](self.policy.parameters(), lr=self.config.lr)

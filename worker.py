@@ -38,16 +38,13 @@ def run(config: DictConfig) -> None:
 
 def _try_out(config: DictConfig, trainer: Any, world_size: int) -> None:
     """Say what a run would do and need. Raises InputError as the run would, and writes nothing."""
-    from archive import find_archive
-    from loading import check_model, find_model_config
+    from loading import check_parts, find_model_config
     from memory import dry_run
     from preflight import load_data
     from resume import check_inputs, look_at_run
 
     found = look_at_run(config)
-    check_model(config, trainer, world_size)
-    if config.model.archive is not None:
-        find_archive(config.model.archive)
+    check_parts(config, trainer, world_size)
     _set_up_torch(config)  # the memory that attention needs depends on its kernel
     data = load_data(config)
     check_inputs(found, data, find_model_config(config))

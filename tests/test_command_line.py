@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -25,17 +26,11 @@ def test_abbreviated_and_refused_options_are_one_sentence(option):
 
 
 def test_options_come_first_and_keep_their_values():
-    line = parse(["loss=sft", "--cfg", "job", "-m", "dataset_sources.mine=/data", "--config-dir=/mine"])
-    assert line.arguments[:-1] == [
-        "--cfg",
-        "job",
-        "-m",
-        "--config-dir=/mine",
-        "loss=sft",
-        "++dataset_sources.mine=/data",
-    ]
-    assert line.is_sweep
-    assert line.config_dir == "/mine"
+    line = parse(["loss=sft", "--cfg", "job", "dataset_sources.mine=/data", "--config-dir=/it's mine"])
+    overrides = ["loss=sft", "++dataset_sources.mine=/data", "hydra.searchpath=['file:///it\\'s mine']"]
+    assert line.arguments == ["--cfg", "job", *overrides]
+    assert not line.is_sweep
+    assert line.config_dir == "/it's mine"
 
 
 @pytest.mark.parametrize(
@@ -46,6 +41,10 @@ def test_options_come_first_and_keep_their_values():
         (["=3"], "NAME =3: write NAME=VALUE, with no spaces around ="),
         (["lr", "=", "3"], "lr =: write lr=VALUE, with no spaces around ="),
         (["lr"], "lr is not an override: write NAME=VALUE"),
+        (["n_examples=8", "=3"], "NAME =3: write NAME=VALUE, with no spaces around ="),
+        (["Lr=1"], "unknown key Lr: did you mean lr?"),
+        (["model.name_or_path=~/x"], "model.name_or_path=~/x: ~ is not expanded here; write the whole path"),
+        (["hydra.sweeper.params.x=1"], "hydra.sweeper.params.x=1 is not a valid override"),
         (["--cfg", "job", "loss.betta=1"], "unknown key loss.betta: did you mean loss.beta?"),
     ],
 )
@@ -60,6 +59,15 @@ def test_what_hydra_cannot_apply_is_one_sentence(arguments, problem):
         ["-m", "dataset_sources.my_token=s3cr3t-value"],
         ["-m", "wandb.api_key=s3cr3t-value"],
         ["wandb.api_key='s3cr3t-value"],
+        ["-m", "dataset_sources={my_token: s3cr3t-value}"],
+        ["-m", "+authToken=s3cr3t-value"],
+        ["wandb.api_key=x, s3cr3t-value"],
+        ["wandb.api_key:s3cr3t-value"],
+        ["wandb.api_key", "=", "s3cr3t-value"],
+        ["wandb.api_key=", "s3cr3t-value"],
+        ["wandb.api_key", "=s3cr3t-value"],
+        ["+wandb={api_key: s3cr3t-value"],
+        ["+wandb.api_key@x=s3cr3t-value"],
     ],
 )
 def test_a_secret_on_the_command_line_is_refused_where_it_would_be_written_and_never_printed(arguments):
@@ -96,30 +104,63 @@ def test_own_experiment_files_are_composed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"),
+    ("content", "key"),
     [
-        ("hydra:\n  callbacks:\n    c:\n      _target_: os.mkdir\n", "hydra.callbacks.c._target_ names code to run"),
-        ("model:\n  deep:\n    - _target_: os.mkdir\n", "model.deep._target_ names code to run"),
-        ("hydra:\n  job:\n    env_set:\n      PATH: /evil\n", "hydra.job.env_set.PATH could name code to run"),
-        ("# @package hydra.callbacks\nc: 1\n", "puts its keys among Hydra's own"),
-        ("defaults:\n  - /x@hydra.callbacks: y\n", "defaults puts /x@hydra.callbacks among Hydra's own keys"),
-        ("defaults:\n  - override /hydra/job_logging: evil\n", "hydra/job_logging could name code to run"),
-        ("a: [\n", "cannot be read"),
+        ("hydra:\n  callbacks:\n    c:\n      _target_: os.mkdir\n", "hydra.callbacks.c._target_"),
+        ("hydra:\n  callbacks:\n    c:\n      - '${oc.create:\"{_target_: os.mkdir}\"}'\n", "hydra.callbacks.c"),
+        ("hydra:\n  callbacks: ${evil}\nevil: {}\n", "hydra.callbacks"),
+        ("hydra:\n  job:\n    env_set:\n      PATH: /evil\n", "hydra.job.env_set.PATH"),
+        ("hydra:\n  job_logging:\n    handlers:\n      console:\n        (): os.mkdir\n", "hydra.job_logging.handlers"),
     ],
 )
-def test_own_config_files_that_could_run_code_are_refused(content, problem, tmp_path):
-    [found] = problems_of("-cd", str(write(tmp_path, content)), "exp_name=x")
-    assert problem in found
-    assert str(tmp_path / "experiment" / "mine.yaml") in found
+def test_own_config_files_that_could_run_code_are_refused(content, key, tmp_path):
+    own = write(tmp_path, f"# @package _global_\n{content}")
+    [found] = problems_of("-cd", str(own), "+experiment=mine", "exp_name=x")
+    assert found.startswith(f"--config-dir {own}: {key}")
+    assert "Hydra's own keys can name code to run" in found
+    assert problems_of("-cd", str(own), "exp_name=x") == []  # it is not chosen
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["# @package hydra.callbacks\nc: 1\n", "# @package _global_\ndefaults:\n  - /evil@hydra.callbacks.c: mine\n"],
+)
+def test_own_config_files_that_go_among_hydras_own_keys_are_refused(content, tmp_path):
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "mine.yaml").write_text("_target_: os.mkdir\n")
+    found = problems_of("-cd", str(write(tmp_path, content)), "+experiment=mine", "exp_name=x")
+    assert any("hydra.callbacks.c" in problem for problem in found)
+
+
+def test_every_job_of_a_sweep_over_own_files_is_looked_at(tmp_path):
+    write(tmp_path, "# @package _global_\nlr: 1e-5\n")
+    (tmp_path / "experiment" / "worse.yaml").write_text("# @package _global_\nhydra:\n  callbacks:\n    c: {a: 1}\n")
+    line = ["-m", f"--config-dir={tmp_path}", "+experiment=mine,worse", "seed=1,2", "exp_name=x"]
+    assert [problem for problem in problems_of(*line) if "hydra.callbacks.c.a may not be set" in problem]
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"), [("fifo", "is a FIFO where a file belongs"), ("device", "is a device where a file belongs")]
+)
+def test_own_config_files_that_are_no_files_are_refused(kind, problem, tmp_path):
+    file = tmp_path / "x.yaml"
+    os.mkfifo(file) if kind == "fifo" else file.symlink_to("/dev/zero")
+    assert problems_of(f"--config-dir={tmp_path}", "exp_name=x") == [f"{file} {problem}"]
 
 
 def test_own_config_files_are_looked_at_behind_links_too(tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    write(tmp_path / "elsewhere", "a:\n  _target_: os.mkdir\n")
+    write(tmp_path / "elsewhere", "# @package _global_\nhydra:\n  callbacks:\n    c: {a: 1}\n")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "experiment").symlink_to(tmp_path / "elsewhere" / "experiment")
     [found] = problems_of(f"--config-dir={tmp_path / 'mine'}", "+experiment=mine", "exp_name=x")
-    assert "a._target_ names code to run" in found
+    assert "hydra.callbacks.c.a may not be set" in found
+
+
+@pytest.mark.parametrize("arguments", [["--config-dir"], ["--config-dir="], ["-cd"]])
+def test_an_own_config_directory_must_be_named(arguments):
+    with pytest.raises(ValueError, match="needs a directory"):
+        parse(arguments)
 
 
 def test_an_own_config_directory_that_is_not_there_is_one_sentence():

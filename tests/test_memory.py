@@ -199,6 +199,16 @@ def test_running_out_of_memory_is_one_sentence_with_what_would_help(command, tmp
     assert (tmp_path / "run" / "step-8" / "manifest.json").exists()
 
 
+def test_a_dry_run_refuses_parts_of_a_model_as_the_run_would(run, tmp_path):
+    torch.save({"state": {"transformer.wte.weight": torch.zeros(2, 2)}}, tmp_path / "policy.pt")
+    for override, message in (
+        ("model.block_name=Nope", "model.block_name=Nope is not a module class of LlamaForCausalLM"),
+        (f"model.archive={tmp_path}/policy.pt", "policy.pt.*transformer.wte.weight"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run("run", "dry_run=true", override)
+
+
 def test_a_dry_run_refuses_directory_and_checkpoint_as_the_run_would(run, command, rows, tmp_path, capsys):
     run("run", "n_examples=8")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}

@@ -93,7 +93,7 @@ def test_a_line_that_was_cut_is_removed_and_the_next_is_whole(cut, tmp_path, cap
     logger.log("train", {"loss/train": 0.25}, examples=12, updates=3)
 
     assert [json.loads(line)["updates"] for line in path.read_text().splitlines()] == [1, 3]
-    assert "was cut off in its middle, and is removed" in capsys.readouterr().out
+    assert "ended in the middle of a line, which is removed" in capsys.readouterr().out
 
 
 def test_what_is_no_finite_number_is_null(tmp_path):

@@ -295,11 +295,11 @@ def test_random_weights_give_way_to_an_archive_too(tmp_path):
     assert torch.equal(ours.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"])
 
 
-def test_examples_longer_than_the_model_was_made_for_are_worth_a_line():
+def test_a_max_length_beyond_what_the_model_was_made_for_is_worth_a_line():
     model = build("llama")
-    assert models.remarks(model, attention="eager", longest=2048) == []
-    [line] = models.remarks(model, attention="eager", longest=2049)
-    assert line == "warning: examples reach 2,049 tokens, and LlamaForCausalLM was made for 2,048: lower max_length"
+    assert models.remarks(model, attention="eager", max_length=2048) == []
+    [line] = models.remarks(model, attention="eager", max_length=2049)
+    assert line == "warning: max_length=2,049 is more than the 2,048 tokens that LlamaForCausalLM was made for"
 
 
 def test_a_block_name_that_the_model_lacks_is_refused_where_blocks_are_not_needed_too(run):

@@ -203,6 +203,24 @@ def test_a_copy_that_fails_leaves_nothing_and_no_shell_sees_the_name(scp, monkey
         get_remote_file("far:weights", str(scp / "new"))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("loss", None, "loss.name=None is not one of dpo, ipo, sft"),
+        ("loss", {"name": "foo"}, "loss.name=foo is not one of dpo, ipo, sft"),
+        ("loss", {"name": "dpo"}, "loss.beta is not set, and has no default"),
+        ("model", None, "model.name_or_path is not set, and has no default"),
+    ],
+)
+def test_what_a_ported_config_must_have_is_named(key, value, message, tiny_llama, tmp_path):
+    config = reference_config()
+    config.pop(key)
+    if value is not None:
+        config[key] = value
+    with pytest.raises(InputError, match=message):
+        BasicTrainer(tiny_llama, OmegaConf.create(config), 0, tmp_path / "run", tiny_llama)
+
+
 # --- worker_main ---------------------------------------------------------------------------------------------------
 
 

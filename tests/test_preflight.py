@@ -10,10 +10,20 @@ from dataclasses import asdict
 
 import pytest
 from conftest import GOLDEN, write_rows
+from omegaconf import OmegaConf
 
 from models import load_tokenizer
 from preference_datasets import Prompt, iterate_rows
-from preflight import count_updates, describe, inspect_split, prepare_data, warn
+from preflight import (
+    Preflight,
+    SplitReport,
+    count_updates,
+    describe,
+    doubts,
+    inspect_split,
+    prepare_data,
+    warn,
+)
 from tokenization import TextEncoder
 from utils import InputError
 
@@ -279,3 +289,14 @@ def test_eos_is_found_beyond_the_sample(tokenizer):
     prompts = [*[prompt_of("a", (" b", " c"))] * 30, prompt_of("a", (" b", f" c{tokenizer.eos_token}"))]
     with pytest.raises(InputError, match="1 text contains the EOS token"):
         inspect_split(prompts, TextEncoder(tokenizer), sft_mode=False, max_length=6, max_prompt_length=2, sample_size=5)
+
+
+def test_settings_that_the_data_makes_look_like_mistakes_are_doubted():
+    report = Preflight(SplitReport(examples=64), SplitReport(examples=8), updates=16, dropped_examples=0)
+    config = OmegaConf.create({"warmup_steps": 16, "n_eval_examples": 8, "lr": 1e-3})
+    assert doubts(config, report) == []
+    config.warmup_steps, config.n_eval_examples = 150, 256
+    assert doubts(config, report) == [
+        "warmup_steps=150 of 16 updates: lr stays below 0.001",
+        "n_eval_examples=256 of 8 test examples: some count again",
+    ]

@@ -391,6 +391,25 @@ def test_a_changed_model_config_is_noticed(loss, run, tmp_path):
         run("run", *settings, "resume=auto")
 
 
+@pytest.mark.parametrize("version", ["as now", "another"])
+def test_a_key_more_in_the_models_config_is_noticed_unless_another_transformers_made_it(version, run, tmp_path):
+    model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
+    settings = ("loss=sft", f"model.name_or_path={model}")
+    run("run", *settings, "n_examples=8")
+    file = tmp_path / "run" / "step-8" / MANIFEST
+    manifest = json.loads(file.read_text())
+    if version == "another":
+        manifest["model"]["transformers_version"] = "4.0"
+    file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "attention_factor": 0.3}))
+    if version == "another":
+        run("run", *settings, "resume=auto")
+    else:
+        with pytest.raises(InputError, match=r"attention_factor=0.3 \(was None\)"):
+            run("run", *settings, "resume=auto")
+
+
 def test_a_checkpoint_that_tells_nothing_of_tokenizer_and_model_continues_too(run, tmp_path):
     """As they were written before these were compared."""
     run("run", "n_examples=8")

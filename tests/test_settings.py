@@ -436,6 +436,11 @@ def test_a_key_without_effect_is_refused_or_gets_a_line(override):
     assert find_unused(compose(*complete), run) == []  # unless it is set
 
 
+def test_a_source_that_no_dataset_names_gets_a_line():
+    config = compose(*COMPLETE, "datasets=[shp]", "dataset_sources.hh=/x", "dataset_sources.shp=/y")
+    assert find_unused(config, ONE) == ["dataset_sources.hh has no effect: datasets does not name it"]
+
+
 def test_names_of_other_trainers_lead_to_keys_and_are_none_of_ours():
     for name, ours in ALIASES.items():
         assert name not in RULES

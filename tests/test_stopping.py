@@ -27,7 +27,7 @@ def test_a_signal_is_acknowledged_in_one_line_and_acted_on(number, capfd):
     assert heard == [number]
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     again = "; Ctrl-C again ends at once and saves nothing" if number == signal.SIGINT else ""
-    assert capfd.readouterr() == (f"{name}: stopping, and saving what was trained{again}\n", "")
+    assert capfd.readouterr() == (f"{name}: stopping, and saving what was trained, if anything{again}\n", "")
 
 
 def test_ctrl_c_that_a_launcher_passes_on_too_counts_once(capfd):

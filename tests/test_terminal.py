@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from types import SimpleNamespace
 
@@ -211,3 +212,17 @@ def test_a_config_is_described_by_what_differs_from_its_files():
         "  model.block_name=GPTNeoXLayer",
         "  loss.beta=0.3",
     ]
+
+
+def test_a_terminal_without_rows_gets_lines(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def fileno(self) -> int:
+            return 1
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    for size, bar in (((80, 24), True), ((0, 0), False)):
+        monkeypatch.setattr(os, "get_terminal_size", lambda number, size=size: os.terminal_size(size))
+        assert Progress(interval=0, silent=False).show_bar is bar
