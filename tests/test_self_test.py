@@ -115,7 +115,7 @@ def test_a_reference_with_other_weights_is_found(policy, tiny_llama, batch):
 
 def test_rewards_of_a_float16_reference_are_explained(policy, tiny_llama, batch):
     note = check(policy, copy.deepcopy(tiny_llama).half(), batch, same_dtype=False)
-    assert "first rewards are rounding" in note
+    assert "first rewards are rounding errors" in note
     assert "set model.reference_dtype to the policy's" in note
 
 
