@@ -273,8 +273,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def hold_the_same(model: torch.nn.Module, other: torch.nn.Module, grid: Grid) -> bool:
     """Whether all weights of `other` are those of `model` in its own dtype, on every process; each has its part."""
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return not grid.any(any(not torch.equal(_local(a).to(_local(b)), _local(b)) for a, b in pairs))
+    ours, theirs = (list(map(_local, m.parameters())) for m in (model, other))
+    same = len(ours) == len(theirs) and all(torch.equal(a.to(b), b) for a, b in zip(ours, theirs, strict=True))
+    return not grid.any(not same)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -511,3 +511,5 @@ def test_models_are_equal_if_the_reference_holds_the_policys_weights_in_its_own_
         assert hold_the_same(policy, reference, Grid(0, 1))
         policy.lm_head.weight[3, 5] += 1
     assert not hold_the_same(policy, reference, Grid(0, 1))
+    del reference.model.layers[1]  # another architecture
+    assert not hold_the_same(policy, reference, Grid(0, 1))
