@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from config_keys import RULES
-from redaction import secrets_in
+from redaction import redact, secrets_in
 from settings import did_you_mean, refuse_hydras_own
 
 MULTIRUN = ("-m", "--multirun")
@@ -134,7 +134,7 @@ def _find_problems(
         before = next((a for a, b in pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
         return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
     problems = [problem for o in line.overrides if (problem := refuse_hydras_own(key_of(o), o))]
-    if line.is_sweep and secrets_in(line.overrides):
+    if line.is_sweep and (secrets_in(line.overrides) or redact(line.overrides) != line.overrides):
         problems.append("a sweep writes its command line down, which holds a secret: give it as '${oc.env:NAME}'")
     if problems:
         return problems
