@@ -134,8 +134,12 @@ def _find_problems(
         before = next((a for a, b in pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
         return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
     problems = [problem for o in line.overrides if (problem := refuse_hydras_own(key_of(o), o))]
-    if line.is_sweep and (secrets_in(line.overrides) or redact(line.overrides) != line.overrides):
-        problems.append("a sweep writes its command line down, which holds a secret: give it as '${oc.env:NAME}'")
+    if line.is_sweep:
+        holding = [key_of(o) for o in line.overrides if secrets_in([o]) or redact(o) != o]
+        problems += [
+            f"{key} holds a secret, and a sweep writes its command line down: give it as '${{oc.env:NAME}}'"
+            for key in holding
+        ]
     if problems:
         return problems
     with hydra.initialize_config_dir(str(own_configs.resolve()), version_base="1.3"):
