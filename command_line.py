@@ -199,7 +199,9 @@ def _find_danger_in_files(line: CommandLine) -> Iterator[str]:
         for o in line.overrides
     ]
     found: dict[str, None] = {}
-    for overrides in itertools.product(*(values if "." not in key_of(values[0]) else values[:1] for values in parts)):
+    # keys, which have dots before any package, choose no files
+    chosen = (values[:1] if "." in key_of(values[0]).partition("@")[0] else values for values in parts)
+    for overrides in itertools.product(*chosen):
         for key, value in _hydras_own([*line.search, *overrides]).items():
             if plain.get(key) != value and (problem := refuse_hydras_own(key, f"{key}={value}")):
                 found[f"--config-dir {directory}: {problem}"] = None
