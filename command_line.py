@@ -144,7 +144,7 @@ def _find_problems(
         return problems
     with hydra.initialize_config_dir(str(own_configs.resolve()), version_base="1.3"):
         if line.config_dir is not None:
-            problems = [*_find_danger_in_files(line)]
+            problems = [*_find_danger_in_files(line, own_configs)]
         if problems or line.only_shows:
             return problems
         overrides = [_first_of_sweep(o) for o in line.overrides] if line.is_sweep else line.overrides
@@ -177,7 +177,7 @@ def _find_refused(
     return [*refused.values(), *(p for p in problems if not p.startswith(keys))]
 
 
-def _find_danger_in_files(line: CommandLine) -> Iterator[str]:
+def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]:
     """What a user's own config files would change of Hydra's own keys, by which it runs code: found by composing with
     them and without, whatever they write and however they are chosen."""
     from plain_files import check_readable  # imports torch
@@ -193,15 +193,18 @@ def _find_danger_in_files(line: CommandLine) -> Iterator[str]:
     except (InputError, OSError) as error:
         yield str(error)
         return
+
+    def chooses_a_file(override: str) -> bool:
+        group = key_of(override).partition("@")[0]
+        return (directory / group).is_dir() or (own_configs / group).is_dir()
+
     plain = _hydras_own([o for o in line.overrides if key_of(o).startswith("hydra")]) or _hydras_own([])
     parts = [
         [f"{o.split('=', 1)[0]}={part}" for part in swept] if (swept := _parts_of_sweep(o)) else [o]
         for o in line.overrides
     ]
     found: dict[str, None] = {}
-    # keys, which have dots before any package, choose no files
-    chosen = (values[:1] if "." in key_of(values[0]).partition("@")[0] else values for values in parts)
-    for overrides in itertools.product(*chosen):
+    for overrides in itertools.product(*(values if chooses_a_file(values[0]) else values[:1] for values in parts)):
         for key, value in _hydras_own([*line.search, *overrides]).items():
             if plain.get(key) != value and (problem := refuse_hydras_own(key, f"{key}={value}")):
                 found[f"--config-dir {directory}: {problem}"] = None
