@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from config_keys import RULES
 from redaction import redact, secrets_in
-from settings import did_you_mean, refuse_hydras_own
+from settings import HYDRAS_OWN, did_you_mean, refuse_hydras_own
 
 MULTIRUN = ("-m", "--multirun")
 FLAGS = (*MULTIRUN, "-h", "--help", "--hydra-help", "--version", "--resolve")
@@ -31,6 +32,8 @@ CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
 SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")
 
 
+GLOB = re.compile(r"=\s*glob\(")
+RESOLVER = re.compile(r"\$\{[^}]*:")
 # a group's option that is a number, keys inside of what is no mapping, a file that is no YAML
 COMPOSING = (HydraException, OmegaConfBaseException, ValueError, AssertionError, AttributeError, yaml.YAMLError)
 HOW_COMPOSED = ("hydra.runtime.", "hydra.overrides.", "hydra.searchpath", "hydra.job.override_dirname")
@@ -134,6 +137,7 @@ def _find_problems(
         before = next((a for a, b in pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
         return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
     problems = [problem for o in line.overrides if (problem := refuse_hydras_own(key_of(o), o))]
+    problems += [f"{o}: glob() does not work here; name the options" for o in line.overrides if GLOB.search(o)]
     if line.is_sweep:
         holding = [key_of(o) for o in line.overrides if secrets_in([o]) or redact(o) != o]
         problems += [
@@ -188,10 +192,14 @@ def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]
         yield f"--config-dir {directory} is not a directory"
         return
     try:
-        for file in directory.rglob("*.yaml"):
+        for file in _yaml_files(directory):
             check_readable(file)
-    except (InputError, OSError) as error:
-        yield str(error)
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+            # by the time or the environment they would name one file while they are checked and another when they run
+            if isinstance(content, Mapping) and RESOLVER.search(str(content.get("defaults"))):
+                yield f"{file}: its defaults may refer to other choices, not to resolvers: {content['defaults']}"
+    except (InputError, OSError, ValueError, yaml.YAMLError) as error:
+        yield " ".join(str(error).split())
         return
 
     def chooses_a_file(override: str) -> bool:
@@ -205,10 +213,22 @@ def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]
     ]
     found: dict[str, None] = {}
     for overrides in itertools.product(*(values if chooses_a_file(values[0]) else values[:1] for values in parts)):
-        for key, value in _hydras_own([*line.search, *overrides]).items():
-            if plain.get(key) != value and (problem := refuse_hydras_own(key, f"{key}={value}")):
-                found[f"--config-dir {directory}: {problem}"] = None
+        own = _hydras_own([*line.search, *overrides])
+        if not own and line.is_sweep:
+            found[f"the job of {' '.join(overrides)} cannot be composed"] = None
+        for key in own:
+            if plain.get(key) != own[key] and key not in HYDRAS_OWN:
+                found[f"--config-dir {directory}: {key} may be set on the command line alone, if at all"] = None
     yield from found
+
+
+def _yaml_files(directory: Path) -> Iterator[Path]:
+    """Those below a directory, each real directory once, also behind links."""
+    seen: set[str] = set()
+    for folder, inner, names in os.walk(directory, followlinks=True):
+        inner[:] = [] if os.path.realpath(folder) in seen else inner
+        seen.add(os.path.realpath(folder))
+        yield from (Path(folder) / name for name in sorted(names) if name.endswith(".yaml"))
 
 
 def _hydras_own(overrides: list[str]) -> dict[str, Any]:
@@ -269,4 +289,4 @@ def _parts_of_sweep(override: str) -> Iterator[str] | None:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
         return None  # `_refusal` explains it
-    return parsed.sweep_string_iterator() if parsed.is_sweep_override() else None
+    return parsed.sweep_string_iterator() if parsed.is_sweep_override() and not GLOB.search(override) else None

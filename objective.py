@@ -151,23 +151,28 @@ def make_objective(
     longest: int,
     say: Callable[[str], None],
 ) -> Objective:
-    """The objective with the layout that the policy takes; `say` is told why it is not the one asked for.
+    """The objective with the layout that both models take; `say` is told why it is not the one asked for.
 
     `longest` are the most tokens that a prompt has with one response.
     """
     autocast = DTYPES[config.model.autocast] if config.model.autocast else None
     device = next(policy.parameters()).device
-    with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        layout, note = choose_layout(
-            config.layout,
-            policy,
-            max_length=config.max_length,
-            compute_dtype=autocast or DTYPES[compute_dtype],
-            longest=Longest.of(longest, max(config.batch_size, config.eval_batch_size), config.max_length),
-            vetoed=grid.any,
-        )
-    release_gathered(policy)
-    if note:
-        say(note)
+    tried = [(policy, compute_dtype)]
+    if reference_model is not None and type(reference_model) is not type(policy):  # which may take less
+        tried.append((reference_model, config.model.reference_dtype))
+    for model, dtype in tried:
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            layout, note = choose_layout(
+                config.layout,
+                model,
+                max_length=config.max_length,
+                compute_dtype=autocast or DTYPES[dtype],
+                longest=Longest.of(longest, max(config.batch_size, config.eval_batch_size), config.max_length),
+                vetoed=grid.any,
+            )
+        release_gathered(model)
+        if note:
+            say(note)
+            break
     equal = reference_model is not None and hold_the_same(policy, reference_model, grid)
     return Objective(layout, grid, device=device, autocast=autocast, models_are_equal=equal)

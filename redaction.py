@@ -14,6 +14,7 @@ URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may
 URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
 ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be left open
 KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # of an override
+REFERENCE = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # in an override's value
 
 
@@ -32,7 +33,7 @@ def secrets_in(overrides: list[str]) -> list[str]:
         rest = override[min(ends) :] if ends else override if goes_on else ""
         values.append(rest.strip(" ='\"{"))
         goes_on = (bool(ends) or goes_on) and not values[-1]  # `key = VALUE` in three words
-    return [value for value in values if value and not value.startswith("${")]
+    return [value for value in values if value and not REFERENCE.match(value)]
 
 
 def redact(value: Any) -> Any:

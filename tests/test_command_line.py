@@ -41,6 +41,7 @@ def test_options_come_first_and_keep_their_values():
         (["=3"], "NAME =3: write NAME=VALUE, with no spaces around ="),
         (["lr", "=", "3"], "lr =: write lr=VALUE, with no spaces around ="),
         (["lr"], "lr is not an override: write NAME=VALUE"),
+        (["-m", "model=glob(*)"], "model=glob(*): glob() does not work here; name the options"),
         (["n_examples=8", "=3"], "NAME =3: write NAME=VALUE, with no spaces around ="),
         (["Lr=1"], "unknown key Lr: did you mean lr?"),
         (["model.name_or_path=~/x"], "model.name_or_path=~/x: ~ is not expanded here; write the whole path"),
@@ -61,6 +62,8 @@ def test_what_hydra_cannot_apply_is_one_sentence(arguments, problem):
         ["wandb.api_key='s3cr3t-value"],
         ["-m", "dataset_sources={my_token: s3cr3t-value}"],
         ["-m", "+authToken=s3cr3t-value"],
+        ["-m", "dataset_sources.m='https://user:s3cr3t-value@host/x'"],
+        ["-m", "+wandb.api_key=${oc.decode:'s3cr3t-value'}"],
         ["wandb.api_key=x, s3cr3t-value"],
         ["wandb.api_key:s3cr3t-value"],
         ["wandb.api_key", "=", "s3cr3t-value"],
@@ -109,6 +112,7 @@ def test_own_experiment_files_are_composed(tmp_path):
         ("hydra:\n  callbacks:\n    c:\n      _target_: os.mkdir\n", "hydra.callbacks.c._target_"),
         ("hydra:\n  callbacks:\n    c:\n      - '${oc.create:\"{_target_: os.mkdir}\"}'\n", "hydra.callbacks.c"),
         ("hydra:\n  callbacks: ${evil}\nevil: {}\n", "hydra.callbacks"),
+        ("hydra:\n  sweeper:\n    params:\n      +more: evil\n", "hydra.sweeper.params.+more"),
         ("hydra:\n  job:\n    env_set:\n      PATH: /evil\n", "hydra.job.env_set.PATH"),
         ("hydra:\n  job_logging:\n    handlers:\n      console:\n        (): os.mkdir\n", "hydra.job_logging.handlers"),
     ],
@@ -117,7 +121,7 @@ def test_own_config_files_that_could_run_code_are_refused(content, key, tmp_path
     own = write(tmp_path, f"# @package _global_\n{content}")
     [found] = problems_of("-cd", str(own), "+experiment=mine", "exp_name=x")
     assert found.startswith(f"--config-dir {own}: {key}")
-    assert "Hydra's own keys can name code to run" in found
+    assert found.endswith("may be set on the command line alone, if at all")
     assert problems_of("-cd", str(own), "exp_name=x") == []  # it is not chosen
 
 
@@ -132,11 +136,33 @@ def test_own_config_files_that_go_among_hydras_own_keys_are_refused(content, tmp
     assert any("hydra.callbacks.c" in problem for problem in found)
 
 
+def test_defaults_of_own_files_that_depend_on_time_or_environment_are_refused(tmp_path):
+    own = write(tmp_path, "# @package _global_\ndefaults:\n  - /more: s${now:%S}\n")
+    [found] = problems_of("-cd", str(own), "+experiment=mine", "exp_name=x")
+    assert "its defaults may refer to other choices, not to resolvers" in found
+
+
+@pytest.mark.parametrize("group", ["exp.x", "experiment@dataset_sources.b"])
+def test_a_group_with_dots_is_looked_at_in_every_job(group, tmp_path):
+    folder = tmp_path / group.partition("@")[0]
+    folder.mkdir()
+    (folder / "a.yaml").write_text("{}\n")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "evil.yaml").write_text("# @package _global_\nhydra:\n  callbacks:\n    c: {a: 1}\n")
+    (folder / "b.yaml").write_text("# @package _global_\ndefaults:\n  - /more@_global_: evil\n")
+    found = problems_of("-m", f"--config-dir={tmp_path}", f"+{group}=a,b", "exp_name=x")
+    assert any("hydra.callbacks.c.a" in problem for problem in found)
+
+
 def test_every_job_of_a_sweep_over_own_files_is_looked_at(tmp_path):
     write(tmp_path, "# @package _global_\nlr: 1e-5\n")
     (tmp_path / "experiment" / "worse.yaml").write_text("# @package _global_\nhydra:\n  callbacks:\n    c: {a: 1}\n")
     line = ["-m", f"--config-dir={tmp_path}", "+experiment=mine,worse", "seed=1,2", "exp_name=x"]
-    assert [problem for problem in problems_of(*line) if "hydra.callbacks.c.a may not be set" in problem]
+    assert [
+        problem
+        for problem in problems_of(*line)
+        if "hydra.callbacks.c.a may be set on the command line alone" in problem
+    ]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +180,7 @@ def test_own_config_files_are_looked_at_behind_links_too(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "experiment").symlink_to(tmp_path / "elsewhere" / "experiment")
     [found] = problems_of(f"--config-dir={tmp_path / 'mine'}", "+experiment=mine", "exp_name=x")
-    assert "hydra.callbacks.c.a may not be set" in found
+    assert "hydra.callbacks.c.a may be set on the command line alone" in found
 
 
 @pytest.mark.parametrize("arguments", [["--config-dir"], ["--config-dir="], ["-cd"]])

@@ -18,6 +18,7 @@ from conftest import GOLDEN, ROOT, metrics_of, write_rows
 import train  # noqa: F401  (registers the config's resolvers)
 from archive import load_archive
 from distributed import Grid, hold_the_same
+from layouts import Padded
 from metrics import FileLogger
 from trainers import BasicTrainer
 from utils import InputError
@@ -513,3 +514,20 @@ def test_models_are_equal_if_the_reference_holds_the_policys_weights_in_its_own_
     assert not hold_the_same(policy, reference, Grid(0, 1))
     del reference.model.layers[1]  # another architecture
     assert not hold_the_same(policy, reference, Grid(0, 1))
+
+
+def test_a_reference_that_cannot_share_prefixes_is_asked_too(make_trainer, monkeypatch, capsys):
+    class Other(type(make_trainer(*DPO, run="first").reference_model)):
+        def forward(self, input_ids, attention_mask=None, **kwargs):  # takes no positions
+            return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
+
+    make = BasicTrainer.__init__
+
+    def with_other(self, policy, *others, reference_model, **named):
+        reference_model.__class__ = Other
+        make(self, policy, *others, reference_model=reference_model, **named)
+
+    monkeypatch.setattr(BasicTrainer, "__init__", with_other)
+    trainer = make_trainer(*DPO, "self_test=false")
+    assert isinstance(trainer.objective.layout, Padded)
+    assert "layout=padded: Other takes no positions" in capsys.readouterr().out
