@@ -86,7 +86,7 @@ def report() -> None:
     print("held out     SFT loss   reward accuracy   courteous samples")
     for name, loss, accuracy, courteous in rows:
         print(f"{name:<12} {loss:>8}   {accuracy:>15}   {courteous:>17.0%}")
-    print("\nReward accuracy before DPO is rounding: policy and reference are the same model, in float32 and float16.")
+    print("\nReward accuracy before DPO is 0: policy and reference are the same model, and a tie counts as 0.")
     print(f"Written to {DEMO.relative_to(ROOT)}/: checkpoints, metrics.jsonl and samples.txt of both runs.")
 
 
