@@ -10,7 +10,6 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from config_files import dotted
 from config_keys import RULES
 from redaction import redact, secrets_in
 from settings import HYDRAS_OWN, did_you_mean, refuse_hydras_own
@@ -30,7 +30,6 @@ FLAGS = (*MULTIRUN, "-h", "--help", "--hydra-help", "--version", "--resolve")
 WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-sc", "--shell-completion", "-cd", "--config-dir")
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
 SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")
-
 
 GLOB = re.compile(r"=\s*glob\(")
 RESOLVER = re.compile(r"\$\{[^}]*:")
@@ -134,7 +133,7 @@ def _find_problems(
     line: CommandLine, own_configs: Path, find_config_problems: Callable[[DictConfig], list[str]]
 ) -> list[str]:
     if torn := next((o for o in line.overrides if o.startswith("=")), None):
-        before = next((a for a, b in pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
+        before = next((a for a, b in itertools.pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
         return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
     problems = [problem for o in line.overrides if (problem := refuse_hydras_own(key_of(o), o))]
     problems += [f"{o}: glob() does not work here; name the options" for o in line.overrides if GLOB.search(o)]
@@ -238,14 +237,7 @@ def _hydras_own(overrides: list[str]) -> dict[str, Any]:
     except COMPOSING:
         return {}  # `_refusal` explains it
 
-    def flat(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in node.items():
-            if isinstance(value, Mapping) and value:
-                yield from flat(value, f"{prefix}.{key}")
-            else:
-                yield f"{prefix}.{key}", value
-
-    values = flat(OmegaConf.to_container(config.hydra, resolve=False), "hydra")
+    values = dotted(OmegaConf.to_container(config.hydra, resolve=False), "hydra.")
     return {key: value for key, value in values if not key.startswith(HOW_COMPOSED)}
 
 

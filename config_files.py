@@ -1,8 +1,8 @@
-"""The files in `config/`, read without Hydra: defaults for a config that lacks keys, and each key's comment."""
+"""The files in `config/`, read without Hydra: what a config lacks, each key's comment; dotted keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,15 @@ def defaults_of(loss: str | None = None) -> dict[str, Any]:
     defaults = _load(CONFIG_DIR / "config.yaml") | {"model": _load(CONFIG_DIR / "model" / "blank_model.yaml")}
     file = CONFIG_DIR / "loss" / f"{loss}.yaml"
     return defaults | ({"loss": _load(file)} if file.is_file() else {})
+
+
+def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys with dots and what is under them, in their order; an empty mapping is a value."""
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _load(file: Path) -> dict[str, Any]:

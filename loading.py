@@ -19,12 +19,25 @@ from tensor_parallelism import check_tensor_parallel
 from utils import get_cache_dir
 
 
+def source_of(config: DictConfig) -> dict[str, Any]:
+    """Where a config's model comes from, as `load_config` and its siblings take it."""
+    model = config.model
+    return {
+        "name": model.name_or_path,
+        "cache_dir": get_cache_dir(config.local_dirs),
+        "trust_remote_code": model.trust_remote_code,
+    }
+
+
 def find_model_config(config: DictConfig) -> Any:
     """transformers' config of the model. Raises InputError if it is not there."""
-    model = config.model
-    return load_config(
-        model.name_or_path, cache_dir=get_cache_dir(config.local_dirs), trust_remote_code=model.trust_remote_code
-    )
+    return load_config(**source_of(config))
+
+
+def find_structure(config: DictConfig, dtype: str, device: str = "meta") -> Any:
+    """The model without its weights."""
+    attention = config.model.attn_implementation
+    return load_structure(**source_of(config), dtype=DTYPES[dtype], attn_implementation=attention, device=device)
 
 
 def check_model(config: DictConfig, trainer: Any, world_size: int) -> None:
@@ -35,14 +48,7 @@ def check_model(config: DictConfig, trainer: Any, world_size: int) -> None:
 def check_parts(config: DictConfig, trainer: Any, world_size: int) -> None:
     """Raises InputError as loading would, for what shows without a model's own weights."""
     check_model(config, trainer, world_size)
-    model = config.model
-    structure = load_structure(
-        model.name_or_path,
-        dtype=DTYPES[model.policy_dtype],
-        attn_implementation=model.attn_implementation,
-        cache_dir=get_cache_dir(config.local_dirs),
-        trust_remote_code=model.trust_remote_code,
-    )
+    model, structure = config.model, find_structure(config, config.model.policy_dtype)
     if model.block_name:
         find_blocks(structure, model.block_name)
     check_positions(structure, config.max_length)
@@ -58,19 +64,14 @@ def model_loaders(
     Ranks other than 0 leave the weights to rank 0. Raises InputError as `check_model` does.
     """
     check_model(config, trainer, world_size)
-    found = {
-        "name": config.model.name_or_path,
-        "attn_implementation": config.model.attn_implementation,
-        "cache_dir": get_cache_dir(config.local_dirs),
-        "trust_remote_code": config.model.trust_remote_code,
-    }
 
     def load(dtype: str, archive: str | None) -> Any:
         if rank != 0:
-            return load_structure(**found, dtype=DTYPES[dtype])
+            return find_structure(config, dtype)
         return load_model(
-            **found,
+            **source_of(config),
             dtype=DTYPES[dtype],
+            attn_implementation=config.model.attn_implementation,
             archive=archive,
             random_init=config.model.random_init,
             seed=config.seed,

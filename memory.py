@@ -24,11 +24,12 @@ from batches import Batches
 from distributed import find_blocks
 from host_memory import host_memory, resident_memory
 from layouts import Layout, Microbatch, layout_by_rules
+from loading import find_structure
 from losses import LOSSES
-from models import DTYPES, load_structure
+from models import DTYPES
 from optimization import OPTIMIZERS
 from preflight import TrainingData
-from utils import RunError, get_cache_dir
+from utils import RunError
 
 # of what comes and goes: holes in what one process on a CPU keeps (`launching.keep_freed_memory`), measured on SmolLM2
 KEPT = 0.2
@@ -128,17 +129,10 @@ class Plan(NamedTuple):
 
 def predict(config: DictConfig, plan: Plan, data: TrainingData) -> Need:
     """What a process needs at its peak. Under tensor parallelism activations are those of whole layers: too many."""
-    model, fake = config.model, FakeTensorMode()
+    fake = FakeTensorMode()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with fake:
-        policy = load_structure(
-            model.name_or_path,
-            dtype=DTYPES[plan.compute_dtype],
-            attn_implementation=model.attn_implementation,
-            cache_dir=get_cache_dir(config.local_dirs),
-            trust_remote_code=model.trust_remote_code,
-            device=device,
-        )
+        policy = find_structure(config, plan.compute_dtype, device)
     if config.activation_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     layout, _ = layout_by_rules(config.layout, policy, max_length=config.max_length)

@@ -27,6 +27,7 @@ from checkpoint import (
 from checkpoint_contents import FACTS as FACT_SHAPES
 from checkpoint_contents import find_odd
 from checksums import BLOCK, HashedFile
+from config_files import dotted
 from plain_files import check_readable, check_writable, remove
 from preflight import TrainingData
 from redaction import redact
@@ -271,19 +272,12 @@ def inputs_of(data: TrainingData, model_config: Any) -> dict[str, Any]:
 
 def model_facts(model_config: Any) -> dict[str, Any]:
     """A model's config as far as it says what is computed: dotted keys, values as JSON has them."""
-    facts: dict[str, Any] = {}
+    facts = dotted(json.loads(model_config.to_json_string(use_diff=False)))
+    return {key: value for key, value in facts if not any(map(_is_no_fact, key.split(".")))}
 
-    def visit(prefix: str, node: Mapping[str, Any]) -> None:
-        for key, value in node.items():
-            if key.startswith("_") or key in NOT_COMPUTED or key.endswith(DROPOUT):
-                continue
-            if isinstance(value, Mapping):
-                visit(f"{prefix}{key}.", value)
-            else:
-                facts[f"{prefix}{key}"] = value
 
-    visit("", json.loads(model_config.to_json_string(use_diff=False)))
-    return facts
+def _is_no_fact(key: str) -> bool:
+    return key.startswith("_") or key in NOT_COMPUTED or key.endswith(DROPOUT)
 
 
 def facts_of(config: DictConfig) -> dict[str, Any]:

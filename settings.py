@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from config_files import defaults_of
+from config_files import defaults_of, dotted
 from config_keys import ALIASES, NEEDS, RULES, TEXT, Needs, Processes
 
 # what of Hydra's own an override may set: by other keys it would import and call what they name
@@ -44,16 +44,9 @@ WAITING = object()  # in place of a value made from another key that has a probl
 
 def flatten(config: DictConfig) -> dict[str, Any]:
     """Dotted keys to plain values, `dataset_sources` left whole; '???' and what cannot be resolved stay as they are."""
-    flat: dict[str, Any] = {}
-
-    def visit(prefix: str, node: Mapping[str, Any]) -> None:
-        for key, value in node.items():
-            if isinstance(value, Mapping) and f"{prefix}{key}" != "dataset_sources":
-                visit(f"{prefix}{key}.", value)
-            else:
-                flat[f"{prefix}{key}"] = value
-
-    visit("", OmegaConf.to_container(config, resolve=False))  # type: ignore[arg-type]
+    values = OmegaConf.to_container(config, resolve=False)
+    whole = {key: values.pop(key) for key in ("dataset_sources",) if key in values}  # type: ignore[union-attr]
+    flat = {key: value for key, value in dotted(values) if value != {}} | whole  # type: ignore[arg-type]
     for name, value in flat.items():
         if isinstance(value, str) and "${" in value:
             try:

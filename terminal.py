@@ -12,6 +12,8 @@ from typing import Any
 
 import tqdm
 
+from config_files import dotted
+
 QUIET_SECS = 30  # between two lines of a log file about an evaluation or sampling that goes on
 SHOWN = {  # of an update's metrics, with how many digits
     "loss/train": ("loss", 4),
@@ -42,15 +44,8 @@ def table(title: str, metrics: Mapping[str, float]) -> str:
 def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """`key=value` of what is not as in the defaults, nested keys with dots."""
 
-    def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for key, value in node.items():
-            if isinstance(value, Mapping) and value:
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
-
-    before = dict(flat(defaults))
-    changed = {key: value for key, value in flat(values) if before.get(key, ABSENT) != value}
+    before = dict(dotted(defaults))
+    changed = {key: value for key, value in dotted(values) if before.get(key, ABSENT) != value}
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed.items()]
 
 
