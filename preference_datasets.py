@@ -1,13 +1,11 @@
 """The datasets as `{prompt: {responses, pairs, sft_target}}`, and the order in which their examples are trained on.
 
-`hh`, `shp` and `se` are the paper's; `demo` is ours; any other name is the user's own data (see `own_data.py`).
+`hh`, `shp` and `se` are the paper's; `demo` is ours; any other name is the user's own data (see `dpo/data/custom.py`).
 """
 
 from __future__ import annotations
 
 import os
-import random
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,22 +15,23 @@ import multiprocess  # with which datasets starts its workers
 import numpy as np
 import tqdm
 from bs4 import BeautifulSoup, NavigableString
+from omegaconf import DictConfig
 
-from data_sources import Source, load_rows
-from demo_data import get_demo
-from own_data import get_own
-from preference_data import PreferenceData, get_field
-from prompts import Prompt
-from tokenization import (
+from dpo.data import preflight
+from dpo.data.custom import get_own
+from dpo.data.demo import get_demo
+from dpo.data.examples import encode_rows, iterate_rows
+from dpo.data.preflight import TrainingData
+from dpo.data.prompts import Prompt, iterate_prompts
+from dpo.data.schema import PreferenceData, get_field
+from dpo.data.sources import Source, load_rows
+from dpo.data.tokenization import (
     Batch,
     TextEncoder,
-    collate,
-    encode_example,
-    find_pad_token,
     get_collate_fn,  # noqa: F401  (the reference has it here)
     tokenize_batch_element,  # noqa: F401  (the reference has it here)
 )
-from utils import InputError
+from dpo.errors import InputError
 
 HUB_IDS = {
     "hh": "Anthropic/hh-rlhf",
@@ -223,77 +222,14 @@ def get_dataset(
     return data
 
 
-def iterate_prompts(names: Sequence[str], split: str, **dataset_options: Any) -> Iterator[Prompt]:
-    """The prompts of several datasets, one after the other; options as for `get_dataset`.
-
-    What was yielded is not held any more: a second copy of all texts might not fit.
-    """
-    number = 0
-    for name in names:
-        data = get_dataset(name, split, **dataset_options)
-        kind = {"truncation_mode": data.truncation_mode, "rendered": data.rendered}
-        for text in list(data):
-            yield Prompt(text, **data.pop(text), **kind, number=number)
-            number += 1
-
-
 def load_prompts(names: Sequence[str], split: str, **dataset_options: Any) -> list[Prompt]:
     """The prompts of several datasets as a list; options as for `get_dataset`."""
-    return list(iterate_prompts(names, split, **dataset_options))
+    return list(iterate_prompts(get_dataset, names, split, **dataset_options))
 
 
-Row = tuple[Prompt, dict[str, str]]  # a prompt with the texts of one example
-
-
-def iterate_rows(
-    prompts: Sequence[Prompt],
-    *,
-    batch_size: int,
-    shuffle: bool,
-    sft_mode: bool,
-    n_epochs: int | None,
-    n_examples: int | None,
-    seed: int,
-) -> Iterator[list[Row]]:
-    """The examples of each batch in the reference's order, until `n_epochs` or `n_examples` is reached.
-
-    Each epoch shuffles the order left by the one before, prompt by prompt; all pairs of a prompt follow each other.
-    The partial batch at an epoch's end is dropped, though its examples count towards `n_examples`.
-    """
-    order = array("I", range(len(prompts)))
-    epoch_seeds = np.random.RandomState(seed)
-    epoch = seen = 0
-    while n_epochs is None or epoch < n_epochs:
-        if shuffle:
-            random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(order)
-        rows: list[Row] = []
-        for prompt, texts in ((p, texts) for p in map(prompts.__getitem__, order) for texts in p.examples(sft_mode)):
-            rows.append((prompt, texts))
-            seen += 1
-            if len(rows) == batch_size:
-                yield rows
-                rows = []
-                if n_examples is not None and seen >= n_examples:
-                    return
-        epoch += 1
-
-
-def encode_rows(rows: Sequence[Row], encode: TextEncoder, *, max_length: int, max_prompt_length: int) -> Batch:
-    """Tokenize, truncate and pad the rows of a batch."""
-    encode.prime(text for prompt, texts in rows for text in (prompt.text, *texts.values()))
-    encoded = [
-        encode_example(
-            prompt.text,
-            texts,
-            encode,
-            truncation_mode=prompt.truncation_mode,
-            max_length=max_length,
-            max_prompt_length=max_prompt_length,
-            rendered=prompt.rendered,
-        )
-        for prompt, texts in rows
-    ]
-    return collate(encoded, find_pad_token(encode.tokenizer))
+def load_data(config: DictConfig, *, silent: bool = False) -> TrainingData:
+    """What a config trains on: see `dpo.data.preflight.load_data`."""
+    return preflight.load_data(config, get_dataset, silent=silent)
 
 
 def get_batch_iterator(

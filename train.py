@@ -22,16 +22,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from config_resolution import count_processes, find_config_problems, find_trainer  # noqa: F401  (for other scripts)
-from sweeps import Sweep
-from worker import describe, run, work, worker_main  # noqa: F401
+from dpo.run import describe, run, work, worker_main  # noqa: F401
+from dpo.settings.resolution import count_processes, find_config_problems, find_trainer  # noqa: F401  (for other scripts)
+from dpo.settings.sweeps import Sweep
 
 CONFIG_DIR = Path(__file__).parent / "config"
 SWEEP = Sweep()
 
 
 def _local_run_dir(exp_name: str, local_dirs: list[str]) -> str:
-    from utils import get_local_run_dir
+    from dpo.system.paths import get_local_run_dir
 
     return get_local_run_dir(exp_name, local_dirs)
 
@@ -42,11 +42,11 @@ OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
 def main(config: DictConfig) -> None:
-    from launching import find_seat
-    from redaction import redact
-    from settings import find_unused
-    from stopping import Stopped
-    from utils import InputError, RunError
+    from dpo.errors import InputError, RunError
+    from dpo.settings.validation import find_unused
+    from dpo.system.rank_env import find_seat
+    from dpo.system.redaction import redact
+    from dpo.system.signals import Stopped
 
     sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
@@ -77,7 +77,7 @@ def main(config: DictConfig) -> None:
 
 def _exit_on(problems: list[str]) -> None:
     if problems:
-        from redaction import redact
+        from dpo.system.redaction import redact
 
         if _is_rank_0():  # every rank finds the same
             print(
@@ -93,8 +93,8 @@ def _is_rank_0() -> bool:
 
 def check_command_line(arguments: list[str]) -> list[str]:
     """The arguments as Hydra takes them. Exits with status 2 and a sentence for everything that is wrong with them."""
-    from command_line import find_problems, parse
-    from config_files import help_text
+    from dpo.settings.command_line import find_problems, parse
+    from dpo.settings.files import help_text
 
     try:
         line = parse(arguments)
@@ -118,7 +118,7 @@ def set_allocators(environ: MutableMapping[str, str]) -> None:
 
 def abort() -> NoReturn:
     """End at once, whatever is being written in the background."""
-    from stopping import ABORTED
+    from dpo.system.signals import ABORTED
 
     print("aborted: nothing more is saved", file=sys.stderr)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The three trainers: where policy and reference live. The loop they share is in `training_loop.py`."""
+"""The three trainers: where policy and reference live. The loop they share is in `dpo/training/loop.py`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from config_files import require, with_defaults
-from device_map import choose_device_map, move_less
-from distributed import distribute, find_blocks
-from layouts import Logps
-from losses import _get_batch_logps, preference_loss  # noqa: F401  (the reference has them here)
-from objective import REFERENCE
-from tokenization import Batch, concatenated_inputs  # noqa: F401
-from training_loop import Trainer
+from dpo.data.tokenization import Batch, concatenated_inputs  # noqa: F401
+from dpo.losses import _get_batch_logps, preference_loss  # noqa: F401  (the reference has them here)
+from dpo.models.layouts import Logps
+from dpo.parallel.device_map import choose_device_map, move_less
+from dpo.parallel.sharding import distribute, find_blocks
+from dpo.parallel.tensor_parallel_package import split_over_devices
+from dpo.settings.files import require, with_defaults
+from dpo.training.loop import Trainer
+from dpo.training.objective import REFERENCE
+from preference_datasets import load_data
 
 
 class BasicTrainer(Trainer):
@@ -30,6 +32,8 @@ class BasicTrainer(Trainer):
         config = with_defaults(config, run_dir=run_dir)
         require(config)
         super().__init__(policy, config, seed, run_dir, *others, **named)
+
+    load_data = staticmethod(load_data)
 
     @classmethod
     def device_map(cls) -> str | dict | None:
@@ -87,4 +91,27 @@ class TensorParallelTrainer(FSDPTrainer):
         return config.tensor_parallel_size or world_size
 
 
+class PackageTensorParallelTrainer(BasicTrainer):
+    """One process; every layer cut over its devices by the package `tensor_parallel`, as the reference did it."""
+
+    cuts_layers = True
+    can_sample = False
+    can_autocast = False
+
+    @classmethod
+    def device_map(cls) -> None:
+        return None  # on the CPU until it is cut
+
+    def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
+        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        size = self.config.tensor_parallel_size or len(gpus)
+        return split_over_devices(model, gpus[:size] or ["cpu"] * size)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().make_optimizer()
+        self.policy.keep_whole_state(optimizer)
+        return optimizer
+
+
 TRAINERS = {trainer.__name__: trainer for trainer in (BasicTrainer, FSDPTrainer, TensorParallelTrainer)}
+TENSOR_PARALLEL_BACKENDS = {"dtensor": TensorParallelTrainer, "tensor_parallel": PackageTensorParallelTrainer}

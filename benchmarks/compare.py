@@ -29,11 +29,11 @@ import torch
 
 import train
 from benchmarks.step_overhead import compose
-from launching import keep_freed_memory
-from layouts import SharedPrefix
-from loading import model_loaders
-from metrics import peak_memory_gb
-from packing import Packed
+from dpo.models.layouts import SharedPrefix
+from dpo.models.loading import model_loaders
+from dpo.models.packing import Packed
+from dpo.system.malloc import keep_freed_memory
+from dpo.training.metrics import peak_memory_gb
 
 COMMON = ("model.reference_dtype=float32", "eval_batch_size=4", "n_eval_examples=4", "sample_during_eval=false",
           "warmup_steps=0", "n_epochs=null", "n_examples=1000000")  # fmt: skip
@@ -184,8 +184,8 @@ def run_all(overrides: list[str], updates: int, only: list[str] | None, trl: str
 
 def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, Any]:
     """The pairs of our batches as rows for TRL, in their order, and the settings."""
-    from preference_datasets import iterate_rows
-    from preflight import load_data
+    from dpo.data.examples import iterate_rows
+    from preference_datasets import load_data
 
     config = compose([*COMMON, f"local_run_dir={folder}/run", *overrides])
     n_pairs = (updates + 1) * config.batch_size

@@ -23,8 +23,8 @@ import torch
 
 import train
 from benchmarks.step_overhead import compose
-from launching import launch
-from loading import model_loaders
+from dpo.models.loading import model_loaders
+from dpo.system.launching import launch
 
 LAYOUTS = {
     "one process": (),

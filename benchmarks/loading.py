@@ -22,10 +22,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import preflight
 import train
 from benchmarks.step_overhead import compose
-from launching import launch
+from dpo.data import preflight
+from dpo.system.launching import launch
 from trainers import BasicTrainer
 
 COMMON = (
@@ -72,7 +72,7 @@ def anonymous_memory() -> int:
 
 def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
     """Load as a run does, and do not train; rank 0 writes what it took."""
-    load_data, samplers = preflight.load_data, []
+    load_data, samplers = BasicTrainer.load_data, []
 
     def load_data_and_watch(*arguments: Any, **options: Any) -> Any:
         data = load_data(*arguments, **options)
@@ -86,7 +86,7 @@ def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
         if rank == 0:
             result.write_text(json.dumps({"most": most, "stays": anonymous_memory(), "larger": max(sizes)}))
 
-    preflight.load_data, BasicTrainer.train = load_data_and_watch, end
+    BasicTrainer.load_data, BasicTrainer.train = staticmethod(load_data_and_watch), end
     train.work(rank, world_size, config)
 
 

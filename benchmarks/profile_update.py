@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 import train
 from benchmarks.compare import COMMON
 from benchmarks.step_overhead import compose
-from launching import keep_freed_memory
-from loading import model_loaders
+from dpo.models.loading import model_loaders
+from dpo.system.malloc import keep_freed_memory
 
 ATTENTION = re.compile("attention", re.IGNORECASE)
 KINDS = {  # the first that fits the name of an operation

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from checkpoint import find_checkpoints, read_state
+from dpo.checkpoint.files import find_checkpoints, read_state
 
 ROOT = Path(__file__).resolve().parents[1]
 WALL_CLOCK = ("examples_per_second", "tokens_per_second", "memory/peak_gb")

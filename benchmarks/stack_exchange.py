@@ -28,11 +28,11 @@ import pyarrow.parquet
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-import launching
-import preflight
+import preference_datasets
 from benchmarks.startup import make_text
 from benchmarks.step_overhead import compose
-from preference_datasets import encode_rows, iterate_rows
+from dpo.data.examples import encode_rows, iterate_rows
+from dpo.system import launching
 
 SETTINGS = ("datasets=[se]", "loss=dpo", "loss.beta=0.1", "exp_name=stack", "trainer=FSDPTrainer", "n_examples=1000000")
 FIELDS = ("Pss_Anon", "Pss_Shmem", "Pss_File")
@@ -74,7 +74,7 @@ def load(rank: int, world_size: int, config: DictConfig, folder: Path, batches: 
         str(folder / "train.parquet"), cache_dir=os.environ["HF_DATASETS_CACHE"]
     )
     before, start = memory(), time.perf_counter()
-    data = preflight.load_data(config, silent=True)
+    data = preference_datasets.load_data(config, silent=True)
     seconds = time.perf_counter() - start
     if dist.is_initialized():
         dist.barrier()

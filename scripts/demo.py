@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from demo_data import COURTEOUS
+from dpo.data.demo import COURTEOUS
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / ".cache" / "demo"

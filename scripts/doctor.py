@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from host_memory import host_memory
+from dpo.system.host_memory import host_memory
 from scripts.advice import MODELS, Advice, gb, recommend, says_of_bfloat16
 from scripts.probes import ROOT, START_LIMIT, ChildError, Gpu, Products, ask, run_workers
 
@@ -209,7 +209,7 @@ def check_open_files() -> list[Finding]:
 def check_disk() -> list[Finding]:
     import yaml
 
-    from utils import get_local_dir
+    from dpo.system.paths import get_local_dir
 
     place = Path(get_local_dir(yaml.safe_load((ROOT / "config" / "config.yaml").read_text("utf-8"))["local_dirs"]))
     place = next(p for p in (place.absolute(), *place.absolute().parents) if p.exists())

@@ -49,7 +49,7 @@ class ChildError(Exception):
 
 def ask(*command: str, limit: float = 10) -> str:
     """What a command prints. Raises ChildError; either way it has ended."""
-    from redaction import redact
+    from dpo.system.redaction import redact
 
     try:
         done = subprocess.run(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoint import MANIFEST, STEP, DamagedCheckpoint, check_complete, find_checkpoints
+from dpo.checkpoint.files import MANIFEST, STEP, DamagedCheckpoint, check_complete, find_checkpoints
 
 
 def checkpoints_at(path: Path) -> list[Path]:

@@ -69,14 +69,14 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from models import load_tokenizer
+    from dpo.data.tokenizer import load_tokenizer
 
     return load_tokenizer(str(GOLDEN / "tiny-llama"))
 
 
 @pytest.fixture(scope="session")
 def tiny_llama():
-    from models import load_model
+    from dpo.models.pretrained import load_model
 
     return load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="sdpa")
 

@@ -71,7 +71,7 @@ def run_out_of_memory_at(number: int) -> None:
 
 def ask_to_stop_while_loading(number: int) -> None:
     """The signal comes while the models are loaded."""
-    import loading
+    from dpo.models import loading
 
     model_loaders = loading.model_loaders
 
@@ -93,8 +93,8 @@ def _train(overrides: list[str], log: Path, fault: Callable | None, arguments: t
     import torch
 
     import train
-    from stopping import Stopped
-    from utils import InputError, RunError
+    from dpo.errors import InputError, RunError
+    from dpo.system.signals import Stopped
 
     torch.set_num_threads(1)
     file = log.open("w")

@@ -11,11 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import train
-from losses import _get_batch_logps
-from models import choose_attention
+from dpo.losses import _get_batch_logps
+from dpo.models.pretrained import choose_attention, disable_dropout
 from scripts.advice import CHECKPOINTED, MODELS, recommend
 from scripts.probes import Gpu, Products
-from utils import disable_dropout
 
 
 def gpu(name: str = "NVIDIA H100", total: float = 85e9, **changes) -> Gpu:
@@ -121,7 +120,7 @@ def saved_bytes(config: transformers.PreTrainedConfig, dtype: torch.dtype, *, ch
 
 @pytest.mark.parametrize("name", MODELS)
 def test_table_of_models_is_what_transformers_builds(name, monkeypatch):
-    # as on a GPU: an earlier test may have put `cpu_attention.py` in its place
+    # as on a GPU: an earlier test may have put `dpo/models/cpu_attention.py` in its place
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
     row, config = MODELS[name], CONFIGS[name]
     parameters, in_bf16 = saved_bytes(config, torch.bfloat16, checkpointing=False)

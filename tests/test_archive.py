@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from archive import find_archive, load_archive
-from checkpoint import point, write_checkpoint
-from utils import InputError
+from dpo.checkpoint.files import point, write_checkpoint
+from dpo.errors import InputError
+from dpo.models.weights import find_archive, load_archive
 
 SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 CONFIGS = {

@@ -14,13 +14,13 @@ from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
 from tiny_models import COMMON, FAMILIES, batch_of, build
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arithmetic import set_up_torch
-from layouts import Padded, SharedPrefix, choose_layout, layout_by_rules
-from models import choose_attention, load_model
-from sampling import sample
+from dpo.models.generation import sample
+from dpo.models.layouts import Padded, SharedPrefix, choose_layout, layout_by_rules
+from dpo.models.pretrained import choose_attention, load_model
+from dpo.system.arithmetic import set_up_torch
+from dpo.system.process_group import init_distributed
 from train import set_allocators
 from trainers import FSDPTrainer
-from utils import init_distributed
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from batches import prefetch
+from dpo.training.batches import prefetch
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])

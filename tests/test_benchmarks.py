@@ -7,7 +7,8 @@ import torch
 from conftest import GOLDEN, run_script
 
 from benchmarks.compare import Shape, count_flops
-from packing import Example, pack
+from dpo.data.examples import Example
+from dpo.models.packing import pack
 
 TINY = (
     f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.block_name=null", "datasets=[hh]",

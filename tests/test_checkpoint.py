@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, run_script
 
-from checkpoint import (
+from dpo.checkpoint.files import (
     PARTS,
     BackgroundWriter,
     DamagedCheckpoint,
@@ -28,7 +28,7 @@ from checkpoint import (
     tidy,
     write_checkpoint,
 )
-from utils import RunError
+from dpo.errors import RunError
 
 
 def test_checkpoint_files_hold_the_references_keys_and_load_as_plain_data(tmp_path):
@@ -73,7 +73,7 @@ KILLED_WHILE_SAVING = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from checkpoint import write_checkpoint
+from dpo.checkpoint.files import write_checkpoint
 
 class Killer:
     def __reduce__(self):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import checksums
-from checksums import HashedFile, Part, find_wrong, parts_of
+from dpo.checkpoint import checksums
+from dpo.checkpoint.checksums import HashedFile, Part, find_wrong, parts_of
 
 SMALL_BLOCK = 2**12
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, train
 
-from command_line import find_problems, parse
-from redaction import redact
+from dpo.settings.command_line import find_problems, parse
+from dpo.system.redaction import redact
 
 
 def problems_of(*arguments: str) -> list[str]:

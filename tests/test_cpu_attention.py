@@ -8,9 +8,9 @@ from tiny_models import GROUPED, batch_of, build
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
-import cpu_attention
-from cpu_attention import attention_forward, masked_attention, masked_attention_backward
-from layouts import Padded, SharedPrefix
+from dpo.models import cpu_attention
+from dpo.models.cpu_attention import attention_forward, masked_attention, masked_attention_backward
+from dpo.models.layouts import Padded, SharedPrefix
 
 LENGTH = 23
 LOWEST = torch.finfo(torch.float32).min

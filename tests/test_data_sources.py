@@ -9,9 +9,9 @@ import datasets
 import pytest
 from conftest import write_rows
 
-from data_sources import Source, load_rows
+from dpo.data.sources import Source, load_rows
+from dpo.errors import InputError
 from preference_datasets import get_dataset
-from utils import InputError
 
 ROWS = [{"chosen": "a\u2028b", "rejected": "é"}, {"chosen": "c", "rejected": "d\nd"}]
 

@@ -13,12 +13,13 @@ from tiny_models import batch_of, build
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from device_map import choose_device_map, move_less
-from distributed import Grid, find_blocks
-from layouts import Padded, SharedPrefix
-from metrics import reduce_parts
-from objective import Objective
-from packing import Packed
+from dpo.models.layouts import Padded, SharedPrefix
+from dpo.models.packing import Packed
+from dpo.parallel.device_map import choose_device_map, move_less
+from dpo.parallel.mesh import Grid
+from dpo.parallel.sharding import find_blocks
+from dpo.training.metrics import reduce_parts
+from dpo.training.objective import Objective
 
 FIRST, LAST = torch.device("cpu:0"), torch.device("cpu:1")
 FAMILIES = ["llama", "llama, tied", "gpt-neox", "gpt2, tied"]

@@ -23,18 +23,20 @@ from tiny_models import FAMILIES, batch_of, build
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import distributed
-from distributed import Grid, distribute, full_state, full_tensor
-from host_memory import HostMemory
-from launching import launch
-from layouts import Padded, SharedPrefix
-from loading import model_loaders
-from models import concatenated_forward
-from optimization import OPTIMIZERS
-from settings import NEED_WHOLE_TENSORS
-from stopping import Stopped
+from dpo.models.layouts import Padded, SharedPrefix
+from dpo.models.loading import model_loaders
+from dpo.models.logprobs import concatenated_forward
+from dpo.parallel import sharding
+from dpo.parallel.mesh import Grid
+from dpo.parallel.sharding import distribute
+from dpo.parallel.state import full_state, full_tensor
+from dpo.settings.validation import NEED_WHOLE_TENSORS
+from dpo.system.host_memory import HostMemory
+from dpo.system.launching import launch
+from dpo.system.process_group import get_open_port
+from dpo.system.signals import Stopped
+from dpo.training.optimization import OPTIMIZERS
 from trainers import TRAINERS, BasicTrainer
-from utils import get_open_port
 
 GRIDS = {  # processes, and what the command line says
     "sharded": (2, {}, ("trainer=FSDPTrainer",)),
@@ -176,7 +178,7 @@ def know_the_gathered_size(rank: int, world_size: int) -> None:
         model = distribute(model, Grid(rank, world_size, **sizes), block_name=None, compute_dtype=torch.bfloat16)
         slices = sum(p.to_local().numel() for p in model.parameters()) if sizes else whole
         # float32 weights are gathered in bfloat16; slices of 101 rows are not equal
-        assert distributed.gathered_size(model) == pytest.approx(2 * slices, rel=0.03)
+        assert sharding.gathered_size(model) == pytest.approx(2 * slices, rel=0.03)
 
 
 def test_what_sampling_gathers_is_counted_in_the_dtype_and_the_slices_that_are_gathered():
@@ -188,11 +190,11 @@ def test_what_the_gpus_allocator_keeps_counts_as_free(monkeypatch):
     answer = torch.ones(())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: calls.append("mem_get_info") or (1000, 2000))
-    monkeypatch.setattr(distributed, "gathered_size", lambda model: 500)
+    monkeypatch.setattr(sharding, "gathered_size", lambda model: 500)
     monkeypatch.setattr(dist, "all_reduce", lambda *arguments, **options: None)
     monkeypatch.setattr(torch, "tensor", lambda value, device: answer * value)
     model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
-    assert distributed._fits(model)
+    assert sharding._fits(model)
     assert calls == ["empty_cache", "mem_get_info"]
 
 
@@ -416,7 +418,7 @@ def test_copies_add_up_their_gradients_once_per_update(tmp_path):
 
 def count_gathers_in_sampling(rank: int, world_size: int, run_dir: Path, memory: int | None) -> None:
     if memory is not None:
-        distributed.host_memory = lambda: HostMemory(memory, memory)
+        sharding.host_memory = lambda: HostMemory(memory, memory)
     trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer",))
     units = [m for model in trainer._sampled_models() for m in model.modules() if isinstance(m, FSDPModule)]
     sharded = {id(p) for p in trainer.policy.parameters()}

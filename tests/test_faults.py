@@ -18,7 +18,7 @@ from conftest import ROOT, assert_gone, metrics_of, small_run, train
 from faulty import Run, ask_to_stop_while_loading, kill_after_update, kill_at_step_of_saving, limit_file_size
 
 from benchmarks.soak import find_differences, workers_of
-from checkpoint import check_complete, find_checkpoints
+from dpo.checkpoint.files import check_complete, find_checkpoints
 
 SHARDED = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=40")
 

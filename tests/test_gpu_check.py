@@ -134,7 +134,9 @@ def test_a_wait_that_torch_warns_of_is_counted_and_other_warnings_are_not(monkey
 
 
 def test_reads_within_an_update_are_told_from_those_after_it():
-    update = Counter({(syncs.WITHIN, "models.py:1 (f)"): 2, (syncs.AFTER, "metrics.py:1 (g)"): 1})
+    update = Counter(
+        {(syncs.WITHIN, "dpo/models/pretrained.py:1 (f)"): 2, (syncs.AFTER, "dpo/reporting/metrics.py:1 (g)"): 1}
+    )
     assert syncs.n_within(update) == 2
 
 

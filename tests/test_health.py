@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import metrics_of, train
 
-from checkpoint import read_state
-from health import MAX_SKIPPED, Guard
-from objective import Objective
-from utils import RunError
+from dpo.checkpoint.files import read_state
+from dpo.errors import RunError
+from dpo.training.anomalies import MAX_SKIPPED, Guard
+from dpo.training.objective import Objective
 
 SPOILT = ("optimizer=SGD", "lr=1e30", "warmup_steps=0", "max_grad_norm=1e30")  # after one update
 

@@ -18,17 +18,19 @@ from hypothesis import strategies as st
 from transformers import dynamic_module_utils
 
 import train as main
-from checkpoint import MANIFEST, PARTS, digest_of
-from config_keys import RULES
-from layouts import Padded, SharedPrefix
-from metrics import FileLogger
-from models import load_config
-from preference_datasets import encode_rows, iterate_rows, load_prompts
-from preflight import inspect_split
-from redaction import redact
-from settings import refuse_hydras_own
-from tokenization import TextEncoder
-from utils import InputError, get_open_port
+from dpo.checkpoint.files import MANIFEST, PARTS, digest_of
+from dpo.data.examples import encode_rows, iterate_rows
+from dpo.data.preflight import inspect_split
+from dpo.data.tokenization import TextEncoder
+from dpo.errors import InputError
+from dpo.models.layouts import Padded, SharedPrefix
+from dpo.models.pretrained import load_config
+from dpo.reporting.files import FileLogger
+from dpo.settings.keys import RULES
+from dpo.settings.validation import refuse_hydras_own
+from dpo.system.process_group import get_open_port
+from dpo.system.redaction import redact
+from preference_datasets import load_prompts
 
 FUZZ = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

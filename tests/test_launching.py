@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, assert_gone
 
-import launching
-from launching import End, Seat, WorkerFailed, find_seat, launch
-from stopping import Stopped
-from utils import InputError
+from dpo.errors import InputError
+from dpo.system import launching
+from dpo.system.launching import End, WorkerFailed, launch
+from dpo.system.rank_env import Seat, find_seat
+from dpo.system.signals import Stopped
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
 
@@ -344,7 +345,7 @@ def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path):
 
 FAILING_RANK = """
 import pathlib, sys
-from launching import launch
+from dpo.system.launching import launch
 from test_launching import fail_on_rank_1
 launch(fail_on_rank_1, 2, pathlib.Path(sys.argv[1]), sys.argv[2], process_group=True, timeout_secs=5)
 """

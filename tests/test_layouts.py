@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from test_packing import batch_of as batch_of_examples
 from tiny_models import COMMON, FAMILIES, GROUPED, batch_of, build
 
-from layouts import Longest, Padded, SharedPrefix, choose_layout
-from losses import LOSSES
-from packing import Example
+from dpo.data.examples import Example
+from dpo.losses import LOSSES
+from dpo.models.layouts import Longest, Padded, SharedPrefix, choose_layout
 
 LONG = 32  # max_length of the batches here
 WINDOWED = {**GROUPED, "sliding_window": 6}  # shorter than the prompts and responses of a batch

@@ -10,7 +10,7 @@ import torch
 import yaml
 from conftest import ROOT
 
-from losses import LOSSES, _get_batch_logps, preference_loss
+from dpo.losses import LOSSES, _get_batch_logps, preference_loss
 
 # one pair, log-probabilities (policy chosen, policy rejected, reference chosen, reference rejected):
 # h = (-10 - -13) - (-11 - -12) = 3 - 1 = 2

@@ -14,11 +14,11 @@ from conftest import GOLDEN, ROOT, small_run, train
 from faulty import Run, run_out_of_memory_at
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from losses import LOSSES
-from memory import Ledger, Plan, predict, suggest
-from preflight import load_data
+from dpo.errors import InputError
+from dpo.losses import LOSSES
+from dpo.training.memory import Ledger, Plan, predict, suggest
+from preference_datasets import load_data
 from trainers import BasicTrainer, FSDPTrainer, TensorParallelTrainer
-from utils import InputError
 
 ALONE = Plan(world_size=1, tensor_size=1, shard_size=1, compute_dtype="float32")
 PARAMETERS = 282_048  # of the tiny Llama

@@ -15,15 +15,10 @@ import torch
 from conftest import ROOT, run_script, train
 from wandb_server import WandbServer
 
-from metrics import (
-    FileLogger,
-    Loggers,
-    NullLogger,
-    Sample,
-    WandbLogger,
-    peak_memory_gb,
-    reduce_parts,
-)
+from dpo.reporting.files import FileLogger, Sample
+from dpo.reporting.metrics import Loggers, NullLogger
+from dpo.reporting.wandb import WandbLogger
+from dpo.training.metrics import peak_memory_gb, reduce_parts
 
 
 def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_in_one_collective():
@@ -145,7 +140,7 @@ def test_several_loggers_all_get_everything_and_the_null_logger_takes_it_too(tmp
 WANDB_RUN = """
 import sys
 from pathlib import Path
-from metrics import Sample, WandbLogger
+from dpo.reporting.metrics import Sample, WandbLogger
 logger = WandbLogger(name="n", project="p", entity=None, config={"lr": 1}, run_dir=Path(sys.argv[1]), interval=0.0)
 logger.log("train", {"loss/train": 0.5}, examples=4, updates=1)
 logger.log_samples([Sample("p", "x", "y")], examples=4)
@@ -179,7 +174,7 @@ def test_a_wandb_server_that_does_not_answer_is_no_reason_not_to_train(tmp_path)
 def test_wandb_gets_training_metrics_at_most_every_interval_and_every_evaluation(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     clock = iter([100.0, 100.5, 100.6, 101.0, 101.9, 102.0])
-    monkeypatch.setattr("metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("dpo.reporting.metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
     logger = WandbLogger(name="n", project="p", entity=None, config={}, run_dir=tmp_path, interval=1.0)
     logged = []
     monkeypatch.setattr(logger.run, "log", logged.append)
@@ -195,7 +190,7 @@ def test_wandb_gets_training_metrics_at_most_every_interval_and_every_evaluation
 WANDB_LOST = """
 import os, signal, sys, time
 from pathlib import Path
-import metrics
+from dpo.reporting import metrics
 metrics.FINISH_SECS = 3
 logger = metrics.WandbLogger(name="n", project="p", entity=None, config={}, run_dir=Path(sys.argv[1]), interval=0.0)
 for examples in range(4, 44, 4):

@@ -14,11 +14,11 @@ from conftest import GOLDEN
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, build
 
-import models
-from archive import load_archive
-from losses import IGNORE_INDEX
-from tokenization import get_collate_fn, tokenize_batch_element
-from utils import InputError
+from dpo.data.tokenization import get_collate_fn, tokenize_batch_element
+from dpo.errors import InputError
+from dpo.losses import IGNORE_INDEX
+from dpo.models import logprobs, pretrained
+from dpo.models.weights import load_archive
 
 TINY_LLAMA = str(GOLDEN / "tiny-llama")
 SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -58,7 +58,7 @@ def test_training_forwards_are_evaluation_forwards_bit_for_bit(family, tmp_path)
     ids = torch.arange(20).view(2, 10)
     with torch.no_grad():
         random = (as_published.train()(ids).logits, as_published.eval()(ids).logits)
-        model = models.load_model(str(tmp_path), dtype=torch.float32)
+        model = pretrained.load_model(str(tmp_path), dtype=torch.float32)
         ours = (model.train()(ids).logits, model.eval()(ids).logits)
 
     assert not torch.equal(*random)  # or there would be nothing to switch off
@@ -67,7 +67,7 @@ def test_training_forwards_are_evaluation_forwards_bit_for_bit(family, tmp_path)
 
 
 def test_one_forward_over_both_scores_each_text_as_if_it_were_alone(tiny_llama, tokenizer, batch):
-    chosen, rejected = models.concatenated_forward(tiny_llama, batch)
+    chosen, rejected = pretrained.concatenated_forward(tiny_llama, batch)
 
     for side, logps in (("chosen", chosen), ("rejected", rejected)):
         for i, prompt in enumerate(batch["prompt"]):
@@ -77,7 +77,7 @@ def test_one_forward_over_both_scores_each_text_as_if_it_were_alone(tiny_llama, 
             log_softmax = tiny_llama(torch.tensor([prompt_ids + response])).logits[0].log_softmax(-1)
             alone = sum(log_softmax[len(prompt_ids) + t - 1, token].item() for t, token in enumerate(response))
             assert logps[i].item() == pytest.approx(alone, rel=1e-5)
-    torch.testing.assert_close(models.chosen_logps(tiny_llama, batch), chosen, rtol=1e-5, atol=0)
+    torch.testing.assert_close(pretrained.chosen_logps(tiny_llama, batch), chosen, rtol=1e-5, atol=0)
 
 
 def test_what_stands_in_the_padding_does_not_matter(tiny_llama, batch):
@@ -87,7 +87,9 @@ def test_what_stands_in_the_padding_does_not_matter(tiny_llama, batch):
         assert padding.any()
         other[f"{side}_input_ids"][padding] = 7
     for ours, theirs in zip(
-        models.concatenated_forward(tiny_llama, batch), models.concatenated_forward(tiny_llama, other), strict=True
+        pretrained.concatenated_forward(tiny_llama, batch),
+        pretrained.concatenated_forward(tiny_llama, other),
+        strict=True,
     ):
         assert torch.equal(ours, theirs)
 
@@ -104,12 +106,12 @@ def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64(tiny_ll
 
     logits = half(ids, attention_mask=mask).logits
     assert logits.dtype == torch.bfloat16
-    ours = models.sequence_logps(half, ids, mask, labels)
+    ours = pretrained.sequence_logps(half, ids, mask, labels)
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, summed(logits.float()), rtol=1e-6, atol=0)
     assert not torch.allclose(ours, summed(logits).float(), rtol=1e-4, atol=0)
 
-    ours = models.sequence_logps(double, ids, mask, labels)
+    ours = pretrained.sequence_logps(double, ids, mask, labels)
     assert ours.dtype == torch.float64
     torch.testing.assert_close(ours, summed(double(ids, attention_mask=mask).logits), rtol=1e-13, atol=0)
 
@@ -122,20 +124,20 @@ def test_missing_weights_are_an_error_not_random_numbers(tmp_path):
     save_file(weights, file, metadata={"format": "pt"})
 
     with pytest.raises(InputError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
-        models.load_model(str(tmp_path / "model"), dtype=torch.float32)
+        pretrained.load_model(str(tmp_path / "model"), dtype=torch.float32)
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path):
     nowhere = str(tmp_path / "nowhere")
     with pytest.raises(InputError, match=f"model '{nowhere}' cannot be loaded"):
-        models.load_model(nowhere, dtype=torch.float32)
+        pretrained.load_model(nowhere, dtype=torch.float32)
     with pytest.raises(InputError, match=f"tokenizer '{nowhere}' cannot be loaded"):
-        models.load_tokenizer(nowhere)
+        pretrained.load_tokenizer(nowhere)
 
 
 def test_random_init_draws_the_same_weights_for_the_same_seed(tiny_llama):
     def weights(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        model = models.load_model(TINY_LLAMA, dtype=dtype, random_init=True, seed=seed)
+        model = pretrained.load_model(TINY_LLAMA, dtype=dtype, random_init=True, seed=seed)
         return model.model.layers[0].mlp.up_proj.weight
 
     state = torch.get_rng_state()
@@ -151,7 +153,7 @@ def test_random_init_draws_the_same_weights_for_the_same_seed(tiny_llama):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_have_the_dtype_that_was_asked_for(dtype):
-    assert {p.dtype for p in models.load_model(TINY_LLAMA, dtype=dtype).parameters()} == {dtype}
+    assert {p.dtype for p in pretrained.load_model(TINY_LLAMA, dtype=dtype).parameters()} == {dtype}
 
 
 def tokenizer_without(tmp_path, *names: str) -> str:
@@ -163,30 +165,30 @@ def tokenizer_without(tmp_path, *names: str) -> str:
 
 
 def test_a_tokenizer_without_pad_token_pads_with_eos(tmp_path):
-    tokenizer = models.load_tokenizer(tokenizer_without(tmp_path, "pad_token"))
+    tokenizer = pretrained.load_tokenizer(tokenizer_without(tmp_path, "pad_token"))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):
     with pytest.raises(InputError, match="has no EOS token"):
-        models.load_tokenizer(tokenizer_without(tmp_path, "pad_token", "eos_token"))
+        pretrained.load_tokenizer(tokenizer_without(tmp_path, "pad_token", "eos_token"))
 
 
 def test_learned_positions_limit_the_length_and_rotary_ones_do_not(tiny_llama):
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=16))
-    models.check_positions(gpt2, 16)
+    pretrained.check_positions(gpt2, 16)
     with pytest.raises(InputError, match="max_length=17 is more than the 16 positions that GPT2LMHeadModel has"):
-        models.check_positions(gpt2, 17)
-    models.check_positions(tiny_llama, 10 * tiny_llama.config.max_position_embeddings)
+        pretrained.check_positions(gpt2, 17)
+    pretrained.check_positions(tiny_llama, 10 * tiny_llama.config.max_position_embeddings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probabilities_of_a_few_rows_at_a_time_are_those_of_all_at_once(dtype, monkeypatch):
     def picked(numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
-        monkeypatch.setattr(models, "IN_CACHE", numbers)
+        monkeypatch.setattr(logprobs, "IN_CACHE", numbers)
         given = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
         # a copy, for the backward pass writes over it
-        logps = models._PickedLogSoftmax.apply(given * 1, torch.arange(7))
+        logps = logprobs._PickedLogSoftmax.apply(given * 1, torch.arange(7))
         (logps * torch.arange(1, 8)).sum().backward()
         return logps.detach(), given.grad
 
@@ -226,12 +228,12 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_an_archive_a_model_is_what_it_would_be_had_its_own_weights_been_overwritten(family, dtype, tmp_path):
     name, attention = save_with_an_archive(family, tmp_path), "eager" if family in ("gpt-j", "gemma2") else "sdpa"
-    overwritten = models.load_model(name, dtype=dtype, attn_implementation=attention)
+    overwritten = pretrained.load_model(name, dtype=dtype, attn_implementation=attention)
     load_archive(overwritten, name)
     (tmp_path / "model.safetensors").unlink()  # nobody needs it
     state = torch.get_rng_state()
 
-    ours = models.load_model(name, dtype=dtype, attn_implementation=attention, archive=name)
+    ours = pretrained.load_model(name, dtype=dtype, attn_implementation=attention, archive=name)
 
     assert torch.equal(torch.get_rng_state(), state)
     theirs = tensors_of(overwritten)
@@ -255,7 +257,7 @@ def test_without_settings_for_sampling_they_are_those_of_the_config(tmp_path):
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "top_k": 7, "eos_token_id": 5}))
 
-    with_archive, without = (models.load_model(name, dtype=torch.float32, archive=a) for a in (name, None))
+    with_archive, without = (pretrained.load_model(name, dtype=torch.float32, archive=a) for a in (name, None))
 
     assert with_archive.generation_config.to_dict() == without.generation_config.to_dict()
     assert with_archive.generation_config.eos_token_id == 5
@@ -265,7 +267,7 @@ def test_without_settings_for_sampling_they_are_those_of_the_config(tmp_path):
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_loaded_model_holds_no_pages_of_the_archive(zipped, dtype, tmp_path):
     name = save_with_an_archive("llama, tied", tmp_path, _use_new_zipfile_serialization=zipped)
-    model = models.load_model(name, dtype=dtype, archive=name)
+    model = pretrained.load_model(name, dtype=dtype, archive=name)
     assert torch.equal(model.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"].to(dtype))
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()  # pruning may remove it, and its room is free then
 
@@ -276,7 +278,7 @@ def test_an_archive_of_weights_that_were_tied_no_longer_has_them_both(tmp_path):
     content["state"]["lm_head.weight"] = content["state"]["lm_head.weight"] + 1
     torch.save(content, tmp_path / "policy.pt")
 
-    model = models.load_model(name, dtype=torch.float32, archive=name)
+    model = pretrained.load_model(name, dtype=torch.float32, archive=name)
 
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight + 1)
 
@@ -286,19 +288,19 @@ def test_an_archive_of_another_model_is_refused_before_anything_is_read(tmp_path
     name = save_with_an_archive("llama", tmp_path / "llama")
     (tmp_path / "llama" / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"is of another architecture than the model \(LlamaForCausalLM\): unknown"):
-        models.load_model(name, dtype=torch.float32, archive=str(tmp_path / "j"))
+        pretrained.load_model(name, dtype=torch.float32, archive=str(tmp_path / "j"))
 
 
 def test_random_weights_give_way_to_an_archive_too(tmp_path):
     name = save_with_an_archive("llama", tmp_path)
-    ours = models.load_model(name, dtype=torch.float32, archive=name, random_init=True, seed=3)
+    ours = pretrained.load_model(name, dtype=torch.float32, archive=name, random_init=True, seed=3)
     assert torch.equal(ours.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"])
 
 
 def test_a_max_length_beyond_what_the_model_was_made_for_is_worth_a_line():
     model = build("llama")
-    assert models.remarks(model, attention="eager", max_length=2048) == []
-    [line] = models.remarks(model, attention="eager", max_length=2049)
+    assert pretrained.remarks(model, attention="eager", max_length=2048) == []
+    [line] = pretrained.remarks(model, attention="eager", max_length=2049)
     assert line == "warning: max_length=2,049 is more than the 2,048 tokens that LlamaForCausalLM was made for"
 
 

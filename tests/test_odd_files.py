@@ -16,8 +16,8 @@ import pytest
 import torch
 from conftest import metrics_of, train, write_rows
 
-from archive import find_archive
-from checkpoint import (
+from dpo.checkpoint.contents import find_misfit, find_odd_part
+from dpo.checkpoint.files import (
     MANIFEST,
     PARTS,
     DamagedCheckpoint,
@@ -29,14 +29,14 @@ from checkpoint import (
     tidy,
     write_checkpoint,
 )
-from checkpoint_contents import find_misfit, find_odd_part
-from metrics import FileLogger
-from optimization import OPTIMIZERS, warmup
-from plain_files import check_readable, check_writable, remove
-from reference_logps import read_logps
-from run_directory import FILES, create_run_dir
-from saving import Checkpoints, random_state
-from utils import InputError
+from dpo.checkpoint.saver import Checkpoints, random_state
+from dpo.errors import InputError
+from dpo.models.weights import find_archive
+from dpo.reporting.files import FileLogger
+from dpo.system.plain_files import check_readable, check_writable, remove
+from dpo.system.run_directory import FILES, create_run_dir
+from dpo.training.optimization import OPTIMIZERS, warmup
+from dpo.training.reference import read_logps
 
 # --- files that are no files ---------------------------------------------------------------------------------------
 
@@ -383,7 +383,7 @@ def test_a_schedulers_state_sets_only_what_it_has(tmp_path, states):
     saved = {"scheduler": {**scheduler.state_dict(), "step": 3, "last_epoch": 2}, "random": states["random"]}
     checkpoint = tmp_path / "step-8"
     write_checkpoint(checkpoint, saved.items(), step_idx=8, metrics=None, facts={})
-    from distributed import Grid
+    from dpo.parallel.mesh import Grid
 
     checkpoints = Checkpoints(tmp_path, Grid(0, 1), keep=None, say=print)
     checkpoints.restore(checkpoint, {"scheduler": scheduler})

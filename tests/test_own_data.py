@@ -8,9 +8,9 @@ import json
 import pytest
 from conftest import train, write_rows
 
-from own_data import get_own, split_shared_prompt
+from dpo.data.custom import get_own, split_shared_prompt
+from dpo.errors import InputError
 from preference_datasets import get_batch_iterator
-from utils import InputError
 
 # "<user>Hi" and "<assistant>Hello" joined, with or without EOS after each turn
 TURN = "<{{ message.role }}>{{ message.content }}"

@@ -9,18 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packing import (
-    NONE,
-    Example,
-    content_key,
-    count_tokens,
-    cut_evenly,
-    find_examples,
-    pack,
-    tree_block_mask,
-    tree_mask,
-)
-from tokenization import collate
+from dpo.data.examples import Example, content_key, find_examples
+from dpo.data.tokenization import collate
+from dpo.models.packing import NONE, count_tokens, cut_evenly, pack, tree_block_mask, tree_mask
 
 PAIR = Example(prompt=(1, 2, 3), responses=((10, 11, 9), (20, 9)))
 

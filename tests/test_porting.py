@@ -16,11 +16,13 @@ from conftest import GOLDEN, ROOT, metrics_of, run_script
 from omegaconf import OmegaConf
 
 import train
-from config_files import with_defaults
+from dpo.errors import InputError, RunError
+from dpo.settings.files import with_defaults
+from dpo.settings.validation import RULES, flatten
+from dpo.system.process_group import get_open_port
 from preference_datasets import get_batch_iterator, get_collate_fn, strings_match_up_to_spaces
-from settings import RULES, flatten
 from trainers import BasicTrainer
-from utils import InputError, RunError, get_open_port, get_remote_file
+from utils import get_remote_file
 
 PAGE = (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
 
@@ -256,7 +258,7 @@ def test_worker_main_refuses_what_cannot_run(tiny_llama, tmp_path):
 SPAWN = """
 import copy, sys, torch
 from omegaconf import OmegaConf
-from models import load_model
+from dpo.models.pretrained import load_model
 from train import worker_main
 if __name__ == "__main__":
     config = OmegaConf.load(sys.argv[1])

@@ -13,17 +13,10 @@ import pytest
 from conftest import write_rows
 
 import preference_datasets
-from preference_datasets import (
-    Prompt,
-    encode_rows,
-    extract_anthropic_prompt,
-    get_batch_iterator,
-    get_dataset,
-    iterate_rows,
-    strip_html_tags,
-)
-from tokenization import TextEncoder
-from utils import InputError
+from dpo.data.examples import encode_rows, iterate_rows
+from dpo.data.tokenization import TextEncoder
+from dpo.errors import InputError
+from preference_datasets import Prompt, extract_anthropic_prompt, get_batch_iterator, get_dataset, strip_html_tags
 
 
 def load(name: str, rows: list, folder, split: str = "train") -> dict:

@@ -12,9 +12,8 @@ import pytest
 from conftest import GOLDEN, write_rows
 from omegaconf import OmegaConf
 
-from models import load_tokenizer
-from preference_datasets import Prompt, iterate_rows
-from preflight import (
+from dpo.data.examples import iterate_rows
+from dpo.data.preflight import (
     Preflight,
     SplitReport,
     count_updates,
@@ -24,8 +23,10 @@ from preflight import (
     prepare_data,
     warn,
 )
-from tokenization import TextEncoder
-from utils import InputError
+from dpo.data.tokenization import TextEncoder
+from dpo.data.tokenizer import load_tokenizer
+from dpo.errors import InputError
+from preference_datasets import Prompt
 
 
 def prompt_of(text: str, *pairs: tuple[str, str], rendered: bool = False) -> Prompt:

@@ -8,12 +8,13 @@ import resource
 import pytest
 from conftest import GOLDEN
 
-import prompts
-from models import load_tokenizer
-from preference_datasets import iterate_rows, load_prompts
-from preflight import prepare_data
-from prompts import Prompt, store_prompts
-from utils import RunError
+from dpo.data import prompts
+from dpo.data.examples import iterate_rows
+from dpo.data.preflight import prepare_data
+from dpo.data.prompts import Prompt, store_prompts
+from dpo.data.tokenizer import load_tokenizer
+from dpo.errors import RunError
+from preference_datasets import load_prompts
 
 ODD = [
     Prompt("a", [" b", " c", " b"], [(0, 1), (2, 1)], " b", "keep_end", False, 0),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from reference_logps import LogpTable, ReferenceLogps, model_digest, read_logps
-from utils import InputError
+from dpo.errors import InputError
+from dpo.training.reference import LogpTable, ReferenceLogps, model_digest, read_logps
 
 KEYS = [(b"a" * 16, b"b" * 16), (b"c" * 16, b"d" * 16)]
 LOGPS = torch.tensor([[-1.5, -2.25], [-3.0, -4.125]])

@@ -13,13 +13,13 @@ import pytest
 import torch
 from conftest import GOLDEN, metrics_of, train
 
-import resume
 from benchmarks.soak import find_differences, read_log
-from checkpoint import MANIFEST, digest_of, find_checkpoints, read_state
-from metrics import FileLogger
-from stopping import Stopped
+from dpo.checkpoint import resume
+from dpo.checkpoint.files import MANIFEST, digest_of, find_checkpoints, read_state
+from dpo.errors import InputError, RunError
+from dpo.reporting.files import FileLogger
+from dpo.system.signals import Stopped
 from trainers import BasicTrainer
-from utils import InputError, RunError
 
 
 @pytest.fixture
@@ -434,8 +434,8 @@ def test_changed_data_is_noticed(run, rows, tmp_path):
 
 
 def test_every_key_that_may_change_is_a_key():
-    from config_keys import RULES
-    from resume import MAY_CHANGE
+    from dpo.checkpoint.resume import MAY_CHANGE
+    from dpo.settings.keys import RULES
 
     assert set(MAY_CHANGE) <= RULES.keys()
     assert len(set(MAY_CHANGE)) == len(MAY_CHANGE)

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from redaction import redact
-from run_directory import check_free, create_run_dir, lock_run_dir, write_record
-from utils import InputError
+from dpo.errors import InputError
+from dpo.system.redaction import redact
+from dpo.system.run_directory import check_free, create_run_dir, lock_run_dir, write_record
 
 
 def test_what_looks_like_a_secret_is_redacted_and_nothing_else():

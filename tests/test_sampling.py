@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-import sampling
-from tokenization import TextEncoder, get_collate_fn, tokenize_batch_element
+from dpo.data.tokenization import TextEncoder, get_collate_fn, tokenize_batch_element
+from dpo.models import generation
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ class IdsInsteadOfText:
 
 def test_sampling_depends_on_its_seed_alone_and_leaves_the_random_state(tiny_llama, tokenizer, batch):
     def texts(seed: int) -> list[str]:
-        return sampling.sample(tiny_llama, batch, tokenizer, max_length=50, seed=seed)
+        return generation.sample(tiny_llama, batch, tokenizer, max_length=50, seed=seed)
 
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -51,7 +51,7 @@ def test_samples_end_at_max_length_with_the_prompt(models_own_limit, tiny_llama,
     model.generation_config.max_new_tokens = models_own_limit  # some published models come with one
     n_prompt = batch["prompt_input_ids"].shape[1]
 
-    ids = sampling.sample(model, batch, IdsInsteadOfText(), max_length=n_prompt + 6, seed=0)
+    ids = generation.sample(model, batch, IdsInsteadOfText(), max_length=n_prompt + 6, seed=0)
 
     assert ids.shape == (2, 6)
 
@@ -64,4 +64,4 @@ def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
     prompts = ("\n\nHuman: Where?\n\nAssistant:", "\n\nHuman: Who has seen the red umbrella?\n\nAssistant:")
     rows = [tokenize_batch_element(prompt, " I.", " No.", mode, tokenizer, 20, 12) for prompt in prompts]
     batch = get_collate_fn(tokenizer)(rows)
-    assert sampling.fed_prompts(batch, TextEncoder(tokenizer)) == [prompts[0], fed]
+    assert generation.fed_prompts(batch, TextEncoder(tokenizer)) == [prompts[0], fed]

@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 
-from models import chosen_logps, concatenated_forward
-from self_test import self_test
-from tokenization import get_collate_fn, tokenize_batch_element
-from utils import InputError
+from dpo.data.tokenization import get_collate_fn, tokenize_batch_element
+from dpo.errors import InputError
+from dpo.models.logprobs import chosen_logps, concatenated_forward
+from dpo.training.self_test import self_test
 
 DPO = {"beta": 0.1, "label_smoothing": 0, "reference_free": False}
 

@@ -11,8 +11,8 @@ from conftest import ROOT
 from omegaconf import DictConfig
 
 import train  # noqa: F401  (registers the config's resolvers)
-from config_keys import ALIASES, NEEDS, RULES, Processes
-from settings import find_problems, find_unused, flatten
+from dpo.settings.keys import ALIASES, NEEDS, RULES, Processes
+from dpo.settings.validation import find_problems, find_unused, flatten
 
 CONFIG = ROOT / "config"
 CHOICES = {

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from conftest import GOLDEN, ROOT, train, write_rows
 
 import preference_datasets
-import preflight
-import sharing
 from benchmarks.step_overhead import compose
-from launching import launch
-from models import load_tokenizer
-from sharing import once_per_machine
+from dpo.data import preflight
+from dpo.data.tokenizer import load_tokenizer
+from dpo.system import sharing
+from dpo.system.launching import launch
+from dpo.system.sharing import once_per_machine
 
 N_ROWS, TEXT_BYTES = 2000, 10_000
 
@@ -113,7 +113,7 @@ def load_and_weigh(rank, world_size, config, folder):
     preflight.inspect_split = partial(preflight.inspect_split, sample_size=10)  # or it would mostly tokenize
     load_tokenizer(str(GOLDEN / "tiny-llama"))("a")
     before = own_memory()
-    data = preflight.load_data(config, silent=True)
+    data = preference_datasets.load_data(config, silent=True)
     first = next(iter(data.train))
     found = {
         "loads": len(calls),
@@ -189,7 +189,7 @@ def test_asked_to_stop_while_the_data_is_loaded_all_processes_stop_at_once(rows,
 
 
 def test_large_data_goes_to_the_local_directory_and_leaves_nothing_there(tmp_path, monkeypatch, run):
-    monkeypatch.setattr("prompts.IN_MEMORY", 100)
+    monkeypatch.setattr("dpo.data.prompts.IN_MEMORY", 100)
     run("run", f"local_dirs=[{tmp_path / 'scratch'}]")
     assert os.path.exists(tmp_path / "scratch")
     assert [path for path in (tmp_path / "scratch").rglob("*") if path.is_file()] == []

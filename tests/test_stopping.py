@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-import stopping
-from stopping import Stopped, ctrl_c_ignored, on_stop_signals
+from dpo.system import signals
+from dpo.system.signals import Stopped, ctrl_c_ignored, on_stop_signals
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def hears_ctrl_c():
     signal.signal(signal.SIGINT, former)
 
 
-@pytest.mark.parametrize("number", stopping.SIGNALS)
+@pytest.mark.parametrize("number", signals.SIGNALS)
 def test_a_signal_is_acknowledged_in_one_line_and_acted_on(number, capfd):
     heard = []
     with on_stop_signals(heard.append):
@@ -40,7 +40,7 @@ def test_ctrl_c_that_a_launcher_passes_on_too_counts_once(capfd):
 
 
 def test_a_second_ctrl_c_interrupts(monkeypatch):
-    monkeypatch.setattr(stopping, "SAME_SECS", 0)
+    monkeypatch.setattr(signals, "SAME_SECS", 0)
     heard = []
     with on_stop_signals(heard.append):
         os.kill(os.getpid(), signal.SIGINT)
@@ -76,5 +76,5 @@ def test_what_was_heard_before_is_heard_again_afterwards():
 
 
 def test_the_exit_status_is_the_signals_as_shells_expect():
-    assert [Stopped(number).status for number in stopping.SIGNALS] == [130, 143, 143]
+    assert [Stopped(number).status for number in signals.SIGNALS] == [130, 143, 143]
     assert Stopped().status == 143

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from conftest import ROOT, run_script, train
 
-from command_line import parse
-from config_files import help_text
-from sweeps import LONGEST_NAME, Job, as_table, report, summarize
+from dpo.settings.command_line import parse
+from dpo.settings.files import help_text
+from dpo.settings.sweeps import LONGEST_NAME, Job, as_table, report, summarize
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ import torch
 import transformers
 from tiny_models import COMMON, FAMILIES, GPT, GROUPED, batch_of, build
 
-from archive import load_archive
-from checkpoint import write_checkpoint
-from distributed import full_state
-from models import concatenated_forward
-from optimization import OPTIMIZERS
-from self_test import self_test
-from tensor_parallel_package import split_over_devices
-from utils import InputError
+from dpo.checkpoint.files import write_checkpoint
+from dpo.errors import InputError
+from dpo.models.logprobs import concatenated_forward
+from dpo.models.weights import load_archive
+from dpo.parallel.state import full_state
+from dpo.parallel.tensor_parallel_package import split_over_devices
+from dpo.training.optimization import OPTIMIZERS
+from dpo.training.self_test import self_test
 
 try:
     import tensor_parallel

@@ -10,11 +10,12 @@ import transformers
 from tiny_models import COMMON, FAMILIES, batch_of, build
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed import Grid, distribute
-from launching import launch
-from models import concatenated_forward
-from tensor_parallelism import STYLES, check_tensor_parallel, cut_modules, find_plan
-from utils import InputError
+from dpo.errors import InputError
+from dpo.models.logprobs import concatenated_forward
+from dpo.parallel.mesh import Grid
+from dpo.parallel.sharding import distribute
+from dpo.parallel.tensor_parallel import STYLES, check_tensor_parallel, cut_modules, find_plan
+from dpo.system.launching import launch
 
 NINE_HEADS = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
 TWO_GROUPS = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2)

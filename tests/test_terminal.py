@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-import terminal
-from terminal import Progress, differences, duration, number, table
+from dpo.reporting import terminal
+from dpo.reporting.terminal import Progress, differences, duration, number, table
 
 DPO = {
     "loss/train": 0.689123456,

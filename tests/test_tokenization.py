@@ -14,7 +14,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from tokenization import (
+from dpo.data.tokenization import (
     ENTRY_BYTES,
     TextEncoder,
     concatenated_inputs,
@@ -23,7 +23,7 @@ from tokenization import (
     tokenize_batch_element,
     truncate,
 )
-from utils import InputError
+from dpo.errors import InputError
 
 
 @pytest.fixture

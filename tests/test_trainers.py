@@ -16,12 +16,13 @@ import torch
 from conftest import GOLDEN, ROOT, metrics_of, write_rows
 
 import train  # noqa: F401  (registers the config's resolvers)
-from archive import load_archive
-from distributed import Grid, hold_the_same
-from layouts import Padded
-from metrics import FileLogger
+from dpo.errors import InputError
+from dpo.models.layouts import Padded
+from dpo.models.weights import load_archive
+from dpo.parallel.mesh import Grid
+from dpo.parallel.state import hold_the_same
+from dpo.reporting.files import FileLogger
 from trainers import BasicTrainer
-from utils import InputError
 
 DPO = ("loss=dpo", "loss.beta=0.1")
 SFT = ("loss=sft",)
@@ -467,14 +468,14 @@ def test_an_update_reads_from_the_device_once(make_trainer, monkeypatch):
         trainer.train_step(batch)
         monkeypatch.undo()
         first, *later = places
-        assert first == "metrics.py:reduce_parts"  # everything at once; what comes later is on the host
-        assert later.count("metrics.py:reduce_parts") == 1  # the scalars as floats
+        assert first == "dpo/reporting/metrics.py:reduce_parts"  # everything at once; what comes later is on the host
+        assert later.count("dpo/reporting/metrics.py:reduce_parts") == 1  # the scalars as floats
         assert {*later} == {
-            "metrics.py:reduce_parts",
-            "metrics.py:means",
-            "reference_logps.py:add",
-            "health.py:allows",
-            "training_loop.py:<genexpr>",  # tokens of the batch
+            "dpo/reporting/metrics.py:reduce_parts",
+            "dpo/reporting/metrics.py:means",
+            "dpo/training/reference.py:add",
+            "dpo/training/anomalies.py:allows",
+            "dpo/training/loop.py:<genexpr>",  # tokens of the batch
         }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import run_script
 
-from checkpoint import PARTS, point, write_checkpoint
+from dpo.checkpoint.files import PARTS, point, write_checkpoint
 from scripts.verify import main
 
 

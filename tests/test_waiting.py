@@ -15,20 +15,19 @@ import torch
 import torch.distributed as dist
 from conftest import small_run, train
 
-import resume
-import saving
 import train as main
-import worker
 from benchmarks.step_overhead import compose
-from checkpoint import check_complete
-from checksums import HashedFile
-from distributed import Grid
-from host_memory import HostMemory
-from launching import launch
-from stopping import Stopped, on_stop_signals
+from dpo import run
+from dpo.checkpoint import resume, saver
+from dpo.checkpoint.checksums import HashedFile
+from dpo.checkpoint.files import check_complete
+from dpo.errors import RunError
+from dpo.parallel.mesh import Grid
+from dpo.system.host_memory import HostMemory
+from dpo.system.launching import launch
+from dpo.system.signals import Stopped, on_stop_signals
+from dpo.system.waiting import made_progress, meet_rank_0
 from trainers import BasicTrainer
-from utils import RunError
-from waiting import made_progress, meet_rank_0
 
 TIMEOUT = 5.0  # seconds that a collective may take
 
@@ -71,7 +70,7 @@ class Part:
 
 
 def save_slowly(rank: int, world_size: int, run_dir: Path) -> None:
-    saving.host_memory = lambda: HostMemory(0, 0)  # no room for a copy: it writes while the others wait
+    saver.host_memory = lambda: HostMemory(0, 0)  # no room for a copy: it writes while the others wait
     write = HashedFile.write
 
     def write_slowly(self: HashedFile, data: Any) -> int:
@@ -81,7 +80,7 @@ def save_slowly(rank: int, world_size: int, run_dir: Path) -> None:
 
     HashedFile.write = write_slowly
     grid = Grid(rank, world_size)
-    checkpoints = saving.Checkpoints(run_dir, grid, keep=None, say=print)
+    checkpoints = saver.Checkpoints(run_dir, grid, keep=None, say=print)
     parts = {name: Part() for name in ("policy", "scheduler", "trainer")}
     parts["optimizer"] = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
     started = time.monotonic()
@@ -136,9 +135,9 @@ def test_one_process_waits_for_nobody():
 def test_a_signal_is_heard_while_waiting(monkeypatch):
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=60))
-    monkeypatch.setattr("waiting.is_shared", lambda: True)
-    monkeypatch.setattr("waiting.default_store", lambda: store)
+    monkeypatch.setattr("dpo.system.waiting.is_shared", lambda: True)
+    monkeypatch.setattr("dpo.system.waiting.default_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    with on_stop_signals(worker._stop_now), pytest.raises(Stopped):
+    with on_stop_signals(run._stop_now), pytest.raises(Stopped):
         meet_rank_0("a place")

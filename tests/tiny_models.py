@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from utils import disable_dropout
+from dpo.models.pretrained import disable_dropout
 
 VOCABULARY = 101  # a prime: divides by no number of processes
 COMMON = {

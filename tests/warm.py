@@ -15,7 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train", "trainers", "resume", "datasets", "transformers", "hydra", "memory"])
+CONTEXT.set_forkserver_preload(
+    ["train", "trainers", "dpo.checkpoint.resume", "datasets", "transformers", "hydra", "dpo.training.memory"]
+)
 
 
 def run_train(

@@ -183,9 +183,9 @@ def train_here(setting: Setting, name: str, base: str, watch: Callable[[type], t
 
     import train
     from benchmarks.step_overhead import compose
-    from launching import _backend
+    from dpo.system.launching import _backend
+    from dpo.system.process_group import init_distributed
     from trainers import TRAINERS
-    from utils import init_distributed
 
     directory, original = Path(setting.folder) / name, TRAINERS[base]
     config = compose([f"local_run_dir={directory}", f"local_dirs=[{setting.folder}]", f"trainer={base}", *overrides])
@@ -216,6 +216,6 @@ def seconds_of(device: str, action: Callable[[], Any]) -> float:
 
 def prepare_torch(*, compiles: bool = False) -> None:
     """Set what `train.py` sets at its start."""
-    from arithmetic import set_up_torch
+    from dpo.system.arithmetic import set_up_torch
 
     set_up_torch(deterministic=False, compiles=compiles)

@@ -95,7 +95,7 @@ class Job:
         return f"its process {how} and gave no result"
 
     def _last_lines(self) -> str:
-        from redaction import redact
+        from dpo.system.redaction import redact
 
         if not self.log.exists():
             return ""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from layouts import Padded, SharedPrefix, choose_layout
+from dpo.models.layouts import Padded, SharedPrefix, choose_layout
 from scripts.gpu_checks.common import Outcome, Setting, prepare_torch, seconds_of
 from scripts.gpu_checks.models import build, describe, random_pairs
 from scripts.gpu_checks.table import GOOD_SDPA, LAYOUT_TOLERANCE
@@ -123,7 +123,7 @@ def kernels_of(setting: Setting, model: Any, way: Any, batch: dict[str, Any], au
 
 def sdpa_kernel(operator: str) -> str | None:
     """The implementation that an operator is, None if it is none."""
-    if operator == "dpo::masked_attention":  # `cpu_attention.py`, which stands in for SDPA
+    if operator == "dpo::masked_attention":  # `dpo/models/cpu_attention.py`, which stands in for SDPA
         return "ours"
     prefix = "aten::_scaled_dot_product_"
     if not operator.startswith(prefix) or operator.endswith("_backward"):

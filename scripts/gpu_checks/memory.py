@@ -75,7 +75,7 @@ def allocated(setting: Setting) -> int:
 
 def fits_after_updates(setting: Setting, *overrides: str) -> bool:
     """Whether FSDP finds room for the whole weights after 20 updates, with the allocator's cache as full as can be."""
-    from distributed import gathered_weights
+    from dpo.parallel.sharding import gathered_weights
 
     found: list[bool] = []
 

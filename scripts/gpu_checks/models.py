@@ -64,7 +64,7 @@ def build(settings: dict[str, Any], *, dtype: Any, attention: str, device: str) 
     import torch
     import transformers
 
-    from utils import disable_dropout
+    from dpo.models.pretrained import disable_dropout
 
     torch.manual_seed(0)
     with torch.device(device):
@@ -77,8 +77,8 @@ def build(settings: dict[str, Any], *, dtype: Any, attention: str, device: str) 
 
 def random_pairs(n: int, *, prompt: tuple[int, int], response: tuple[int, int], seed: int = 0) -> dict[str, Any]:
     """A padded batch of `n` pairs of random tokens, prompts and responses of lengths between these."""
-    from losses import IGNORE_INDEX
-    from tokenization import collate
+    from dpo.data.tokenization import collate
+    from dpo.losses import IGNORE_INDEX
 
     draw = random.Random(seed)
 

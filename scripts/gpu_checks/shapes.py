@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from layouts import Layout, layout_by_rules
+from dpo.models.layouts import Layout, layout_by_rules
 from scripts.gpu_checks.common import Outcome, Setting, prepare_torch, seconds_of
 from scripts.gpu_checks.models import build, describe, random_pairs
 from scripts.gpu_checks.table import NEW_SHAPE_MS

@@ -94,8 +94,8 @@ def measured(setting: Setting, name: str, settings: dict, updates: int, override
 
 def measure(asked: dict[str, Any]) -> None:
     """Print what `benchmarks.compare` measures of models whose weights are drawn on the device."""
-    import loading
     from benchmarks import compare
+    from dpo.models import loading
 
     def load_model(name: str, *, dtype: Any, attn_implementation: str, **_: Any) -> Any:
         return build(asked["settings"], dtype=dtype, attention=attn_implementation, device=asked["device"])

@@ -64,7 +64,7 @@ def start_pair(setting: Setting, trainer: str, first: str, *overrides: str, name
 
 def on_gloo() -> None:
     """Let this rank meet the other over gloo with a GPU too, of which it then takes the first."""
-    import launching
+    from dpo.system import launching
 
     assert callable(launching._backend)
     launching._backend = lambda local_rank: "gloo"

@@ -1,0 +1,328 @@
+"""Continuing a run: its directory, the checkpoint to continue from, whether config and data are still its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from omegaconf import DictConfig
+
+from dpo.checkpoint.checksums import BLOCK, HashedFile
+from dpo.checkpoint.contents import FACTS as FACT_SHAPES
+from dpo.checkpoint.contents import find_odd
+from dpo.checkpoint.files import (
+    MANIFEST,
+    STEP,
+    DamagedCheckpoint,
+    check_complete,
+    check_contents,
+    find_checkpoints,
+    point,
+    step_of,
+    sync_directory,
+    tidy,
+)
+from dpo.data.preflight import TrainingData
+from dpo.errors import InputError
+from dpo.settings.files import dotted
+from dpo.settings.validation import flatten
+from dpo.system.plain_files import check_readable, check_writable, remove
+from dpo.system.redaction import redact
+from dpo.system.run_directory import LOCK, LOG_FILES, ORIGIN, check_free, create_run_dir, lock_run_dir
+from dpo.system.waiting import made_progress
+
+# keys that a continued run may change: where it runs, how it rounds, how long it goes on, what it tells
+MAY_CHANGE = (
+    *("exp_name", "debug", "local_dirs", "local_run_dir", "wandb.enabled", "wandb.entity", "wandb.project"),
+    *("trainer", "world_size", "fsdp_port", "fsdp_shard_size", "tensor_parallel_size", "tensor_parallel.backend"),
+    *("collective_timeout_secs", "num_workers", "layout", "compile", "activation_checkpointing", "deterministic"),
+    *("gradient_accumulation_steps", "model.attn_implementation", "model.block_name", "cache_reference_logps"),
+    *("model.archive", "n_epochs", "n_examples", "n_eval_examples", "eval_batch_size", "eval_every", "do_first_eval"),
+    *("sample_during_eval", "n_eval_model_samples", "minimum_log_interval_secs", "self_test", "nan_policy"),
+    *("resume", "save_every", "keep_checkpoints", "dry_run"),
+)
+OF_EACH_COMMAND = ("exp_name", "local_dirs", "local_run_dir", "resume", "dry_run")
+FACTS = frozenset(("updates", "evaluated", "best_at", "config", "data"))  # that a manifest tells of its run
+# of a model's config: what says where it came from, and what keys of our own say
+VERSION = "transformers_version"
+NOT_COMPUTED = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
+DROPOUT = ("dropout", "pdrop", "layerdrop")  # endings of keys; it is always off
+
+
+class Found(NamedTuple):
+    """A complete checkpoint."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+
+class Run(NamedTuple):
+    """A run's directory, which is this process's alone, and the checkpoint in it from which the run continues."""
+
+    directory: Path
+    lock: IO
+    found: Found | None = None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return None if self.found is None else self.found.path
+
+    def is_finished(self, updates: int) -> bool:
+        """Whether the checkpoint is that of a run of so many updates that was evaluated at its end."""
+        if self.found is None:
+            return False
+        return self.found.manifest["updates"] >= updates and self.found.manifest["evaluated"]
+
+
+def look_at_run(config: DictConfig) -> Found | None:
+    """The checkpoint that `open_run` would continue from. Raises InputError as that does, and writes nothing."""
+    path = _real(config.local_run_dir)
+    if (path / LOCK).exists():
+        lock_run_dir(path).close()
+    if config.resume is None:
+        check_free(path)
+        return None
+    source = _source(config)
+    found = _find_whole(source, config)
+    if not _is_of(source, path):
+        if not _is_begun(path, found):
+            check_free(path)
+        elif find_checkpoints(path):
+            return _find_whole(path, config)
+    elif found is not None and _is_named(source):
+        _refuse_going_back(found, config.resume)
+    return found
+
+
+def open_run(config: DictConfig) -> Run:
+    """Make or reopen the directory of a run, and find the checkpoint from which it continues, if it does.
+
+    A run that continues elsewhere begins with that checkpoint and the logs. Raises InputError if the directory holds
+    another run or is in use, if there is no checkpoint where one was named, and if the config is not that of its run.
+    """
+    if config.resume is None:
+        return _claim(config, continued=False)
+    path, source = _real(config.local_run_dir), _source(config)
+    if _is_of(source, path):
+        return _continue_here(config, source)
+    found = _find_whole(source, config)
+    begun = _is_begun(path, found)
+    if begun and find_checkpoints(path):  # the command was given before
+        return _continue_here(config, path)
+    run = _claim(config, continued=begun)
+    _begin_with(found, run.directory)
+    return _go_on(run, found)
+
+
+def _claim(config: DictConfig, *, continued: bool) -> Run:
+    run_dir = create_run_dir(config.local_run_dir, continued=continued)
+    return Run(run_dir, lock_run_dir(run_dir))
+
+
+def _continue_here(config: DictConfig, source: Path) -> Run:
+    """Go on in the run's own directory, or start there if `auto` finds nothing."""
+    run = _claim(config, continued=True)
+    tidy(run.directory)
+    found = _find_whole(source, config)
+    if found is None:
+        _move_logs_aside(run.directory)
+        return run
+    if _is_named(source):
+        _refuse_going_back(found, config.resume)
+    else:
+        _move_damaged_aside(found, run.directory)
+    return _go_on(run, found)
+
+
+def _go_on(run: Run, found: Found) -> Run:
+    print(f"continuing from {found.path}")
+    run = run._replace(found=found._replace(path=run.directory.resolve() / found.path.name))
+    _point_again(run)
+    return run
+
+
+def _source(config: DictConfig) -> Path:
+    """The run or checkpoint that `resume` names."""
+    return _real(config.local_run_dir if config.resume == "auto" else os.path.expanduser(config.resume))
+
+
+def _real(path: str) -> Path:
+    return Path(os.path.realpath(path))  # of a link that leads to itself too, where `Path.resolve` raises
+
+
+def _is_of(source: Path, run_dir: Path) -> bool:
+    """Whether a source is the run in this directory, or a checkpoint of it."""
+    return source == run_dir or (_is_named(source) and source.parent == run_dir)
+
+
+def _is_named(source: Path) -> bool:
+    """Whether a path is one checkpoint, not a run's directory."""
+    return STEP.fullmatch(source.name) is not None
+
+
+def _find_whole(source: Path, config: DictConfig) -> Found | None:
+    """A run's newest complete checkpoint, or the one that is named; None if `auto` finds none at all.
+
+    Raises InputError if no checkpoint is complete, and if the config is not that of its run.
+    """
+    candidates = [source] if _is_named(source) else find_checkpoints(source)
+    reasons = ""
+    for path in candidates:
+        try:
+            manifest = check_complete(path, made_progress)
+            if missing := FACTS - manifest.keys():
+                raise DamagedCheckpoint(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}")
+            if odd := find_odd(manifest, FACT_SHAPES):
+                raise DamagedCheckpoint(f"{path / MANIFEST}: {odd}")
+            check_contents(path, made_progress)
+        except DamagedCheckpoint as error:
+            print(f"warning: skipped: {error}")
+            reasons += f"; {error}"
+        else:
+            check_fits(manifest, facts_of(config), where=path)
+            return Found(path, manifest)
+    if config.resume == "auto" and not candidates:
+        return None
+    raise InputError(
+        f"resume={config.resume} finds no complete checkpoint{reasons[:1000]}; give a run's directory or one of its "
+        f"step-N, or start a run from weights alone with model.archive"
+    )
+
+
+def _is_begun(run_dir: Path, found: Found) -> bool:
+    """Whether the directory holds a run that continues this checkpoint, or was to."""
+    origin = run_dir / ORIGIN
+    check_writable(origin)
+    return origin.exists() and origin.read_bytes() == found.manifest["sha256"].encode()
+
+
+def _refuse_going_back(found: Found, resume: str) -> None:
+    newest = find_checkpoints(found.path.parent)[0]
+    if newest != found.path:
+        raise InputError(
+            f"resume={resume} would overwrite what its run saved later ({newest.name}); give another local_run_dir, "
+            f"to which checkpoint and logs are copied"
+        )
+
+
+def _move_damaged_aside(found: Found, run_dir: Path) -> None:
+    """Newer checkpoints, which are damaged, shall neither count when pruning nor come first again."""
+    for path in find_checkpoints(run_dir):
+        if step_of(path) > step_of(found.path):
+            names = (path.with_name(f"damaged-{path.name}" + f".{n}" * (n > 0)) for n in itertools.count())
+            path.rename(next(name for name in names if not name.exists()))
+
+
+def _move_logs_aside(run_dir: Path) -> None:
+    for log in (run_dir / name for name in LOG_FILES if (run_dir / name).exists()):
+        print(f"{run_dir} holds no checkpoint, so the run starts again; {log.name} becomes {log.name}.old")
+        log.replace(f"{log}.old")
+
+
+def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
+    """Raises InputError that names each key whose change would make the continuation another run."""
+    was = manifest["config"]
+    differs = {key: f"{key}={config.get(key)} (was {was[key]})" for key in was if was[key] != config.get(key)}
+    changed = [text for key, text in differs.items() if key not in MAY_CHANGE]
+    if not changed and (allowed := [text for key, text in differs.items() if key not in OF_EACH_COMMAND]):
+        print(f"continuing with {', '.join(allowed)}")
+    if changed:
+        raise InputError(
+            f"{where} is of a run with another config: {', '.join(changed)}; give the same to continue it, or "
+            f"start a new run from its weights with model.archive={where}"
+        )
+
+
+def check_inputs(found: Found | None, data: TrainingData, model_config: Any) -> None:
+    """Raises InputError if data, tokenizer or the model's architecture are not what the run was trained with."""
+    if found is None:
+        return
+    was, now = found.manifest, inputs_of(data, model_config)
+    as_before = f"restore it, or start a new run with model.archive={found.path}"
+    if was["data"] != now["data"]:
+        raise InputError(
+            f"the training data has changed since {found.path}: what was seen and what is left cannot be told "
+            f"apart; {as_before}"
+        )
+    if was.get("tokens", now["tokens"]) != now["tokens"]:  # older checkpoints do not tell
+        raise InputError(
+            f"the tokenizer has changed since {found.path}: it gives the same texts other token ids; {as_before}"
+        )
+    before, after = was.get("model", {}), now["model"]
+    keys = before.keys() & after.keys() - {VERSION}  # one transformers may have keys that another does not
+    if before.get(VERSION) == after[VERSION]:
+        keys = before.keys() | after.keys()
+    values = {key: (after.get(key), before.get(key)) for key in keys}
+    changed = [f"{key}={value} (was {former})" for key, (value, former) in values.items() if value != former]
+    if changed:
+        raise InputError(
+            f"the model's config.json has changed since {found.path}: {', '.join(sorted(changed))}; {as_before}"
+        )
+
+
+def inputs_of(data: TrainingData, model_config: Any) -> dict[str, Any]:
+    """What `check_inputs` compares, for a manifest."""
+    return {"data": data.digest, "tokens": data.report.train.token_digest, "model": model_facts(model_config)}
+
+
+def model_facts(model_config: Any) -> dict[str, Any]:
+    """A model's config as far as it says what is computed: dotted keys, values as JSON has them."""
+    facts = dotted(json.loads(model_config.to_json_string(use_diff=False)))
+    return {key: value for key, value in facts if not any(map(_is_no_fact, key.split(".")))}
+
+
+def _is_no_fact(key: str) -> bool:
+    return key.startswith("_") or key in NOT_COMPUTED or key.endswith(DROPOUT)
+
+
+def facts_of(config: DictConfig) -> dict[str, Any]:
+    """The config as a manifest holds it: dotted keys, secrets left out."""
+    return redact({key: value for key, value in flatten(config).items() if key != "dataset_sources"})
+
+
+def _point_again(run: Run) -> None:
+    """Set LATEST and BEST as the checkpoint has them: a run may be killed between its rename and the links."""
+    point(run.directory / "LATEST", run.found.path)
+    best = run.directory / f"step-{run.found.manifest['best_at']}"
+    if best.exists():
+        point(run.directory / "BEST", best)
+
+
+def _begin_with(found: Found, run_dir: Path) -> None:
+    """Another run's logs and checkpoint, this last and whole or not at all, after a note of which checkpoint it is."""
+    (run_dir / ORIGIN).write_text(found.manifest["sha256"])
+    for log in (found.path.parent / name for name in LOG_FILES):
+        if log.exists():
+            check_readable(log)
+            _copy(log, run_dir / log.name)
+    temporary = run_dir / f".{found.path.name}.tmp"
+    remove(temporary)
+    try:
+        temporary.mkdir()
+        for name in (*found.manifest["files"], MANIFEST):
+            _link(found.path / name, temporary / name)
+        sync_directory(temporary)
+        temporary.rename(run_dir / found.path.name)
+        sync_directory(run_dir)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name, for it never changes; a copy of it on another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        _copy(source, target)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A copy that is on the disk."""
+    with source.open("rb") as file, HashedFile(target, made_progress) as copy:
+        shutil.copyfileobj(file, copy, BLOCK)
+        copy.sync()

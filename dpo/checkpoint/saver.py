@@ -1,0 +1,174 @@
+"""Saving a run while it goes on, and giving its parts back what was saved."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpo.checkpoint.contents import find_misfit, set_numpy_state
+from dpo.checkpoint.files import (
+    BackgroundWriter,
+    DamagedCheckpoint,
+    point,
+    prune,
+    read_part,
+    tensors_in,
+    write_checkpoint,
+)
+from dpo.parallel.mesh import Grid, from_rank_0
+from dpo.parallel.state import full_state, load_optimizer
+from dpo.system.host_memory import host_memory
+from dpo.system.waiting import made_progress, meet_rank_0
+
+
+def random_state() -> dict[str, Any]:
+    """Python's, numpy's and torch's states of this process, in types that a checkpoint may hold."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Continue where `random_state` was. As many GPUs as there are now get theirs."""
+    random.setstate(state["python"])
+    set_numpy_state(np.random, state["numpy"])
+    torch.set_rng_state(state["torch"])
+    for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(gpu_state, device)
+
+
+def _size_of(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimizer's state and of the parameters it updates."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return sum(t.numel() * t.element_size() for t in (*parameters, *tensors_in(list(optimizer.state.values()))))
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """A state with the settings that a torch before did not have. Raises DamagedCheckpoint for another optimizer's."""
+    if misfit := find_misfit(optimizer, state):
+        raise DamagedCheckpoint(f"{checkpoint / 'optimizer.pt'} does not fit {type(optimizer).__name__}: {misfit}")
+    ours = optimizer.state_dict()["param_groups"]
+    groups = [our | dict(their) for our, their in zip(ours, state["param_groups"], strict=True)]
+    return {**state, "param_groups": groups}
+
+
+class Checkpoints:
+    """Saves a run's states: gathered on rank 0, written in the background where its memory holds a copy."""
+
+    def __init__(self, run_dir: Path, grid: Grid, *, keep: int | None, say: Callable[[str], None]) -> None:
+        self.run_dir, self.grid, self.keep, self.say = run_dir, grid, keep, say
+        self.saved_at = self.best_at = -1  # examples
+        self.best = -math.inf  # quality of the checkpoint that BEST names
+        self._writer = BackgroundWriter()
+        self._n_meetings = 0
+
+    def save(
+        self,
+        stateful: Mapping[str, Any],
+        *,
+        step_idx: int,
+        metrics: Mapping | None,
+        quality: float,
+        facts: Callable[[], Mapping],
+        elsewhere: Path | None = None,
+    ) -> None:
+        """Save each part's state dict and the random states of all processes; every process must call it.
+
+        The directory is `step-N`, which then is LATEST, and BEST if its quality is; or `elsewhere`, which is neither.
+        """
+        self._writer.wait()  # one at a time, also in memory
+        links = []
+        if elsewhere is None:
+            links, self.saved_at = ["LATEST"], step_idx
+            if quality > self.best:  # never so for NaN
+                self.best, self.best_at = quality, step_idx
+                links.append("BEST")
+        background = self.grid.rank == 0 and 2 * _size_of(stateful["optimizer"]) < host_memory().available
+        states = self._gather(stateful, copy=background)
+        if self.grid.rank != 0:
+            for _ in states:  # collectives, one by one
+                pass
+            return
+        directory = elsewhere or self.run_dir / f"step-{step_idx}"
+        content = {"step_idx": step_idx, "metrics": metrics, "facts": {**facts(), "best_at": self.best_at}}
+        write = partial(self._commit, directory, links=links, **content)
+        if background:
+            self._writer.start(partial(write, list(states)))
+            if elsewhere:  # who asked for it may look there at once
+                self._writer.wait()
+        else:
+            write(states)
+
+    def _meet(self) -> None:
+        """Wait for rank 0, which may be writing."""
+        self._n_meetings += 1
+        meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
+
+    def _gather(self, stateful: Mapping[str, Any], *, copy: bool) -> Iterator[tuple[str, Any]]:
+        for name, part in stateful.items():
+            self._meet()  # rank 0 may still write what came before
+            yield name, full_state(part.state_dict(), copy=copy)
+        self._meet()
+        yield "random", {"states": self.grid.gather_all(random_state())}
+
+    def restore(self, checkpoint: Path, stateful: Mapping[str, Any]) -> None:
+        """Load each part's state but the policy's, whose weights come before it is spread; then the random states.
+
+        Every process must call it.
+        """
+        for name, part in stateful.items():
+            if name == "policy":
+                continue
+            state = read_part(checkpoint, name) if self.grid.rank == 0 else None
+            if name == "optimizer":
+                load_optimizer(part, state and _of_optimizer(part, state, checkpoint), self.grid)
+            elif name == "scheduler":  # whose state dict becomes its attributes, whatever they are
+                known = part.state_dict()
+                part.load_state_dict({k: v for k, v in from_rank_0(state).items() if k in known})
+            else:
+                part.load_state_dict(from_rank_0(state))
+        states = from_rank_0(read_part(checkpoint, "random") if self.grid.rank == 0 else None)["states"]
+        if len(states) == self.grid.world_size:
+            set_random_state(states[self.grid.rank])
+
+    def _commit(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
+        write_checkpoint(directory, states, progress=made_progress, **content)
+        for link in links:
+            point(self.run_dir / link, directory)
+        if self.keep is not None:
+            prune(self.run_dir, self.keep)
+        self.say(f"saved {directory}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved_at": self.saved_at, "best": self.best, "best_at": self.best_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's `state_dict()`. The best of a run that was elsewhere does not count here."""
+        self.saved_at = state["saved_at"]
+        if (self.run_dir / f"step-{state['best_at']}").exists():
+            self.best, self.best_at = state["best"], state["best_at"]
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+        self._writer.check()
+
+    def wait(self) -> None:
+        """Return when this process writes nothing."""
+        self._writer.wait()
+
+    def finish(self) -> None:
+        """Return on every process when none writes anything."""
+        self.wait()
+        self._meet()
+        self.grid.any(False)

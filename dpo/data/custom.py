@@ -1,0 +1,122 @@
+"""The user's own preference data: rows in the standard format (text or chat messages) to prompts and pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jinja2
+
+from dpo.data.schema import PreferenceData, get_field
+from dpo.errors import InputError
+from dpo.settings.validation import COLUMNS
+
+ASSISTANT = "\n\nAssistant:"
+Messages = list[dict[str, str]]
+
+
+def get_own(
+    rows: Iterable[Mapping[str, Any]], origin: str, tokenizer: Any, columns: Mapping[str, str] = MappingProxyType({})
+) -> PreferenceData:
+    """Rows `{prompt, chosen, rejected}`, or `{chosen, rejected}` that share their beginning, as preference data.
+
+    Fields are texts, or lists of chat messages `{role, content}` rendered with the tokenizer's chat template; all
+    rows must be of one kind. `columns` says what fields are called in the rows, if otherwise. A text prompt beside
+    messages must be one of those that they share (UltraFeedback).
+    Raises InputError that names the row and `origin`.
+    """
+    data: PreferenceData | None = None
+    if unknown := columns.keys() - set(COLUMNS):
+        raise InputError(f"columns name {', '.join(sorted(unknown))}, which is none of {', '.join(COLUMNS)}")
+    for number, row in enumerate(rows, start=1):
+        where = f"row {number} of {origin}"
+        chosen, rejected = (get_field(row, columns.get(key, key), where, (str, list)) for key in ("chosen", "rejected"))
+        key = columns.get("prompt", "prompt")
+        has_prompt = "prompt" in columns or row.get(key) is not None
+        prompt = get_field(row, key, where, (str, list)) if has_prompt else None
+        chat = isinstance(chosen, list)
+        if isinstance(rejected, list) != chat or (isinstance(prompt, list) and not chat):
+            raise InputError(f"{where}: prompt, chosen and rejected must all be text or all be chat messages")
+        if data is None:
+            data = PreferenceData(truncation_mode="keep_start", rendered=chat)
+        elif data.rendered != chat:
+            raise InputError(f"{where}: the rows before it hold {'text' if chat else 'chat messages'}; use one kind")
+        texts = _from_messages(prompt, chosen, rejected, tokenizer, where) if chat else (prompt, chosen, rejected)
+        if texts[0] is None:
+            texts = split_shared_prompt(chosen, rejected)
+        if not texts[0]:
+            raise InputError(f"{where}: the prompt is empty, so the first response token has nothing to follow")
+        data.add_pair(*texts)
+    return data if data is not None else PreferenceData(truncation_mode="keep_start")
+
+
+def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """(prompt, chosen, rejected) of two texts that begin alike.
+
+    A dialogue with a shared `\\n\\nAssistant:` is cut at the last one, as in HH. Otherwise the prompt is the shared
+    beginning up to the last whitespace, so that no word is cut in two and each response starts with its space.
+    """
+    shared = _common_start(chosen, rejected)
+    cut = shared.rfind(ASSISTANT)
+    if cut >= 0:
+        cut += len(ASSISTANT)
+    else:
+        cut = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
+    return shared[:cut], chosen[cut:], rejected[cut:]
+
+
+def _common_start(*texts: str) -> str:
+    first, last = min(texts), max(texts)  # in sorting order; what these two share, all share
+    return next((first[:i] for i, character in enumerate(first) if character != last[i]), first)
+
+
+def _from_messages(
+    prompt: str | Messages | None, chosen: Messages, rejected: Messages, tokenizer: Any, where: str
+) -> tuple[str, str, str]:
+    for messages in (prompt, chosen, rejected):
+        for message in messages if isinstance(messages, list) else ():
+            get_field(message, "role", where)
+            if tokenizer.eos_token and tokenizer.eos_token in get_field(message, "content", where):
+                raise InputError(f"{where}: a message contains the EOS token {tokenizer.eos_token!r}: {message!r}")
+    if not isinstance(prompt, list):
+        text, whole, prompt = prompt, chosen, _shared_messages(chosen, rejected)
+        if text is not None and all(message["content"] != text for message in prompt):
+            raise InputError(f"{where}: the prompt is a text that no message shared by chosen and rejected repeats")
+        chosen, rejected = whole[len(prompt) :], rejected[len(prompt) :]
+    if not (prompt and chosen and rejected):
+        raise InputError(f"{where}: prompt, chosen and rejected need at least one message each")
+    return _render(prompt, chosen, rejected, tokenizer, where)
+
+
+def _shared_messages(chosen: Messages, rejected: Messages) -> Messages:
+    """The messages with which both dialogues begin, leaving each at least one of its own."""
+    shared = []
+    for a, b in zip(chosen[:-1], rejected[:-1], strict=False):
+        if a != b:
+            break
+        shared.append(a)
+    return shared
+
+
+def _render(prompt: Messages, chosen: Messages, rejected: Messages, tokenizer: Any, where: str) -> tuple[str, str, str]:
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"{where} holds chat messages, but the tokenizer has no chat template; give texts instead")
+    try:
+        bare = tokenizer.apply_chat_template(prompt, tokenize=False)
+        opened = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        dialogues = [tokenizer.apply_chat_template(prompt + r, tokenize=False) for r in (chosen, rejected)]
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # what a template may do with odd content
+        raise InputError(f"{where}: the tokenizer's chat template refuses these messages: {error}") from error
+    # some templates open a turn with more than a finished turn shows (a thinking tag, say): keep what both show
+    shared = _common_start(opened, *dialogues)
+    if not shared.startswith(bare):
+        raise InputError(f"{where}: the chat template renders the prompt differently once a response follows it")
+    chosen_text, rejected_text = (_without_final_eos(d[len(shared) :], tokenizer.eos_token) for d in dialogues)
+    return shared, chosen_text, rejected_text
+
+
+def _without_final_eos(text: str, eos: str | None) -> str:
+    """Templates that end a turn with EOS: drop it, for tokenization appends EOS to every response."""
+    stripped = text.rstrip()
+    return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text

@@ -1,0 +1,386 @@
+"""What a run will train on, said before it starts: counts per split, updates, dropped examples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import unicodedata
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import fmean as mean
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dpo.data.examples import Row
+from dpo.data.prompts import Prompt, PromptFile, StoredPrompts, iterate_prompts, store_prompts
+from dpo.data.schema import PreferenceData
+from dpo.data.tokenization import TextEncoder, truncate
+from dpo.data.tokenizer import load_tokenizer
+from dpo.errors import InputError
+from dpo.losses import LOSSES
+from dpo.system.host_memory import give_back_freed_memory
+from dpo.system.paths import get_cache_dir, get_local_dir
+from dpo.system.sharing import once_per_machine
+
+
+@dataclass
+class SplitReport:
+    """Counts over the examples of one split (pairs, or SFT targets, which have no counts of pairs); lengths in tokens.
+
+    What needs token ids is counted over all examples, or over a random sample of a split that is larger.
+    """
+
+    prompts: int = 0
+    examples: int = 0
+    empty_responses: int = 0  # examples with a response of nothing but whitespace and EOS
+    duplicated_pairs: int | None = 0  # a pair that an earlier pair of its prompt repeats
+    contradictory_pairs: int | None = 0  # a pair whose reverse is also there
+    texts_with_eos: int = 0  # distinct texts; any is an error
+    joined_words: int = 0  # examples with a response whose first word runs into the prompt's last: no space between
+    joined_example: str = ""  # where they meet, in the first of these
+    tokenized: int = 0  # examples over which the rest is counted
+    truncated_prompts: int = 0  # examples whose prompt is cut
+    truncated_responses: int = 0  # examples of which a response is cut, and with it its EOS
+    identical_pairs: int | None = 0  # chosen and rejected are the same tokens after truncation: no gradient under DPO
+    longest: int = 0  # prompt and response of one example
+    mean_chosen_tokens: float = 0.0
+    mean_rejected_tokens: float | None = None
+    chosen_longer: float | None = None  # fraction of pairs; far from 0.5, length alone predicts the preference
+    token_digest: str = ""  # SHA-256 of the vocabulary and of these examples' token ids before truncation
+
+
+@dataclass
+class Preflight:
+    """Both splits, and what the stop rule makes of them."""
+
+    train: SplitReport
+    test: SplitReport
+    updates: int
+    dropped_examples: int  # of last partial batches, over all epochs
+
+    def longest(self, max_length: int) -> int:
+        """Tokens of the longest prompt with one response; `max_length` if not all were tokenized."""
+        splits = (self.train, self.test)
+        return max(s.longest for s in splits) if all(s.tokenized == s.examples for s in splits) else max_length
+
+    def tell(self, batch_size: int) -> str:
+        """What is printed before a run starts."""
+        splits = {"train": self.train, "test": self.test}
+        lines = [describe(split, report) for split, report in splits.items()]
+        lines += [warning for split, report in splits.items() if (warning := warn(split, report))]
+        lines.append(
+            f"{self.updates:,} updates of {batch_size} examples will run; last partial batches drop "
+            f"{self.dropped_examples:,} examples"
+        )
+        return "\n".join(lines)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> tuple[int, int]:
+    """(updates, dropped examples) of `iterate_batches`, without iterating."""
+    per_epoch, remainder = divmod(examples, batch_size)
+    if per_epoch == 0:
+        return 0, examples
+    if n_examples is not None:
+        whole = max(0, -(-(n_examples - per_epoch * batch_size) // examples))  # epochs before the one that reaches it
+        if n_epochs is None or whole < n_epochs:
+            # the batch that reaches n_examples is the last; one always runs
+            last = max(1, -(-(n_examples - whole * examples) // batch_size))
+            return whole * per_epoch + last, whole * remainder
+    return n_epochs * per_epoch, n_epochs * remainder
+
+
+def inspect_split(
+    prompts: Sequence[Prompt],
+    encode: TextEncoder,
+    *,
+    sft_mode: bool,
+    max_length: int,
+    max_prompt_length: int,
+    sample_size: int = 10_000,
+) -> SplitReport:
+    """Count every example of a split, and the tokens of at most `sample_size` of them.
+
+    The rest is tokenized in the background while training. Raises InputError that names the first text with EOS.
+    """
+    report = SplitReport(prompts=len(prompts))
+    ends = array("q")  # number of examples up to each prompt
+    guilty: dict[str, str] = {}
+    for prompt in prompts:
+        examples = prompt.examples(sft_mode)
+        _count_texts(report, examples)
+        _count_joined(report, prompt, examples)
+        guilty |= _find_eos(prompt, examples, encode)
+        report.examples += len(examples)
+        ends.append(report.examples)
+    _refuse_eos(report, guilty, encode)
+    drawn: Sequence[int] = range(report.examples)
+    if report.examples > sample_size:
+        drawn = random.Random(0).sample(drawn, sample_size)
+    rows = [_find_row(prompts, ends, number, sft_mode) for number in drawn]
+    encode.prime(text for prompt, texts in rows for text in (prompt.text, *texts.values()))
+    report.token_digest = _token_digest(rows, encode)
+    report.tokenized = len(rows)
+    lengths = [_count_tokens(report, row, encode, max_length, max_prompt_length) for row in rows]
+    if lengths:
+        report.mean_chosen_tokens = mean(row[0] for row in lengths)
+    if sft_mode:
+        report.duplicated_pairs = report.contradictory_pairs = report.identical_pairs = None
+    elif lengths:
+        report.mean_rejected_tokens = mean(rejected for _, rejected in lengths)
+        report.chosen_longer = mean(chosen > rejected for chosen, rejected in lengths)
+    return report
+
+
+def _count_texts(report: SplitReport, examples: Sequence[dict[str, str]]) -> None:
+    """Add the counts of one prompt's examples that need no tokens."""
+    seen: set[tuple[str, ...]] = set()
+    for texts in examples:
+        pair = tuple(texts.values())
+        report.empty_responses += not all(text.strip() for text in pair)
+        if len(pair) == 2:
+            report.duplicated_pairs += pair in seen
+            report.contradictory_pairs += pair[::-1] in seen and pair[0] != pair[1]
+            seen.add(pair)
+
+
+def _count_joined(report: SplitReport, prompt: Prompt, examples: Sequence[dict[str, str]]) -> None:
+    """Add the examples in which two words run together. Chat templates set turns off; some scripts know no spaces."""
+    if prompt.rendered or not _is_of_word(prompt.text[-1:]):
+        return
+    for texts in examples:
+        joined = [text for text in texts.values() if _is_of_word(text[:1])]
+        report.joined_words += bool(joined)
+        if joined and not report.joined_example:
+            report.joined_example = prompt.text[-40:] + joined[0][:40]
+
+
+def _is_of_word(character: str) -> bool:
+    """Whether a prompt that ends with it, or a response that begins with it, needs a space there."""
+    return bool(character) and not character.isspace() and unicodedata.east_asian_width(character) not in "WF"
+
+
+def _find_eos(prompt: Prompt, examples: Sequence[dict[str, str]], encode: TextEncoder) -> dict[str, str]:
+    """The texts of a prompt's examples that contain EOS, with the prompt. A rendered chat may: there EOS ends earlier
+    turns, as meant."""
+    if prompt.rendered:
+        return {}
+    eos, eos_id = encode.tokenizer.eos_token, encode.tokenizer.eos_token_id
+    distinct = dict.fromkeys(text for texts in examples for text in (prompt.text, *texts.values()))
+    return {text: prompt.text for text in distinct if eos in text and eos_id in encode(text)}
+
+
+def _refuse_eos(report: SplitReport, guilty: Mapping[str, str], encode: TextEncoder) -> None:
+    """Raises InputError if there are texts with EOS."""
+    report.texts_with_eos = len(guilty)
+    if guilty:
+        text, prompt_text = next(iter(guilty.items()))
+        raise InputError(
+            f"{len(guilty)} text{'s contain' if len(guilty) > 1 else ' contains'} the EOS token "
+            f"{encode.tokenizer.eos_token!r}, which would end it early; clean the data. The first: {text[:300]!r}, "
+            f"under the prompt {prompt_text[-200:]!r}"
+        )
+
+
+def _token_digest(rows: Sequence[Row], encode: TextEncoder) -> str:
+    """What tells a tokenizer that gives other ids, whatever its files are called or which version wrote them."""
+    tokenizer = encode.tokenizer
+    digest = hashlib.sha256(repr((tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))).encode())
+    for prompt, texts in rows:
+        digest.update(repr([encode(text) for text in (prompt.text, *texts.values())]).encode())
+    return digest.hexdigest()
+
+
+def _find_row(prompts: Sequence[Prompt], ends: Sequence[int], number: int, sft_mode: bool) -> Row:
+    """Example `number` of all, where prompt i has those up to `ends[i]`."""
+    place = bisect_right(ends, number)
+    prompt = prompts[place]
+    return prompt, prompt.examples(sft_mode)[number - (ends[place - 1] if place else 0)]
+
+
+def _count_tokens(
+    report: SplitReport, row: Row, encode: TextEncoder, max_length: int, max_prompt: int
+) -> tuple[int, ...]:
+    """Add one example's counts to the report; token counts of its responses as they will be scored."""
+    prompt, texts = row
+    eos = encode.tokenizer.eos_token_id
+    prompt_ids, full = encode(prompt.text), [encode(text) for text in texts.values()]
+    cut_prompt, cut = truncate(
+        prompt_ids, [[*ids, eos] for ids in full], prompt.truncation_mode, max_length, max_prompt
+    )
+    report.truncated_prompts += len(cut_prompt) < len(prompt_ids)
+    report.truncated_responses += any(len(c) <= len(f) for c, f in zip(cut, full, strict=True))
+    report.identical_pairs += len(cut) == 2 and cut[0] == cut[1]
+    report.longest = max(report.longest, len(cut_prompt) + max(map(len, cut)))
+    return tuple(len(ids) for ids in cut)
+
+
+def describe(split: str, report: SplitReport) -> str:
+    """One paragraph for stdout: what is there, then only the counts that are not 0."""
+    of_texts = {
+        "with an empty response": report.empty_responses,
+        "duplicated pairs": report.duplicated_pairs,
+        "contradictory pairs": report.contradictory_pairs,
+    }
+    of_tokens = {
+        "with a truncated prompt": report.truncated_prompts,
+        "with a truncated response": report.truncated_responses,
+        "identical pairs": report.identical_pairs,
+    }
+    text = f"{split}: {report.examples:,} examples of {report.prompts:,} prompts"
+    text += "".join(f", {count:,} {what}" for what, count in of_texts.items() if count)
+    if report.tokenized < report.examples:
+        text += f"; of {report.tokenized:,} drawn at random"
+    text += "".join(f", {count:,} {what}" for what, count in of_tokens.items() if count)
+    text += f"; {report.mean_chosen_tokens:.1f} tokens per chosen response"
+    if report.mean_rejected_tokens is not None:
+        gap = report.mean_chosen_tokens - report.mean_rejected_tokens
+        text += f", {report.mean_rejected_tokens:.1f} per rejected (gap {gap:+.1f}; chosen longer in "
+        text += f"{report.chosen_longer:.0%} of pairs)"
+    return text
+
+
+def warn(split: str, report: SplitReport) -> str | None:
+    """What is probably not meant, with an example."""
+    if not report.joined_words:
+        return None
+    return (
+        f"warning: {split}: in {report.joined_words:,} of {report.examples:,} examples a response follows its prompt "
+        f"without a space, as in {report.joined_example!r}; texts are used as they are: begin responses with a space, "
+        f"or end prompts with one"
+    )
+
+
+@dataclass
+class TrainingData:
+    """What a trainer trains on: the prompts of both splits, their token ids, and the preflight."""
+
+    tokenizer: Any
+    encode: TextEncoder
+    train: StoredPrompts
+    test: StoredPrompts
+    report: Preflight
+
+    def give(self) -> str:
+        """All that `take` needs in another process of this machine, as long as this one runs."""
+        largest = self.encode.largest
+        return json.dumps([self.train.where, self.test.where, largest, asdict(self.report)])
+
+    @classmethod
+    def take(cls, given: str, tokenizer: Any) -> TrainingData:
+        """The data of another process, without a copy of its texts."""
+        train, test, largest, report = json.loads(given)
+        splits = {split: SplitReport(**report.pop(split)) for split in ("train", "test")}
+        return cls(
+            tokenizer,
+            TextEncoder(tokenizer, largest=largest),
+            *(StoredPrompts(PromptFile(*where)) for where in (train, test)),
+            Preflight(**splits, **report),
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the training prompts, responses and pairs in their order."""
+        digest = hashlib.sha256()
+        for prompt in self.train:
+            digest.update(repr((prompt.text, prompt.responses, prompt.pairs, prompt.sft_target)).encode())
+        return digest.hexdigest()[:32]
+
+
+def prepare_data(
+    names: Sequence[str],
+    tokenizer: Any,
+    *,
+    get_dataset: Callable[..., PreferenceData],
+    sft_mode: bool,
+    batch_size: int,
+    eval_batch_size: int,
+    max_length: int,
+    max_prompt_length: int,
+    n_epochs: int | None,
+    n_examples: int | None,
+    dataset_sources: Any,
+    cache_dir: str | None,
+    folder: str | Path,
+    silent: bool,
+) -> TrainingData:
+    """Load and count both splits, and print the counts unless `silent`. If they are large, their texts go to `folder`.
+
+    Raises InputError for what cannot be trained on, and for a split that does not fill one batch.
+    """
+    encode = TextEncoder(tokenizer)
+    prompts, reports = {}, {}
+    for split, size, key in (("train", batch_size, "batch_size"), ("test", eval_batch_size, "eval_batch_size")):
+        options = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
+        prompts[split] = store_prompts(iterate_prompts(get_dataset, names, split, silent=silent, **options), folder)
+        reports[split] = inspect_split(
+            prompts[split], encode, sft_mode=sft_mode, max_length=max_length, max_prompt_length=max_prompt_length
+        )
+        if reports[split].examples < size:
+            raise InputError(
+                f"the {split} split of {', '.join(names)} has {reports[split].examples} examples, too few for one "
+                f"batch of {key}={size}: lower {key} or add data"
+            )
+    give_back_freed_memory()  # the texts as Python's strings
+    updates, dropped = count_updates(
+        reports["train"].examples, batch_size=batch_size, n_epochs=n_epochs, n_examples=n_examples
+    )
+    preflight = Preflight(**reports, updates=updates, dropped_examples=dropped)
+    if not silent:
+        print(preflight.tell(batch_size), flush=True)
+    return TrainingData(tokenizer, encode, prompts["train"], prompts["test"], preflight)
+
+
+def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *, silent: bool = False) -> TrainingData:
+    """Tokenizer, prompts of both splits and the preflight, for a config; `get_dataset` loads a dataset by name.
+
+    Every process of a run must call it: one of each machine loads and counts, and the others share what it has.
+    """
+    model, cache_dir = config.model, get_cache_dir(config.local_dirs)
+    name = model.tokenizer_name_or_path or model.name_or_path
+    tokenizer = load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=model.trust_remote_code)
+    prepare = partial(
+        prepare_data,
+        list(config.datasets),
+        tokenizer,
+        get_dataset=get_dataset,
+        sft_mode=not LOSSES[config.loss.name].uses_reference,
+        batch_size=config.batch_size,
+        eval_batch_size=config.eval_batch_size,
+        max_length=config.max_length,
+        max_prompt_length=config.max_prompt_length,
+        n_epochs=config.n_epochs,
+        n_examples=config.n_examples,
+        dataset_sources=OmegaConf.to_container(config.dataset_sources),
+        cache_dir=cache_dir,
+        folder=get_local_dir(config.local_dirs),
+        silent=silent,
+    )
+    data = once_per_machine(
+        prepare,
+        give=TrainingData.give,
+        take=partial(TrainingData.take, tokenizer=tokenizer),
+        silence_secs=config.collective_timeout_secs,
+    )
+    if not silent:
+        for line in doubts(config, data.report):
+            print(f"warning: {line}", flush=True)
+    return data
+
+
+def doubts(config: DictConfig, report: Preflight) -> list[str]:
+    """Settings that this much data makes look like mistakes."""
+    found, updates, test = [], report.updates, report.test.examples
+    if config.warmup_steps > updates:
+        found.append(f"warmup_steps={config.warmup_steps} of {updates:,} updates: lr stays below {config.lr}")
+    if config.n_eval_examples > test:
+        found.append(f"n_eval_examples={config.n_eval_examples} of {test:,} test examples: some count again")
+    return found

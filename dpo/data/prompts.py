@@ -1,0 +1,149 @@
+"""A prompt with all that is trained on it, and many of them outside of Python's memory, shared by processes."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, overload
+
+import numpy as np
+
+from dpo.data.schema import PreferenceData
+from dpo.data.tokenization import TruncationMode
+from dpo.errors import RunError
+
+IN_MEMORY = 2**28  # bytes of records above which they go to a disk
+
+
+class Prompt(NamedTuple):
+    """One prompt with all that is trained on it."""
+
+    text: str
+    responses: list[str]
+    pairs: list[tuple[int, int]]
+    sft_target: str
+    truncation_mode: TruncationMode
+    rendered: bool  # by a chat template: special tokens in the text are meant
+    number: int = 0  # its place in its split
+
+    def examples(self, sft_mode: bool) -> list[dict[str, str]]:
+        """The texts of each example: the SFT target, or every pair."""
+        if sft_mode:
+            return [{"chosen": self.sft_target}]
+        return [{"chosen": self.responses[a], "rejected": self.responses[b]} for a, b in self.pairs]
+
+
+def iterate_prompts(
+    get_dataset: Callable[..., PreferenceData], names: Sequence[str], split: str, **dataset_options: Any
+) -> Iterator[Prompt]:
+    """The prompts of several datasets, one after the other.
+
+    What was yielded is not held any more: a second copy of all texts might not fit.
+    """
+    number = 0
+    for name in names:
+        data = get_dataset(name, split, **dataset_options)
+        kind = {"truncation_mode": data.truncation_mode, "rendered": data.rendered}
+        for text in list(data):
+            yield Prompt(text, **data.pop(text), **kind, number=number)
+            number += 1
+
+
+class PromptFile(NamedTuple):
+    """Where other processes of this machine find stored prompts, as long as the process that stored them runs."""
+
+    path: str
+    n: int
+    size: int  # bytes of the records; their ends follow
+
+
+class StoredPrompts(Sequence[Prompt]):
+    """Prompts that are made from a mapped file when they are asked for: what is in memory, all processes share.
+
+    A record is JSON, so that nothing in the file is more than data.
+    """
+
+    def __init__(self, where: PromptFile) -> None:
+        self.n, self.size = where.n, where.size
+        self._file = open(where.path, "rb")  # noqa: SIM115  (open as long as others may want it)
+        self._bytes = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._ends = np.frombuffer(self._bytes, dtype=np.int64, count=self.n + 1, offset=self.size)
+
+    @property
+    def where(self) -> PromptFile:
+        return PromptFile(f"/proc/{os.getpid()}/fd/{self._file.fileno()}", self.n, self.size)
+
+    def __len__(self) -> int:
+        return self.n
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Prompt]: ...
+    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(place, slice):
+            return [self[number] for number in range(self.n)[place]]
+        number = range(self.n)[place]  # counts from the end too, and raises IndexError
+        start, end = self._ends[number : number + 2].tolist()
+        text, responses, pairs, target, mode, rendered = json.loads(self._bytes[start:end])
+        target = responses[target] if isinstance(target, int) else target
+        return Prompt(text, responses, [(a, b) for a, b in pairs], target, mode, rendered, number)
+
+
+def store_prompts(prompts: Iterable[Prompt], folder: str | Path) -> StoredPrompts:
+    """Prompts in memory, or in `folder` if they are many, in a file without a name: it ends with its processes.
+
+    Raises RunError if that cannot be written.
+    """
+    ends, records = array("q", [0]), _Records(Path(folder))
+    for prompt in prompts:
+        record = _encode(prompt)
+        records.write(record)
+        ends.append(ends[-1] + len(record))
+    records.write(ends.tobytes(), flush=True)
+    return StoredPrompts(PromptFile(f"/proc/self/fd/{records.file.fileno()}", len(ends) - 1, ends[-1]))
+
+
+class _Records:
+    """A file that is in memory as long as it is small."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.size, self.in_memory = folder, 0, True
+        self.file: IO[bytes] = open(os.memfd_create("prompts"), "w+b")  # noqa: SIM115
+
+    def write(self, data: bytes, *, flush: bool = False) -> None:
+        self.size += len(data)
+        try:
+            if self.in_memory and self.size > IN_MEMORY:
+                self._move_to_disk()
+            self.file.write(data)
+            if flush:
+                self.file.flush()
+        except OSError as error:
+            raise RunError(
+                f"the texts of the data cannot be written to {self.folder}, after {self.size / 1e9:.2f} GB ({error}): "
+                f"free some space, or name a directory on another disk first in local_dirs"
+            ) from error
+
+    def _move_to_disk(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        beside, self.in_memory = tempfile.TemporaryFile(dir=self.folder), False  # noqa: SIM115
+        self.file.flush()
+        self.file.seek(0)
+        shutil.copyfileobj(self.file, beside, 2**20)
+        self.file.close()
+        self.file = beside
+
+
+def _encode(prompt: Prompt) -> bytes:
+    """A prompt as its record; its target, which usually is a response, as that one's number."""
+    target = prompt.sft_target
+    place = prompt.responses.index(target) if target in prompt.responses else target
+    record = [prompt.text, prompt.responses, prompt.pairs, place, prompt.truncation_mode, prompt.rendered]
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,59 @@
+"""The shape every dataset takes, and the check of a row's fields on the way to it."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from dpo.data.tokenization import TruncationMode
+from dpo.errors import InputError
+
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+
+class Entry(TypedDict):
+    responses: list[str]
+    pairs: list[tuple[int, int]]  # (better, worse), indices into responses
+    sft_target: str
+
+
+class PreferenceData(dict[str, Entry]):
+    """`{prompt: {responses, pairs, sft_target}}`, and how its texts are to be tokenized."""
+
+    def __init__(self, *, truncation_mode: TruncationMode, rendered: bool = False) -> None:
+        super().__init__()
+        self.truncation_mode = truncation_mode
+        self.rendered = rendered  # by a chat template, so EOS in a prompt ends a turn
+
+    def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
+        """Add two responses, of which number `better` (0 or 1) is preferred; it becomes the prompt's SFT target."""
+        entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
+        n = len(entry["responses"])
+        entry["responses"] += [first, second]
+        entry["pairs"].append((n + better, n + 1 - better))
+        entry["sft_target"] = (first, second)[better]
+
+    def hold_out(self, split: str) -> PreferenceData:
+        """The train or test part of data that came without splits: a tenth of the prompts, at least one, is test."""
+        prompts = list(self)
+        random.Random(42).shuffle(prompts)
+        n_test = max(1, len(prompts) // 10)
+        kept = set(prompts[:n_test] if split == "test" else prompts[n_test:])
+        part = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered)
+        part.update((prompt, entry) for prompt, entry in self.items() if prompt in kept)
+        return part
+
+
+def get_field(row: Mapping[str, Any], key: str, where: str, kind: type | tuple[type, ...] = str) -> Any:
+    """`row[key]`; raises InputError that names the row (`where`) if it is missing, of another type or no Unicode."""
+    value = row.get(key) if isinstance(row, Mapping) else None
+    if not isinstance(value, kind) or isinstance(value, bool):
+        wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        found = f"{type(value).__name__} ({str(value)[:80]!r})" if value is not None else "missing"
+        present = ", ".join(map(str, row)) if isinstance(row, Mapping) else repr(row)[:80]
+        raise InputError(f"{where}: field {key!r} must be {wanted} but is {found}; the row has {present}")
+    if isinstance(value, str) and HALF_PAIR.search(value):
+        raise InputError(f"{where}: field {key!r} holds half of a UTF-16 pair, which is no character: {value[:80]!r}")
+    return value

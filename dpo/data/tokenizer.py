@@ -1,0 +1,41 @@
+"""The tokenizer of a model."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import transformers
+
+from dpo.errors import InputError
+
+
+@contextlib.contextmanager
+def explaining_load_errors(what: str, name: str):
+    """Turn the many ways in which a hub or a directory lacks something into one sentence."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        if isinstance(error, (InputError, torch.cuda.OutOfMemoryError)):
+            raise
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"{what} {name!r} brings Python code of its own, which is not run: read it, and then set "
+                f"model.trust_remote_code=true"
+            ) from error
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"{what} {name!r} cannot be loaded; give a local directory or a Hub id: {reason}") from error
+
+
+def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer; its pad token is EOS if it has none. Raises InputError if it has no EOS."""
+    with explaining_load_errors("tokenizer", name):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            name, cache_dir=cache_dir, trust_remote_code=trust_remote_code
+        )
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"tokenizer {name!r} has no EOS token, which ends every response; set one in its files")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token_id = tokenizer.eos_token_id
+    return tokenizer

@@ -1,0 +1,104 @@
+"""Continuations of prompts, sampled from a model, in one process or in step with others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpo.data.tokenization import Batch, TextEncoder, slice_and_move_batch_for_device
+from dpo.parallel.mesh import Grid
+from dpo.parallel.sharding import gathered_weights
+from dpo.system.arithmetic import for_generation
+
+
+@torch.no_grad()
+def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: int, in_step: bool = False) -> list[str]:
+    """One sampled continuation per prompt, up to `max_length` tokens with the prompt. Leaves the random state alone.
+
+    `in_step`: several processes share the model's shards, so each goes on until the last has finished its rows.
+    """
+    prompt_ids = batch["prompt_input_ids"]
+    devices = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices=devices), for_generation(), _attention_of_generation(model):
+        torch.manual_seed(seed)
+        ids = model.generate(
+            prompt_ids,
+            attention_mask=batch["prompt_attention_mask"],
+            max_new_tokens=max_length - prompt_ids.shape[1],  # over what the model's generation config may say
+            do_sample=True,
+            synced_gpus=in_step,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    return tokenizer.batch_decode(ids[:, prompt_ids.shape[1] :], skip_special_tokens=True)
+
+
+@contextmanager
+def _attention_of_generation(model: Any) -> Iterator[None]:
+    """FlexAttention is fast only compiled, which generation is not: inside, SDPA stands in for it."""
+    if model.config._attn_implementation != "flex_attention":
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("flex_attention")
+
+
+@contextmanager
+def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None]:
+    """Inside, `act` is called with 0, 1, ... before each forward of the model, which generation has one of per token.
+
+    Processes in step call it in step, so all may raise there together.
+    """
+    numbers = itertools.count()
+    handle = model.register_forward_pre_hook(lambda *_: act(next(numbers)), prepend=True)  # before weights are gathered
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def sample_rows(model: Any, batch: Batch, tokenizer: Any, grid: Grid, *, max_length: int, seed: list[int]) -> list[str]:
+    """A continuation of each prompt of this process's rows; `seed` is made its own by its rank."""
+    device = next(model.parameters()).device
+    rows = {key: batch[key].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
+    own_seed = np.random.SeedSequence([*seed, grid.data_rank]).generate_state(1)[0]
+    return sample(model, rows, tokenizer, max_length=max_length, seed=int(own_seed), in_step=grid.world_size > 1)
+
+
+CUT = "[...]"  # what a prompt lost
+
+
+def fed_prompts(batch: Batch, encode: TextEncoder) -> list[str]:
+    """A batch's prompts as the model sees them: of a truncated one what is left, and CUT."""
+    texts = []
+    for text, ids, mask in zip(batch["prompt"], batch["prompt_input_ids"], batch["prompt_attention_mask"], strict=True):
+        fed, whole = ids[mask.bool()].tolist(), encode(text)
+        if fed == whole:
+            texts.append(text)
+        elif whole[: len(fed)] == fed:
+            texts.append(f"{encode.tokenizer.decode(fed)} {CUT}")
+        else:
+            texts.append(f"{CUT} {encode.tokenizer.decode(fed)}")
+    return texts
+
+
+def sample_batches(
+    model: Any, sample_batch: Callable[[Any, Batch], list[str]], batches: Iterable[Batch], grid: Grid
+) -> list[str]:
+    """Continuations of all prompts of global batches, in their order, with the model's weights gathered once.
+
+    `sample_batch` gives those of this process's rows.
+    """
+    texts = []
+    with gathered_weights(model):
+        for batch in batches:
+            rows = slice_and_move_batch_for_device(batch, grid.data_rank, grid.data_size, "cpu")
+            texts += grid.gather_list(sample_batch(model, rows))
+    return texts

@@ -1,0 +1,102 @@
+"""Which models a config means, and loading them: each in its turn, so that no host holds two before they are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from dpo.losses import LOSSES
+from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure
+from dpo.models.weights import read_archive
+from dpo.parallel.sharding import find_blocks
+from dpo.parallel.tensor_parallel import check_tensor_parallel
+from dpo.system.paths import get_cache_dir
+from dpo.training.reference import model_digest
+
+
+def source_of(config: DictConfig) -> dict[str, Any]:
+    """Where a config's model comes from, as `load_config` and its siblings take it."""
+    model = config.model
+    return {
+        "name": model.name_or_path,
+        "cache_dir": get_cache_dir(config.local_dirs),
+        "trust_remote_code": model.trust_remote_code,
+    }
+
+
+def find_model_config(config: DictConfig) -> Any:
+    """transformers' config of the model. Raises InputError if it is not there."""
+    return load_config(**source_of(config))
+
+
+def find_structure(config: DictConfig, dtype: str, device: str = "meta") -> Any:
+    """The model without its weights."""
+    attention = config.model.attn_implementation
+    return load_structure(**source_of(config), dtype=DTYPES[dtype], attn_implementation=attention, device=device)
+
+
+def check_model(config: DictConfig, trainer: Any, world_size: int) -> None:
+    """Raises InputError for a model that is not there, and for layers that cannot be cut as asked."""
+    check_tensor_parallel(find_model_config(config), trainer.tensor_size(config, world_size))
+
+
+def check_parts(config: DictConfig, trainer: Any, world_size: int) -> None:
+    """Raises InputError as loading would, for what shows without a model's own weights."""
+    check_model(config, trainer, world_size)
+    model, structure = config.model, find_structure(config, config.model.policy_dtype)
+    if model.block_name:
+        find_blocks(structure, model.block_name)
+    check_positions(structure, config.max_length)
+    if model.archive is not None:
+        read_archive(model.archive, structure)
+
+
+def model_loaders(
+    config: DictConfig, trainer: Any, rank: int, world_size: int, resume_from: Path | None = None
+) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+    """Functions that load the policy and the reference (None if the loss needs none) for a trainer of that class.
+
+    Ranks other than 0 leave the weights to rank 0. Raises InputError as `check_model` does.
+    """
+    check_model(config, trainer, world_size)
+
+    def load(dtype: str, archive: str | None) -> Any:
+        if rank != 0:
+            return find_structure(config, dtype)
+        return load_model(
+            **source_of(config),
+            dtype=DTYPES[dtype],
+            attn_implementation=config.model.attn_implementation,
+            archive=archive,
+            random_init=config.model.random_init,
+            seed=config.seed,
+            device_map=trainer.device_map(),
+        )
+
+    archive = config.model.archive
+    policy = partial(load, config.model.policy_dtype, archive if resume_from is None else str(resume_from))
+    reference = partial(load, config.model.reference_dtype, archive)
+    return policy, reference if LOSSES[config.loss.name].uses_reference else None
+
+
+def loaded(model: Any, config: DictConfig) -> Any:
+    """A model as it is, or what a function that loads one gives; its blocks compiled if the config says so.
+
+    Raises InputError if it has no block of the class that the config names, also where blocks are not needed.
+    """
+    model = model if isinstance(model, torch.nn.Module) else model()
+    blocks = find_blocks(model, config.model.block_name) if config.model.block_name or config.compile else []
+    for block in blocks if config.compile else []:
+        block.compile(dynamic=True)
+    return model
+
+
+def loaded_reference(model: Any, config: DictConfig, *, with_digest: bool) -> tuple[Any, str | None]:
+    """The frozen reference, and a digest of it if it is wanted, which takes a pass over its weights."""
+    model, settings = loaded(model, config).eval(), config.model
+    return model, model_digest(model, settings.autocast or settings.reference_dtype) if with_digest else None

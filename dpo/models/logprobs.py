@@ -1,0 +1,135 @@
+"""Log-probabilities of responses: of padded rows, and of packed ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from dpo.data.tokenization import Batch, concatenated_inputs
+from dpo.losses import _get_batch_logps
+from dpo.models import cpu_attention
+from dpo.models.packing import Packed, tree_block_mask, tree_mask
+
+
+def sequence_logps(
+    model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """Summed log-probabilities of the labelled tokens, (B,), softmax in float32 at least, for (B, T) inputs."""
+    logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits  # (B, T, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return _get_batch_logps(logits, labels.to(logits.device))
+
+
+def chosen_logps(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Log-probabilities of the chosen responses (SFT: of the targets), (B,)."""
+    return sequence_logps(model, batch["chosen_input_ids"], batch["chosen_attention_mask"], batch["chosen_labels"])
+
+
+def concatenated_forward(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(chosen, rejected) log-probabilities, each (B,), from one forward over both: FSDP gathers weights once."""
+    rows = concatenated_inputs(batch)
+    logps = sequence_logps(
+        model, rows["concatenated_input_ids"], rows["concatenated_attention_mask"], rows["concatenated_labels"]
+    )
+    chosen, rejected = logps.chunk(2)
+    return chosen, rejected
+
+
+def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
+    """Summed log-probabilities of the U responses of `packed`, (U,): what `sequence_logps` gives for each alone."""
+    if model.config._attn_implementation == "flex_attention":
+        masks = {kind: tree_block_mask(packed, window=window) for kind, window in windows.items()}
+    else:
+        if packed.input_ids.device.type == "cpu":
+            cpu_attention.register()
+        dtype = model.get_input_embeddings().weight.dtype
+        device = packed.input_ids.device.type
+        if model.config._attn_implementation == "sdpa" and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)  # in which it computes: else the mask is cast in every layer
+        masks = {kind: _additive(tree_mask(packed, window=window), dtype) for kind, window in windows.items()}
+    hidden = model.base_model(
+        packed.input_ids,
+        attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+        position_ids=packed.position_ids,
+        use_cache=False,
+    ).last_hidden_state
+    rows = hidden.flatten(0, 1)[packed.scored.to(hidden.device)]  # (N, H)
+    logps = token_logps(model, rows, packed.targets.to(hidden.device))
+    n_responses, longest = packed.shape
+    table = logps.new_zeros(n_responses * longest).index_put((packed.slots.to(logps.device),), logps)
+    return table.view(n_responses, longest).sum(-1)
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where the mask allows, the lowest number elsewhere: quicker than bool in the CPU's attention."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+class _PickedLogSoftmax(torch.autograd.Function):
+    """`logits.log_softmax(-1)` at the targets, in float32 at least, (N,) for (N, V).
+
+    Made a few rows at a time and again in the backward pass, so that there is no second tensor of that size.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits, targets)
+        pieces = _in_pieces(logits, targets[:, None])
+        return torch.cat([_log_softmax(rows).gather(1, target) for rows, target in pieces]).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, targets = ctx.saved_tensors
+        for rows, target, grad_row in _in_pieces(logits, targets[:, None], grad[:, None]):
+            grad_rows = _log_softmax(rows).exp_().mul_(-grad_row).scatter_add_(1, target, grad_row)
+            rows.copy_(grad_rows)  # in place: nobody else has the logits
+        return logits, None
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """On a CPU as many rows of all tensors at a time as its cache holds, elsewhere all."""
+    n_rows = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
+    return zip(*(tensor.split(n_rows) for tensor in (logits, *others)), strict=True)
+
+
+LOGITS_AT_ONCE = 2**25  # numbers, 134 MB in float32
+
+IN_CACHE = 2**20  # of them
+
+
+def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of `targets` (N,) from hidden states (N, H), by chunks of rows.
+
+    The backward pass computes the logits of a chunk anew, but for the last, which it needs at once.
+    """
+    head, scale = model.get_output_embeddings(), logit_scale(model.config)
+
+    def score(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = scale(head(hidden))
+        return _PickedLogSoftmax.apply(logits, targets.to(logits.device))
+
+    n_chunks = max(1, math.ceil(len(targets) * model.config.get_text_config().vocab_size / LOGITS_AT_ONCE))
+    chunks = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
+    *earlier, last = chunks
+    logps = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in earlier]
+    return torch.cat([*logps, score(*last)])
+
+
+def logit_scale(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What models do to the logits after their head."""
+    config = config.get_text_config()
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        return lambda logits: torch.tanh(logits / cap) * cap
+    if (factor := getattr(config, "logit_scale", None)) is not None:
+        return lambda logits: logits * factor
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        return lambda logits: logits / divisor
+    return lambda logits: logits

@@ -1,0 +1,201 @@
+"""The shared-prefix layout: a prompt once, and after it each of its distinct responses once, as a tree in one row.
+
+    prompt | chosen | rejected     positions restart after the prompt; no response sees another
+
+A response's last token predicts nothing, so it is not fed. Pure index arithmetic: knows no model and no process.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from dpo.data.examples import Example
+
+ATTENTION_LENGTH = 2048  # measured on a small model
+NONE = -1  # tree of padding; branch of a prompt
+
+
+class Packed(NamedTuple):
+    """R rows of L tokens, several trees in each, and where the log-probabilities of U responses are found in them.
+
+    All int64. N is the number of scored tokens, T the most of one response, B the number of examples.
+    """
+
+    input_ids: torch.Tensor  # (R, L)
+    position_ids: torch.Tensor  # (R, L)
+    tree: torch.Tensor  # (R, L): which tree a token belongs to, NONE for padding
+    branch: torch.Tensor  # (R, L): which response of its tree, NONE for the prompt
+    scored: torch.Tensor  # (N,): row * L + column of the token that predicts a response token
+    targets: torch.Tensor  # (N,): the token to predict
+    slots: torch.Tensor  # (N,): response * T + place in the response
+    choices: torch.Tensor  # (sides, B): the response that an example has as chosen, as rejected
+    shape: tuple[int, int]  # (U, T)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
+        """Every tensor changed: moved or pinned."""
+        return Packed(*(change(tensor) for tensor in self[:-1]), self.shape)
+
+
+def count_tokens(example: Example) -> int:
+    """Tokens fed for an example alone."""
+    return len(example.prompt) + sum(len(r) - 1 for r in set(example.responses))
+
+
+def cut_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
+    """Numbers of the examples in `parts` lists of about equally many fed tokens, long examples first; none is empty.
+
+    Examples of one prompt stay neighbours, so that few prompts are run in two lists.
+    """
+    longest: dict[tuple, tuple[int, int]] = {}  # of each prompt, with a number that keeps equally long ones apart
+    for i, example in enumerate(examples):
+        length, number = longest.get(example.prompt, (0, i))
+        longest[example.prompt] = max(length, count_tokens(example)), number
+    order = sorted(range(len(examples)), key=lambda i: longest[examples[i].prompt], reverse=True)
+    seen: set[tuple] = set()
+    costs = []
+    for i in order:
+        prompt, responses = examples[i]
+        new = [r for r in dict.fromkeys(responses) if (prompt, r) not in seen]
+        costs.append(sum(len(r) - 1 for r in new) + (0 if prompt in seen else len(prompt)))
+        seen |= {prompt, *((prompt, r) for r in new)}
+    sums = list(accumulate(costs))
+    middles = [total - cost / 2 for total, cost in zip(sums, costs, strict=True)]
+    bounds = [0]
+    for k in range(1, parts):
+        nearest = bisect_left(middles, sums[-1] * k / parts)
+        bounds.append(min(max(nearest, bounds[-1] + 1), len(order) - (parts - k)))
+    return [sorted(order[start:end]) for start, end in zip(bounds, [*bounds[1:], len(order)], strict=True)]
+
+
+class _Tree(NamedTuple):
+    prompt: tuple[int, ...]
+    branches: list[tuple[int, tuple[int, ...]]]  # (number, token ids) of responses
+    length: int  # tokens fed
+
+
+def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, length: int | None = None) -> Packed:
+    """Trees of the examples, several in a row where they fit; the length of a row is a multiple of `alignment`.
+
+    A prompt with more responses than fit beside it in `row_tokens` is repeated. `length` is that of the rows; None
+    chooses the one that costs least, twice `row_tokens` at most.
+    """
+    numbers: dict[tuple, dict[tuple, int]] = {}  # prompt -> response -> number
+    count = 0
+    for prompt, responses in examples:
+        for response in responses:
+            known = numbers.setdefault(prompt, {})
+            if response not in known:
+                known[response] = count
+                count += 1
+    choices = [[numbers[p][response] for response in responses] for p, responses in examples]
+    trees = [tree for prompt, known in numbers.items() for tree in _trees(prompt, known, row_tokens)]
+    trees.sort(key=lambda tree: -tree.length)
+    lengths = _row_lengths(trees, alignment) if length is None else [-(-length // alignment) * alignment]
+    rows, length = min((_fill_rows(trees, length) for length in lengths), key=_cost)
+    longest = max(len(response) for known in numbers.values() for response in known)
+    return _write(rows, length, np.asarray(choices).T, (count, longest))
+
+
+def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[_Tree]:
+    trees: list[_Tree] = []
+    for response, number in responses.items():
+        fed = len(response) - 1
+        if not trees or trees[-1].length + fed > row_tokens:
+            trees.append(_Tree(prompt, [], len(prompt)))
+        trees[-1].branches.append((number, response))
+        trees[-1] = trees[-1]._replace(length=trees[-1].length + fed)
+    return trees
+
+
+def _row_lengths(trees: list[_Tree], alignment: int) -> list[int]:
+    """Lengths to try: from the longest tree's to twice that, but no more than all trees need, rounded up."""
+    longest = max(1, trees[0].length)
+    most = max(longest, min(2 * longest, sum(tree.length for tree in trees)))
+    lengths = (longest + (most - longest) * i // 16 for i in range(17))
+    return sorted({-(-length // alignment) * alignment for length in lengths})
+
+
+def _fill_rows(trees: list[_Tree], length: int) -> tuple[list[list[_Tree]], int]:
+    """Each tree, the longest first, in the first row that has room for it."""
+    rows: list[list[_Tree]] = []
+    room: list[int] = []
+    for tree in trees:
+        row = next((i for i, free in enumerate(room) if free >= tree.length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(length)
+        rows[row].append(tree)
+        room[row] -= tree.length
+    return rows, length
+
+
+def _cost(filling: tuple[list[list[_Tree]], int]) -> float:
+    """What rows of a length cost: a token's matrices, and its attention, which costs as much at ATTENTION_LENGTH."""
+    rows, length = filling
+    return len(rows) * length * (1 + length / ATTENTION_LENGTH)
+
+
+def _write(rows: list[list[_Tree]], length: int, choices: np.ndarray, shape: tuple[int, int]) -> Packed:
+    """Write the trees of each row one after the other."""
+    input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
+    tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
+    scored: list[int] = []
+    targets: list[int] = []
+    slots: list[int] = []
+    for i, trees in enumerate(rows):
+        at = 0
+        for number, tree in enumerate(trees):
+            n = len(tree.prompt)
+            tree_of[i, at : at + tree.length] = number
+            input_ids[i, at : at + n] = tree.prompt
+            position_ids[i, at : at + n] = range(n)
+            last, at = at + n - 1, at + n
+            for response, ids in tree.branches:
+                end = at + len(ids) - 1
+                input_ids[i, at:end] = ids[:-1]
+                position_ids[i, at:end] = range(n, n + end - at)
+                branch_of[i, at:end] = response
+                first = 0 if n else 1  # without a prompt nothing predicts the first token
+                columns = [last, *range(at, end)][first:]
+                scored += [i * length + column for column in columns]
+                targets += ids[first:]
+                slots += range(response * shape[1] + first, response * shape[1] + len(ids))
+                at = end
+    tensors = (input_ids, position_ids, tree_of, branch_of, *map(_int64, (scored, targets, slots)), choices)
+    return Packed(*(torch.from_numpy(np.ascontiguousarray(t)) for t in tensors), shape)
+
+
+def _int64(values: list[int]) -> np.ndarray:
+    return np.asarray(values, dtype=np.int64)
+
+
+def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
+    """Whether a token (second to last dim) sees another, (R, 1, L, L) bool: one of its prompt or of its own response,
+    not later, and, with a sliding window, fewer than `window` positions back. Padding sees padding."""
+    tree, branch, position = packed.tree, packed.branch, packed.position_ids
+    seen = tree[:, :, None] == tree[:, None, :]
+    seen &= (branch[:, None, :] == NONE) | (branch[:, :, None] == branch[:, None, :])
+    seen &= torch.ones(tree.shape[1], tree.shape[1], dtype=torch.bool, device=tree.device).tril()
+    if window is not None:
+        seen &= position[:, :, None] - position[:, None, :] < window
+    return seen[:, None]
+
+
+def tree_block_mask(packed: Packed, *, window: int | None = None) -> BlockMask:
+    """`tree_mask` for FlexAttention, which skips the blocks in which nothing is seen."""
+    tree, branch, position = packed.tree, packed.branch, packed.position_ids
+
+    def sees(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        on_path = (branch[row, k] == NONE) | (branch[row, q] == branch[row, k])
+        near = position[row, q] - position[row, k] < (window or tree.shape[1])
+        return (tree[row, q] == tree[row, k]) & on_path & near & (q >= k)
+
+    rows, length = tree.shape
+    return create_block_mask(sees, rows, None, length, length, device=tree.device)

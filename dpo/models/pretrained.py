@@ -1,0 +1,179 @@
+"""Loading tokenizer and models, log-probabilities of a batch, sampling. Knows no config and no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+
+from dpo.data.tokenizer import explaining_load_errors
+from dpo.errors import InputError
+from dpo.models.weights import load_archive, read_archive
+
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_config(
+    name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False
+) -> transformers.PretrainedConfig:
+    """A model's config. Raises InputError if it is not there."""
+    with explaining_load_errors("model", name):
+        return transformers.AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+
+
+def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
+    """What is wanted; eager attention for a model that has no SDPA (GPT-J, Gemma 2) if that is wanted.
+
+    Raises InputError for FlashAttention that is not there.
+    """
+    if wanted == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
+        raise InputError(
+            "model.attn_implementation=flash_attention_2 needs a GPU and the package flash_attn, which do not work "
+            "here: use sdpa"
+        )
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: the model brings its code
+    lacks_sdpa = model_class is not None and not model_class._supports_sdpa
+    return "eager" if wanted == "sdpa" and lacks_sdpa else wanted
+
+
+def load_structure(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str = "eager",
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+    device: str = "meta",
+) -> transformers.PreTrainedModel:
+    """The model of `load_model` without its weights, on the meta device: no memory, to be filled by another process."""
+    config = load_config(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+    attention = choose_attention(config, attn_implementation)
+    with explaining_load_errors("model", name), torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+    disable_dropout(model)
+    return model
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    archive: str | None = None,
+    attn_implementation: str = "eager",
+    random_init: bool = False,
+    seed: int = 0,
+    device_map: str | dict | None = None,
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+) -> transformers.PreTrainedModel:
+    """A causal language model in `dtype` with dropout off, its weights from `archive` (a `policy.pt`) if given.
+
+    `random_init` builds the architecture from its config alone, the same weights for the same seed.
+    Raises InputError for a model that is not there, lacks weights, or does not fit the archive.
+    """
+    found = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
+    config = load_config(name, **found)
+    made = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
+    with explaining_load_errors("model", name):
+        if random_init:
+            model = _random_model(config, **made, seed=seed, trust_remote_code=trust_remote_code)
+            model.to(device_map[""] if isinstance(device_map, dict) else "cuda" if device_map else "cpu")
+            if archive is not None:
+                load_archive(model, archive)
+        elif archive is not None:
+            model = _model_of_archive(name, archive, found, **made, device_map=device_map)
+        else:
+            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                name, **found, **made, device_map=device_map, output_loading_info=True
+            )
+            _refuse_gaps(name, loading)
+    disable_dropout(model)
+    return model
+
+
+def _random_model(config: Any, *, dtype: torch.dtype, seed: int, **made: Any) -> transformers.PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **made).to(dtype)
+
+
+def _model_of_archive(
+    name: str, archive: str, found: Mapping[str, Any], *, device_map: str | dict | None, **made: Any
+) -> transformers.PreTrainedModel:
+    """The model that `from_pretrained` gives, had its directory the archive's weights; its own are not read.
+
+    Transformers places and casts them one by one, so that there is no second copy of them.
+    """
+    structure = load_structure(name, **found, **made)
+    weights = read_archive(archive, structure)
+    in_file = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
+    model, loading = type(structure).from_pretrained(
+        None,
+        config=load_config(name, **found),
+        state_dict=weights,
+        **made,
+        device_map=device_map,
+        output_loading_info=True,
+    )
+    del weights
+    _refuse_gaps(name, loading)
+    for tensor in (*model.parameters(), *model.buffers()):  # what was neither cast nor moved still is the file's pages
+        if tensor.untyped_storage().data_ptr() in in_file:
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+    model.name_or_path = model.config.name_or_path = name
+    model.adjust_generation_fn(  # as from_pretrained does at its end
+        None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None, revision=None,
+        subfolder="", **found,
+    )  # fmt: skip
+    return model
+
+
+def _refuse_gaps(name: str, loading: Mapping[str, Any]) -> None:
+    if loading["missing_keys"]:  # transformers would leave these random and go on
+        missing = ", ".join(sorted(loading["missing_keys"])[:5])
+        raise InputError(f"model {name!r} has no weights for {missing}; were they saved with another class?")
+
+
+def check_positions(model: Any, max_length: int) -> None:
+    """Raises InputError if the model has learned positions (GPT-2) and too few of them: it would end in an IndexError.
+
+    Rotary positions have no end, and pass.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None)
+    tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not model.get_input_embeddings())
+    if limit is not None and max_length > limit and any(table.num_embeddings == limit for table in tables):
+        raise InputError(f"max_length={max_length} is more than the {limit} positions that {type(model).__name__} has")
+
+
+def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
+    """What is worth saying of a model that was to have this attention and take rows of this length."""
+    name, used = type(model).__name__, model.config._attn_implementation
+    limit = getattr(model.config, "max_position_embeddings", None)
+    found = [] if used == attention else [f"{name} does not support {attention}; using {used} attention"]
+    if limit is not None and max_length > limit:
+        found.append(f"warning: max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for")
+    return found
+
+
+def disable_dropout(model: torch.nn.Module) -> None:
+    """Turn dropout off for good, in train mode too.
+
+    Many transformers models apply dropout functionally, from a float attribute of the module or of its config
+    (`attention_dropout`, `resid_pdrop`, `layerdrop`, ...), so zeroing the `nn.Dropout` modules alone is not enough.
+    """
+    holders: list[Any] = list(model.modules())
+    # a config is shared by many modules and may nest others (multimodal models): zero each one once
+    configs = {id(c): c for m in holders for c in (getattr(m, "config", None),) if c is not None}
+    for config in list(configs.values()):
+        configs.update({id(c): c for c in vars(config).values() if hasattr(c, "to_dict")})
+    for holder in [*holders, *configs.values()]:
+        if isinstance(holder, torch.nn.modules.dropout._DropoutNd):
+            holder.p = 0.0
+        for name, value in list(vars(holder).items()):
+            if type(value) in (int, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
+                setattr(holder, name, type(value)(0))  # some configs insist on their int

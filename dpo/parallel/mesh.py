@@ -1,0 +1,89 @@
+"""How the processes of a run share its models and its rows, and what they tell each other."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+
+class Grid:
+    """How the processes of a run share its models and its rows.
+
+    Ranks fill a grid of `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours (usually on one
+    machine) share most. Along `tensor` a layer is cut (tensor parallelism); along `shard` parameters, gradients and
+    optimizer state are (FSDP); along `replicate` whole copies of these are kept equal. Processes that differ in
+    `tensor` only see the same rows.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        shard_size: int | None = None,
+        tensor_size: int = 1,
+        timeout_secs: float = 1800,
+    ) -> None:
+        self.rank, self.world_size, self.tensor_size = rank, world_size, tensor_size
+        self.data_rank, self.data_size = rank // tensor_size, world_size // tensor_size
+        self.counts = rank % tensor_size == 0  # one of those that see the same rows does
+        self.shard_size = shard_size or self.data_size
+        self._data_group = None  # all processes
+        if tensor_size > 1:
+            groups = [dist.new_group(range(t, world_size, tensor_size)) for t in range(tensor_size)]
+            self._data_group = groups[rank % tensor_size]
+        self.device = torch.device("cpu")
+        if dist.is_initialized():
+            if torch.cuda.is_available():
+                self.device = torch.device("cuda", torch.cuda.current_device())
+            # its advice, to flatten axes, does not apply to shards of slices
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+            grid = (self.data_size // self.shard_size, self.shard_size, tensor_size)
+            self.mesh = init_device_mesh(self.device.type, grid, mesh_dim_names=("replicate", "shard", "tensor"))
+            for group in (*self.mesh.get_all_groups(), self._data_group):  # which do not take after the group of all
+                _set_pg_timeout(timedelta(seconds=timeout_secs), group)
+
+    def add(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of the values of all processes."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def any(self, here: bool) -> bool:
+        """Whether `here` is true in any process."""
+        if self.world_size == 1:
+            return here
+        answer = torch.tensor(int(here), device=self.device)
+        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+        return bool(answer.item())
+
+    def gather_all(self, value: Any) -> list:
+        """The values of all processes, by rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def gather_list(self, values: list) -> list:
+        """The lists of all rows, in the order of the rows."""
+        if self.data_size == 1:
+            return values
+        parts: list[Any] = [None] * self.data_size
+        dist.all_gather_object(parts, values, group=self._data_group)
+        return [value for part in parts for value in part]
+
+
+def from_rank_0(value: Any) -> Any:
+    """What rank 0 gives; `value` in a process that is alone."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

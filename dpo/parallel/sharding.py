@@ -1,0 +1,201 @@
+"""Models over processes: which process holds which shard and which rows, weights from rank 0, gathering.
+
+The trainers call these as functions on a finished model. With one process every collective is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from dpo.errors import InputError
+from dpo.parallel.mesh import Grid
+from dpo.parallel.tensor_parallel import cut_modules, find_plan
+from dpo.system.host_memory import host_memory
+
+
+def distribute(model: Any, grid: Grid, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
+    """Spread a model over the processes of a grid, one unit per transformer block.
+
+    Rank 0's weights are the ones that count; the other ranks' may be on the meta device. Each unit is sent by rank 0,
+    cut along `tensor` and sharded before the next, so that a process never holds more than its shards and one unit.
+    Blocks are the modules of class `block_name`, or what the model itself says must not be split; embeddings and head,
+    tied or not, share the root's unit. Computes in `compute_dtype` and reduces gradients in float32. Raises InputError
+    for a class that the model does not have, and for a model that cannot be cut along `tensor`.
+    """
+    blocks = find_blocks(model, block_name)
+    plan = find_plan(model) if grid.tensor_size > 1 else {}
+    mesh = grid.mesh["replicate", "shard"] if grid.data_size > grid.shard_size else grid.mesh["shard"]
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # one group of tensor-parallel processes in the weights' own dtype needs nothing of FSDP
+    sharded = grid.tensor_size == 1 or grid.data_size > 1 or compute_dtype != model.dtype
+    specs = _agree_on_tensors(model)
+    names = {module: name for name, module in model.named_modules()}
+    done: set[torch.nn.Module] = set()
+    for unit in (*reversed(blocks), model):  # a block inside a block comes first
+        within = {*unit.modules()} - done
+        modules = {names[module]: module for module in unit.modules() if module in within}
+        _receive(modules, specs, grid)
+        if plan:
+            cut_modules(modules, plan, grid.mesh["tensor"])
+        if sharded:
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        done |= within
+    if sharded:
+        model.compute_dtype = compute_dtype
+        model.apply_to_itself = MethodType(_apply, model)
+        register_fsdp_forward_method(model, "apply_to_itself")
+    return model
+
+
+def _apply(model: Any, function: Callable, *args: Any) -> Any:
+    return function(model, *args)
+
+
+def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
+    """`function(model, *args)`, with the weights of the root's unit gathered once, as in the model's own forward."""
+    return model.apply_to_itself(function, *args) if isinstance(model, FSDPModule) else function(model, *args)
+
+
+def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
+    """The transformer blocks: of class `block_name`, or what the model itself says must not be split.
+
+    Raises InputError for a class that the model does not have.
+    """
+    names = [block_name] if block_name else sorted(model._no_split_modules or ())
+    if not names:
+        raise InputError(f"{type(model).__name__} does not name its blocks; set model.block_name to their class")
+    classes = tuple(get_block_class_from_model(model, name) for name in names)
+    if isinstance(model, classes):
+        raise InputError(f"model.block_name={block_name} is the whole model; null takes the blocks it names itself")
+    return [module for module in model.modules() if isinstance(module, classes)]
+
+
+def _agree_on_tensors(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of rank 0's parameters and buffers by name; with them come its settings for sampling."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}
+    sent = [own, getattr(model, "generation_config", None)]
+    dist.broadcast_object_list(sent, src=0)
+    theirs, model.generation_config = sent
+    odd = sorted(n for n in own.keys() | theirs.keys() if own.get(n, (None,))[0] != theirs.get(n, (None,))[0])
+    if odd:
+        raise InputError(
+            f"rank {dist.get_rank()} and rank 0 see different models at the same name ({', '.join(odd[:3])}); "
+            f"give every machine the same files"
+        )
+    return theirs
+
+
+def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], grid: Grid) -> None:
+    """Parameters and buffers of these modules become rank 0's, on this process's device; tied ones stay tied."""
+    received: dict[torch.Tensor, torch.Tensor] = {}
+    for prefix, module in modules.items():
+        for kind in (module._parameters, module._buffers):
+            for key, tensor in kind.items():
+                if tensor is None:
+                    continue
+                if tensor not in received:
+                    shape, dtype = specs[f"{prefix}.{key}".lstrip(".")]
+                    received[tensor] = _from_rank_0(tensor, shape, dtype, grid)
+                kind[key] = received[tensor]
+
+
+def _from_rank_0(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, grid: Grid) -> torch.Tensor:
+    if grid.rank == 0:
+        data = tensor.detach().to(grid.device).contiguous()
+    else:
+        data = torch.empty(shape, dtype=dtype, device=grid.device)
+    if grid.world_size > 1:
+        dist.broadcast(data, src=0)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
+    return data
+
+
+def accumulate(model: torch.nn.Module, *, last: bool) -> None:
+    """Say whether the next backward is the `last` of an update: once per update is enough for gathering the root's
+    unit, embeddings and head, and for adding up the gradients of copies (`replicate`)."""
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(last, recurse=False)
+        model.set_requires_all_reduce(last)
+
+
+def release_gathered(model: torch.nn.Module | None) -> None:
+    """Keep the shards alone of what a forward without a backward left gathered: the root's unit."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+@contextmanager
+def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
+    """Inside, every process holds the weights of all shards, if they fit into its memory; whether they do.
+
+    Sampling runs a forward per token: without this each of them would gather every block anew.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units:
+        yield True
+        return
+    if not _fits(model):
+        yield False
+        return
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield True
+    finally:
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(unit is not model, recurse=False)  # the root's are wanted again at once
+
+
+def _fits(model: torch.nn.Module) -> bool:
+    """Whether the gathered weights take at most half of the free memory of every process's device."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the allocator keeps for later does not count as free
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = host_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    answer = torch.tensor(int(gathered_size(model) <= free / 2), device=device)
+    dist.all_reduce(answer, op=dist.ReduceOp.MIN)
+    return bool(answer.item())
+
+
+def gathered_size(model: Any) -> int:
+    """Bytes of the weights of a sharded model that a process holds when all shards are gathered: in the dtype that it
+    computes in, and of what is cut along `tensor` a slice."""
+    return sum(p.numel() // _n_slices(p) for p in model.parameters()) * model.compute_dtype.itemsize
+
+
+def _n_slices(parameter: torch.Tensor) -> int:
+    """In how many slices a parameter is cut along `tensor`; its numel is that of the whole."""
+    if not isinstance(parameter, DTensor):  # of a unit that is gathered
+        return 1
+    axes = zip(parameter.device_mesh.mesh_dim_names, parameter.device_mesh.shape, parameter.placements, strict=True)
+    return next((size for axis, size, placement in axes if axis == "tensor" and placement.is_shard()), 1)
+
+
+def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) -> type[torch.nn.Module]:
+    """The class named `block_class_name` among the model's modules.
+
+    Raises InputError that lists the classes of repeated modules, the candidates for a transformer block.
+    """
+    for module in model.modules():
+        if type(module).__name__ == block_class_name:
+            return type(module)
+    repeated = {type(m[0]).__name__ for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)}
+    raise InputError(
+        f"model.block_name={block_class_name} is not a module class of {type(model).__name__}; "
+        f"its repeated blocks are {', '.join(sorted(repeated))}, and model.block_name=null takes those it names itself"
+    )

@@ -1,0 +1,101 @@
+"""Whole tensors of sharded models and optimizers, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from dpo.parallel.mesh import Grid, from_rank_0
+from dpo.parallel.sharding import _from_rank_0
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor gathered from all processes, any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def hold_the_same(model: torch.nn.Module, other: torch.nn.Module, grid: Grid) -> bool:
+    """Whether all weights of `other` are those of `model` in its own dtype, on every process; each has its part."""
+    ours, theirs = (list(map(_local, m.parameters())) for m in (model, other))
+    same = len(ours) == len(theirs) and all(torch.equal(a.to(b), b) for a, b in zip(ours, theirs, strict=True))
+    return not grid.any(not same)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_state(state: Any, *, copy: bool = False) -> Any:
+    """A state dict with every sharded tensor gathered, on the CPU; every process must call it.
+
+    One tensor at a time, so that no device holds the whole model; ranks other than 0 drop what they gathered. With
+    `copy` nothing in it changes when training goes on; tied tensors stay one.
+    """
+    keep = not dist.is_initialized() or dist.get_rank() == 0
+    copies: dict[tuple, torch.Tensor] = {}
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            gathered = full_tensor(value).detach()
+            if not keep:
+                return None
+            if not copy or gathered.device.type != "cpu":
+                return gathered.cpu()
+            own = value.to_local() if isinstance(value, DTensor) else value
+            if gathered.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
+                return gathered  # made by gathering, unless one process has all of it
+            place = (gathered.data_ptr(), gathered.shape, gathered.stride(), gathered.dtype)
+            if place not in copies:
+                copies[place] = gathered.clone()
+            return copies[place]
+        return {key: visit(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+    return visit(state)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, grid: Grid) -> None:
+    """Load rank 0's whole state dict, None elsewhere; each process keeps copies of what belongs to its shards."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        state = _cut_optimizer_state(parameters, state, grid)
+    else:
+        state = from_rank_0(state)
+    optimizer.load_state_dict(state)
+    for values in optimizer.state.values():  # on a CPU these may still be pages of the file that was read
+        values.update({key: v.clone() for key, v in values.items() if type(v) is torch.Tensor and v.is_cpu})
+
+
+def _cut_optimizer_state(
+    parameters: Sequence[torch.Tensor], state: dict[str, Any] | None, grid: Grid
+) -> dict[str, Any]:
+    """A state dict of this process's shards, from rank 0's of whole tensors."""
+    whole = {} if state is None else {i: dict(values) for i, values in state["state"].items()}
+    for i, values in whole.items():  # what is as large as its parameter travels alone
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameters[i].shape:
+                state["state"][i][key] = _Shaped(value.dtype)
+    sent = from_rank_0(state)
+    for i, values in sent["state"].items():
+        for key, value in values.items():
+            if isinstance(value, _Shaped):
+                own = whole[i][key].to(grid.device, copy=True) if grid.rank == 0 else None
+                values[key] = _place_like(parameters[i], own, value.dtype, grid)
+    return sent
+
+
+class _Shaped(NamedTuple):
+    """Stands for a tensor of the shape of its parameter."""
+
+    dtype: torch.dtype
+
+
+def _place_like(parameter: DTensor, whole: torch.Tensor | None, dtype: torch.dtype, grid: Grid) -> DTensor:
+    """Rank 0's `whole` tensor, cut over the processes as `parameter` is."""
+    data = _from_rank_0(whole, parameter.shape, dtype, grid)
+    mesh = parameter.device_mesh
+    replicated = DTensor.from_local(data, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=parameter.placements)

@@ -1,0 +1,260 @@
+"""Tensor parallelism: every process of a group holds a slice of each large matrix and computes its part of the layer.
+
+A plan names the modules to cut and how (a style); it comes from the model itself or from `PLANS`. Parameters become
+DTensors, so that gradients, clipping, optimizer and checkpoints know what each process holds; inside a module's forward
+they are plain local tensors, so that a layer costs no more than its one collective (Shoeybi et al. 2019, arXiv
+1909.08053).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from dpo.errors import InputError
+
+WHOLE, SUMMED, LAST = Replicate(), Partial(), Shard(-1)
+
+
+class Style(NamedTuple):
+    """How one module is cut over the group. Activations are (..., features)."""
+
+    cut: str | None  # the features that are cut: "out", "in", the "rows" of an embedding, or None
+    enter: Callable[[torch.Tensor, DeviceMesh], torch.Tensor] | None = None  # its input, before the local forward
+    leave: Callable[[torch.Tensor, DeviceMesh, int], torch.Tensor] | None = None  # its output; the int: full width
+    grad_is_partial: bool = False  # an uncut parameter that meets only this process's slice of the activations
+    divided: str | None = None  # an attribute that says how much there is, to be divided by the group's size
+
+
+def _convert(x: torch.Tensor, mesh: DeviceMesh, have: Any, want: Any, *, grad: Any = None, width: int = 0) -> Any:
+    """A local tensor laid out as `have` turned into one laid out as `want`, whose gradient arrives as `grad`."""
+    shape = (*x.shape[:-1], width) if width else None  # slices may differ in width by one chunk
+    stride = torch.empty(shape, device="meta").stride() if shape else None
+    have, want = (Shard(x.ndim - 1) if layout == LAST else layout for layout in (have, want))
+    whole = DTensor.from_local(x, mesh, [have], run_check=False, shape=shape, stride=stride)
+    return whole.redistribute(placements=[want]).to_local(grad_placements=[grad or want])
+
+
+def _copied(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A whole input of which every process computes other features: its gradients add up."""
+    return _convert(x, mesh, WHOLE, WHOLE, grad=SUMMED)
+
+
+class _SharedInput:
+    """Lets modules that take the same input (queries, keys and values) convert it once, so that the gradients of all
+    are added up before the one collective."""
+
+    def __init__(self) -> None:
+        self.takers = 0  # modules that share
+        self._given = self._converted = None
+        self._left = 0  # takers that have not had it
+
+    def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        if self._given is not x:
+            self._given, self._converted, self._left = x, _copied(x, mesh), self.takers
+        converted, self._left = self._converted, self._left - 1
+        if self._left == 0:
+            self._given = self._converted = None  # and what they hold
+        return converted
+
+
+def _sliced(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    return _convert(x, mesh, WHOLE, LAST)
+
+
+def _added(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+    return _convert(y, mesh, SUMMED, WHOLE)
+
+
+def _gathered(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+    return _convert(y, mesh, LAST, WHOLE, width=width)
+
+
+def _own_heads_of_three(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+    """GPT-2 puts queries, keys and values beside each other in one matrix: gather them, keep this process's heads."""
+    y = _convert(y, mesh, LAST, WHOLE, grad=SUMMED, width=width)
+    parts = y.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :]  # (..., 3, heads / group * head size)
+    return parts.flatten(-2)
+
+
+STYLES = {
+    "colwise": Style("out", _copied),
+    "rowwise": Style("in", None, _added),
+    "colwise_gather_output": Style("out", _copied, _gathered),
+    "rowwise_split_input": Style("in", _sliced, _added),
+    "fused_qkv": Style("out", _copied, _own_heads_of_three),
+    "embedding_rowwise": Style("rows", None, _added),
+    "replicated_with_grad_allreduce": Style(None, grad_is_partial=True),
+    "replicate": Style(None),
+    "gpt2_attention": Style(None, divided="split_size"),
+    "gptj_attention": Style(None, divided="num_attention_heads"),
+}
+
+# families whose models name no plan; transformers' names of styles, and fused_qkv and the two attentions
+PLANS = {
+    "gpt2": {
+        "transformer.h.*.attn": "gpt2_attention",
+        "transformer.h.*.attn.c_attn": "fused_qkv",
+        "transformer.h.*.attn.c_proj": "rowwise",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+    "gptj": {
+        "transformer.h.*.attn": "gptj_attention",
+        **{f"transformer.h.*.attn.{name}_proj": "colwise" for name in "qkv"},
+        "transformer.h.*.attn.out_proj": "rowwise",
+        "transformer.h.*.mlp.fc_in": "colwise",
+        "transformer.h.*.mlp.fc_out": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+}
+
+
+def check_tensor_parallel(config: Any, size: int) -> None:
+    """Raises InputError if attention heads cannot be shared out evenly to `size` processes. Needs only the config."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % size:
+            fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise InputError(
+                f"tensor_parallel_size={size} does not divide the model's {name}={heads}; "
+                f"sizes that do: {fitting}; or use trainer=FSDPTrainer, which cuts any model"
+            )
+
+
+def find_plan(model: Any) -> dict[str, Style]:
+    """Style of each module to cut, by its full name. Raises InputError for a model we cannot cut correctly."""
+    kind = model.config.model_type
+    named = PLANS.get(kind) or dict(getattr(model, "_tp_plan", None) or {})
+    if not named:
+        raise InputError(f"{type(model).__name__} has no tensor-parallel plan; use trainer=FSDPTrainer")
+    by_module = {module: name for name, module in model.named_modules()}
+    embedding, head = by_module[model.get_input_embeddings()], by_module[model.get_output_embeddings()]
+    named = {embedding: "embedding_rowwise", **named}
+    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:  # one matrix, so one cut
+        named |= {embedding: "embedding_rowwise", head: "colwise_gather_output"}
+    unknown = sorted(set(named.values()) - STYLES.keys())
+    if unknown:
+        raise InputError(
+            f"the tensor-parallel plan of {type(model).__name__} uses {', '.join(unknown)}, "
+            f"which is not supported here; use trainer=FSDPTrainer"
+        )
+    patterns = [(re.compile(re.escape(n).replace(r"\*", r"\d+")), STYLES[style]) for n, style in named.items()]
+    plan = {name: style for name in by_module.values() for p, style in patterns if p.fullmatch(name)}
+    _check_cover(model, plan, ignore={embedding, head})
+    return plan
+
+
+def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> None:
+    """A parameter beside modules whose output is a slice may see slices too: without a style it would train wrongly."""
+    slicing = (STYLES["colwise"], STYLES["fused_qkv"])
+    beside = {name.rpartition(".")[0] for name, style in plan.items() if style in slicing and name not in ignore}
+    for name, module in model.named_modules():
+        has_own = next(module.parameters(recurse=False), None) is not None
+        if has_own and name not in plan and (name in beside or name.rpartition(".")[0] in beside):
+            raise InputError(
+                f"the tensor-parallel plan of {type(model).__name__} does not say how to cut {name}; "
+                f"use trainer=FSDPTrainer"
+            )
+
+
+def cut_modules(modules: Mapping[str, torch.nn.Module], plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
+    """Give each process of `mesh` its slice of the modules' own parameters, and let forward compute with the slices.
+
+    `modules` are by full name and hold whole parameters; tied ones must come in one call, to stay tied.
+    """
+    slices: dict[Any, torch.nn.Parameter] = {}  # by the whole ones, which it keeps alive: no id is reused
+    inputs: dict[str, _SharedInput] = defaultdict(_SharedInput)  # by the parent of the modules that share one
+    for name, module in modules.items():
+        style = plan.get(name, STYLES["replicate"])
+        if style.enter is _copied:
+            shared = inputs[name.rpartition(".")[0]]
+            shared.takers += 1
+            style = style._replace(enter=shared.convert)
+        width = getattr(module, "out_features", 0) or getattr(module, "nf", 0)
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in slices:
+                slices[parameter] = _slice(parameter, _cut_dim(module, key, style), mesh)
+            module.register_parameter(key, slices[parameter])
+        if next(module.parameters(recurse=False), None) is not None:
+            _compute_with_slices(module, style, mesh, width)
+        if style.divided is not None:
+            setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
+
+
+def _compute_with_slices(module: torch.nn.Module, style: Style, mesh: DeviceMesh, width: int) -> None:
+    forward, rank = module.forward, mesh.get_local_rank()
+    if style.cut == "out" and hasattr(module, "nf"):
+        module.nf = module.weight.to_local().shape[1]  # transformers' Conv1D shapes its output by this
+    if style.cut == "rows":
+        forward = _lookup_of_own_rows(module, mesh)
+
+    def local_forward(*args: Any, **kwargs: Any) -> Any:
+        if style.enter:
+            args = (style.enter(args[0], mesh), *args[1:])
+        with _local_parameters(module, style, rank):
+            y = forward(*args, **kwargs)
+        return style.leave(y, mesh, width) if style.leave else y
+
+    module.forward = local_forward
+
+
+def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
+    """The dim of a parameter that is cut. Linear weights are (out, in), transformers' Conv1D has (in, out)."""
+    if style.cut is None or (name == "bias" and style.cut == "in"):
+        return None
+    transposed = hasattr(module, "nf")
+    return int(name != "bias" and (style.cut == "in") != transposed)
+
+
+def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> torch.nn.Parameter:
+    """This process's slice, in memory of its own so that the whole parameter can be freed."""
+    placement = WHOLE if dim is None else Shard(dim)
+    whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    local = whole.to_local()
+    if dim is not None:
+        local = local.clone(memory_format=torch.contiguous_format)
+    sliced = DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return torch.nn.Parameter(sliced, requires_grad=parameter.requires_grad)
+
+
+@contextmanager
+def _local_parameters(module: torch.nn.Module, style: Style, rank: int) -> Iterator[None]:
+    """The module's parameters as plain local tensors, whose gradients find back to the DTensors."""
+    held = dict(module._parameters)
+    for name, parameter in held.items():
+        if parameter is None:
+            continue
+        partial = style.grad_is_partial or (name == "bias" and style.cut == "in")
+        local = parameter.to_local(grad_placements=[SUMMED] if partial else None)
+        if name == "bias" and style.cut == "in":
+            local = local * (rank == 0)  # the outputs are added up: the bias must be in one of them
+        module._parameters[name] = local
+    try:
+        yield
+    finally:
+        module._parameters.update(held)
+
+
+def _lookup_of_own_rows(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callable:
+    """Embeddings of the tokens whose rows lie here, zeros for the others; the padding index moves along."""
+    lookup, rows = module.forward, module.weight.to_local().shape[0]
+    first = mesh.get_local_rank() * -(-module.weight.shape[0] // mesh.size())  # as torch.chunk cuts
+    padding = module.padding_idx
+    module.padding_idx = padding - first if padding is not None and 0 <= padding - first < rows else None
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        own = (ids >= first) & (ids < first + rows)
+        return lookup((ids - first).where(own, 0)) * own.unsqueeze(-1)  # (..., features)
+
+    return forward

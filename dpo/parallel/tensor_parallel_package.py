@@ -1,0 +1,193 @@
+"""Tensor parallelism by the package `tensor_parallel` 2.0.0: one process, several devices, a thread for each.
+
+The package's rules say how GPT-2, GPT-NeoX and Llama are cut; what transformers 5 or training needs otherwise is
+corrected here. Sampling and activation checkpointing are beyond it. Nothing else of ours knows the package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from dpo.errors import InputError
+from dpo.parallel.tensor_parallel import check_tensor_parallel
+
+FAMILIES = ("gpt2", "gpt_neox", "llama")
+ATTENTION = ("eager", "sdpa")
+
+
+def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> SplitModel:
+    """The model cut over two or more devices of this process; `model` itself, best on the CPU, stays as it is.
+
+    Raises InputError if the package does not import, and for a model that it cannot cut.
+    """
+    _check(model, len(devices))
+    check_tensor_parallel(model.config, len(devices))
+    try:
+        importlib.import_module("tensor_parallel")
+    except ImportError as error:  # often for pkg_resources, which setuptools 82 no longer has
+        raise _refusal(
+            f"needs the package tensor_parallel, which does not import ({error})",
+            "pip install tensor_parallel==2.0.0 'setuptools>=77,<82'",
+        ) from error
+    return SplitModel(model, [torch.device(device) for device in devices])
+
+
+def _refusal(problem: str, fix: str) -> InputError:
+    backend = "tensor_parallel.backend"
+    return InputError(f"{backend}=tensor_parallel {problem}; {fix}, or use {backend}=dtensor")
+
+
+def _check(model: Any, n_devices: int) -> None:
+    config, family, attention = model.config, model.config.model_type, model.config._attn_implementation
+    if n_devices < 2:
+        raise _refusal(f"cuts a model over two devices or more, and here is {n_devices}", "set tensor_parallel_size=2")
+    if family not in FAMILIES:
+        raise _refusal(f"cannot cut {family}", f"use a model of {', '.join(FAMILIES)}")
+    if attention not in ATTENTION:
+        raise _refusal(f"cannot cut {attention} attention", f"set model.attn_implementation={' or '.join(ATTENTION)}")
+    if family == "llama" and (config.attention_bias or config.mlp_bias):
+        raise _refusal("cannot cut a Llama with biases", "use another model")
+    if family == "llama" and config.head_dim * config.num_attention_heads != config.hidden_size:
+        raise _refusal(f"cannot cut heads of head_dim={config.head_dim} that do not fill hidden_size", "use another")
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        # backward would compute a part of one device again, and wait for the others' parts for ever
+        raise _refusal("cannot compute activations again", "set activation_checkpointing=false")
+
+
+class SplitModel(torch.nn.Module):
+    """A model of which each device holds a slice; `state_dict()` is that of the whole model.
+
+    `parameters()` hold every number once, so that norm, clipping and elementwise updates are those of the whole model.
+    """
+
+    def __init__(self, model: Any, devices: Sequence[torch.device]) -> None:
+        from tensor_parallel import TensorParallel
+
+        super().__init__()
+        self.config = model.config
+        names = {tensor: name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
+        self.names = {alias: names[tensor] for alias, tensor in model.state_dict(keep_vars=True).items()}  # tied: two
+        self.parameter_names = [name for name, _ in model.named_parameters()]
+        rules, alone = _rules(model, devices)
+        by_pattern = rules.state_rules.items()
+        self.rules = {n: next((r for p, r in by_pattern if p.search(n)), None) for n in self.names.values()}
+        self.cut = TensorParallel(model, devices, tensor_parallel_config=rules, distributed=False)
+        for name in (name for name, rule in self.rules.items() if rule is alone):
+            for part in self._parts(name)[1:]:
+                part.requires_grad_(False)
+        self.train(model.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._forget_gathered()
+        return self.cut(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Names, shapes and order of the model that was cut; matrices that were cut come joined, on the CPU."""
+        whole = self._whole({})
+        return {alias: whole[name] for alias, name in self.names.items()}
+
+    def keep_whole_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer's state dicts be those of an optimizer over the `parameters()` of the model that was cut.
+
+        Raises InputError for Adafactor, whose updates look at whole rows and columns and not at each number alone.
+        """
+        if isinstance(optimizer, torch.optim.Adafactor):
+            raise _refusal("does not give Adafactor the whole matrices it needs", "use another optimizer")
+        optimizer.register_state_dict_post_hook(self._whole_optimizer_state)
+        optimizer.register_load_state_dict_pre_hook(self._cut_optimizer_state)
+
+    def _whole_optimizer_state(self, optimizer: torch.optim.Optimizer, cut: dict[str, Any]) -> dict[str, Any]:
+        whole: dict[int, dict] = {i: {} for i, _ in enumerate(self.parameter_names) if optimizer.state}
+        for key, first in next(iter(optimizer.state.values()), {}).items():
+            values = self._whole({p: state[key] for p, state in optimizer.state.items()}) if first.ndim else {}
+            for i, state in whole.items():
+                state[key] = values.get(self.parameter_names[i], first)  # a number like `step` is the same for all
+        groups = [group | {"params": list(range(len(self.parameter_names)))} for group in cut["param_groups"]]
+        return cut | {"state": whole, "param_groups": groups}
+
+    def _cut_optimizer_state(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+        """What each parameter of the devices has of the whole state; norms lie in one flat parameter per device."""
+        states = {name: whole["state"].get(i, {}) for i, name in enumerate(self.parameter_names)}
+        cut: dict[torch.Tensor, dict[str, Any]] = {}
+        for name, state in states.items():
+            for rank, part in enumerate(self._parts(name)):
+                rule = self.rules[name]
+                cut[part] = {
+                    key: (rule(value, rank=rank) if rule and value.ndim else value).clone()  # `step` grows in place
+                    for key, value in state.items()
+                }
+        flat = self.cut.sharding_manager
+        for rank, part in enumerate(flat.flat_shards):
+            columns = [states[name] for name in flat.sharded_param_names]
+            cut[part] = {
+                key: _flatten([c[key] for c in columns], rank, len(flat.flat_shards), part) for key in columns[0]
+            }
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        state = {number: cut[parameter] for number, parameter in enumerate(parameters) if cut.get(parameter)}
+        groups = [group | {"params": list(range(len(parameters)))} for group in whole["param_groups"]]
+        return whole | {"state": state, "param_groups": groups}
+
+    @torch.no_grad()
+    def _whole(self, instead: Mapping[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The whole tensors by name, made of other values than the parameters' own where some are given."""
+        own = {parameter: parameter.data for parameter in instead}
+        try:
+            for parameter, values in instead.items():
+                parameter.data = values
+            self._forget_gathered()
+            self.cut.sharding_manager.synchronize_weights(self.cut.all_cuda)
+            parts = {name: self._parts(name) for name in self.rules}
+            return {n: (rule.undo(parts[n]) if rule else parts[n][0]).detach() for n, rule in self.rules.items()}
+        finally:
+            for parameter, values in own.items():
+                parameter.data = values
+
+    def _parts(self, name: str) -> list[torch.Tensor]:
+        return [attrgetter(name)(shard) for shard in self.cut.module_shards]
+
+    def _forget_gathered(self) -> None:
+        """The package spreads norms over the devices and gathers them in forward, but would train with what it last
+        gathered in an evaluation, which passes no gradient on."""
+        self.cut.sharding_manager._last_versions = None
+
+
+def _flatten(values: Sequence[torch.Tensor], rank: int, n_devices: int, like: torch.Tensor) -> torch.Tensor:
+    """The piece that device `rank` has of each value, one after the other and padded, as the package lays them out."""
+    if not values[0].ndim:
+        return values[0].clone()
+    flat = torch.zeros_like(like, requires_grad=False)
+    pieces = torch.cat([value.flatten().tensor_split(n_devices)[rank] for value in values])
+    flat[: len(pieces)] = pieces
+    return flat
+
+
+def _rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
+    """The package's rules for the model's family, corrected, and the one among them for biases added to a sum."""
+    from tensor_parallel.communications import CollectiveOperation
+    from tensor_parallel.slicing_configs import PREDEFINED_CONFIGS
+    from tensor_parallel.state_actions import LegacyStateAction, Scale, Split
+
+    n, head = len(devices), r".*lm_head"
+    rules = PREDEFINED_CONFIGS[model.config.model_type](model.config, devices)
+    # The package gives each device 1/n of such a bias. Each part gets the whole gradient: the norm counts it n times,
+    # and an update of Adam or RMSprop is n times as long. So the first device keeps all of it, the others zeros.
+    alone = LegacyStateAction(lambda bias, rank: bias * (rank == 0), lambda parts: parts[0])
+    states = {pattern: alone if isinstance(rule, Scale) else rule for pattern, rule in rules.state_rules.items()}
+    states[re.compile(rf"{head}\.weight$")] = Split(n, dim=1)  # as the embeddings, with which it may be tied
+    names = [name for name, _ in model.named_parameters()]
+    rules.state_rules = {p: rule for p, rule in states.items() if any(map(p.search, names))}  # it warns of unused ones
+    # On CPUs the package adds in the order in which the threads arrive, so that no two runs are alike.
+    added = "sum" if devices[0].type == "cuda" else CollectiveOperation(n, lambda *parts: [sum(parts)] * n)
+    outputs = rules.output_rules | {re.compile(f"{head}$"): {0: "sum"}}
+    # the second output was a cache once; now it is attention weights, which nobody needs
+    rules.output_rules = {p: {0: added if rule[0] == "sum" else rule[0]} for p, rule in outputs.items()}
+    rules.input_rules = {re.compile(f"{head}$"): {0: "split -1"}}
+    if model.config.model_type != "gpt2":  # the others take their sizes from the weights
+        rules.attr_rules = {}
+    return rules, alone

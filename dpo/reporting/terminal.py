@@ -1,0 +1,175 @@
+"""What a run shows: on a terminal a bar, in a log file plain lines with the same words, which grep finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import tqdm
+
+from dpo.settings.files import dotted
+
+QUIET_SECS = 30  # between two lines of a log file about an evaluation or sampling that goes on
+SHOWN = {  # of an update's metrics, with how many digits
+    "loss/train": ("loss", 4),
+    "rewards_train/accuracies": ("acc", 2),
+    "rewards_train/margins": ("margin", 3),
+}
+ABSENT = object()
+
+
+def number(value: float, digits: int = 3) -> str:
+    """So many significant digits, and no exponent for what is large."""
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
+def duration(seconds: float) -> str:
+    """`0:12`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def table(title: str, metrics: Mapping[str, float]) -> str:
+    """A line for each name and value, one below the other."""
+    width = max(map(len, metrics), default=0)
+    return "\n".join([f"{title}:", *(f"  {name:<{width}}  {value:>10.5g}" for name, value in metrics.items())])
+
+
+def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """`key=value` of what is not as in the defaults, nested keys with dots."""
+
+    before = dict(dotted(defaults))
+    changed = {key: value for key, value in dotted(values) if before.get(key, ABSENT) != value}
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed.items()]
+
+
+def _shows_bars() -> bool:
+    """Whether output goes to a terminal of some size; without rows, as recorders have it, tqdm would draw nothing."""
+    if not sys.stdout.isatty():
+        return False
+    try:
+        return 0 not in os.get_terminal_size(sys.stdout.fileno())
+    except OSError:  # no file that could have a size
+        return True
+
+
+class Task:
+    """How far one of the things is that take long: updates, an evaluation, sampling. `each` is an item's examples."""
+
+    def __init__(self, what: str, *, total: int, done: int, each: int | None) -> None:
+        self.what, self.total, self.done, self.each = what, total, done, each
+        self.part, self.note = 0.0, ""  # of the item at hand
+        self.began, self.before = time.monotonic(), done
+        self.elsewhere = 0.0  # seconds that went into other tasks meanwhile
+        self.said = self.began
+
+    def left(self) -> str:
+        """How long the rest takes if it goes on like this; empty while nobody knows."""
+        done = self.done + self.part - self.before
+        if done <= 0:
+            return ""
+        seconds = time.monotonic() - self.began - self.elsewhere
+        return f"{duration(seconds / done * (self.total - self.done - self.part))} left"
+
+    def __str__(self) -> str:
+        facts = [f"{self.what} {self.done}/{self.total}"]
+        if self.each:
+            facts.append(f"{self.done * self.each:,}/{self.total * self.each:,} examples")
+        return "  ".join(filter(None, [*facts, self.note, self.left()]))
+
+
+class Progress:
+    """A bar on a terminal. In a log file lines: of updates one at most every `interval` seconds, of anything else that
+    takes long one every half a minute. `each` says how many examples an item of a task has, if that is known."""
+
+    def __init__(self, *, interval: float, silent: bool, each: Mapping[str, int] | None = None) -> None:
+        self.interval, self.silent, self.each = interval, silent, each or {}
+        self.show_bar = not silent and _shows_bars()
+        self._open: list[tuple[Task, Any]] = []  # tasks inside of tasks, and their bars
+        self._last_update = float("-inf")
+
+    def updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
+        """Iterate over the batches of updates, `done` of the `total` before; `train` says what each of them gave."""
+        with self._showing("update", total=total, done=done, leave=True):
+            yield from items
+
+    def over(self, items: Iterable, *, total: int, what: str) -> Iterator:
+        """Iterate over the items of a task."""
+        with self._showing(what, total=total) as task:
+            for task.done, item in enumerate(items):
+                yield item
+                task.done, task.part, task.note = task.done + 1, 0.0, ""
+                self._show()
+
+    def train(self, metrics: Mapping[str, float], *, updates: int) -> None:
+        """What the update gave with which so many were made."""
+        if self.silent:
+            return
+        facts = [f"{name} {number(metrics[key], n)}" for key, (name, n) in SHOWN.items() if key in metrics]
+        task, _ = self._open[-1]
+        task.done, task.note = updates, "  ".join([*facts, f"{number(metrics['examples_per_second'])} ex/s"])
+        if self.show_bar:
+            self._draw()
+        elif time.monotonic() - self._last_update >= self.interval:
+            self._last_update = time.monotonic()
+            self.line(str(task))
+
+    def part(self, done: int, total: int, what: str) -> None:
+        """So much of the item at hand is done, for instance of the tokens of its continuations."""
+        if self._open:
+            task, _ = self._open[-1]
+            task.part, task.note = done / total, f"{what} {done}/{total}"
+            self._show()
+
+    def line(self, text: str) -> None:
+        """A line that does not break the bar."""
+        if not self.silent:
+            tqdm.tqdm.write(text, file=sys.stdout) if self.show_bar else print(text, flush=True)
+
+    def close(self) -> None:
+        """Leave the bars as they are: what else is printed comes below them."""
+        while self._open:
+            self._open.pop()[1].close()
+
+    @contextmanager
+    def _showing(self, what: str, *, total: int, done: int = 0, leave: bool = False) -> Iterator[Task]:
+        task = Task(what, total=total, done=done, each=self.each.get(what))
+        bar = tqdm.tqdm(
+            total=total,
+            initial=done,
+            desc=str(task),
+            bar_format="{percentage:3.0f}% |{bar:20}| {desc}",
+            file=sys.stdout,
+            disable=not self.show_bar,
+            leave=leave,
+            miniters=0,
+            dynamic_ncols=True,
+        )
+        self._open.append((task, bar))
+        try:
+            yield task
+        finally:
+            if (task, bar) in self._open:
+                self._open.remove((task, bar))
+                bar.close()
+            if self._open:
+                self._open[-1][0].elsewhere += time.monotonic() - task.began
+
+    def _show(self) -> None:
+        task, _ = self._open[-1]
+        if self.show_bar:
+            self._draw()
+        elif time.monotonic() - task.said >= QUIET_SECS:
+            task.said = time.monotonic()
+            self.line(str(task))
+
+    def _draw(self) -> None:
+        task, bar = self._open[-1]
+        bar.set_description_str(str(task), refresh=False)
+        bar.update(task.done + task.part - bar.n)

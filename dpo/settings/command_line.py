@@ -1,0 +1,284 @@
+"""The command line before Hydra sees it: options by an allow-list, every override that cannot be applied, no secret
+written down, no code named.
+
+Hydra stops at the first override it cannot apply; this finds all of them, and whatever else is wrong with the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hydra
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dpo.settings.files import dotted
+from dpo.settings.keys import RULES
+from dpo.settings.validation import HYDRAS_OWN, did_you_mean, refuse_hydras_own
+from dpo.system.redaction import redact, secrets_in
+
+MULTIRUN = ("-m", "--multirun")
+FLAGS = (*MULTIRUN, "-h", "--help", "--hydra-help", "--version", "--resolve")
+WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-sc", "--shell-completion", "-cd", "--config-dir")
+CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
+SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")
+
+GLOB = re.compile(r"=\s*glob\(")
+RESOLVER = re.compile(r"\$\{[^}]*:")
+# a group's option that is a number, keys inside of what is no mapping, a file that is no YAML
+COMPOSING = (HydraException, OmegaConfBaseException, ValueError, AssertionError, AttributeError, yaml.YAMLError)
+HOW_COMPOSED = ("hydra.runtime.", "hydra.overrides.", "hydra.searchpath", "hydra.job.override_dirname")
+SAME_IN_ALL = "hydra.job.config.override_dirname.exclude_keys"
+
+
+class CommandLine(NamedTuple):
+    """Hydra's options, and the overrides."""
+
+    options: list[str]
+    overrides: list[str]
+    config_dir: str | None
+
+    @property
+    def is_sweep(self) -> bool:
+        return any(option in MULTIRUN for option in self.options)
+
+    @property
+    def only_shows(self) -> bool:
+        """Whether nothing runs: help, completion, information."""
+        return any(option.split("=")[0] in SHOWING for option in self.options)
+
+    @property
+    def wants_help(self) -> bool:
+        return any(option in ("-h", "--help") for option in self.options)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Hydra wants its options first; a sweep's jobs are told what is the same for all of them."""
+        same = [key_of(override) for override in self.overrides if _parts_of_sweep(override) is None]
+        told = f"{SAME_IN_ALL}={same!r}".replace(" ", "")
+        return [*self.options, *self.overrides, *self.search, *([told] if self.is_sweep else [])]
+
+    @property
+    def search(self) -> list[str]:
+        """The override by which Hydra finds a user's own config files: the same when they are checked and used."""
+        if self.config_dir is None:
+            return []
+        place = str(Path(self.config_dir).resolve()).replace("'", "\\'")
+        return [f"hydra.searchpath=['file://{place}']"]
+
+
+def key_of(override: str) -> str:
+    """The key or group that an override sets."""
+    return override.split("=", 1)[0].lstrip("+~")
+
+
+def parse(arguments: list[str]) -> CommandLine:
+    """Raises ValueError for an option that Hydra has not or that is refused; abbreviations are not taken."""
+    options, overrides, config_dir = [], [], None
+    left = iter(arguments)
+    for argument in left:
+        if not argument.startswith("-"):
+            is_open = argument.startswith(("dataset_sources.", "dataset_sources="))  # to new names
+            overrides.append(f"++{argument}" if is_open else argument)
+            continue
+        name, has_value, value = argument.partition("=")
+        if name not in (*FLAGS, *WITH_VALUE):
+            raise ValueError(f"{name} is not an option here; there are {', '.join((*FLAGS, *WITH_VALUE))}")
+        words = [argument]
+        if name in WITH_VALUE and not has_value:
+            value = next(left, "")
+            words.append(value)
+        if name in CONFIG_DIR_OPTIONS:
+            if not value:
+                raise ValueError(f"{name} needs a directory: {name} DIR")
+            config_dir = value
+        else:
+            options += words
+    return CommandLine(options, _with_paths(overrides), config_dir)
+
+
+def _with_paths(overrides: list[str]) -> list[str]:
+    """`dataset_sources.NAME=PLACE` as `dataset_sources.NAME.path=PLACE` where more is said of NAME, as its columns."""
+    keys = [key_of(override) for override in overrides]
+
+    def with_path(override: str, key: str) -> str:
+        more = key.startswith("dataset_sources.") and any(other.startswith(f"{key}.") for other in keys)
+        return (
+            override.replace("=", ".path=", 1) if more and not override.partition("=")[2].startswith("{") else override
+        )
+
+    return [with_path(override, key) for override, key in zip(overrides, keys, strict=True)]
+
+
+def find_problems(
+    line: CommandLine, own_configs: Path, find_config_problems: Callable[[DictConfig], list[str]]
+) -> list[str]:
+    """Everything wrong with a command line, one sentence each; what is in its config is looked at if it is composed
+    at all, and only if an override cannot be applied: `main` does it for every job of a sweep."""
+    problems = _find_problems(line, own_configs, find_config_problems)
+    for secret in (text for text in secrets_in(line.overrides) if len(text) > 3):  # or it would be in any word
+        problems = [problem.replace(secret, "REDACTED") for problem in problems]
+    return problems
+
+
+def _find_problems(
+    line: CommandLine, own_configs: Path, find_config_problems: Callable[[DictConfig], list[str]]
+) -> list[str]:
+    if torn := next((o for o in line.overrides if o.startswith("=")), None):
+        before = next((a for a, b in itertools.pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
+        return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
+    problems = [problem for o in line.overrides if (problem := refuse_hydras_own(key_of(o), o))]
+    problems += [f"{o}: glob() does not work here; name the options" for o in line.overrides if GLOB.search(o)]
+    if line.is_sweep:
+        holding = [key_of(o) for o in line.overrides if secrets_in([o]) or redact(o) != o]
+        problems += [
+            f"{key} holds a secret, and a sweep writes its command line down: give it as '${{oc.env:NAME}}'"
+            for key in holding
+        ]
+    if problems:
+        return problems
+    with hydra.initialize_config_dir(str(own_configs.resolve()), version_base="1.3"):
+        if line.config_dir is not None:
+            problems = [*_find_danger_in_files(line, own_configs)]
+        if problems or line.only_shows:
+            return problems
+        overrides = [_first_of_sweep(o) for o in line.overrides] if line.is_sweep else line.overrides
+        return _find_refused(overrides, line.search, own_configs, find_config_problems)
+
+
+def _find_refused(
+    overrides: list[str], search: list[str], own_configs: Path, find_config_problems: Callable[[DictConfig], list[str]]
+) -> list[str]:
+    """Why Hydra cannot apply overrides, and what is wrong with the config that the others make."""
+
+    def refusal(tried: list[str]) -> str | None:
+        return _refusal(tried, search, own_configs)
+
+    if not refusal(overrides):
+        return []
+    groups = [o for o in overrides if o.split("=")[0] in os.listdir(own_configs)]
+    refused = {o: reason for o in groups if (reason := refusal([o]))}
+    groups = [o for o in groups if o not in refused]
+    refused |= {o: reason for o in overrides if o not in refused and (reason := refusal([*groups, o]))}
+    rest = [o for o in overrides if o not in refused]
+    from dpo.errors import InputError
+
+    # a refused override leaves its key as it was, which is not another problem
+    keys = tuple(f"{o.split('=')[0]} is not set" for o in refused)
+    try:
+        problems = find_config_problems(hydra.compose("config", [*search, *rest]))
+    except InputError as error:  # the launcher's variables
+        problems = [str(error)]
+    return [*refused.values(), *(p for p in problems if not p.startswith(keys))]
+
+
+def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]:
+    """What a user's own config files would change of Hydra's own keys, by which it runs code: found by composing with
+    them and without, whatever they write and however they are chosen."""
+    from dpo.errors import InputError
+    from dpo.system.plain_files import check_readable  # imports torch
+
+    directory = Path(line.config_dir)
+    if not directory.is_dir():
+        yield f"--config-dir {directory} is not a directory"
+        return
+    try:
+        for file in _yaml_files(directory):
+            check_readable(file)
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+            # by the time or the environment they would name one file while they are checked and another when they run
+            if isinstance(content, Mapping) and RESOLVER.search(str(content.get("defaults"))):
+                yield f"{file}: its defaults may refer to other choices, not to resolvers: {content['defaults']}"
+    except (InputError, OSError, ValueError, yaml.YAMLError) as error:
+        yield " ".join(str(error).split())
+        return
+
+    def chooses_a_file(override: str) -> bool:
+        group = key_of(override).partition("@")[0]
+        return (directory / group).is_dir() or (own_configs / group).is_dir()
+
+    plain = _hydras_own([o for o in line.overrides if key_of(o).startswith("hydra")]) or _hydras_own([])
+    parts = [
+        [f"{o.split('=', 1)[0]}={part}" for part in swept] if (swept := _parts_of_sweep(o)) else [o]
+        for o in line.overrides
+    ]
+    found: dict[str, None] = {}
+    for overrides in itertools.product(*(values if chooses_a_file(values[0]) else values[:1] for values in parts)):
+        own = _hydras_own([*line.search, *overrides])
+        if not own and line.is_sweep:
+            found[f"the job of {' '.join(overrides)} cannot be composed"] = None
+        for key in own:
+            if plain.get(key) != own[key] and key not in HYDRAS_OWN:
+                found[f"--config-dir {directory}: {key} may be set on the command line alone, if at all"] = None
+    yield from found
+
+
+def _yaml_files(directory: Path) -> Iterator[Path]:
+    """Those below a directory, each real directory once, also behind links."""
+    seen: set[str] = set()
+    for folder, inner, names in os.walk(directory, followlinks=True):
+        inner[:] = [] if os.path.realpath(folder) in seen else inner
+        seen.add(os.path.realpath(folder))
+        yield from (Path(folder) / name for name in sorted(names) if name.endswith(".yaml"))
+
+
+def _hydras_own(overrides: list[str]) -> dict[str, Any]:
+    """Hydra's keys, dotted, as composed and not resolved; without what says how. Empty if it cannot compose."""
+    try:
+        config = hydra.compose("config", overrides, return_hydra_config=True)
+    except COMPOSING:
+        return {}  # `_refusal` explains it
+
+    values = dotted(OmegaConf.to_container(config.hydra, resolve=False), "hydra.")
+    return {key: value for key, value in values if not key.startswith(HOW_COMPOSED)}
+
+
+def _refusal(overrides: list[str], search: list[str], own_configs: Path) -> str | None:
+    """Why Hydra cannot compose with these overrides, in a sentence; None if it can."""
+    try:
+        hydra.compose("config", [*search, *overrides], return_hydra_config=True)
+        return None
+    except COMPOSING as error:
+        return _explain(overrides[-1], error, own_configs)
+
+
+def _explain(override: str, error: Exception, own_configs: Path) -> str:
+    key, equals, value = override.lstrip("+~").partition("=")
+    if not equals and not override.startswith("~"):
+        return f"{override} is not an override: write NAME=VALUE"
+    if (own_configs / key).is_dir():
+        options = sorted(path.stem for path in (own_configs / key).glob("*.yaml"))
+        return f"{key}={value} is not one of {', '.join(options)}"
+    if "is not in struct" in f"{error}{error.__cause__}":
+        group, _, name = key.partition(".")
+        # in a list, for '???' does not count as being in a DictConfig
+        having = sorted(f.stem for f in own_configs.glob(f"{group}/*.yaml") if name in [*OmegaConf.load(f)])
+        if having:
+            return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={h}' for h in having)}"
+        return did_you_mean(key, [*RULES, "dataset_sources", *os.listdir(own_configs)])
+    if value.startswith("~"):
+        return f"{override}: ~ is not expanded here; write the whole path"
+    return f"{override} is not a valid override: {' '.join(str(error).split())[:300]}"
+
+
+def _first_of_sweep(override: str) -> str:
+    """`loss.beta=0.1,0.5` as `loss.beta=0.1`: a sweep's first job stands for all when keys are checked."""
+    parts = _parts_of_sweep(override)
+    return override if parts is None else f"{override.split('=', 1)[0]}={next(parts)}"
+
+
+def _parts_of_sweep(override: str) -> Iterator[str] | None:
+    """The values over which an override sweeps; None if it has only one."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return None  # `_refusal` explains it
+    return parsed.sweep_string_iterator() if parsed.is_sweep_override() and not GLOB.search(override) else None

@@ -1,0 +1,106 @@
+"""The files in `config/`, read without Hydra: what a config lacks, each key's comment; dotted keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+CONFIG_DIR = Path(__file__).parents[2] / "config"
+OF_HYDRA = ("defaults", "hydra")
+ANYTHING = ("dataset_sources",)  # mappings of names that are the user's
+
+
+def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path | None = None) -> DictConfig:
+    """A config with what it lacks as `config/` has it, such as keys that the reference's own config does not know.
+
+    `run_dir`, if given, is its `local_run_dir` if it has none. Nothing that it has is changed.
+    """
+    config = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+    defaults = defaults_of(OmegaConf.select(config, "loss.name"))
+    if run_dir is not None:
+        defaults["local_run_dir"] = str(run_dir)
+    missing = _missing(OmegaConf.to_container(config), defaults)
+    return OmegaConf.merge(missing, config) if missing else config  # type: ignore[return-value]
+
+
+def require(config: DictConfig) -> None:
+    """Raises InputError if a config lacks what has no default: a loss, its options, a model's name."""
+    from dpo.errors import InputError
+
+    defaults = defaults_of(OmegaConf.select(config, "loss.name"))
+    if "loss" not in defaults:
+        losses = ", ".join(sorted(file.stem for file in (CONFIG_DIR / "loss").glob("*.yaml")))
+        raise InputError(f"loss.name={OmegaConf.select(config, 'loss.name')} is not one of {losses}")
+    needed = [
+        f"{group}.{key}" for group in ("model", "loss") for key, value in defaults[group].items() if value == "???"
+    ]
+    for key in needed:
+        if OmegaConf.select(config, key, throw_on_missing=False) is None:
+            raise InputError(f"{key} is not set, and has no default")
+
+
+def defaults_of(loss: str | None = None) -> dict[str, Any]:
+    """What `config/` has under each key; of `loss` only if it is one."""
+    defaults = _load(CONFIG_DIR / "config.yaml") | {"model": _load(CONFIG_DIR / "model" / "blank_model.yaml")}
+    file = CONFIG_DIR / "loss" / f"{loss}.yaml"
+    return defaults | ({"loss": _load(file)} if file.is_file() else {})
+
+
+def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys with dots and what is under them, in their order; an empty mapping is a value."""
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _load(file: Path) -> dict[str, Any]:
+    content = OmegaConf.to_container(OmegaConf.load(file))
+    return {key: value for key, value in content.items() if key not in OF_HYDRA}  # type: ignore[union-attr]
+
+
+def _missing(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of keys that a config has not; those that must be set have none."""
+    missing: dict[str, Any] = {}
+    for key, value in defaults.items():
+        if not isinstance(value, Mapping):
+            missing |= {key: value} if key not in config and value != "???" else {}
+        elif key not in config:
+            missing[key] = _missing({}, value)
+        elif isinstance(config[key], Mapping) and key not in ANYTHING:
+            inner = _missing(config[key], value)
+            missing |= {key: inner} if inner else {}
+    return missing
+
+
+def help_text() -> str:
+    """Every key with its default and its comment, as `config/` has them, and which groups there are."""
+    groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
+    options = {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
+    main = (CONFIG_DIR / "config.yaml").read_text(encoding="utf-8").split("\ndefaults:")[0]
+    parts = [HELP, *(f"{name}: {', '.join(names)}" for name, names in options.items()), "", main]
+    parts += ["# model=...: another model has another name_or_path and block_name", _nested("model", "blank_model")]
+    for loss in options["loss"]:
+        parts += [f"# loss={loss}", _nested("loss", loss)]
+    return "\n".join([*parts, END])
+
+
+def _nested(group: str, option: str) -> str:
+    text = (CONFIG_DIR / group / f"{option}.yaml").read_text(encoding="utf-8")
+    return "\n".join([f"{group}:", *(f"  {line}" if line else "" for line in text.splitlines()), ""])
+
+
+HELP = """Preference training: SFT, DPO, conservative DPO, IPO.
+
+python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft batch_size=64 gradient_accumulation_steps=2
+python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST exp_name=dpo ...
+python train.py -m loss=dpo loss.beta=0.05,0.1,0.5 exp_name=sweep ...
+
+Config groups (choose with group=option):
+"""
+END = """Also: --cfg job (the composed config), --hydra-help (Hydra's own options), -sc install=bash (shell completion).
+Bad input ends with status 2; HYDRA_FULL_ERROR=1 shows the traceback."""

@@ -1,0 +1,122 @@
+"""The jobs of a sweep: what tells them apart, in the name of each one's directory, and a table of what came of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpo.settings.command_line import key_of
+from dpo.system.redaction import redact
+
+LONGEST_NAME = 100  # characters; file systems take 255, of which W&B and others append some
+QUALITIES = (("rewards_eval/accuracies", max), ("loss/eval", min))  # of which the first that was measured counts
+
+
+@dataclass
+class Job:
+    """One job of a sweep: its number, the overrides that the sweep varies, where it ran."""
+
+    number: int
+    overrides: list[str]
+    directory: Path | None = None
+    folder: Path | None = None  # of the sweep's own files
+    finished: bool = False
+
+    @property
+    def name(self) -> str:
+        """The number, so that no two are alike, and the overrides as far as a file's name takes them; no secret."""
+        text = re.sub(r"[^\w.=,+-]+", "_", ",".join(self.shown), flags=re.ASCII).strip("_")
+        return f"{self.number}_{text}"[:LONGEST_NAME].rstrip("_.") if text else str(self.number)
+
+    @property
+    def shown(self) -> list[str]:
+        return [redact(override).lstrip("+~") for override in self.overrides]
+
+
+class Sweep:
+    """The jobs that this process runs one after the other; none if it is no sweep."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def begin_job(self, config: Any, hydra_config: Any) -> None:
+        """Give a job a directory that names what it overrides: inside the one that was given for the sweep, or, under
+        `local_dirs`, one of its own."""
+        constant = set(hydra_config.job.config.override_dirname.exclude_keys)
+        overrides = {override: key_of(override) for override in hydra_config.overrides.task}
+        job = Job(hydra_config.job.num, [override for override, key in overrides.items() if key not in constant])
+        given = "local_run_dir" in overrides.values()
+        config.local_run_dir = f"{os.path.expanduser(config.local_run_dir)}{'/' if given else '_'}{job.name}"
+        job.directory = Path(config.local_run_dir)
+        job.folder = job.directory.parent if given else Path(hydra_config.sweep.dir)
+        if not config.dry_run:
+            self.jobs.append(job)
+
+    def end_job(self) -> None:
+        for job in self.jobs[-1:]:
+            job.finished = True
+
+    def report(self) -> None:
+        """Print the table and write `sweep.json`, whatever ended the sweep; not of jobs that ran elsewhere."""
+        if self.jobs:
+            report(self.jobs, self.jobs[0].folder)
+
+
+def summarize(job: Job) -> dict[str, Any]:
+    """What `sweep.json` has of a job: with the best of its evaluations after the first update, None if it has none."""
+    summary = {
+        "job": job.number,
+        "overrides": job.shown,
+        "finished": job.finished,
+        "metric": None,
+        "best": None,
+        "examples": None,
+        "directory": str(job.directory),
+    }
+    lines = _evaluations(job.directory / "metrics.jsonl") if job.directory else []
+    for metric, better in QUALITIES:
+        measured = [line for line in lines if line.get(metric) is not None]
+        if measured:
+            best = better(measured, key=lambda line: line[metric])
+            return summary | {"metric": metric, "best": best[metric], "examples": best["examples"]}
+    return summary
+
+
+def _evaluations(log: Path) -> list[dict[str, Any]]:
+    if not log.is_file():
+        return []
+    whole = (line for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n"))
+    lines = [json.loads(line) for line in whole]
+    return [line for line in lines if line["split"] == "eval" and line["examples"] > 0]
+
+
+def as_table(summaries: Sequence[dict[str, Any]]) -> str:
+    """Overrides, best evaluation and directory, a line for each job."""
+    rows = [("job", "overrides", "best evaluation", "directory")]
+    for found in summaries:
+        best = "none"
+        if found["best"] is not None:
+            best = f"{found['metric']} {found['best']:.4g} after {found['examples']:,} examples"
+        ending = "" if found["finished"] else " (not finished)"
+        rows.append((str(found["job"]), " ".join(found["overrides"]), best, found["directory"] + ending))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def report(jobs: Sequence[Job], folder: Path) -> None:
+    """Print the table, and write it to `sweep.json` in a folder that is made if it is not there."""
+    summaries = [summarize(job) for job in jobs]
+    print(as_table(summaries))
+    file = folder / "sweep.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"warning: {file} cannot be written: {error}")
+    else:
+        print(f"the same in {file}")

@@ -1,0 +1,264 @@
+"""Config validation: every problem found at once, in plain words, before anything is loaded. Imports no torch.
+
+What is asked of each key alone is in `dpo/settings/keys.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dpo.settings.files import defaults_of, dotted
+from dpo.settings.keys import ALIASES, NEEDS, RULES, TEXT, Needs, Processes
+
+# what of Hydra's own an override may set: by other keys it would import and call what they name
+HYDRAS_OWN = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.verbose",
+    "hydra/launcher",
+    "hydra/sweeper",
+)
+OF_HYDRAS_PLUGINS = ("hydra.launcher.", "hydra.sweeper.")
+
+COLUMNS = ("prompt", "chosen", "rejected")  # of own data
+
+NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # in torch 2.13 these fail on sharded tensors
+
+HOW_TO_SET = {
+    "exp_name": "exp_name=NAME names the run",
+    "loss.beta": "loss.beta=0.1 is the paper's choice; the smaller, the further from the reference",
+    "model.name_or_path": "choose model=pythia28 or another of config/model, or give model.name_or_path=DIR_OR_HUB_ID",
+}
+
+
+WAITING = object()  # in place of a value made from another key that has a problem of its own
+
+
+def flatten(config: DictConfig) -> dict[str, Any]:
+    """Dotted keys to plain values, `dataset_sources` left whole; '???' and what cannot be resolved stay as they are."""
+    values = OmegaConf.to_container(config, resolve=False)
+    whole = {key: values.pop(key) for key in ("dataset_sources",) if key in values}  # type: ignore[union-attr]
+    flat = {key: value for key, value in dotted(values) if value != {}} | whole  # type: ignore[arg-type]
+    for name, value in flat.items():
+        if isinstance(value, str) and "${" in value:
+            try:
+                flat[name] = OmegaConf.select(config, name)
+            except OmegaConfBaseException:
+                if any(other in flat for other in re.findall(r"\$\{([\w.]+)\}", value)):
+                    flat[name] = WAITING
+    return flat
+
+
+def did_you_mean(key: str, known: Collection[str]) -> str:
+    """`unknown key ...` with what it is called here, or the nearest known key, if one is near."""
+    if name := ALIASES.get(key.rpartition(".")[2]):
+        return f"unknown key {key}: here it is {name}"
+    by_small_letters = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(key.lower(), by_small_letters, n=1)
+    return f"unknown key {key}" + (
+        f": did you mean {by_small_letters[near[0]]}?" if near else "; `python train.py --cfg job` shows all keys"
+    )
+
+
+def _listed(value: str, choices: Collection[str]) -> str:
+    """`A, B`, and which of them may have been meant."""
+    by_small_letters = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(value.lower(), by_small_letters, n=1)
+    return ", ".join(sorted(choices)) + (f": did you mean {by_small_letters[near[0]]}?" if near else "")
+
+
+def find_problems(
+    config: DictConfig, *, choices: Mapping[str, Collection[str]], data_names: Collection[str], processes: Processes
+) -> list[str]:
+    """Everything wrong with a composed config, one sentence each with the value and the fix; empty if it can run.
+
+    `choices` maps keys (`trainer`, `loss.name`, ...) to the names their tables hold, `data_names` are the datasets
+    that need no source.
+    """
+    values = flatten(config)
+    sources = values.pop("dataset_sources", {})
+    absent = [key for key in RULES if key not in values and not key.startswith("loss.")]
+    problems = [f"{key} was removed from the config: give {key}=VALUE instead of ~{key}" for key in absent]
+    for key, value in values.items():
+        if value is WAITING:
+            continue
+        if key not in RULES:
+            problems.append(did_you_mean(key, RULES))
+        elif value == "???":
+            problems.append(f"{key} is not set: {HOW_TO_SET.get(key, f'give {key}=VALUE')}")
+        elif isinstance(value, str) and "${" in value:
+            problems.append(f"{key}={value} cannot be resolved: no such key or resolver")
+        elif not RULES[key].holds(value):
+            problems.append(f"{key}={value} must be {RULES[key].wanted}")
+        elif key in choices and value is not None and value not in choices[key]:
+            problems.append(f"{key}={value} is not one of {_listed(value, choices[key])}")
+    sound = {k: v for k, v in values.items() if k in RULES and v not in ("???", WAITING) and RULES[k].holds(v)}
+    if values.get("resume") == "auto" and "get_local_run_dir" in str(OmegaConf.to_container(config)["local_run_dir"]):
+        problems.append("resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR")
+    problems += _process_problems(sound, processes)
+    problems += _combination_problems(sound)
+    problems += _dataset_problems(sound.get("datasets", []), sources, data_names)
+    return problems
+
+
+def find_unused(config: DictConfig, processes: Processes) -> list[str]:
+    """A line for each key that was set and has no effect as the others are."""
+    values = flatten(config)
+    unused = _find_unused(values, processes)
+    lines = [f"{key}={value} has no effect: it needs {needs.what}" for key, value, needs in unused if not needs.refused]
+    sources = {name for name, source in values["dataset_sources"].items() if source is not None}
+    unnamed = sorted(sources - set(values["datasets"]))
+    return lines + [f"dataset_sources.{name} has no effect: datasets does not name it" for name in unnamed]
+
+
+def _find_unused(values: Mapping[str, Any], processes: Processes) -> Iterator[tuple[str, Any, Needs]]:
+    """Keys that differ from their defaults and lack what they need."""
+    defaults = flatten(OmegaConf.create(defaults_of()))
+    for key, needs in NEEDS.items():
+        if key in values and values[key] != defaults[key] and not needs.met(values, processes):
+            yield key, values[key], needs
+
+
+def _process_problems(sound: Mapping[str, Any], processes: Processes) -> Iterator[str]:
+    """What does not fit the number of processes."""
+    size, tensor_size = processes.world_size, processes.tensor_size
+    asked = sound.get("world_size")
+    if not processes.several and processes.launched and size > 1:
+        yield f"trainer={sound.get('trainer')} is one process, and {size} were launched: use trainer=FSDPTrainer"
+    elif not processes.several and asked not in (None, 1):
+        yield f"world_size={asked} needs a trainer of several processes: trainer=FSDPTrainer"
+    elif processes.launched and asked not in (None, size):
+        yield f"world_size={asked}, but {size} processes were launched: leave it out"
+    if processes.several and sound.get("optimizer") in NEED_WHOLE_TENSORS:
+        yield f"optimizer={sound['optimizer']} cannot update shards: use another with trainer={sound.get('trainer')}"
+    if processes.several and processes.gpus and not processes.launched and size > processes.gpus:
+        yield (
+            f"world_size={size} is more than the {processes.gpus} GPUs of this machine: leave it out, or set "
+            f"CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    for key, value, needs in _find_unused(sound, processes):
+        if needs.refused:
+            yield f"{key}={value} needs {needs.what}"
+    if not processes.can_sample and sound.get("sample_during_eval"):
+        yield (
+            f"sample_during_eval=True does not work with tensor_parallel.backend={sound['tensor_parallel.backend']}: "
+            f"set sample_during_eval=false, or tensor_parallel.backend=dtensor"
+        )
+    if not processes.can_autocast and sound.get("model.autocast"):
+        yield (
+            f"model.autocast={sound['model.autocast']} does not reach the threads of "
+            f"tensor_parallel.backend={sound['tensor_parallel.backend']}: set model.policy_dtype instead"
+        )
+    if not processes.gpus and sound.get("model.attn_implementation") == "flex_attention":
+        yield "model.attn_implementation=flex_attention cannot train on a CPU: use sdpa"
+    if size % tensor_size:
+        yield f"tensor_parallel_size={tensor_size} does not divide the {size} processes: try {_divisors(size)}"
+        return
+    data_size = size // tensor_size
+    shards = sound.get("fsdp_shard_size")
+    if shards is not None and processes.several and data_size % shards:
+        yield f"fsdp_shard_size={shards} does not divide the {data_size} processes: try {_divisors(data_size)}"
+    yield from _batch_problems(sound, data_size)
+
+
+def _batch_problems(sound: Mapping[str, Any], data_size: int) -> Iterator[str]:
+    """Batches that cannot be shared out evenly to the processes that see different rows."""
+    if "batch_size" in sound and "gradient_accumulation_steps" in sound:
+        batch, steps = sound["batch_size"], sound["gradient_accumulation_steps"]
+        parts = steps * data_size
+        if batch % parts:
+            fix = f"try batch_size={max(1, round(batch / parts)) * parts}"
+            if batch % data_size == 0:
+                fix += f", or gradient_accumulation_steps={_divisors(batch // data_size)}"
+            elif batch % steps == 0:
+                fix += f", or {_divisors(batch // steps)} processes"
+            yield (
+                f"batch_size={batch} must be divisible by gradient_accumulation_steps * processes = "
+                f"{steps} * {data_size} = {parts}: {fix}"
+            )
+    if "eval_batch_size" in sound and sound["eval_batch_size"] % data_size:
+        batch = sound["eval_batch_size"]
+        yield (
+            f"eval_batch_size={batch} must be divisible by the {data_size} processes: "
+            f"try {max(1, round(batch / data_size)) * data_size}, or {_divisors(batch)} processes"
+        )
+
+
+def _divisors(number: int) -> str:
+    """`1, 2 or 4`."""
+    *most, last = [str(n) for n in range(1, number + 1) if number % n == 0]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that are right alone and wrong together; `sound` holds only those that are right alone."""
+
+    def have(*keys: str) -> bool:
+        return all(key in sound for key in keys)
+
+    for key in ("model.name_or_path", "model.tokenizer_name_or_path"):
+        name = sound.get(key) or ""
+        if name.startswith(("/", ".", "~")) and not Path(name).exists():
+            yield f"{key}={name} is not there: no such directory" + " (~ is not expanded)" * name.startswith("~")
+    if have("max_length", "max_prompt_length") and sound["max_prompt_length"] >= sound["max_length"]:
+        yield (
+            f"max_prompt_length={sound['max_prompt_length']} must be below max_length={sound['max_length']}, "
+            f"or no token is left for a response"
+        )
+    if have("n_epochs", "n_examples") and sound["n_epochs"] is None and sound["n_examples"] is None:
+        yield "n_epochs and n_examples are both null, so training would never end: give one of them"
+    if have("eval_every", "batch_size") and sound["eval_every"] < sound["batch_size"]:
+        yield f"eval_every={sound['eval_every']} (examples) must be at least batch_size={sound['batch_size']}"
+    if have("save_every", "batch_size") and (sound["save_every"] or 0) % sound["batch_size"]:
+        fix = max(1, round(sound["save_every"] / sound["batch_size"])) * sound["batch_size"]
+        yield f"save_every={sound['save_every']} (examples) must be a multiple of batch_size: try {fix}"
+
+
+def _dataset_problems(names: list[str], sources: Any, data_names: Collection[str]) -> Iterator[str]:
+    if not isinstance(sources, Mapping):
+        yield f"dataset_sources={sources} must map names to places, such as dataset_sources.hh=DIR"
+        return
+    for name in names:
+        if name not in data_names and not sources.get(name):
+            yield (
+                f"datasets names {name!r}, which is none of {', '.join(data_names)}: "
+                f"say where it is with dataset_sources.{name}=DIR_FILE_OR_HUB_ID"
+            )
+    for name, value in sources.items():
+        allowed = isinstance(value, Mapping) and "path" in value and set(value) <= {"path", "revision", "columns"}
+        if not (value is None or (isinstance(value, str) and value) or allowed):
+            yield (
+                f"dataset_sources.{name}={value} must be a directory, file or Hub id, or "
+                f"{{path: ..., revision: ..., columns: ...}}"
+            )
+        elif allowed and value.get("columns") is not None:
+            yield from _column_problems(name, value["columns"], name in data_names)
+
+
+def _column_problems(name: str, columns: Any, has_its_own: bool) -> Iterator[str]:
+    key = f"dataset_sources.{name}.columns"
+    if has_its_own:
+        yield f"{key}={columns}: {name} has columns of its own; name your data otherwise"
+    elif (
+        not isinstance(columns, Mapping)
+        or not set(columns) <= set(COLUMNS)
+        or not all(map(TEXT.holds, columns.values()))
+    ):
+        yield f"{key}={columns} must map some of {', '.join(COLUMNS)} to your names: {{prompt: question, chosen: best}}"
+
+
+def refuse_hydras_own(key: str, override: str) -> str | None:
+    """Why an override of one of Hydra's own keys could run code; None if it cannot."""
+    if key.partition("@")[0].partition(".")[0].partition("/")[0] != "hydra" and "@hydra" not in key:
+        return None
+    if (key in HYDRAS_OWN or key.startswith(OF_HYDRAS_PLUGINS)) and "_target_" not in override:
+        return None
+    return f"{key} may not be set: Hydra's own keys can name code to run, and of them only {', '.join(HYDRAS_OWN)} may"

@@ -1,0 +1,319 @@
+"""Processes: started here, or by torchrun or Slurm; joined into one group; ended together when one of them fails."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
+from enum import Enum
+from functools import partial
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tqdm
+
+from dpo.errors import InputError, RunError
+from dpo.system.malloc import keep_freed_memory, raise_open_file_limit, return_freed_memory
+from dpo.system.process_group import init_distributed
+from dpo.system.rank_env import Seat, _number, find_seat
+from dpo.system.redaction import redact
+from dpo.system.signals import ASKED, Stopped, ctrl_c_ignored, on_stop_signals
+
+BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
+GRACE_SECS = 5  # between a failure and its victims' end: whoever caused it is to exit, and be named, first
+STOP_SECS = 60  # for the others, once a worker has ended by a signal that all were sent
+ABORTED = -signal.SIGABRT  # how NCCL's watchdog ends a rank whose collective took too long
+ABORT_SECS = 60  # between the ends of several ranks by it: they may wait in different collectives
+
+
+class WorkerFailed(RunError):
+    """A worker did not finish; the message names its rank and has its traceback."""
+
+
+def launch(
+    worker: Callable[..., None],
+    world_size: int,
+    *args: Any,
+    process_group: bool,
+    port: int | None = None,
+    timeout_secs: float = 1800,
+) -> None:
+    """Run `worker(rank, world_size, *args)` in `world_size` processes that meet in a process group.
+
+    A process with a seat (`find_seat`) runs its own worker and ends with it; else the processes are started here, at
+    `port` (None: a free one). NCCL joins them, one GPU each, or gloo on the CPU; without `process_group` the worker is
+    called here. A collective that waits longer than `timeout_secs` fails. Raises InputError for bad input that a
+    worker found, Stopped if the run was asked to stop, and WorkerFailed.
+    """
+    raise_open_file_limit()
+    seat = find_seat()
+    if seat is not None:
+        status, message = _work(seat, worker, args, timeout_secs)
+        if status:
+            if status == BAD_INPUT and seat.rank != 0:
+                time.sleep(GRACE_SECS)  # every rank may have found it: rank 0 says it, and this one is ended meanwhile
+            if message:
+                message = redact(f"error: {message}" if status == BAD_INPUT else message)
+                print(message, file=sys.stderr, flush=True)
+        _leave(status)
+    elif not process_group:
+        keep_freed_memory()
+        worker(0, 1, *args)
+    else:
+        _spawn(
+            worker,
+            world_size,
+            args,
+            port=port or _number("MASTER_PORT", 0, environ=os.environ),
+            timeout_secs=timeout_secs,
+        )
+
+
+def _backend(local_rank: int) -> str:
+    """NCCL on this rank's GPU, else gloo. Raises InputError if this machine has fewer GPUs than processes."""
+    if not torch.cuda.is_available():
+        return "gloo"
+    gpus = torch.cuda.device_count()
+    if local_rank >= gpus > 1:  # one: Slurm may show each task its own alone
+        raise InputError(
+            f"this machine has {gpus} GPUs and was given more processes: lower world_size (or torchrun's "
+            f"--nproc-per-node), or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    return "nccl"
+
+
+# --- in a worker ---------------------------------------------------------------------------------------------------
+
+
+def _work(seat: Seat, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
+    """Join the group, work, leave it; exit status and what went wrong.
+
+    At the store each rank notes that it failed, or that it lost contact; so those that lost contact can tell who did
+    not, after a while in which the guilty have ended: theirs is to be the first end that anyone sees.
+    """
+    return_freed_memory()
+    tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore that outlives a killed worker
+    store = None
+    try:
+        store = _meet(seat, timeout_secs)
+        init_distributed(
+            seat.rank,
+            seat.world_size,
+            backend=_backend(seat.local_rank),
+            timeout=timedelta(seconds=timeout_secs),
+            store=dist.PrefixStore("group", store),
+            local_rank=seat.local_rank,
+        )
+        status = 0
+        try:
+            worker(seat.rank, seat.world_size, *args)
+        except Stopped as stopped:  # all ranks together
+            status = stopped.status
+        dist.destroy_process_group()
+        return status, ""
+    except InputError as error:
+        note, status, message = "failed", BAD_INPUT, str(error)
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            status, message = FAILED, traceback.format_exc()
+    except RunError as error:
+        note, status, message = "failed", FAILED, f"rank {seat.rank}: {error}\n"
+    except KeyboardInterrupt:
+        note, status, message = "failed", 128 + signal.SIGINT, "interrupted"
+    except Exception as error:
+        lost = isinstance(error, dist.DistError) or "/gloo/" in str(error)  # most likely because another rank failed
+        note, status = ("lost", LOST_CONTACT) if lost else ("failed", FAILED)
+        message = f"rank {seat.rank} {'lost contact' if lost else 'failed'}:\n{traceback.format_exc()}"
+    if store is not None:
+        message += _compare_notes(store, seat, note, timeout_secs)
+    return status, message
+
+
+def _meet(seat: Seat, timeout_secs: float) -> dist.Store:
+    """The store at which all ranks of a run meet; a new one for every restart of torchrun."""
+    store = dist.TCPStore(
+        seat.address, seat.port, is_master=seat.hosts, wait_for_workers=False, timeout=timedelta(seconds=timeout_secs)
+    )
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _compare_notes(store: dist.Store, seat: Seat, note: str, timeout_secs: float) -> str:
+    """Leave a note on how this rank ended; if it lost contact, wait a while and name the ranks that did not."""
+    try:
+        store.set(f"{note} {seat.rank}", "")
+        if note != "lost":
+            return ""
+        time.sleep(GRACE_SECS)
+        others = [rank for rank in range(seat.world_size) if not store.check([f"lost {rank}"])]
+        failed = [rank for rank in others if store.check([f"failed {rank}"])]
+    except dist.DistError as error:
+        return f"nor does the store answer, which rank 0's machine serves: {error}\n"
+    if not others:
+        return ""
+    if failed:
+        return f"because {_ranks(failed)} failed\n"
+    return f"because {_ranks(others)} did not answer within collective_timeout_secs={timeout_secs:g}, or was killed\n"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)
+
+
+def _leave(status: int) -> None:
+    """End this process at once, done or not, without an end of the interpreter.
+
+    Other threads may be stuck in a collective. And a group that a mesh still holds has threads that free the tensors of
+    the last collectives: one that needs the interpreter for that while it ends aborts the process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _run_worker(seat: Seat, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
+    faulthandler.enable()  # a stuck worker is ended by SIGABRT and shows where it was
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # no orphan, however the parent dies
+    if os.getppid() != parent:
+        os._exit(FAILED)
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(seat.local_rank), str(seat.world_size)
+    status, message = _work(seat, worker, args, timeout_secs)
+    pipe.send(message[-20_000:])  # fits into the pipe's buffer: nobody reads it before this process has ended
+    _leave(status)
+
+
+# --- in the parent -------------------------------------------------------------------------------------------------
+
+
+def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
+    """Start the workers, wait for them, and leave none behind."""
+    try:  # served from here, so that the port is taken before anyone is told of it
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    except dist.DistError as error:
+        raise InputError(f"port {port} is not free; fsdp_port=null picks one that is") from error
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    try:
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            seat = Seat(rank, world_size, local_rank=rank, address="127.0.0.1", port=store.port)
+            process = context.Process(target=_run_worker, args=(seat, os.getpid(), sender, worker, args, timeout_secs))
+            with ctrl_c_ignored():
+                process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        asked: list[int] = []
+        with on_stop_signals(partial(_forward, processes, asked)):
+            _wait_for(processes, pipes, timeout_secs, asked, began=time.monotonic())
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+def _forward(processes: list, asked: list[int], number: int) -> None:
+    """Ask the workers, which ignore Ctrl-C, to stop, and remember the signal."""
+    asked.append(number)
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGTERM)
+
+
+class End(Enum):
+    """How a worker ended."""
+
+    DONE, STOPPED, LOST_CONTACT, FAILED = range(4)
+
+
+def _classify(status: int, *, asked: list[int], timed_out: bool) -> End:
+    """What an exit status means. `asked` are the signals that the parent had; `timed_out`: the run is
+    older than a collective may take, so NCCL may have ended a worker whose collective took longer."""
+    if status == 0:
+        return End.DONE
+    if status == ASKED or (asked and -status in (signal.SIGTERM, *asked)):  # by its default if not yet training
+        return End.STOPPED
+    if status == LOST_CONTACT or (status == ABORTED and (timed_out or asked)):
+        return End.LOST_CONTACT
+    return End.FAILED
+
+
+def _patience(ends: Collection[End], *, aborted: bool, timeout_secs: float) -> float:
+    """Seconds that the other workers have once some ended in these ways."""
+    if End.FAILED in ends:
+        return 1
+    if End.STOPPED in ends:
+        return min(STOP_SECS, timeout_secs)
+    if End.LOST_CONTACT in ends:
+        return ABORT_SECS if aborted else 2 * GRACE_SECS
+    return timeout_secs
+
+
+def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int], *, began: float) -> None:
+    """Return when all workers are done. Raises for the first that failed, or for those that never ended.
+
+    `asked` are the signals that the parent had, `began` is when the workers started.
+    """
+    running, ends, deadline = dict(enumerate(processes)), {}, None
+    while running:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ended = wait([p.sentinel for p in running.values()], left)
+        if not ended:
+            break
+        for rank in [r for r, p in running.items() if p.sentinel in ended]:
+            process = running.pop(rank)
+            process.join()
+            timed_out = time.monotonic() - began >= timeout_secs
+            ends[rank] = _classify(process.exitcode, asked=asked, timed_out=timed_out)
+        aborted = any(processes[rank].exitcode == ABORTED for rank in ends)
+        deadline = time.monotonic() + _patience(ends.values(), aborted=aborted, timeout_secs=timeout_secs)
+    kinds = {*ends.values()}
+    if End.STOPPED in kinds and End.FAILED not in kinds and (asked or not (running or End.LOST_CONTACT in kinds)):
+        raise Stopped(*asked[:1])  # the others wait for those that stopped, in calls that no signal interrupts
+    if not running and kinds <= {End.DONE}:
+        return
+    if kinds <= {End.DONE, End.LOST_CONTACT}:
+        for process in running.values():  # nobody else is to blame: these shall show where they are
+            os.kill(process.pid, signal.SIGABRT)
+        wait([p.sentinel for p in running.values()], GRACE_SECS)
+    statuses = {rank: processes[rank].exitcode for rank, end in ends.items() if end != End.DONE}
+    lost = {rank for rank, end in ends.items() if end == End.LOST_CONTACT}
+    raise _cause(statuses, {rank: _last_words(pipes[rank]) for rank in statuses}, sorted(running), lost, timeout_secs)
+
+
+def _cause(
+    statuses: Mapping[int, int], messages: Mapping[int, str], stuck: list[int], lost: set[int], timeout_secs: float
+) -> Exception:
+    """What the exit statuses and last words of workers that did not finish, in the order of their ends, say about the
+    cause; the `lost` lost contact."""
+    guilty = [rank for rank in statuses if rank not in lost]
+    if guilty:
+        rank = next((r for r in guilty if statuses[r] == BAD_INPUT), guilty[0])
+        if statuses[rank] == BAD_INPUT:
+            return InputError(messages[rank])
+        return WorkerFailed(messages[rank] or f"rank {rank} {_describe(statuses[rank])}")
+    blame = [f"{_ranks(stuck)} did not answer within collective_timeout_secs={timeout_secs:g}"] * bool(stuck)
+    aborted = "was killed by SIGABRT, as NCCL does when a collective takes longer"
+    return WorkerFailed("\n".join([*blame, *(messages[rank] or f"rank {rank} {aborted}" for rank in statuses)]))
+
+
+def _last_words(pipe: Any) -> str:
+    try:
+        return pipe.recv() if pipe.poll() else ""
+    except EOFError:
+        return ""
+
+
+def _describe(status: int) -> str:
+    if status >= 0:
+        return f"exited with status {status} and no message"
+    name = signal.Signals(-status).name
+    return f"was killed by {name}" + (", as the system does when memory runs out" if name == "SIGKILL" else "")

@@ -1,0 +1,42 @@
+"""Joining the process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def get_open_port() -> int:
+    """A TCP port that is free on this machine now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+        server.bind(("", 0))
+        return server.getsockname()[1]
+
+
+def init_distributed(
+    rank: int,
+    world_size: int,
+    master_addr: str = "localhost",
+    port: int = 12355,
+    backend: str = "nccl",
+    timeout: timedelta | None = None,
+    store: dist.Store | None = None,
+    local_rank: int | None = None,
+) -> None:
+    """Join the default process group, at `store` or where `MASTER_ADDR` and `MASTER_PORT` in the environment say.
+
+    `timeout` is how long a collective may wait; None leaves it to torch. `local_rank`, by default `rank`, is the
+    process's among those of its machine: the GPU it takes under NCCL.
+    """
+    if store is None:
+        os.environ.setdefault("MASTER_ADDR", master_addr)
+        os.environ.setdefault("MASTER_PORT", str(port))
+    device = None
+    if backend == "nccl":  # first, or NCCL takes GPU 0 for every rank
+        device = torch.device("cuda", (rank if local_rank is None else local_rank) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store, device_id=device)

@@ -1,0 +1,60 @@
+"""The place among the processes of a run that torchrun or Slurm gave this one. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+from dpo.errors import InputError
+
+
+class Seat(NamedTuple):
+    """A process's place among those of a run, and where they meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # among those of its machine: the GPU it takes
+    address: str
+    port: int
+    hosts: bool = False  # whether it serves the store at which all meet
+
+
+def find_seat(environ: Mapping[str, str] | None = None) -> Seat | None:
+    """The seat that torchrun or Slurm (several tasks of one `srun`) gave this process; None if nobody did.
+
+    Raises InputError for variables that are missing or no numbers.
+    """
+    environ = os.environ if environ is None else environ  # not a default: `datasets` puts a copy in its place
+    number = partial(_number, environ=environ)
+    if {"RANK", "WORLD_SIZE"} <= environ.keys():
+        rank = number("RANK")
+        hosts = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        address, port = environ.get("MASTER_ADDR", "localhost"), number("MASTER_PORT", 29500)
+        return Seat(rank, number("WORLD_SIZE"), number("LOCAL_RANK", rank), address, port, hosts)
+    if number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not SLURM_NTASKS, which a batch script has too
+        rank, local_rank = number("SLURM_PROCID"), number("SLURM_LOCALID")
+        port = number("MASTER_PORT", 20_000 + number("SLURM_JOB_ID") % 20_000)
+        address = environ.get("MASTER_ADDR") or _first_node(environ)
+        return Seat(rank, number("SLURM_STEP_NUM_TASKS"), local_rank, address, port, hosts=rank == 0)
+    return None
+
+
+def _number(name: str, default: int | None = None, *, environ: Mapping[str, str]) -> int:
+    """An environment variable that must be a whole number, and be there if it has no default."""
+    if name not in environ and default is None:
+        raise InputError(f"a launcher set some of its variables, but not {name}: unset them or launch anew")
+    text = environ.get(name, str(default))
+    if not text.isdigit():
+        raise InputError(f"{name}={text} in the environment is not a number")
+    return int(text)
+
+
+def _first_node(environ: Mapping[str, str]) -> str:
+    nodes = environ.get("SLURM_STEP_NODELIST", "")
+    first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)  # "node[03-05,9]" begins with node03
+    if first is None:
+        raise InputError(f"SLURM_STEP_NODELIST={nodes} names no node: set MASTER_ADDR to the first one")
+    return first[1] + (first[2] or "")

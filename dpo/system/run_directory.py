@@ -1,0 +1,140 @@
+"""The directory of a run: created once, never shared by two runs, with the config and the environment written down."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import yaml
+
+from dpo.errors import InputError, RunError
+from dpo.system.plain_files import check_link, check_writable
+from dpo.system.redaction import redact
+
+LOCK = ".lock"
+LOG_FILES = ("metrics.jsonl", "samples.jsonl", "samples.txt")
+ORIGIN = ".continues"  # of a run that continues another: the checksum of that one's manifest
+FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN, *LOG_FILES)
+PACKAGES = (
+    "torch",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "hydra-core",
+    "omegaconf",
+    "wandb",
+    "numpy",
+    "accelerate",
+)
+
+
+def _git(*arguments: str) -> str:
+    """What git prints about our own checkout; nothing on a machine without git or outside a checkout."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices and the git commit: what somebody needs to run it again. No environment variables."""
+    commit = _git("rev-parse", "HEAD")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cpus": os.cpu_count(),
+        "git_commit": commit or None,
+        "git_uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
+    }
+
+
+def check_free(path: str | Path) -> None:
+    """Raises InputError if a directory holds a run, or could not be written."""
+    run_dir = Path(path)
+    held = [name for name in ("metrics.jsonl", "LATEST") if os.path.lexists(run_dir / name)]
+    if held:
+        raise InputError(
+            f"local_run_dir={path} already holds a run ({', '.join(held)}); choose another, move it away, or continue "
+            f"it with resume=auto"
+        )
+    with _explaining(path):
+        place = next(place for place in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(place))
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+
+
+def create_run_dir(path: str, *, continued: bool = False) -> Path:
+    """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`, and if what is
+    to be written there is something else than a file."""
+    if not continued:
+        check_free(path)
+    run_dir = Path(path)
+    with _explaining(path):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            check_writable(run_dir / name)
+        for name in ("LATEST", "BEST"):
+            check_link(run_dir / name)
+    return run_dir
+
+
+def write_record(run_dir: Path, config: dict[str, Any]) -> None:
+    """Write `config.yaml` and `env.json`."""
+    facts = environment()
+    with _explaining(run_dir):
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
+        (run_dir / "env.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def lock_run_dir(run_dir: Path) -> IO:
+    """Keep other processes out for as long as this one holds the file that is returned; the system frees it.
+
+    Raises InputError if another process holds it.
+    """
+    with _explaining(run_dir):
+        file = (run_dir / LOCK).open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise InputError(f"local_run_dir={run_dir} is in use by a run that goes on: stop that one first") from error
+    except OSError as error:  # some network file systems know no locks
+        print(f"warning: {run_dir} cannot be locked ({error}): start no second run there")
+    return file
+
+
+@contextmanager
+def explaining_full_disk(run_dir: str | Path) -> Iterator[None]:
+    """Raise RunError if a disk is full inside."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise RunError(f"{run_dir} cannot be written ({error}); what was saved is whole; free some space") from error
+
+
+@contextmanager
+def _explaining(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"local_run_dir={path} cannot be written: {error}; give another, or local_dirs from which it is made"
+        ) from error

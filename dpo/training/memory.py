@@ -1,0 +1,306 @@
+"""What a run will need of memory, from its shapes alone; which settings would make it less.
+
+A model without weights runs a forward and a backward on the largest microbatch, as fake tensors that have shapes and
+lifetimes but no numbers (`torch._subclasses.FakeTensorMode`); a ledger follows what is alive when.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from dpo.data.preflight import TrainingData
+from dpo.errors import RunError
+from dpo.losses import LOSSES
+from dpo.models.layouts import Layout, Microbatch, layout_by_rules
+from dpo.models.loading import find_structure
+from dpo.models.pretrained import DTYPES
+from dpo.parallel.sharding import find_blocks
+from dpo.system.host_memory import host_memory, resident_memory
+from dpo.training.batches import Batches
+from dpo.training.optimization import OPTIMIZERS
+
+# of what comes and goes: holes in what one process on a CPU keeps (`launching.keep_freed_memory`), measured on SmolLM2
+KEPT = 0.2
+REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`distributed.distribute`)
+LOOKED_AT = 50  # global batches among which the largest microbatch is sought
+
+
+class Need(NamedTuple):
+    """Bytes of one process at its peak, by what they are for."""
+
+    policy: int
+    gradients: int
+    optimizer: int
+    reference: int
+    gathered: int  # weights of other processes' shards, while they are needed
+    reduced: int  # a unit's gradients on their way to their shards, in float32
+    activations: int
+    logits: int
+    update: int  # what the optimizer computes for all parameters at once, on a GPU
+    kept: int  # freed and not given back, on a CPU
+    process: int  # Python, libraries and data: host memory
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class Ledger(TorchDispatchMode):
+    """Follows the storages of all tensors that operations inside it make."""
+
+    def __init__(self, held: Iterable[torch.Tensor], *, vocabulary: int | None = None) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._kinds = {tensor.untyped_storage()._cdata: "held" for tensor in held}
+
+    @classmethod
+    def of(cls, model: Any) -> Ledger:
+        """One that tells a model's gradients and logits from its activations."""
+        ledger = cls((*model.parameters(), *model.buffers()), vocabulary=model.get_output_embeddings().weight.shape[0])
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(ledger._is_gradient)
+        return ledger
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor)
+        return out
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._kinds:
+            return
+        self._kinds[key] = "logits" if tensor.ndim and tensor.shape[-1] == self.vocabulary else "activations"
+        size = storage.nbytes()
+        self.live[self._kinds[key]] += size
+        weakref.finalize(storage, self._forget, key, size)
+        if self.live.total() > self.peak.total():
+            self.peak = self.live.copy()
+
+    def _forget(self, key: int, size: int) -> None:
+        self.live[self._kinds.pop(key)] -= size
+
+    def _is_gradient(self, parameter: torch.nn.Parameter) -> None:
+        storage = parameter.grad.untyped_storage()
+        kind = self._kinds.get(storage._cdata)
+        if kind not in (None, "gradients"):
+            self.live[kind] -= storage.nbytes()
+            self.live["gradients"] += storage.nbytes()
+            self._kinds[storage._cdata] = "gradients"
+
+
+class Plan(NamedTuple):
+    """How a trainer spreads what it holds."""
+
+    world_size: int
+    tensor_size: int  # processes that cut each layer
+    shard_size: int  # processes that share weights, gradients and optimizer state
+    compute_dtype: str
+
+    @property
+    def data_size(self) -> int:
+        """Processes that see different rows."""
+        return self.world_size // self.tensor_size
+
+    @classmethod
+    def of(cls, config: DictConfig, trainer: Any, world_size: int) -> Plan:
+        tensor_size = trainer.tensor_size(config, world_size)
+        shard_size = config.fsdp_shard_size or world_size // tensor_size
+        dtype = (config.model.fsdp_policy_mp if trainer.multi_process else None) or config.model.policy_dtype
+        return cls(world_size, tensor_size, shard_size, dtype)
+
+
+def predict(config: DictConfig, plan: Plan, data: TrainingData) -> Need:
+    """What a process needs at its peak. Under tensor parallelism activations are those of whole layers: too many."""
+    fake = FakeTensorMode()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with fake:
+        policy = find_structure(config, plan.compute_dtype, device)
+    if config.activation_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    layout, _ = layout_by_rules(config.layout, policy, max_length=config.max_length)
+    trained, evaluated = _largest_microbatches(config, plan, data, layout)
+    n_backwards = min(config.gradient_accumulation_steps, 2)
+    with fake:
+        of_update, of_scoring = (
+            _run(policy.train(), layout, _as_fake(trained, fake, device), config.model.autocast, n_backwards).peak,
+            _run(policy.eval(), layout, _as_fake(evaluated, fake, device), config.model.autocast, 0).peak,
+        )
+    training = _held_while_training(config, plan, policy, on_gpu=device == "cuda")
+    at_peak = max(of_update, of_scoring, key=lambda peak: peak["activations"] + peak["logits"])
+    if training.reference == 0 or config.cache_reference_logps != "all":
+        return _with_activations(training, at_peak, plan, device)
+    scoring = training._replace(gradients=0, optimizer=0, reduced=0, update=0)  # then the reference is freed
+    phases = ((scoring, of_scoring), (training._replace(reference=0), at_peak))
+    return max((_with_activations(*phase, plan, device) for phase in phases), key=lambda need: need.total)
+
+
+def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu: bool) -> Need:
+    """All but activations, and what is kept for them."""
+    model, compute = config.model, DTYPES[plan.compute_dtype]
+    n = sum(p.numel() for p in policy.parameters()) // (plan.shard_size * plan.tensor_size)
+    weights, states, temporary = n * DTYPES[model.policy_dtype].itemsize, *_states_of(config.optimizer)
+    root, *blocks = _units(policy, model.block_name) if plan.shard_size > 1 else [0, 0]
+    largest = max(blocks)
+    return Need(
+        policy=weights,
+        gradients=weights,
+        optimizer=int(weights * states),
+        reference=n * DTYPES[model.reference_dtype].itemsize if LOSSES[config.loss.name].uses_reference else 0,
+        gathered=(root + 2 * largest) * compute.itemsize // plan.tensor_size,  # of blocks that which runs and the next
+        reduced=max(root, largest) * REDUCED // plan.tensor_size,
+        update=int(weights * temporary) if on_gpu and plan.world_size == 1 else 0,  # shards are updated one by one
+        activations=0,
+        logits=0,
+        kept=0,
+        process=0 if on_gpu else resident_memory(),
+    )
+
+
+def _with_activations(need: Need, peak: Counter[str], plan: Plan, device: str) -> Need:
+    """What a phase needs whose activations are these."""
+    comes_and_goes = need.gradients + need.optimizer + peak["activations"] + peak["logits"]
+    kept = int(KEPT * comes_and_goes) if device == "cpu" and plan.world_size == 1 else 0
+    return need._replace(activations=peak["activations"], logits=peak["logits"], kept=kept)
+
+
+def _largest_microbatches(
+    config: DictConfig, plan: Plan, data: TrainingData, layout: Layout
+) -> tuple[Microbatch, Microbatch]:
+    """The microbatches with most tokens: of the run's first batches, and of its evaluations."""
+    parts = config.gradient_accumulation_steps
+    trained: list[Microbatch] = []
+    evaluated: list[Microbatch] = []
+    for rank in range(min(plan.data_size, 4)):
+        batches = Batches.of(config, data, layout, rank=rank, size=plan.data_size, seed=config.seed)
+        limit = min(config.n_examples or 10**9, LOOKED_AT * config.batch_size)
+        for batch in batches.train(config.batch_size, parts=parts, n_epochs=config.n_epochs, n_examples=limit):
+            trained += batch.microbatches
+        for batch in batches.test(config.eval_batch_size, n_examples=config.n_eval_examples):
+            evaluated += batch.microbatches
+    return max(trained, key=lambda m: m.n_tokens), max(evaluated, key=lambda m: m.n_tokens)
+
+
+def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:
+    return microbatch.map(lambda tensor: fake.from_tensor(tensor).to(device)).inputs
+
+
+def _run(policy: Any, layout: Layout, inputs: Any, autocast: str | None, n_backwards: int) -> Ledger:
+    """Forward and backward, twice if gradients are added up, for then the second finds them there; 0: forward alone."""
+    device = policy.device.type
+    ledger = Ledger.of(policy)
+    with ledger, torch.set_grad_enabled(n_backwards > 0):
+        for _ in range(max(1, n_backwards)):
+            with torch.autocast(device, dtype=DTYPES.get(autocast), enabled=autocast is not None):
+                logps = layout.forward(policy, inputs)
+            if n_backwards:
+                sum(logps).sum().backward()
+            del logps
+    return ledger
+
+
+def _states_of(optimizer: str) -> tuple[float, float]:
+    """Bytes per byte of parameter, seen on a small one: of state, and of what comes and goes in an update of all."""
+    parameter = torch.nn.Parameter(torch.zeros(64, 64))
+    parameter.grad = torch.zeros_like(parameter)
+    small = OPTIMIZERS[optimizer]([parameter], lr=0.1, foreach=True)  # as on a GPU
+    small.step()
+    states = [v for v in small.state[parameter].values() if isinstance(v, torch.Tensor)]
+    with Ledger([parameter, parameter.grad, *states]) as ledger:
+        small.step()
+    return sum(v.nbytes for v in states) / parameter.nbytes, ledger.peak.total() / parameter.nbytes
+
+
+def _units(policy: Any, block_name: str | None) -> list[int]:
+    """Parameters of what FSDP gathers and reduces at a time: the root (embeddings and head), then each block."""
+    blocks = [sum(p.numel() for p in block.parameters()) for block in find_blocks(policy, block_name)]
+    return [sum(p.numel() for p in policy.parameters()) - sum(blocks), *blocks]
+
+
+# --- said ----------------------------------------------------------------------------------------------------------
+
+HELP = (  # keys, and the value that would help
+    ("gradient_accumulation_steps", lambda c: 2 * c.gradient_accumulation_steps),
+    ("activation_checkpointing", lambda c: True),
+    ("model.attn_implementation", lambda c: "sdpa"),
+    ("model.autocast", lambda c: "bfloat16"),
+    ("cache_reference_logps", lambda c: "all"),
+    ("max_length", lambda c: c.max_length // 2),
+)
+
+
+def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
+    """The three settings that would save most, each with what a process would need then."""
+    need, found = predict(config, plan, data), []
+    for key, change in HELP:
+        value = change(config)
+        other = OmegaConf.merge(config, {})
+        OmegaConf.update(other, key, value)
+        rows = config.batch_size // plan.data_size
+        impossible = key == "gradient_accumulation_steps" and rows % value
+        if OmegaConf.select(config, key) == value or impossible or other.max_prompt_length >= other.max_length:
+            continue
+        total = predict(other, plan, data).total
+        if need.total - total > 0.03 * (need.total - need.process):
+            found.append((total, f"{key}={str(value).lower() if value is True else value} ({total / 1e9:.2f} GB)"))
+    return [text for _, text in sorted(found)[:3]]
+
+
+def dry_run(config: DictConfig, trainer: Any, world_size: int, data: TrainingData) -> None:
+    """Print what the run would need, and what would help if that is more than there is."""
+    plan = Plan.of(config, trainer, world_size)
+    need, available = predict(config, plan, data), _device_memory(trainer, world_size)
+    for name, value in need._asdict().items():
+        if value:
+            print(f"{name:>12} {value / 1e9:8.2f} GB")
+    print(f"{'in all':>12} {need.total / 1e9:8.2f} GB of each process; its device has {available / 1e9:.2f} GB")
+    if need.total > available:
+        print(f"too much; less: {_join(suggest(config, plan, data))}")
+
+
+@contextmanager
+def explaining_out_of_memory(config: DictConfig, trainer: Any, world_size: int, data: TrainingData) -> Iterator[None]:
+    """Raise RunError that says what was needed and which settings would help when memory runs out inside."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError, and so is that of its CPU allocator
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "t allocate memory" not in str(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # and what they hold
+        torch.cuda.empty_cache()
+        plan = Plan.of(config, trainer, world_size)
+        need, available = predict(config, plan, data).total, _device_memory(trainer, world_size)
+        said = " ".join(str(error).split())[:200]
+        raise RunError(
+            f"out of memory: a process needs about {need / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
+            f"less: {_join(suggest(config, plan, data))} ({said})"
+        ) from error
+
+
+def _join(found: list[str]) -> str:
+    return ", ".join(found) or "a smaller model, or more processes with trainer=FSDPTrainer"
+
+
+def _device_memory(trainer: Any, world_size: int) -> int:
+    """Bytes that one process may have: its GPU's, those of all GPUs if it is alone, or its part of the host's."""
+    if torch.cuda.is_available():
+        gpus = range(1 if trainer.multi_process else torch.cuda.device_count())
+        return sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
+    return (host_memory().available + resident_memory()) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

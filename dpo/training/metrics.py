@@ -1,0 +1,59 @@
+"""Per-example metrics of all processes: one reduction per update."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+Parts = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]  # rows of the global batch (n,), metrics (n,) each
+
+
+class Reduced(NamedTuple):
+    """The metrics of a global batch over all processes, on the host."""
+
+    examples: dict[str, torch.Tensor]  # (B,) each, in the order of the examples
+    scalars: dict[str, float]
+
+    def means(self) -> dict[str, float]:
+        """Means over the examples, and the scalars as they are."""
+        means = torch.stack(list(self.examples.values())).double().mean(1)
+        return dict(zip(self.examples, means.tolist(), strict=True)) | self.scalars
+
+
+def reduce_parts(
+    parts: Parts,
+    n_rows: int,
+    add: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    counts: bool = True,
+    scalars: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Reduced:
+    """Metrics of all microbatches and processes: one collective and one copy to the host, which waits for the device.
+
+    `add` sums a tensor over the processes, which hold zeros where another has values. Of processes that see the same
+    rows one `counts`. `scalars` are summed as they are.
+    """
+    names = list(parts[0][1])
+    values = torch.cat([torch.stack(list(metrics.values()), dim=1) for _, metrics in parts])  # (rows here, names)
+    table = values.new_zeros(n_rows, len(names))
+    if counts:
+        table.index_copy_(0, torch.cat([rows for rows, _ in parts]), values)
+    sums = add(torch.cat([table.flatten(), *(value.detach().to(table).reshape(1) for value in scalars.values())]))
+    sums = sums.cpu()
+    columns = sums[: table.numel()].view(n_rows, len(names)).unbind(1)
+    return Reduced(
+        dict(zip(names, columns, strict=True)), dict(zip(scalars, sums[table.numel() :].tolist(), strict=True))
+    )
+
+
+def peak_memory_gb() -> float:
+    """Peak memory of this process in GB (1e9 bytes): allocated on the GPUs if there are any, else resident."""
+    if torch.cuda.is_available():
+        return sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -1,0 +1,214 @@
+"""Log-probabilities of the frozen reference, kept by content: a response is scored once, whatever asks for it again.
+
+A file of them serves another run with the same reference and data: another beta, another loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpo.data.examples import KEY_BYTES
+from dpo.errors import InputError, RunError
+from dpo.system.plain_files import check_readable
+from dpo.training.batches import GlobalBatch
+
+CACHING = ("as_needed", "all")
+KEY = np.dtype(f"S{KEY_BYTES}")  # compares byte by byte; what it leaves off when printed are zeros at the end
+TOLERANCE = 1e-2  # relative, of a stored log-probability: rounding in half precision, not another model
+
+
+def model_digest(model: Any, dtype: str) -> str:
+    """A digest of all that a model's log-probabilities depend on but tokens: weights, architecture, compute dtype."""
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
+
+
+def read_logps(path: Path) -> LogpTable:
+    """What `ReferenceLogps.save` wrote. Raises InputError for any other file."""
+    try:
+        check_readable(path)
+        with np.load(path, allow_pickle=False) as file:
+            return LogpTable.of(file["keys"].reshape(-1, KEY_BYTES), file["logps"])
+    except MemoryError:
+        raise
+    except Exception as error:  # reading bytes that were damaged or made up can raise anything
+        raise InputError(f"{path} is not a file of reference log-probabilities ({error}): remove it") from error
+
+
+class LogpTable:
+    """Log-probabilities by key, 24 bytes an entry and those added last, a thirty-second of them, in a dictionary."""
+
+    def __init__(self) -> None:
+        self._keys, self._logps = np.empty(0, KEY), np.empty(0)  # sorted by key
+        self._recent: dict[bytes, float] = {}
+
+    @classmethod
+    def of(cls, keys: np.ndarray, logps: np.ndarray) -> LogpTable:
+        """From (n, KEY_BYTES) bytes and (n,) values, in any order. Raises ValueError for other shapes."""
+        if keys.dtype != np.uint8 or keys.shape[1:] != (KEY_BYTES,) or logps.shape != keys.shape[:1]:
+            raise ValueError(f"keys are {keys.dtype} {keys.shape}, log-probabilities {logps.shape}")
+        table = cls()
+        table._merge(np.ascontiguousarray(keys).reshape(-1).view(KEY), logps.astype(np.float64))
+        return table
+
+    def add(self, entries: Mapping[bytes, float]) -> None:
+        """Know these too, and instead of what was known under their keys. Values are finite."""
+        self._recent.update(entries)
+        if len(self._recent) > max(2**14, len(self._keys) // 32):
+            self._merge_recent()
+
+    def merge(self, other: LogpTable) -> None:
+        """Know all that the other knows, too."""
+        self._merge_recent()
+        self._merge(*other.arrays())
+
+    def find(self, keys: Sequence[bytes]) -> np.ndarray | None:
+        """The values of these keys, (n,); None unless all are known."""
+        values = np.array([self._recent.get(key, np.nan) for key in keys])
+        [old] = np.isnan(values).nonzero()  # values are finite
+        if len(old) == 0:
+            return values
+        wanted = np.frombuffer(b"".join(keys), KEY)[old]
+        places = np.searchsorted(self._keys, wanted)
+        if len(self._keys) == 0 or (self._keys[np.minimum(places, len(self._keys) - 1)] != wanted).any():
+            return None
+        values[old] = self._logps[places]
+        return values
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """All keys in their order, and their values."""
+        self._merge_recent()
+        return self._keys, self._logps
+
+    def _merge_recent(self) -> None:
+        if self._recent:
+            keys = np.frombuffer(b"".join(self._recent), KEY)
+            self._merge(keys, np.fromiter(self._recent.values(), np.float64))
+            self._recent = {}
+
+    def _merge(self, keys: np.ndarray, logps: np.ndarray) -> None:
+        """The last one of equal keys counts."""
+        keys, last = np.unique(keys[::-1], return_index=True)
+        logps = logps[::-1][last]
+        places = np.searchsorted(self._keys, keys)
+        known = np.zeros(len(keys), bool)
+        inside = places < len(self._keys)
+        known[inside] = self._keys[places[inside]] == keys[inside]
+        self._logps[places[known]] = logps[known]
+        self._keys = np.insert(self._keys, places[~known], keys[~known])
+        self._logps = np.insert(self._logps, places[~known], logps[~known])
+
+    def __getitem__(self, key: bytes) -> float:
+        found = self.find([key])
+        if found is None:
+            raise KeyError(key)
+        return float(found[0])
+
+    def __contains__(self, key: bytes) -> bool:
+        return self.find([key]) is not None
+
+    def __len__(self) -> int:
+        return len(self.arrays()[0])
+
+
+class ReferenceLogps:
+    """What is known of the reference so far, by `content_key`."""
+
+    def __init__(self) -> None:
+        self._known = LogpTable()
+
+    def add(self, keys: Sequence[tuple[bytes, ...]], values: torch.Tensor) -> None:
+        """A table of keys, (B, 2), and its log-probabilities."""
+        flat = zip((key for row in keys for key in row), values.flatten().tolist(), strict=True)
+        self._known.add({key: logp for key, logp in flat if math.isfinite(logp)})
+
+    def find(self, keys: Sequence[tuple[bytes, ...]]) -> torch.Tensor | None:
+        """The log-probabilities of a table of keys, (B, 2) float64; None unless all are known."""
+        values = self._known.find([key for row in keys for key in row]) if keys else None
+        return None if values is None else torch.from_numpy(values).reshape(len(keys), -1)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All that is known, (n, KEY_BYTES) bytes and (n,) values, for a checkpoint."""
+        keys, logps = self._known.arrays()
+        return {
+            "keys": torch.from_numpy(keys.view(np.uint8).reshape(-1, KEY_BYTES).copy()),
+            "logps": torch.from_numpy(logps.copy()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Know what a checkpoint knew."""
+        self._known = LogpTable.of(state["keys"].to(torch.uint8).numpy(), state["logps"].numpy())
+
+    def save(self, path: Path) -> None:
+        """Write all that is known, whole or not at all."""
+        keys, logps = self._known.arrays()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        with beside.open("wb") as file:
+            np.savez(file, keys=keys.view(np.uint8).reshape(-1, KEY_BYTES), logps=logps)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+
+    def score_all(
+        self,
+        batches: Iterable[GlobalBatch],
+        score: Callable[[GlobalBatch], torch.Tensor],
+        read: LogpTable,
+        *,
+        seed: int,
+    ) -> int:
+        """Know all pairs of the batches, from what was `read` in a file, else from `score`; how many were scored.
+
+        What the file knows of a batch that is scored, and of one more drawn by `seed`, is compared: raises InputError
+        if it differs.
+        """
+        known, self._known = self._known, LogpTable()
+        self._known.merge(read)
+        self._known.merge(known)
+        n_scored = n_known = 0
+        drawn, draw = None, random.Random(seed)
+        for batch in batches:
+            if self.find(batch.keys) is None:
+                values = score(batch)
+                if not values.isfinite().all():
+                    raise RunError(
+                        "the reference's log-probabilities are not all finite, so cache_reference_logps=all cannot "
+                        "replace it: set model.reference_dtype=bfloat16 or float32"
+                    )
+                _compare(batch.keys, values, read)
+                self.add(batch.keys, values)
+                n_scored += len(batch.keys)
+            elif read.find([key for row in batch.keys for key in row]) is not None:
+                n_known += 1
+                drawn = batch if draw.randrange(n_known) == 0 else drawn
+        if drawn is not None:
+            _compare(drawn.keys, score(drawn), read)
+        return n_scored
+
+
+def _compare(keys: Sequence[tuple[bytes, ...]], values: torch.Tensor, read: LogpTable) -> None:
+    """Raises InputError if what was read is not what the reference gives now."""
+    pairs = [
+        (read[key], value)
+        for row, logps in zip(keys, values.tolist(), strict=True)
+        for key, value in zip(row, logps, strict=True)
+        if key in read
+    ]
+    if any(abs(was - now) > TOLERANCE * max(1.0, abs(now)) for was, now in pairs):
+        worst = max(abs(was - now) for was, now in pairs)
+        raise InputError(f"stored reference log-probabilities are off by up to {worst:.3g}: remove their file")

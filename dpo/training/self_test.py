@@ -1,0 +1,92 @@
+"""Step 0: a few rows of the first batch, before the first update, through what the run relies on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from dpo.errors import InputError
+from dpo.losses import LOSSES
+
+ULPS = 8  # by which a forward may differ from the same again
+
+
+@torch.no_grad()
+def self_test(
+    policy: torch.nn.Module,
+    reference: torch.nn.Module | None,
+    forward: Callable[[torch.nn.Module], tuple[torch.Tensor, ...]],
+    *,
+    loss_name: str,
+    loss_options: Mapping[str, Any],
+    same_dtype: bool,
+    repeats_to: torch.dtype | None = None,
+) -> list[str]:
+    """Check policy and reference (None for SFT); what is worth saying. Leaves the policy in train mode.
+
+    `forward` gives a model's log-probabilities, (chosen, rejected) or (chosen,), of a few examples.
+    Log-probabilities are finite, train-mode and eval-mode forwards agree to rounding (in `repeats_to` if a forward
+    may not repeat itself better), and, when policy and reference have the same dtype, rewards are 0 and the loss is
+    the one at h = 0 (ln 2 for DPO). Raises InputError that names the failed check and its likely cause.
+    """
+    policy.eval()
+    in_eval = forward(policy)
+    policy.train()
+    in_train = forward(policy)
+    of_reference = forward(reference) if reference is not None else ()
+    for who, values in (("policy", in_train), ("reference", of_reference)):
+        if not all(v.isfinite().all() for v in values):
+            raise InputError(
+                f"self-test: log-probabilities of the {who} are not finite; float16 overflows in many models: "
+                f"use bfloat16 or float32, and check the weights"
+            )
+    difference = max((a - b).abs().max().item() for a, b in zip(in_train, in_eval, strict=True))
+    scale = max(v.abs().max().item() for v in in_train)
+    if difference > ULPS * torch.finfo(repeats_to or in_train[0].dtype).eps * scale:
+        raise InputError(
+            f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}, so something random "
+            f"is on in training (dropout, router noise) in {type(policy).__name__}; switch it off in the model's config"
+        )
+    if reference is None:
+        return ["self-test passed: finite log-probabilities, dropout off"]
+
+    options = dict(loss_options)
+    expected = _loss_at_zero(loss_name, options)
+    losses, *rewards = LOSSES[loss_name].on_pairs(*in_train, *of_reference, **options)
+    reward = max(r.abs().max().item() for r in rewards)
+    if not same_dtype:
+        return [
+            f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
+            f"the policy, so the first rewards are rounding errors of up to {reward:.2g}; for 0 set "
+            f"model.reference_dtype to the policy's"
+        ]
+    tolerance = 1e-4 * options["beta"] * max(1.0, scale)
+    loss = losses.mean().item()
+    if reward > tolerance:
+        raise InputError(
+            f"self-test: first rewards reach {reward:.3g} instead of 0, so policy and reference do not hold the same "
+            f"weights; was only one of them loaded from model.archive? (self_test=false goes on regardless)"
+        )
+    if expected is not None and not math.isclose(loss, expected, rel_tol=1e-3, abs_tol=tolerance):
+        raise InputError(f"self-test: the first {loss_name} loss is {loss:.6g} instead of {expected:.6g}")
+    return [f"self-test passed: first loss {loss:.6f}, rewards within {reward:.1g} of 0, dropout off"]
+
+
+def _loss_at_zero(loss_name: str, options: Mapping[str, Any]) -> float | None:
+    """The loss when policy and reference agree; None if it depends on the policy even then.
+
+    Raises InputError if float32 cannot hold it.
+    """
+    if options.get("reference_free"):
+        return None
+    zero = torch.zeros(1)
+    loss = LOSSES[loss_name].on_pairs(zero, zero, zero, zero, **options)[0].item()
+    if not math.isfinite(loss):
+        raise InputError(
+            f"self-test: the {loss_name} loss of equal models is {loss} with loss.beta={options['beta']}, which "
+            f"float32 cannot hold: choose one nearer to 0.1"
+        )
+    return loss
