@@ -28,7 +28,7 @@ gpu-check: $(VENV)/.installed
 	$(RUN) -m scripts.gpu_check
 
 golden: $(VENV)/.installed-dev
-	$(RUN) -m pytest -q tests/test_golden.py -m "" $(IN_PARALLEL)
+	$(RUN) -m pytest -q tests/@test_golden.py -m "" $(IN_PARALLEL)
 
 format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix .

@@ -24,7 +24,6 @@ from typing import Any
 
 import train
 from benchmarks.step_overhead import compose
-from dpo.data import preflight
 from dpo.system.launching import launch
 from trainers import BasicTrainer
 

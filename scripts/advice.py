@@ -22,7 +22,7 @@ class Model(NamedTuple):
     pair_fp32: float
 
 
-MODELS = {  # counted with fake tensors; tests/test_advice.py counts again
+MODELS = {  # counted with fake tensors; tests/scripts/test_advice.py counts again
     "gpt2-large": Model(0.774e9, 2.9e9, 5.5e9),
     "gpt2-xl": Model(1.558e9, 4.6e9, 9.0e9),
     "pythia28": Model(2.775e9, 3.2e9, 6.3e9),

@@ -1,70 +1,12 @@
-"""What the tests share: the real command line in a subprocess, a run's metrics, small models made on the spot."""
+"""Fixtures that tests of every room use."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from warm import ROOT, run_train
-
-GOLDEN = ROOT / "tests" / "golden"
-SHARED = ROOT.parent / "shared"  # real data and more golden runs, on the maintainers' machines only
-sys.path.insert(0, str(ROOT))
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported, also by processes that are forked
-torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
-
-
-def environment_of(**more: str) -> dict[str, str]:
-    """Without network, W&B key and settings of Hydra."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "HYDRA"))}
-    return {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **more}
-
-
-def run_script(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` without a terminal."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=environment_of(**environment),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-
-
-def train(*overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python train.py OVERRIDES`, W&B off unless an override or the environment says otherwise."""
-    if not any(o.startswith("wandb.enabled") for o in overrides):
-        overrides = (*overrides, "wandb.enabled=false")
-    return run_train(overrides, cwd=cwd, environment=environment_of(**environment), timeout=200)
-
-
-def metrics_of(run_dir: Path, split: str) -> list[dict]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["split"] == split]
-
-
-def assert_gone(pids: list[int], within: float = 10) -> None:
-    """None of these processes is there any more, or soon."""
-    deadline = time.monotonic() + within
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"of {pids}, some are still there"
-        time.sleep(0.1)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+from support.runs import GOLDEN, ROOT, small_run, write_rows
 
 
 @pytest.fixture(scope="session")
@@ -79,13 +21,6 @@ def tiny_llama():
     from dpo.models.pretrained import load_model
 
     return load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="sdpa")
-
-
-def write_rows(path: Path, rows: list) -> Path:
-    """One JSON object per line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -104,35 +39,6 @@ def rows(tmp_path_factory) -> Path:
         write_rows(folder / name / "train.jsonl", [row(i, name) for i in range(22)])
         write_rows(folder / name / "test.jsonl", [row(i, name) for i in range(22, 30)])
     return folder
-
-
-def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
-    """The overrides of a run of 6 updates with 4 evaluations, which takes a second."""
-    settings = {
-        "loss": "dpo",
-        "exp_name": "test",
-        "local_run_dir": run_dir,
-        "local_dirs": f"[{run_dir.parent}]",
-        "model.name_or_path": GOLDEN / "tiny-llama",
-        "model.reference_dtype": "float32",
-        "dataset_sources.hh": rows / "hh",
-        "dataset_sources.more": rows / "more",
-        "eval_batch_size": 4,
-        "n_eval_examples": 4,
-        "eval_every": 8,
-        "n_examples": 24,
-        "n_epochs": "null",
-        "lr": 1e-3,
-        "warmup_steps": 4,
-        "max_length": 48,
-        "max_prompt_length": 32,
-        "sample_during_eval": "false",
-        "wandb.enabled": "false",
-    }
-    settings |= dict(override.split("=", 1) for override in overrides)
-    if settings["loss"] == "dpo":
-        settings.setdefault("loss.beta", 0.1)
-    return [f"{key}={value}" for key, value in settings.items()]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from support.runs import ROOT
 
 from dpo.losses import LOSSES, _get_batch_logps, preference_loss
 

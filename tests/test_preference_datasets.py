@@ -10,7 +10,7 @@ import datasets
 import multiprocess
 import numpy as np
 import pytest
-from conftest import write_rows
+from support.runs import write_rows
 
 import preference_datasets
 from dpo.data.examples import encode_rows, iterate_rows

@@ -8,50 +8,36 @@ import re
 import subprocess
 
 import pytest
-from conftest import ROOT, run_script
+from support.runs import ROOT, run_script
 
-LEVELS = {
-    "train": 4,
-    **dict.fromkeys(["command_line", "sweeps"], 2),
-    **dict.fromkeys(["config_resolution", "worker"], 3),
-    **dict.fromkeys(["training_loop", "trainers", "tensor_parallel_package"], 2),
-    **dict.fromkeys(["objective", "batches", "layouts", "reference_logps", "sampling"], 1),
-    **dict.fromkeys(["checksums", "waiting"], 0),
-    **dict.fromkeys(["loading", "resume", "saving", "health", "memory"], 1),
-    **dict.fromkeys(["self_test", "preflight", "models", "preference_datasets"], 1),
-    **dict.fromkeys(
-        [
-            "own_data",
-            "demo_data",
-            "preference_data",
-            "data_sources",
-            "tokenization",
-            "packing",
-            "prompts",
-            "cpu_attention",
-        ],
-        0,
-    ),
-    **dict.fromkeys(["losses", "optimization", "checkpoint", "metrics", "settings", "run_directory", "utils"], 0),
-    **dict.fromkeys(["plain_files", "checkpoint_contents", "config_files", "config_keys", "redaction"], 0),
-    **dict.fromkeys(["arithmetic", "cpu_attention", "device_map", "sharing"], 0),
-    **dict.fromkeys(
-        ["archive", "host_memory", "stopping", "terminal", "launching", "distributed", "tensor_parallelism"], 0
-    ),
-}
-FILES = {file.stem: file for file in sorted(ROOT.glob("*.py"))}
-TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in FILES.items()}
+ROOMS = (
+    "errors",
+    "losses",
+    "system",
+    "settings",
+    "data",
+    "parallel",
+    "checkpoint",
+    "models",
+    "reporting",
+    "training",
+    "run",
+)
+PUBLIC = ("train", "trainers", "preference_datasets", "utils")
+PATHS = [ROOT / f"{name}.py" for name in PUBLIC] + sorted((ROOT / "dpo").rglob("*.py"))
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 
 def imports_of(name: str) -> set[str]:
-    """The modules a file imports, also inside functions, by the first part of their name."""
+    """The modules a file imports, also inside functions, with dots."""
     found = set()
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name}.py has a relative import"
-            found.add(node.module.split(".")[0])
+            assert node.level == 0, f"{name} has a relative import"
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
@@ -59,15 +45,27 @@ OURS = {name: imports_of(name) & FILES.keys() for name in FILES}
 
 
 def importers_of(module: str) -> set[str]:
-    return {name for name in FILES if module in imports_of(name)}
+    return {name for name in FILES if module in {found.split(".")[0] for found in imports_of(name)}}
 
 
-def test_every_file_has_a_level():
-    assert FILES.keys() == LEVELS.keys()
+def room_of(name: str) -> str:
+    return name.split(".")[1]
 
 
-def test_arrows_point_down_or_along_a_level():
-    upward = {f"{name}.py imports {other}.py" for name in OURS for other in OURS[name] if LEVELS[other] > LEVELS[name]}
+def test_the_house_has_no_other_rooms():
+    assert {path.stem for path in ROOT.glob("*.py")} == set(PUBLIC)
+    assert {path.stem for path in (ROOT / "dpo").iterdir() if path.name not in ("__pycache__", "__init__.py")} == set(
+        ROOMS
+    )
+
+
+def test_a_room_imports_itself_and_the_rooms_before_it():
+    upward = {
+        f"{name} imports {other}"
+        for name in OURS
+        for other in OURS[name] - {"dpo"}
+        if name.startswith("dpo.") and (other in PUBLIC or ROOMS.index(room_of(other)) > ROOMS.index(room_of(name)))
+    }
     assert upward == set()
 
 
@@ -76,28 +74,17 @@ def test_there_is_no_cycle():
     assert set(order) == FILES.keys()
 
 
-def test_the_foundations_import_nothing_of_ours():
-    assert OURS["losses"] | OURS["config_keys"] | OURS["utils"] == set()
-
-
 def test_each_foreign_world_has_one_door():
-    assert importers_of("wandb") == {"metrics"}
-    assert importers_of("hydra") == {"train", "command_line"}
+    assert importers_of("wandb") == {"dpo.reporting.wandb"}
+    assert importers_of("hydra") == {"train", "dpo.settings.command_line"}
     knows_shards = {name for name, file in FILES.items() if re.search("DTensor|DeviceMesh", file.read_text("utf-8"))}
-    assert knows_shards == {"distributed", "tensor_parallelism"}
+    assert {name.rpartition(".")[0] for name in knows_shards} == {"dpo.parallel"}
 
 
-def test_data_tokenization_and_losses_know_no_processes():
-    for name in (
-        "losses",
-        "tokenization",
-        "preference_data",
-        "preference_datasets",
-        "own_data",
-        "data_sources",
-        "prompts",
-    ):
-        assert not re.search(r"\b(world_size|torch\.distributed)\b", FILES[name].read_text("utf-8")), name
+def test_data_and_losses_know_no_processes():
+    for name in FILES:
+        if name in ("preference_datasets", "dpo.losses") or name.startswith("dpo.data."):
+            assert not re.search(r"\b(world_size|torch\.distributed)\b", FILES[name].read_text("utf-8")), name
 
 
 def test_files_and_functions_are_short():
@@ -137,15 +124,17 @@ def test_importing_prints_and_changes_nothing(tmp_path):
 
 
 def test_checking_a_config_needs_no_torch():
-    script = "import sys, settings; assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()"
+    script = (
+        "import sys, dpo.settings.validation; assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()"
+    )
     result = run_script("-c", script, PYTHONPATH=str(ROOT))
     assert result.returncode == 0, result.stderr
 
 
 def test_every_test_that_the_documentation_names_is_there():
     named = re.findall(r"\btest_\w+", (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8"))
-    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").glob("test_*.py"))
-    files = {file.stem for file in (ROOT / "tests").glob("test_*.py")}
+    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    files = {file.stem for file in (ROOT / "tests").rglob("test_*.py")}
     assert len(named) > 40
     assert {name for name in named if name not in files and f"def {name}(" not in tests} == set()
 
@@ -168,7 +157,7 @@ def test_nothing_depends_on_where_the_project_lies():
 @pytest.mark.parametrize("page", sorted(page.name for page in (ROOT / "docs").glob("*.md")))
 def test_tests_that_the_documents_name_are_there(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    tests = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "tests").glob("*.py")}
+    tests = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py")}
     assert set(re.findall(r"\btest_\w+\.py", text)) <= tests.keys()
     functions = set(re.findall(r"^def (test_\w+)", "".join(tests.values()), re.MULTILINE))
     assert set(re.findall(r"`(?:test_\w+\.py)?(?:::)?(test_\w+)`", text)) <= functions

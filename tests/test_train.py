@@ -18,8 +18,8 @@ import hydra
 import pytest
 import torch
 import yaml
-from conftest import GOLDEN, ROOT, metrics_of, run_script, train, write_rows
 from omegaconf import OmegaConf
+from support.runs import GOLDEN, ROOT, metrics_of, run_script, train, write_rows
 
 import train as train_script
 

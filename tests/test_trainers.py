@@ -13,7 +13,7 @@ import hydra
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDEN, ROOT, metrics_of, write_rows
+from support.runs import GOLDEN, ROOT, metrics_of, write_rows
 
 import train  # noqa: F401  (registers the config's resolvers)
 from dpo.errors import InputError

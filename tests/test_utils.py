@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 import utils
+from dpo.errors import InputError
+from dpo.system.paths import get_cache_dir
 
 
 def test_directories_are_named_but_not_created(tmp_path):
@@ -32,9 +34,9 @@ def test_directories_are_named_but_not_created(tmp_path):
 def test_a_cache_named_by_the_environment_wins_over_local_dirs(variable, monkeypatch, tmp_path):
     for name in ("XDG_CACHE_HOME", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
-    assert utils.get_cache_dir([str(tmp_path)]) == str(tmp_path / getpass.getuser())
+    assert get_cache_dir([str(tmp_path)]) == str(tmp_path / getpass.getuser())
     monkeypatch.setenv(variable, "/elsewhere")
-    assert utils.get_cache_dir([str(tmp_path)]) is None
+    assert get_cache_dir([str(tmp_path)]) is None
 
 
 def test_pad_to_length_pads_on_the_right_of_one_dimension():
@@ -76,7 +78,7 @@ def test_temporarily_seeded_random_gives_the_same_numbers_and_puts_both_states_b
 
 def test_a_block_class_is_found_by_name_or_the_candidates_are_listed(tiny_llama):
     assert utils.get_block_class_from_model(tiny_llama, "LlamaDecoderLayer") is type(tiny_llama.model.layers[0])
-    with pytest.raises(utils.InputError, match=r"block_name=GPT2Block .*LlamaForCausalLM.* are LlamaDecoderLayer, and"):
+    with pytest.raises(InputError, match=r"block_name=GPT2Block .*LlamaForCausalLM.* are LlamaDecoderLayer, and"):
         utils.get_block_class_from_model(tiny_llama, "GPT2Block")
 
 

@@ -49,7 +49,7 @@ def fall_of(run: Run) -> float:
 
 
 def start_golden(setting: Setting, name: str, golden: dict[str, Any]) -> Run:
-    """The command that repeats a golden run, as tests/test_golden.py has it."""
+    """The command that repeats a golden run, as tests/runs/test_golden.py has it."""
     settings = {key: value for key, value in golden["config"].items() if key != "loss"}
     loss = dict(golden["config"]["loss"])
     kind = loss.pop("name")

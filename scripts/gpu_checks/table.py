@@ -38,10 +38,10 @@ GOOD_SDPA = {
     "cuda": {"efficient", "flash"},
     "cpu": {"flash_attention_for_cpu", "ours"},
 }  # not cuDNN's, not the plain one
-# demo: of tests/test_golden.py; log-probabilities, losses and norms relative, rewards absolute below 1
+# demo: of tests/runs/test_golden.py; log-probabilities, losses and norms relative, rewards absolute below 1
 FIRST_LOSS_TOLERANCE = 1e-4  # of ln 2
 GOLDEN_FIRST, GOLDEN, GOLDEN_IPO = 3e-5, 5e-4, 1e-3
-# fsdp: bfloat16 against float32, as in tests/test_golden.py
+# fsdp: bfloat16 against float32, as in tests/runs/test_golden.py
 BFLOAT16_BAND = {"logps": 5e-3, "loss": 0.1, "grad_norm": 0.1, "rewards": 0.2}
 # syncs
 MOST_READS = 1  # of the device by the host, in an update

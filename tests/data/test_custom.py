@@ -1,0 +1,227 @@
+"""The user's own pairs: texts or chat messages, with a prompt or a shared beginning."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from support.runs import train, write_rows
+
+from dpo.data.custom import get_own, split_shared_prompt
+from dpo.errors import InputError
+from preference_datasets import get_batch_iterator
+
+# "<user>Hi" and "<assistant>Hello" joined, with or without EOS after each turn
+TURN = "<{{ message.role }}>{{ message.content }}"
+OPEN = "{% if add_generation_prompt %}<assistant>{% endif %}"
+ENDS_TURNS_WITH_EOS = "{% for message in messages %}" + TURN + "{{ eos_token }}\n{% endfor %}" + OPEN
+ENDS_TURNS_WITH_SEMICOLON = "{% for message in messages %}" + TURN + ";{% endfor %}" + OPEN
+
+
+def user(content: str) -> dict:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict:
+    return {"role": "assistant", "content": content}
+
+
+@pytest.fixture
+def chat(tokenizer):
+    """A function from a chat template to the tiny tokenizer with it."""
+
+    def with_template(template: str):
+        copied = copy.deepcopy(tokenizer)
+        copied.chat_template = template
+        return copied
+
+    return with_template
+
+
+HELLO = {"prompt": [user("Hi")], "chosen": [assistant("Hello")], "rejected": [assistant("Go away")]}
+
+
+# texts
+
+
+def test_texts_with_a_prompt_are_taken_as_they_are(tokenizer):
+    rows = [
+        {"prompt": "Q:", "chosen": " yes", "rejected": " no", "source": "other columns are ignored"},
+        {"prompt": "Q:", "chosen": " sure", "rejected": " never"},
+    ]
+    data = get_own(rows, "mine", tokenizer)
+    assert data == {
+        "Q:": {"responses": [" yes", " no", " sure", " never"], "pairs": [(0, 1), (2, 3)], "sft_target": " sure"}
+    }
+    assert (data.truncation_mode, data.rendered) == ("keep_start", False)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "expected"),
+    [
+        # the shared beginning ends in the middle of "there" / "then"; the prompt ends at the word before
+        ("Is it there", "Is it then", ("Is it", " there", " then")),
+        # one text is the beginning of the other
+        ("Go on", "Go on now", ("Go", " on", " on now")),
+        # a dialogue is cut at its last shared marker, though " I " is shared beyond it
+        (
+            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: I do",
+            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: I don't",
+            ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " I do", " I don't"),
+        ),
+        # dialogues that part at the first answer are cut there, whatever follows
+        (
+            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
+            "\n\nHuman: a\n\nAssistant: e",
+            ("\n\nHuman: a\n\nAssistant:", " b\n\nHuman: c\n\nAssistant: d", " e"),
+        ),
+    ],
+)
+def test_texts_without_a_prompt_share_their_beginning(chosen, rejected, expected, tokenizer):
+    assert split_shared_prompt(chosen, rejected) == expected
+    (data,) = get_own([{"chosen": chosen, "rejected": rejected}], "mine", tokenizer).items()
+    assert (data[0], *data[1]["responses"]) == expected
+
+
+def test_texts_that_share_nothing_need_a_prompt(tokenizer):
+    with pytest.raises(InputError, match="row 1 of mine: the prompt is empty"):
+        get_own([{"chosen": "yes", "rejected": "no"}], "mine", tokenizer)
+
+
+RENAMED = {"prompt": "question", "chosen": "best", "rejected": "worst"}
+
+
+def test_columns_may_have_other_names(tokenizer, chat):
+    rows = [{"question": "Q:", "best": " yes", "worst": " no", "prompt": "another column"}]
+    assert get_own(rows, "mine", tokenizer, RENAMED) == {
+        "Q:": {"responses": [" yes", " no"], "pairs": [(0, 1)], "sft_target": " yes"}
+    }
+    messages = {RENAMED[key]: value for key, value in HELLO.items()}
+    template = chat(ENDS_TURNS_WITH_EOS)
+    assert get_own([messages], "mine", template, RENAMED) == get_own([HELLO], "mine", template)
+    with pytest.raises(InputError, match=r"row 1 of mine: field 'best' must be .* missing; the row has question"):
+        get_own([{"question": "Q:"}], "mine", tokenizer, RENAMED)
+    with pytest.raises(InputError, match=r"field 'question' must be .* missing; the row has best, worst"):
+        get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, RENAMED)
+    shared = get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, {"chosen": "best", "rejected": "worst"})
+    assert list(shared) == ["a"]
+    with pytest.raises(InputError, match="columns name promt, which is none of prompt, chosen, rejected"):
+        get_own(rows, "mine", tokenizer, {"promt": "question"})
+    sources = {"hh": {"path": "x", "columns": RENAMED}}
+    with pytest.raises(InputError, match=r"dataset_sources\.hh renames columns, and hh has its own"):
+        next(get_batch_iterator(["hh"], tokenizer, n_epochs=1, dataset_sources=sources))
+
+
+def test_columns_are_given_on_the_command_line_beside_or_with_the_place(command, tmp_path):
+    rows = [{"question": f"What is {i}?", "best": f" It is {i}.", "worst": "No."} for i in range(40)]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    columns = "{prompt: question, chosen: best, rejected: worst}"
+    own = ("datasets=[mine]", "n_examples=4", f"dataset_sources.mine={file}", f"dataset_sources.mine.columns={columns}")
+    result = train(*command("run", *own))
+    assert result.returncode == 0, result.stderr
+    # the worst ones begin without a space
+    assert (
+        "warning: train: in 36 of 36 examples a response follows its prompt without a space, as in 'What is "
+        in result.stdout
+    )
+    report = json.loads((tmp_path / "run" / "preflight.json").read_text())
+    assert report["test"]["joined_words"] == 4
+    assert report["train"]["joined_example"].endswith("?No.")
+    whole = f"dataset_sources.mine={{path: {file}, columns: {columns}}}"
+    assert train(*command("other", *own[:2], whole)).returncode == 0
+
+
+# chat messages
+
+
+def test_a_template_that_ends_turns_with_eos_leaves_the_last_eos_to_tokenization(chat):
+    data = get_own([HELLO], "mine", chat(ENDS_TURNS_WITH_EOS))
+    assert data == {
+        "<user>Hi<|endoftext|>\n<assistant>": {
+            "responses": ["Hello", "Go away"],
+            "pairs": [(0, 1)],
+            "sft_target": "Hello",
+        }
+    }
+    assert (data.truncation_mode, data.rendered) == ("keep_start", True)
+
+
+def test_a_template_that_ends_turns_otherwise_keeps_its_ending(chat):
+    (entry,) = get_own([HELLO], "mine", chat(ENDS_TURNS_WITH_SEMICOLON)).items()
+    assert entry[0] == "<user>Hi;<assistant>"
+    assert entry[1]["responses"] == ["Hello;", "Go away;"]
+
+
+def test_messages_without_a_prompt_share_their_first_messages(chat):
+    row = {
+        "chosen": [user("Hi"), assistant("Hm?"), user("Sing"), assistant("La")],
+        "rejected": [user("Hi"), assistant("Hm?"), user("Sing"), assistant("No")],
+    }
+    (entry,) = get_own([row], "mine", chat(ENDS_TURNS_WITH_SEMICOLON)).items()
+    assert entry[0] == "<user>Hi;<assistant>Hm?;<user>Sing;<assistant>"
+    assert entry[1]["responses"] == ["La;", "No;"]
+
+
+def test_conversations_that_share_everything_still_leave_a_response_each(chat):
+    whole = [user("Hi"), assistant("Hello")]
+    (entry,) = get_own([{"chosen": whole, "rejected": whole}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON)).items()
+    assert (entry[0], entry[1]["responses"]) == ("<user>Hi;<assistant>", ["Hello;", "Hello;"])
+
+
+def test_a_tag_that_only_an_open_turn_shows_is_not_part_of_the_prompt(chat):
+    opens_with_think = ENDS_TURNS_WITH_SEMICOLON.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
+    (entry,) = get_own([HELLO], "mine", chat(opens_with_think)).items()
+    assert (entry[0], entry[1]["responses"][0]) == ("<user>Hi;<assistant>", "Hello;")
+
+
+def test_batches_of_messages_end_with_one_eos_and_keep_those_between_turns(chat, tmp_path):
+    write_rows(tmp_path / "train.jsonl", [HELLO])
+    tokenizer = chat(ENDS_TURNS_WITH_EOS)
+    (batch,) = get_batch_iterator(["mine"], tokenizer, n_epochs=1, silent=True, dataset_sources={"mine": str(tmp_path)})
+    ids, labels = batch["chosen_input_ids"][0], batch["chosen_labels"][0]
+    assert tokenizer.decode(ids) == "<user>Hi<|endoftext|>\n<assistant>Hello<|endoftext|>"
+    assert tokenizer.decode(labels[labels != -100]) == "Hello<|endoftext|>"
+
+
+def test_one_whole_conversation_in_each_field_is_the_same_as_prompt_and_answers(chat):
+    template = chat(ENDS_TURNS_WITH_EOS)
+    whole = {"chosen": HELLO["prompt"] + HELLO["chosen"], "rejected": HELLO["prompt"] + HELLO["rejected"]}
+    assert get_own([whole], "mine", template) == get_own([HELLO], "mine", template)
+
+
+REFUSES = "{{ raise_exception('roles must alternate') }}"
+COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "message"),
+    [
+        (
+            [{**HELLO, "chosen": [assistant("Hello<|endoftext|>")]}],
+            ENDS_TURNS_WITH_EOS,
+            "row 1 of mine: a message contains the EOS token '<|endoftext|>'",
+        ),
+        ([HELLO], None, "row 1 of mine holds chat messages, but the tokenizer has no chat template"),
+        ([HELLO], REFUSES, "row 1 of mine: the tokenizer's chat template refuses these messages: roles must alternate"),
+        ([HELLO], COUNTS, "row 1 of mine: the chat template renders the prompt differently"),
+        (
+            [HELLO, {"prompt": "a", "chosen": " b", "rejected": " c"}],
+            ENDS_TURNS_WITH_EOS,
+            "row 2 of mine: the rows before it hold chat messages; use one kind",
+        ),
+        (
+            [{"prompt": "a", "chosen": " b", "rejected": " c"}, HELLO],
+            ENDS_TURNS_WITH_EOS,
+            "row 2 of mine: the rows before it hold text; use one kind",
+        ),
+        ([{**HELLO, "rejected": "Go away"}], ENDS_TURNS_WITH_EOS, "must all be text or all be chat messages"),
+        ([{**HELLO, "chosen": []}], ENDS_TURNS_WITH_EOS, "need at least one message each"),
+        ([{**HELLO, "chosen": [{"role": "assistant"}]}], ENDS_TURNS_WITH_EOS, "field 'content' must be str"),
+        ([{**HELLO, "chosen": ["Hello"]}], ENDS_TURNS_WITH_EOS, "field 'role' must be str"),
+    ],
+)
+def test_messages_that_cannot_be_rendered_are_named(chat, rows, template, message):
+    with pytest.raises(InputError) as error:
+        get_own(rows, "mine", chat(template))
+    assert message in str(error.value)

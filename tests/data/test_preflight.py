@@ -1,0 +1,303 @@
+"""What is said about the data before training starts: each count, the number of updates, and what stops the run.
+
+" b", " c", " d", " e" and "a" are one token each; max_length is 6 and max_prompt_length 2 unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+from omegaconf import OmegaConf
+from support.runs import GOLDEN, write_rows
+
+from dpo.data.examples import iterate_rows
+from dpo.data.preflight import (
+    Preflight,
+    SplitReport,
+    count_updates,
+    describe,
+    doubts,
+    inspect_split,
+    prepare_data,
+    warn,
+)
+from dpo.data.tokenization import TextEncoder
+from dpo.data.tokenizer import load_tokenizer
+from dpo.errors import InputError
+from preference_datasets import Prompt
+
+
+def prompt_of(text: str, *pairs: tuple[str, str], rendered: bool = False) -> Prompt:
+    responses = [response for pair in pairs for response in pair]
+    indices = [(2 * i, 2 * i + 1) for i in range(len(pairs))]
+    return Prompt(text, responses, indices, responses[0], "keep_end", rendered)
+
+
+def inspect(tokenizer, *prompts: Prompt, sft_mode: bool = False):
+    return inspect_split(prompts, TextEncoder(tokenizer), sft_mode=sft_mode, max_length=6, max_prompt_length=2)
+
+
+def test_the_predicted_updates_are_those_that_the_batches_give():
+    wrong = []
+    for examples in range(1, 8):
+        prompts = [prompt_of("a", (" b", " c"))] * examples
+        for batch_size in range(1, examples + 1):
+            for n_epochs in (None, 0, 1, 2, 3):
+                for n_examples in (None, 1, 2, 3, 5, 6, 7, 8, 13, 20):
+                    if n_epochs is None and n_examples is None:
+                        continue  # never ends
+                    stop = {"batch_size": batch_size, "n_epochs": n_epochs, "n_examples": n_examples}
+                    batches = iterate_rows(prompts, shuffle=False, sft_mode=True, seed=0, **stop)
+                    counted = sum(1 for _ in batches)
+                    predicted, _ = count_updates(examples, **stop)
+                    if counted != predicted:
+                        wrong.append((examples, stop, counted, predicted))
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("n_epochs", "n_examples", "expected"),
+    [
+        (1, None, (2, 2)),  # 10 examples in batches of 4: 2 updates, and 2 examples left over
+        (3, None, (6, 6)),
+        (3, 8, (2, 0)),  # stops before the first epoch's end
+        (3, 9, (3, 2)),  # 8, then 10 with the two that are dropped, then 14
+        (None, 10**20, (2 * 10**19 + 1, 2 * 10**19)),  # no walk through the epochs
+        (None, 25, (6, 4)),  # 4, 8, then 14, 18, then 24, 28: two epochs ended, each with 2 left over
+    ],
+)
+def test_dropped_examples_are_those_of_the_epochs_that_end(n_epochs, n_examples, expected):
+    assert count_updates(10, batch_size=4, n_epochs=n_epochs, n_examples=n_examples) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "counts"),
+    [
+        pytest.param([prompt_of("a", (" b", " c"))], {}, id="nothing to remark"),
+        pytest.param(
+            # 4 + 2 + EOS = 7 > 6: the prompt goes to 2, and the responses fit
+            [prompt_of("a b c d", (" b c", " c"))],
+            {"truncated_prompts": 1},
+            id="a long prompt",
+        ),
+        pytest.param(
+            # 1 + 5 + EOS = 7 > 6: the prompt is short, the responses go to 4
+            [prompt_of("a", (" b", " b c d e b"))],
+            {"truncated_responses": 1},
+            id="a long response",
+        ),
+        pytest.param(
+            # 1 + 4 + EOS = 6 fits; with a prompt of 2 only EOS would be lost, and that counts
+            [prompt_of("a", (" b", " b c d e")), prompt_of("a b", (" b", " b c d e"))],
+            {"truncated_responses": 1},
+            id="a response that loses only its EOS",
+        ),
+        pytest.param([prompt_of("a", ("", " b"), (" c", " \n"))], {"empty_responses": 2}, id="empty responses"),
+        pytest.param(
+            # both " b c d e" after the cut to 4
+            [prompt_of("a", (" b", " b")), prompt_of("a", (" b c d e b", " b c d e c"))],
+            {"identical_pairs": 2, "truncated_responses": 1},
+            id="no difference, from the start or after truncation",
+        ),
+        pytest.param(
+            # a pair without a difference is not its own reverse
+            [prompt_of("a", (" b", " b"), (" b", " b"))],
+            {"identical_pairs": 2, "duplicated_pairs": 1},
+            id="no difference, twice",
+        ),
+        pytest.param(
+            # the same pair under another prompt is another pair
+            [prompt_of("a", (" b", " c"), (" b", " c"), (" b", " d")), prompt_of("a b", (" b", " c"))],
+            {"duplicated_pairs": 1},
+            id="a pair twice",
+        ),
+        pytest.param(
+            [prompt_of("a", (" b", " c"), (" c", " b")), prompt_of("a b", (" c", " b"))],
+            {"contradictory_pairs": 1},
+            id="a pair both ways",
+        ),
+    ],
+)
+def test_each_count_counts_its_own_examples_and_nothing_else(tokenizer, prompts, counts):
+    report = asdict(inspect(tokenizer, *prompts))
+    noted = {key: report[key] for key in report.keys() - {"longest"} if isinstance(report[key], int) and report[key]}
+    assert noted == {
+        "prompts": len(prompts),
+        "examples": (n := sum(len(p.pairs) for p in prompts)),
+        "tokenized": n,
+        **counts,
+    }
+
+
+def test_lengths_are_in_tokens_with_eos_after_truncation(tokenizer):
+    report = inspect(
+        tokenizer,
+        prompt_of("a", (" b c", " b"), (" b", " c")),  # 3 and 2 tokens, 2 and 2
+        prompt_of("a", (" b c d e b c", " b")),  # 7 cut to 4, and 2
+    )
+    assert report.mean_chosen_tokens == 3  # (3 + 2 + 4) / 3
+    assert report.mean_rejected_tokens == 2
+    assert report.chosen_longer == pytest.approx(2 / 3)
+
+
+def test_sft_counts_one_target_per_prompt(tokenizer):
+    report = inspect(tokenizer, prompt_of("a", (" b c", " b"), ("", "")), prompt_of("a b", (" d", "")), sft_mode=True)
+    assert (report.prompts, report.examples, report.empty_responses) == (2, 2, 0)
+    assert report.mean_chosen_tokens == 2.5
+    of_pairs = ("mean_rejected_tokens", "chosen_longer", "duplicated_pairs", "contradictory_pairs", "identical_pairs")
+    assert [getattr(report, name) for name in of_pairs] == [None] * 5  # not counted, which is not 0
+
+
+def test_longest_example_is_counted_after_truncation(tokenizer):
+    assert inspect(tokenizer, prompt_of("a", (" b c", " b"))).longest == 4
+    assert inspect(tokenizer, prompt_of("a", (" b c d e b c", " b"))).longest == 5  # 1 and 7, cut to 4
+
+
+def test_a_text_with_eos_stops_the_run_and_is_counted_and_shown_once(tokenizer):
+    # the guilty prompt counts once, though two pairs share it
+    with pytest.raises(InputError) as error:
+        inspect(
+            tokenizer,
+            prompt_of("fine", (" b", " c")),
+            prompt_of("guilty<|endoftext|> prompt", (" b", " c"), (" b", " d")),
+            prompt_of("fine too", (" guilty<|endoftext|> response", " c")),
+        )
+    assert str(error.value).startswith("2 texts contain the EOS token '<|endoftext|>'")
+    assert "The first: 'guilty<|endoftext|> prompt'" in str(error.value)
+
+
+def test_eos_that_a_chat_template_wrote_is_fine(tokenizer):
+    assert inspect(tokenizer, prompt_of("a<|endoftext|>", (" b", " c"), rendered=True)).texts_with_eos == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "joined"),
+    [
+        ("Where?", "Here", 1),
+        ("Where?", " Here", 0),
+        ("Where? ", "Here", 0),
+        ("Where?\n", "Here", 0),
+        ("Where?", "\nHere", 0),
+        ("Where?", "", 0),
+        ("どこ？", "ここ", 0),  # no spaces in this script
+    ],
+)
+def test_words_that_run_together_are_counted_and_shown(prompt, response, joined, tokenizer):
+    prompts = [prompt_of(prompt, (response, " x"), (" y", " z"))]
+    encode = TextEncoder(tokenizer)
+    report = inspect_split(prompts, encode, sft_mode=False, max_length=64, max_prompt_length=32)
+    assert (report.joined_words, report.joined_example) == (joined, "Where?Here" if joined else "")
+    assert ("without a space, as in 'Where?Here'" in (warn("train", report) or "")) == bool(joined)
+
+
+def test_a_chat_template_may_join_what_it_likes(tokenizer):
+    assert inspect(tokenizer, prompt_of("<user>", ("Hi", "b"), rendered=True)).joined_words == 0
+
+
+# the whole preparation
+
+
+def prepare(folder, **changes):
+    options = {
+        "sft_mode": False,
+        "batch_size": 2,
+        "eval_batch_size": 1,
+        "max_length": 64,
+        "max_prompt_length": 32,
+        "n_epochs": 2,
+        "n_examples": None,
+        "dataset_sources": {"hh": str(folder)},
+        "cache_dir": None,
+        "folder": folder,
+        "silent": False,
+    }
+    return prepare_data(["hh"], load_tokenizer(str(GOLDEN / "tiny-llama")), **{**options, **changes})
+
+
+@pytest.fixture
+def three_pairs(tmp_path):
+    """Three training pairs of two prompts and one test pair, in HH's format."""
+    dialogue = "\n\nHuman: {}\n\nAssistant: {}"
+    questions = {"train": "aab", "test": "c"}
+    for split, letters in questions.items():
+        rows = [
+            {"chosen": dialogue.format(q, f"yes {i}"), "rejected": dialogue.format(q, f"no {i}")}
+            for i, q in enumerate(letters)
+        ]
+        write_rows(tmp_path / f"{split}.jsonl", rows)
+    return tmp_path
+
+
+def test_what_will_run_is_printed_and_written_before_it_starts(three_pairs, tmp_path, capsys):
+    data = prepare(three_pairs)
+
+    printed = capsys.readouterr().out
+    assert "train: 3 examples of 2 prompts" in printed
+    assert "test: 1 examples of 1 prompts" in printed
+    assert "2 updates of 2 examples will run; last partial batches drop 2 examples" in printed
+    data.report.write(tmp_path / "preflight.json")
+    written = json.loads((tmp_path / "preflight.json").read_text())
+    assert (written["updates"], written["dropped_examples"], written["train"]["examples"]) == (2, 2, 3)
+    assert [prompt.text for prompt in data.test] == ["\n\nHuman: c\n\nAssistant:"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 4}, "the train split of hh has 3 examples, too few for one batch of batch_size=4"),
+        ({"sft_mode": True, "batch_size": 3}, "the train split of hh has 2 examples"),  # SFT counts prompts
+        ({"eval_batch_size": 2}, "the test split of hh has 1 examples, too few for one batch of eval_batch_size=2"),
+    ],
+)
+def test_a_split_that_fills_no_batch_stops_the_run(three_pairs, changes, message):
+    with pytest.raises(InputError) as error:
+        prepare(three_pairs, **changes, silent=True)
+    assert message in str(error.value)
+
+
+def test_a_model_that_embeds_fewer_tokens_than_the_texts_use_is_refused(three_pairs):
+    data = prepare(three_pairs, silent=True)
+    largest = max(
+        max(data.tokenizer(text)["input_ids"]) for p in [*data.train, *data.test] for text in (p.text, *p.responses)
+    )
+    data.encode.check_vocabulary(largest + 1)
+    with pytest.raises(InputError, match=rf"token id {largest} but the model embeds only {largest} tokens"):
+        data.encode.check_vocabulary(largest)
+
+
+def test_a_text_that_is_tokenized_later_is_checked_too(tokenizer):
+    encode = TextEncoder(tokenizer)
+    [id_of_a] = encode(" a")
+    encode.check_vocabulary(id_of_a + 1)
+    beyond = next(word for word in (" b", " c", " the", " zebra") if max(tokenizer(word)["input_ids"]) > id_of_a)
+    with pytest.raises(InputError, match=rf"the model embeds only {id_of_a + 1} tokens"):
+        encode(beyond)
+
+
+def test_of_a_large_split_texts_are_counted_and_the_tokens_of_a_sample(tokenizer):
+    prompts = [prompt_of("a b c d", (" b c", " c"), ("", " b")) for _ in range(50)]  # the prompt is cut for the first
+    report = inspect_split(
+        prompts, TextEncoder(tokenizer), sft_mode=False, max_length=6, max_prompt_length=2, sample_size=20
+    )
+    assert (report.examples, report.empty_responses, report.tokenized) == (100, 50, 20)
+    assert 0 < report.truncated_prompts < 20
+    assert f"; of 20 drawn at random, {report.truncated_prompts} with a truncated prompt" in describe("train", report)
+
+
+def test_eos_is_found_beyond_the_sample(tokenizer):
+    prompts = [*[prompt_of("a", (" b", " c"))] * 30, prompt_of("a", (" b", f" c{tokenizer.eos_token}"))]
+    with pytest.raises(InputError, match="1 text contains the EOS token"):
+        inspect_split(prompts, TextEncoder(tokenizer), sft_mode=False, max_length=6, max_prompt_length=2, sample_size=5)
+
+
+def test_settings_that_the_data_makes_look_like_mistakes_are_doubted():
+    report = Preflight(SplitReport(examples=64), SplitReport(examples=8), updates=16, dropped_examples=0)
+    config = OmegaConf.create({"warmup_steps": 16, "n_eval_examples": 8, "lr": 1e-3})
+    assert doubts(config, report) == []
+    config.warmup_steps, config.n_eval_examples = 150, 256
+    assert doubts(config, report) == [
+        "warmup_steps=150 of 16 updates: lr stays below 0.001",
+        "n_eval_examples=256 of 8 test examples: some count again",
+    ]

@@ -1,0 +1,171 @@
+"""Where rows come from: files of every format, in every layout, and the Hub; and what a bad one says."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import datasets
+import pytest
+from support.runs import write_rows
+
+from dpo.data.sources import Source, load_rows
+from dpo.errors import InputError
+from preference_datasets import get_dataset
+
+ROWS = [{"chosen": "a\u2028b", "rejected": "é"}, {"chosen": "c", "rejected": "d\nd"}]
+
+
+def write(path, rows: list) -> None:
+    """In the format that the file's name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if path.name.endswith(".parquet"):
+        datasets.Dataset.from_list(rows).to_parquet(path)
+        return
+    text = lines if ".jsonl" in path.name else json.dumps(rows, indent=1, ensure_ascii=False)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet"])
+def test_a_directory_holds_one_file_per_split_in_any_format(tmp_path, suffix):
+    write(tmp_path / f"train{suffix}", ROWS)
+    write(tmp_path / f"test{suffix}", ROWS[:1])
+    assert list(load_rows(Source(str(tmp_path)), "train")) == ROWS
+    assert list(load_rows(Source(str(tmp_path)), "test")) == ROWS[:1]
+
+
+def test_a_json_file_may_hold_lines_and_only_newlines_end_them(tmp_path):
+    # U+2028 is a line separator to str.splitlines, but an ordinary character in JSON
+    file = tmp_path / "train.json"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS), encoding="utf-8")
+    assert list(load_rows(Source(str(file)), "train")) == ROWS
+
+
+def test_shards_in_data_are_read_in_order_as_the_hub_lays_them_out(tmp_path):
+    for i in (1, 0):
+        write(tmp_path / "data" / f"train-0000{i}-of-00002.parquet", [ROWS[i]])
+    write(tmp_path / "data" / "test-00000-of-00001.parquet", ROWS)
+    write(tmp_path / "README.jsonl", [])
+    assert list(load_rows(Source(str(tmp_path)), "train")) == ROWS
+
+
+def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_path):
+    # 20 prompts of two rows each: a tenth, 2 prompts, is test
+    rows = [{"prompt": f"{i % 20}:", "chosen": f" {i} yes", "rejected": f" {i} no"} for i in range(40)]
+    source = {"mine": str(write_rows(tmp_path / "all.jsonl", rows))}
+
+    train, test = (get_dataset("mine", split, dataset_sources=source) for split in ("train", "test"))
+
+    assert len(test) == 2
+    assert not set(train) & set(test)
+    assert set(train) | set(test) == {f"{i}:" for i in range(20)}
+    assert all(len(entry["pairs"]) == 2 for entry in (*train.values(), *test.values()))
+    assert list(test) == list(get_dataset("mine", "test", dataset_sources=source))  # drawn the same every time
+
+
+def test_a_file_with_one_prompt_has_nothing_left_to_train_on(tmp_path):
+    source = {"mine": str(write_rows(tmp_path / "all.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}]))}
+    assert len(get_dataset("mine", "test", dataset_sources=source)) == 1
+    with pytest.raises(InputError, match=r"mine \(.*all.jsonl\) has no examples in its train split"):
+        get_dataset("mine", "train", dataset_sources=source)
+
+
+@pytest.mark.parametrize(
+    ("files", "messages"),
+    [
+        ({"train.csv": "", "notes.txt": ""}, ["{dir} has no train split", "train.jsonl", "holds notes.txt, train.csv"]),
+        ({}, ["{dir} has no train split", "it holds nothing"]),
+        (
+            {"train.jsonl": "{}", "train.parquet": ""},
+            ["several formats or places (train.jsonl, train.parquet)", "keep one"],
+        ),
+        ({"train.jsonl": '{"a": 1}\n\n{"a": \n'}, ["line 3 of {dir}/train.jsonl is not JSON"]),
+        ({"train.json": '[{"a": 1}, {]'}, ["{dir}/train.json cannot be read", "line 1 column"]),
+        ({"train.jsonl": '{"a": 1}\n7\n'}, ["row 2 of {dir}/train.jsonl is int, not an object"]),
+        ({"train.jsonl": "\n"}, ["{dir}/train.jsonl holds no rows"]),
+        ({"train.jsonl": ""}, ["{dir}/train.jsonl holds no rows"]),
+        ({"train.json": "[]"}, ["{dir}/train.json holds no rows"]),
+        ({"train.jsonl": b'{"a": "\xff"}'}, ["{dir}/train.jsonl cannot be read", "utf-8"]),
+        ({"train.jsonl.gz": "not compressed"}, ["{dir}/train.jsonl.gz cannot be read"]),
+        ({"train.jsonl.gz": gzip.compress(b"{}" * 99)[:-9]}, ["{dir}/train.jsonl.gz cannot be read"]),  # cut short
+        (  # the header is whole, what follows is not
+            {"train.jsonl.gz": gzip.compress(b"{}")[:10] + b"\xff" * 20},
+            ["{dir}/train.jsonl.gz cannot be read"],
+        ),
+        ({"train.parquet": "not parquet"}, ["{dir}/train.parquet cannot be read"]),
+    ],
+)
+def test_a_directory_that_cannot_be_read_says_which_file_and_why(tmp_path, files, messages):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError) as error:
+        load_rows(Source(str(tmp_path)), "train")
+    for message in messages:
+        assert message.format(dir=tmp_path) in str(error.value)
+
+
+def test_a_path_that_is_not_there_or_not_data_is_an_error(tmp_path):
+    with pytest.raises(InputError, match="missing does not exist"):
+        load_rows(Source(str(tmp_path / "missing")), "train")
+    (tmp_path / "notes.txt").write_text("{}")
+    with pytest.raises(InputError, match=r"notes\.txt is not one of \*\.jsonl"):
+        load_rows(Source(str(tmp_path / "notes.txt")), "train")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("somebody/pairs", Source("somebody/pairs")),
+        ({"path": "somebody/pairs", "revision": "v2"}, Source("somebody/pairs", "v2")),
+    ],
+)
+def test_a_source_is_a_place_with_an_optional_revision(value, expected):
+    assert Source.parse("mine", value) == expected
+
+
+@pytest.mark.parametrize("value", ["", 7, {"revision": "v2"}, {"path": "somebody/pairs", "split": "train"}])
+def test_a_source_of_another_shape_is_an_error(value):
+    with pytest.raises(InputError, match=r"dataset_sources\.mine=.*neither a directory, file or Hub id"):
+        Source.parse("mine", value)
+
+
+@pytest.mark.parametrize("path", ["./pairs", "/data/pairs", "~/pairs", "data/mine/pairs", "mine/pairs.jsonl"])
+def test_what_cannot_be_a_hub_id_is_never_asked_of_the_hub(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: pytest.fail("asked the Hub"))
+    with pytest.raises(InputError, match="does not exist"):
+        load_rows(Source(path), "train")
+
+
+def test_a_hub_id_is_loaded_with_its_split_revision_and_cache(monkeypatch):
+    calls = []
+
+    def load_dataset(*args, **kwargs):
+        calls.append((args, kwargs))
+        return datasets.Dataset.from_list([{"prompt": "a", "chosen": " b", "rejected": " c"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+    data = get_dataset(
+        "mine",
+        "test",
+        cache_dir="/cache",
+        dataset_sources={"mine": {"path": "somebody/pairs", "revision": "v2"}},
+    )
+    get_dataset("mine", "train", dataset_sources={"mine": "somebody/pairs"})
+
+    assert data["a"]["responses"] == [" b", " c"]
+    assert calls == [
+        (("somebody/pairs",), {"split": "test", "cache_dir": "/cache", "revision": "v2"}),
+        (("somebody/pairs",), {"split": "train", "cache_dir": None}),
+    ]
+
+
+def test_no_network_suggests_a_local_directory(monkeypatch):
+    def load_dataset(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'Anthropic/hh-rlhf' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(InputError, match=r"Anthropic/hh-rlhf \(split train\).*Couldn't reach.*point dataset_sources"):
+        get_dataset("hh", "train", silent=True)

@@ -1,0 +1,157 @@
+"""Attention in bfloat16 on a CPU: what float64 gives, as closely as torch's own kernel, whatever the mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models import GROUPED, batch_of, build
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
+
+from dpo.models import cpu_attention
+from dpo.models.cpu_attention import attention_forward, masked_attention, masked_attention_backward
+from dpo.models.layouts import Padded, SharedPrefix
+
+LENGTH = 23
+LOWEST = torch.finfo(torch.float32).min
+
+
+def mask_of(seen: torch.Tensor) -> torch.Tensor:
+    """(1, 1, L, L), additive."""
+    return torch.zeros(1, 1, *seen.shape).masked_fill_(~seen, LOWEST)
+
+
+def masks() -> dict[str, torch.Tensor]:
+    columns = torch.arange(LENGTH)
+    causal = columns[:, None] >= columns
+    trees = causal & (columns[:, None] // 9 == columns // 9)
+    scattered = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.2
+    bias = torch.randn(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1))
+    return {
+        "causal": mask_of(causal),
+        "trees": mask_of(trees),
+        "windows": mask_of(causal & (columns[:, None] - columns < 4)),
+        "no order": mask_of(scattered | torch.eye(LENGTH, dtype=torch.bool)),
+        "each row its own": torch.cat([mask_of(causal), mask_of(trees)]),
+        "a bias": bias,
+    }
+
+
+def tensors(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """Queries, keys, values and the output's gradient, (2, 3, L, 8)."""
+    values = torch.randn(4, 2, 3, LENGTH, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
+    return [value.to(dtype).requires_grad_() for value in values]
+
+
+def results_of(function, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Output and gradients of `function(query, key, value)`, in float64."""
+    *inputs, grad = tensors(dtype)
+    out = function(*inputs)
+    out.backward(grad)
+    return [result.detach().double() for result in (out, *(x.grad for x in inputs))]
+
+
+@pytest.mark.parametrize("name", masks())
+def test_output_and_gradients_are_as_close_to_float64_as_those_of_torch(name, monkeypatch):
+    mask = masks()[name]
+    monkeypatch.setattr(cpu_attention, "BLOCK", 5)
+
+    exact = results_of(lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=mask.double()), torch.float64)
+    torchs = results_of(lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=mask), torch.bfloat16)
+    ours = results_of(lambda q, k, v: masked_attention(q, k, v, mask, 8**-0.5), torch.bfloat16)
+
+    for mine, theirs, wanted in zip(ours, torchs, exact, strict=True):
+        assert (mine - wanted).norm() < max(2 * (theirs - wanted).norm(), 2**-8 * wanted.norm())
+
+
+def test_columns_that_no_query_of_a_block_sees_are_left_out(monkeypatch):
+    monkeypatch.setattr(cpu_attention, "BLOCK", 9)
+    blocks = list(cpu_attention._blocks(masks()["trees"]))
+    assert [columns for _, columns in blocks] == [slice(0, 9), slice(9, 18), slice(18, 23)]
+
+
+def test_a_query_that_sees_nothing_disturbs_no_other(monkeypatch):
+    monkeypatch.setattr(cpu_attention, "BLOCK", 1)
+    mask = masks()["causal"].clone()
+    mask[:, :, 0] = LOWEST
+    ours, whole = (results_of(lambda q, k, v, m=m: masked_attention(q, k, v, m, 1.0), torch.bfloat16)[0]
+                   for m in (mask, masks()["causal"]))  # fmt: skip
+    assert ours.isfinite().all()
+    assert torch.equal(ours[:, :, 1:], whole[:, :, 1:])
+
+
+def test_it_is_an_operator_that_torch_compile_and_fake_tensors_can_take():
+    as_models_have_them = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()]
+    for query, key, value, grad in (tensors(), as_models_have_them):
+        torch.library.opcheck(masked_attention, (query, key, value, masks()["trees"], 0.5))
+        given = (grad, query, key, value, torch.ones_like(grad))
+        torch.library.opcheck(masked_attention_backward, (*(x.detach() for x in given), masks()["trees"], 0.5))
+
+
+class Module(torch.nn.Module):
+    is_causal = True
+
+
+def test_torch_compile_makes_one_graph_for_all_lengths():
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(attention_forward, backend=count, fullgraph=True, dynamic=True)
+    for length in (23, 19, 11, 7):
+        inputs = [x[:, :, :length].detach().clone() for x in tensors()[:3]]
+        mask = masks()["causal"][:, :, :length, :length].clone()
+        ours, plain = (f(Module(), *inputs, mask, scaling=0.5)[0] for f in (compiled, attention_forward))
+        torch.testing.assert_close(ours, plain)
+    assert len(graphs) == 1
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[torch.dtype]:
+    """The dtypes of the queries that come to our kernel."""
+    seen = []
+
+    def note(query, *others):
+        seen.append(query.dtype)
+        return masked_attention(query, *others)
+
+    monkeypatch.setattr(cpu_attention, "masked_attention", note)
+    return seen
+
+
+def logps_of(
+    layout, *, dtype: torch.dtype | None, weights: torch.dtype = torch.float32, attention: str = "sdpa"
+) -> torch.Tensor:
+    model = build(lambda: LlamaConfig(**GROUPED), attention=attention, dtype=weights)
+    [microbatch] = layout.split(batch_of(rows=8, shared=True), 1)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        return torch.cat(layout.forward(model, microbatch.inputs)).detach()
+
+
+def test_shared_prefixes_in_bfloat16_use_it_under_sdpa_and_nothing_else_does(calls):
+    shared = SharedPrefix({"full_attention": None}, max_length=32)
+    exact = logps_of(shared, dtype=None)
+    logps_of(shared, dtype=torch.bfloat16, attention="eager")
+    logps_of(Padded(), dtype=torch.bfloat16)
+    assert calls == []
+
+    ours = logps_of(shared, dtype=torch.bfloat16)
+    assert calls == [torch.bfloat16] * 2  # layers
+    assert not torch.equal(ours, exact)
+    torch.testing.assert_close(ours, exact, rtol=5e-3, atol=0)
+    torch.testing.assert_close(logps_of(shared, dtype=None, weights=torch.bfloat16), exact, rtol=2e-2, atol=0)
+    assert calls == [torch.bfloat16] * 4
+
+
+def test_dropout_and_what_is_added_to_the_scores_are_left_to_transformers(calls):
+    query, key, value, _ = tensors()
+    mask = masks()["causal"]
+    attention_forward(Module(), query, key, value, mask, dropout=0.5)
+    attention_forward(Module(), query, key, value, mask, position_bias=torch.zeros_like(mask).bfloat16())
+    attention_forward(Module(), query, key, value, mask > LOWEST)
+    attention_forward(Module(), query, key, value, None)
+    assert calls == []
+    attention_forward(Module(), query, key, value, mask)
+    assert calls == [torch.bfloat16]

@@ -1,0 +1,275 @@
+"""Shared prefixes against the plain path: the same numbers for every model that can take them; who cannot says why."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import shutil
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.models import COMMON, FAMILIES, GROUPED, batch_of, build
+from test_packing import batch_of as batch_of_examples
+
+from dpo.data.examples import Example
+from dpo.losses import LOSSES
+from dpo.models.layouts import Longest, Padded, SharedPrefix, choose_layout
+
+LONG = 32  # max_length of the batches here
+WINDOWED = {**GROUPED, "sliding_window": 6}  # shorter than the prompts and responses of a batch
+LOCAL_TOO = {**WINDOWED, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
+SHARED = {
+    **FAMILIES,
+    "mistral, all layers windowed": lambda: transformers.MistralConfig(**WINDOWED),
+    "qwen2, some layers windowed": lambda: transformers.Qwen2Config(
+        **WINDOWED, use_sliding_window=True, layer_types=LOCAL_TOO["layer_types"]
+    ),
+    "qwen3, all layers windowed": lambda: transformers.Qwen3Config(
+        **WINDOWED, head_dim=8, use_sliding_window=True, layer_types=["sliding_attention"] * 2
+    ),
+    "gemma2, every second layer windowed": lambda: transformers.Gemma2Config(**LOCAL_TOO, final_logit_softcapping=2.0),
+    "gemma3, some layers windowed": lambda: transformers.Gemma3TextConfig(**LOCAL_TOO),
+    "gemma3, as it is": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8),
+    "cohere, logit_scale": lambda: transformers.CohereConfig(**GROUPED, logit_scale=0.25),
+    "granite, logits_scaling": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=4.0),
+    "opt": lambda: transformers.OPTConfig(
+        **{k: v for k, v in COMMON.items() if k != "intermediate_size"}, ffn_dim=44, word_embed_proj_dim=32
+    ),
+    "falcon, rotary": lambda: transformers.FalconConfig(**COMMON),
+    "doge, all columns": lambda: transformers.DogeConfig(**GROUPED),
+    "gpt-neo, positions enough": lambda: transformers.GPTNeoConfig(
+        hidden_size=32, num_layers=2, num_heads=4, vocab_size=101, attention_types=[[["global"], 2]]
+    ),
+}
+FLOAT32_ONLY = {"mixtral, experts": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4)}
+PADDED = {
+    "bloom": (lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=101), "no positions"),
+    "falcon, alibi": (lambda: transformers.FalconConfig(**COMMON, alibi=True), "ALiBi"),
+    "mamba": (
+        lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=101, state_size=4),
+        "no positions",
+    ),
+    "gpt-neo, local attention": (
+        lambda: transformers.GPTNeoConfig(
+            hidden_size=32, num_layers=2, num_heads=4, vocab_size=101, window_size=6,
+            attention_types=[[["global", "local"], 1]],
+        ),
+        "attends locally (window_size=6)",
+    ),
+    "gpt-neo, as many columns as positions": (
+        lambda: transformers.GPTNeoConfig(
+            hidden_size=32, num_layers=2, num_heads=4, vocab_size=101, window_size=4 * LONG,
+            max_position_embeddings=2 * LONG, attention_types=[[["global"], 2]],
+        ),
+        "has masks of its own, which are smaller than the longest row",
+    ),
+    "doge, the columns of the highest scores": (
+        lambda: transformers.DogeConfig(**GROUPED, keep_window_size=LONG + 16),
+        "attends locally (keep_window_size=48)",
+    ),
+    "recurrent gemma": (
+        lambda: transformers.RecurrentGemmaConfig(**{**GROUPED, "lru_width": 32, "attention_window_size": 8}),
+        "",
+    ),
+    "jamba": (
+        lambda: transformers.JambaConfig(**GROUPED, num_experts=2, use_mamba_kernels=False, mamba_d_state=4),
+        "recurrent",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def pairs():
+    """Pairs of many lengths; examples 0 and 3 share a prompt and a response."""
+    return batch_of(rows=8, shared=True)
+
+
+@pytest.fixture
+def nothing_in_float32(monkeypatch):
+    """Models cast to float32 in norms and softmax, whatever their dtype: here float64 stays float64."""
+    softmax, to = torch.nn.functional.softmax, torch.Tensor.to
+
+    def keep(x, *args, **kwargs):
+        return x if x.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values()) else to(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim=None, dtype=None: softmax(x, dim=dim))
+    monkeypatch.setattr(torch.Tensor, "to", keep)
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: keep(x, torch.float32))
+
+
+def losses_and_gradients(model, layout, batch, loss, parts):
+    """Log-probabilities in the order of the batch, mean loss and gradients by name, over `parts` microbatches."""
+    model.zero_grad()
+    n = len(batch["chosen_input_ids"])
+    logps, total = torch.zeros(2, n, dtype=torch.float64), 0.0
+    for microbatch in layout.split(batch, parts):
+        chosen, rejected = layout.forward(model, microbatch.inputs)
+        reference = [torch.full_like(chosen, -3.0), torch.full_like(chosen, -4.0)]
+        losses = loss(chosen, rejected, *reference).sum() / n
+        losses.backward()
+        total += losses.item()
+        logps[:, microbatch.rows] = torch.stack((chosen, rejected)).detach().double()
+    return logps, total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def dpo(*logps):
+    return LOSSES["dpo"].on_pairs(*logps, beta=0.5, label_smoothing=0.1, reference_free=False)[0]
+
+
+def dpo_of_equals(chosen, rejected, *_):
+    """The first loss, when the reference gives what the policy gives."""
+    return LOSSES["dpo"].on_pairs(
+        chosen, rejected, chosen.detach(), rejected.detach(), beta=0.5, label_smoothing=0.0, reference_free=False
+    )[0]
+
+
+def assert_the_same(model, batch, tolerance, parts=2):
+    layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=model.dtype)
+    assert isinstance(layout, SharedPrefix), note
+    logps, loss, gradients = losses_and_gradients(model, layout, batch, dpo, parts)
+    expected_logps, expected_loss, expected_gradients = losses_and_gradients(model, Padded(), batch, dpo, parts)
+
+    torch.testing.assert_close(logps, expected_logps, rtol=tolerance, atol=0)
+    assert loss == pytest.approx(expected_loss, rel=tolerance)
+    assert gradients.keys() == expected_gradients.keys()
+    norms = {name: gradient.norm() for name, gradient in expected_gradients.items()}
+    total = torch.stack(list(norms.values())).norm()
+    for name, gradient in expected_gradients.items():
+        # 0 but for rounding are some, as of a bias of keys, and all of a pair of identical responses
+        assert (gradients[name] - gradient).norm() <= tolerance * max(norms[name], 1e-3 * total, 1e-3), name
+
+
+@pytest.mark.parametrize("family", SHARED)
+def test_float64_agrees_to_1e10(family, pairs, nothing_in_float32):
+    assert_the_same(build(SHARED[family], dtype=torch.float64), pairs, 1e-10)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2, tied", "opt", "qwen2, some layers windowed"])
+def test_float64_agrees_to_1e10_with_sdpa(family, pairs, nothing_in_float32):
+    assert_the_same(build(SHARED[family], dtype=torch.float64, attention="sdpa"), pairs, 1e-10)
+
+
+@pytest.mark.parametrize("family", [*SHARED, "mixtral, experts"])
+def test_float32_agrees_to_1e5(family, pairs):
+    assert_the_same(build({**SHARED, **FLOAT32_ONLY}[family]), pairs, 1e-5)
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_a_model_that_cannot_take_it_is_padded_and_says_why(family):
+    config, reason = PADDED[family]
+    model = build(config, dtype=torch.float64)
+    layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float64)
+    assert isinstance(layout, Padded)
+    assert note.startswith(f"layout=padded: {type(model).__name__} ")
+    assert reason in note
+
+
+@pytest.mark.parametrize(("max_length", "layout"), [(16, SharedPrefix), (LONG, Padded)])
+def test_frequencies_that_depend_on_the_longest_row_are_padded(max_length, layout):
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = build(lambda: transformers.LlamaConfig(**GROUPED, max_position_embeddings=16, rope_parameters=rope))
+    chosen, note = choose_layout("shared_prefix", model, max_length=max_length, compute_dtype=torch.float32)
+    assert isinstance(chosen, layout), note
+    assert layout is SharedPrefix or "(dynamic)" in note
+
+
+def test_attention_that_takes_no_mask_is_padded():
+    model = build("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32)
+    assert isinstance(layout, Padded)
+    assert note == "layout=padded: LlamaForCausalLM takes no mask of its own with flash_attention_2"
+
+
+@pytest.mark.parametrize(("longest", "layout"), [(Longest(LONG, 2 * LONG), SharedPrefix), (None, Padded)])
+def test_a_model_that_computes_otherwise_in_long_rows_is_padded(longest, layout):
+    class OfLength(type(build("llama").model)):
+        def forward(self, input_ids, **kwargs):
+            output = super().forward(input_ids, **kwargs)
+            output.last_hidden_state *= 1.0 if input_ids.shape[1] <= 2 * LONG else 0.5
+            return output
+
+    model = build("llama")
+    model.model.__class__ = OfLength
+    chosen, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32, longest=longest)
+    assert isinstance(chosen, layout), note
+    assert layout is SharedPrefix or "off by" in note
+
+
+@pytest.mark.parametrize(("example", "n_examples", "row"), [(20, 1, 40), (20, 2, 80), (20, 64, 4 * LONG)])
+def test_no_row_is_longer_than_the_longest(example, n_examples, row):
+    assert Longest.of(example, n_examples, LONG) == (example, row)
+    batch = batch_of_examples(
+        [Example((1,), ((2, *[3 + i] * (example - 2)), (4, *[5 + i] * (example - 3)))) for i in range(n_examples)]
+    )
+    layout = SharedPrefix({"full_attention": None}, max_length=LONG)
+    [microbatch] = layout.split(batch, 1)
+    assert microbatch.inputs.input_ids.shape[1] <= row
+
+
+def test_gradients_that_cancel_exactly_are_0_with_shared_prefixes():
+    """The same response twice, and a pair both ways; padded, their rounding is left, which RMSprop scales up."""
+    a, b, c = (3, 7, 9, 4), (5, 8, 6, 4), (2, 2, 4)
+    batch = batch_of_examples([Example((1, 11), pair) for pair in ((a, b), (b, a), (c, c))])
+    layout = SharedPrefix({"full_attention": None}, max_length=LONG)
+    _, loss, gradients = losses_and_gradients(build("llama"), layout, batch, dpo_of_equals, parts=1)
+    assert loss == pytest.approx(math.log(2))
+    assert all((gradient == 0).all() for gradient in gradients.values())
+
+
+def test_a_head_that_does_more_than_we_know_is_padded():
+    class Shifting(type(build("llama"))):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 1.01
+            return output
+
+    model = build("llama")
+    model.__class__ = Shifting
+    Shifting.forward.__signature__ = inspect.signature(type(build("llama")).forward)
+    layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32)
+    assert isinstance(layout, Padded)
+    assert "gives log-probabilities with shared prefixes that are off by" in note
+
+
+tokens = st.integers(0, 90)
+response = st.lists(tokens, max_size=6).map(lambda ids: (*ids, 91))  # often nothing but EOS
+prompt = st.lists(tokens, min_size=1, max_size=8).map(tuple)
+few_prompts = st.lists(prompt, min_size=1, max_size=3)
+
+
+@st.composite
+def batches(draw):
+    prompts, responses = draw(few_prompts), draw(st.lists(response, min_size=1, max_size=6))
+    example = st.builds(
+        lambda p, a, b: Example(p, (a, b)), st.sampled_from(prompts), st.sampled_from(responses), response
+    )
+    return batch_of_examples(draw(st.lists(example, min_size=1, max_size=10)))
+
+
+@pytest.fixture(scope="module")
+def double_llama():
+    return build("llama", dtype=torch.float64)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batches(), st.data())
+def test_any_batch_agrees_to_1e10(double_llama, nothing_in_float32, batch, data):
+    parts = data.draw(st.integers(1, len(batch["chosen_input_ids"])))
+    assert_the_same(double_llama, batch, 1e-10, parts=parts)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="on a CPU FlexAttention is compiled by a C++ compiler")
+@pytest.mark.parametrize("family", ["llama", "qwen2, some layers windowed"])
+def test_flex_attention_gives_the_same_log_probabilities(family, pairs):
+    """Forward only: it has no backward on a CPU."""
+    model = build(SHARED[family], attention="flex_attention").requires_grad_(False)
+    layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32)
+    assert isinstance(layout, SharedPrefix), note
+    [packed], [padded] = (way.split(pairs, 1) for way in (layout, Padded()))
+    expected = Padded().forward(build(SHARED[family]), padded.inputs)
+    torch.testing.assert_close(layout.forward(model, packed.inputs), expected, rtol=1e-5, atol=0)

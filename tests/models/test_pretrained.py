@@ -1,0 +1,310 @@
+"""Models are loaded without dropout and without guesses; a batch's log-probabilities are those of its rows alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.models import FAMILIES, build
+from support.runs import GOLDEN
+
+from dpo.data.tokenization import get_collate_fn, tokenize_batch_element
+from dpo.errors import InputError
+from dpo.losses import IGNORE_INDEX
+from dpo.models import logprobs, pretrained
+from dpo.models.weights import load_archive
+
+TINY_LLAMA = str(GOLDEN / "tiny-llama")
+SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+WITH_DROPOUT = {
+    "gpt2": transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32),  # its default: 0.1
+    "gpt_neox": transformers.GPTNeoXConfig(**SMALL, intermediate_size=32, attention_dropout=0.3, hidden_dropout=0.2),
+    "opt": transformers.OPTConfig(
+        **SMALL, ffn_dim=32, word_embed_proj_dim=16, dropout=0.2, attention_dropout=0.2, layerdrop=0.5
+    ),
+    "bloom": transformers.BloomConfig(**SMALL, hidden_dropout=0.2, attention_dropout=0.2),
+    "llama": transformers.LlamaConfig(**SMALL, intermediate_size=32, attention_dropout=0.3),
+}
+
+
+def batch_of(tokenizer, pairs: list[tuple[str, str, str]], max_length: int = 64):
+    rows = [tokenize_batch_element(*pair, "keep_start", tokenizer, max_length, max_length // 2) for pair in pairs]
+    return get_collate_fn(tokenizer)(rows)
+
+
+@pytest.fixture(scope="module")
+def batch(tokenizer):
+    """Two pairs of which every text has another length, so everything is padded somewhere."""
+    return batch_of(
+        tokenizer,
+        [
+            ("\n\nHuman: Where?\n\nAssistant:", " Here, on the desk.", " No."),
+            ("\n\nHuman: Who has seen the red umbrella?\n\nAssistant:", " I.", " Nobody has seen it, and who cares?"),
+        ],
+    )
+
+
+@pytest.mark.parametrize("family", WITH_DROPOUT)
+def test_training_forwards_are_evaluation_forwards_bit_for_bit(family, tmp_path):
+    torch.manual_seed(0)
+    as_published = transformers.AutoModelForCausalLM.from_config(WITH_DROPOUT[family], attn_implementation="eager")
+    as_published.save_pretrained(tmp_path)
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        random = (as_published.train()(ids).logits, as_published.eval()(ids).logits)
+        model = pretrained.load_model(str(tmp_path), dtype=torch.float32)
+        ours = (model.train()(ids).logits, model.eval()(ids).logits)
+
+    assert not torch.equal(*random)  # or there would be nothing to switch off
+    assert torch.equal(*ours)
+    assert torch.equal(ours[1], random[1])
+
+
+def test_one_forward_over_both_scores_each_text_as_if_it_were_alone(tiny_llama, tokenizer, batch):
+    chosen, rejected = pretrained.concatenated_forward(tiny_llama, batch)
+
+    for side, logps in (("chosen", chosen), ("rejected", rejected)):
+        for i, prompt in enumerate(batch["prompt"]):
+            prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            response = tokenizer(batch[f"{side}_response_only"][i], add_special_tokens=False)["input_ids"]
+            response.append(tokenizer.eos_token_id)
+            log_softmax = tiny_llama(torch.tensor([prompt_ids + response])).logits[0].log_softmax(-1)
+            alone = sum(log_softmax[len(prompt_ids) + t - 1, token].item() for t, token in enumerate(response))
+            assert logps[i].item() == pytest.approx(alone, rel=1e-5)
+    torch.testing.assert_close(pretrained.chosen_logps(tiny_llama, batch), chosen, rtol=1e-5, atol=0)
+
+
+def test_what_stands_in_the_padding_does_not_matter(tiny_llama, batch):
+    other = copy.deepcopy(batch)
+    for side in ("chosen", "rejected"):
+        padding = other[f"{side}_attention_mask"] == 0
+        assert padding.any()
+        other[f"{side}_input_ids"][padding] = 7
+    for ours, theirs in zip(
+        pretrained.concatenated_forward(tiny_llama, batch),
+        pretrained.concatenated_forward(tiny_llama, other),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64(tiny_llama, batch):
+    ids, mask, labels = (batch[f"chosen_{key}"] for key in ("input_ids", "attention_mask", "labels"))
+    half = copy.deepcopy(tiny_llama).bfloat16()
+    double = copy.deepcopy(tiny_llama).double()
+
+    def summed(logits: torch.Tensor) -> torch.Tensor:
+        scored = labels[:, 1:] != IGNORE_INDEX
+        picked = logits[:, :-1].log_softmax(-1).gather(2, labels[:, 1:, None].clamp(min=0)).squeeze(2)
+        return (picked * scored).sum(1)
+
+    logits = half(ids, attention_mask=mask).logits
+    assert logits.dtype == torch.bfloat16
+    ours = pretrained.sequence_logps(half, ids, mask, labels)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, summed(logits.float()), rtol=1e-6, atol=0)
+    assert not torch.allclose(ours, summed(logits).float(), rtol=1e-4, atol=0)
+
+    ours = pretrained.sequence_logps(double, ids, mask, labels)
+    assert ours.dtype == torch.float64
+    torch.testing.assert_close(ours, summed(double(ids, attention_mask=mask).logits), rtol=1e-13, atol=0)
+
+
+def test_missing_weights_are_an_error_not_random_numbers(tmp_path):
+    shutil.copytree(TINY_LLAMA, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+
+    with pytest.raises(InputError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
+        pretrained.load_model(str(tmp_path / "model"), dtype=torch.float32)
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path):
+    nowhere = str(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=f"model '{nowhere}' cannot be loaded"):
+        pretrained.load_model(nowhere, dtype=torch.float32)
+    with pytest.raises(InputError, match=f"tokenizer '{nowhere}' cannot be loaded"):
+        pretrained.load_tokenizer(nowhere)
+
+
+def test_random_init_draws_the_same_weights_for_the_same_seed(tiny_llama):
+    def weights(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        model = pretrained.load_model(TINY_LLAMA, dtype=dtype, random_init=True, seed=seed)
+        return model.model.layers[0].mlp.up_proj.weight
+
+    state = torch.get_rng_state()
+    first = weights(3)
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(weights(3), first)
+    assert not torch.equal(weights(4), first)
+    assert not torch.equal(tiny_llama.model.layers[0].mlp.up_proj.weight, first)
+    # a reference in another dtype is the policy, rounded
+    assert torch.equal(weights(3, torch.bfloat16), first.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_have_the_dtype_that_was_asked_for(dtype):
+    assert {p.dtype for p in pretrained.load_model(TINY_LLAMA, dtype=dtype).parameters()} == {dtype}
+
+
+def tokenizer_without(tmp_path, *names: str) -> str:
+    folder = shutil.copytree(TINY_LLAMA, tmp_path / "tokenizer")
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        settings = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({k: v for k, v in settings.items() if k not in names}))
+    return str(folder)
+
+
+def test_a_tokenizer_without_pad_token_pads_with_eos(tmp_path):
+    tokenizer = pretrained.load_tokenizer(tokenizer_without(tmp_path, "pad_token"))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path):
+    with pytest.raises(InputError, match="has no EOS token"):
+        pretrained.load_tokenizer(tokenizer_without(tmp_path, "pad_token", "eos_token"))
+
+
+def test_learned_positions_limit_the_length_and_rotary_ones_do_not(tiny_llama):
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=16))
+    pretrained.check_positions(gpt2, 16)
+    with pytest.raises(InputError, match="max_length=17 is more than the 16 positions that GPT2LMHeadModel has"):
+        pretrained.check_positions(gpt2, 17)
+    pretrained.check_positions(tiny_llama, 10 * tiny_llama.config.max_position_embeddings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_of_a_few_rows_at_a_time_are_those_of_all_at_once(dtype, monkeypatch):
+    def picked(numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(logprobs, "IN_CACHE", numbers)
+        given = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        # a copy, for the backward pass writes over it
+        logps = logprobs._PickedLogSoftmax.apply(given * 1, torch.arange(7))
+        (logps * torch.arange(1, 8)).sum().backward()
+        return logps.detach(), given.grad
+
+    def plain(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        given.requires_grad_()
+        logps = given.float().log_softmax(-1).diagonal()
+        (logps * torch.arange(1, 8)).sum().backward()
+        return logps.detach(), given.grad
+
+    by_rows, whole = picked(100), picked(10**6)
+    expected = plain(torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).to(dtype))
+    assert all(map(torch.equal, by_rows, whole))
+    assert torch.equal(by_rows[0], expected[0])
+    torch.testing.assert_close(by_rows[1], expected[1])
+
+
+# --- weights from an archive ---------------------------------------------------------------------------------------
+
+
+def save_with_an_archive(family: str, folder: Path, **save: bool) -> str:
+    """A model's directory, with settings for sampling, and beside it a `policy.pt` of other weights."""
+    model = build(family)
+    model.generation_config.top_p, model.generation_config.do_sample = 0.9, True
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    torch.save({"step_idx": 8, "state": model.state_dict(), "metrics": None}, folder / "policy.pt", **save)
+    return str(folder)
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}  # those that are not saved, too
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_an_archive_a_model_is_what_it_would_be_had_its_own_weights_been_overwritten(family, dtype, tmp_path):
+    name, attention = save_with_an_archive(family, tmp_path), "eager" if family in ("gpt-j", "gemma2") else "sdpa"
+    overwritten = pretrained.load_model(name, dtype=dtype, attn_implementation=attention)
+    load_archive(overwritten, name)
+    (tmp_path / "model.safetensors").unlink()  # nobody needs it
+    state = torch.get_rng_state()
+
+    ours = pretrained.load_model(name, dtype=dtype, attn_implementation=attention, archive=name)
+
+    assert torch.equal(torch.get_rng_state(), state)
+    theirs = tensors_of(overwritten)
+    assert tensors_of(ours).keys() == theirs.keys()  # tied weights have one name
+    for key, tensor in tensors_of(ours).items():
+        other = theirs[key]
+        assert (tensor.dtype, tensor.device, tensor.stride()) == (other.dtype, other.device, other.stride())
+        assert (type(tensor), tensor.requires_grad) == (type(other), other.requires_grad)
+        assert torch.equal(tensor, other), key
+    assert ours.state_dict().keys() == overwritten.state_dict().keys()
+    assert ours.generation_config.to_dict() == overwritten.generation_config.to_dict()
+    assert ours.generation_config.top_p == 0.9
+    assert (ours.config.to_dict(), ours.name_or_path) == (overwritten.config.to_dict(), overwritten.name_or_path)
+    assert ours.config._attn_implementation == overwritten.config._attn_implementation == attention
+    assert ours.training == overwritten.training
+
+
+def test_without_settings_for_sampling_they_are_those_of_the_config(tmp_path):
+    name = save_with_an_archive("gpt2, tied", tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "top_k": 7, "eos_token_id": 5}))
+
+    with_archive, without = (pretrained.load_model(name, dtype=torch.float32, archive=a) for a in (name, None))
+
+    assert with_archive.generation_config.to_dict() == without.generation_config.to_dict()
+    assert with_archive.generation_config.eos_token_id == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_loaded_model_holds_no_pages_of_the_archive(zipped, dtype, tmp_path):
+    name = save_with_an_archive("llama, tied", tmp_path, _use_new_zipfile_serialization=zipped)
+    model = pretrained.load_model(name, dtype=dtype, archive=name)
+    assert torch.equal(model.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"].to(dtype))
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()  # pruning may remove it, and its room is free then
+
+
+def test_an_archive_of_weights_that_were_tied_no_longer_has_them_both(tmp_path):
+    name = save_with_an_archive("llama, tied", tmp_path)
+    content = torch.load(tmp_path / "policy.pt")
+    content["state"]["lm_head.weight"] = content["state"]["lm_head.weight"] + 1
+    torch.save(content, tmp_path / "policy.pt")
+
+    model = pretrained.load_model(name, dtype=torch.float32, archive=name)
+
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight + 1)
+
+
+def test_an_archive_of_another_model_is_refused_before_anything_is_read(tmp_path):
+    save_with_an_archive("gpt-j", tmp_path / "j")
+    name = save_with_an_archive("llama", tmp_path / "llama")
+    (tmp_path / "llama" / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"is of another architecture than the model \(LlamaForCausalLM\): unknown"):
+        pretrained.load_model(name, dtype=torch.float32, archive=str(tmp_path / "j"))
+
+
+def test_random_weights_give_way_to_an_archive_too(tmp_path):
+    name = save_with_an_archive("llama", tmp_path)
+    ours = pretrained.load_model(name, dtype=torch.float32, archive=name, random_init=True, seed=3)
+    assert torch.equal(ours.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"])
+
+
+def test_a_max_length_beyond_what_the_model_was_made_for_is_worth_a_line():
+    model = build("llama")
+    assert pretrained.remarks(model, attention="eager", max_length=2048) == []
+    [line] = pretrained.remarks(model, attention="eager", max_length=2049)
+    assert line == "warning: max_length=2,049 is more than the 2,048 tokens that LlamaForCausalLM was made for"
+
+
+def test_a_block_name_that_the_model_lacks_is_refused_where_blocks_are_not_needed_too(run):
+    with pytest.raises(InputError, match="is not a module class of LlamaForCausalLM") as no:
+        run("run", "model.block_name=GPTNeoXLayer")
+    assert "LlamaDecoderLayer, and model.block_name=null takes those it names itself" in str(no.value)

@@ -1,0 +1,565 @@
+"""Several real processes on the CPU, through gloo: the numbers, samples and files of one process, whatever their grid.
+(The golden runs are in test_golden.py, failing processes in test_launching.py.)"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hydra
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from support.models import FAMILIES, batch_of, build
+from support.runs import GOLDEN, ROOT, metrics_of, run_script, train
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpo.models.layouts import Padded, SharedPrefix
+from dpo.models.loading import model_loaders
+from dpo.models.logprobs import concatenated_forward
+from dpo.parallel import sharding
+from dpo.parallel.mesh import Grid
+from dpo.parallel.sharding import distribute
+from dpo.parallel.state import full_state, full_tensor
+from dpo.settings.validation import NEED_WHOLE_TENSORS
+from dpo.system.host_memory import HostMemory
+from dpo.system.launching import launch
+from dpo.system.process_group import get_open_port
+from dpo.system.signals import Stopped
+from dpo.training.optimization import OPTIMIZERS
+from trainers import TRAINERS, BasicTrainer
+
+GRIDS = {  # processes, and what the command line says
+    "sharded": (2, {}, ("trainer=FSDPTrainer",)),
+    "cut": (2, {"tensor_size": 2}, ("trainer=TensorParallelTrainer",)),
+    "cut and sharded": (4, {"tensor_size": 2}, ("trainer=TensorParallelTrainer", "tensor_parallel_size=2")),
+    "hybrid": (4, {"shard_size": 2}, ("trainer=FSDPTrainer", "fsdp_shard_size=2")),
+}
+IN_CI = [
+    pytest.param(grid, marks=[pytest.mark.slow] if grid in ("hybrid", "cut and sharded") else []) for grid in GRIDS
+]
+TINY = (
+    f"model.name_or_path={GOLDEN / 'tiny-llama'}",
+    "datasets=[hh]",
+    f"dataset_sources.hh={GOLDEN / 'words'}",
+    "max_length=160",
+    "max_prompt_length=80",
+    "n_eval_examples=16",
+    "warmup_steps=0",
+    "lr=1e-3",
+    "exp_name=test",
+)
+TWO = ("trainer=FSDPTrainer", "world_size=2")
+
+
+# --- the numbers of one process ------------------------------------------------------------------------------------
+
+
+def compare_every_family(rank: int, world_size: int, sizes: dict) -> None:
+    grid = Grid(rank, world_size, **sizes)
+    for family in FAMILIES:
+        compare_with_one_process(family, grid)
+    compare_with_one_process("llama", grid, activation_checkpointing=True)
+
+
+def loss_of(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+    chosen, rejected = concatenated_forward(model, batch)
+    return (chosen - 0.5 * rejected).mean()
+
+
+def is_tied(model: Any) -> bool:
+    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def compare_with_one_process(family: str, grid: Grid, *, activation_checkpointing: bool = False) -> None:
+    batch, whole = batch_of(rows=4), build(family)
+    expected = loss_of(whole, batch)
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in whole.named_parameters()}
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+
+    # only rank 0 has weights, and rotary frequencies that are not persistent
+    model = build(family, on_meta=grid.rank != 0)
+    if activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = distribute(model, grid, block_name=None, compute_dtype=torch.float32)
+    for layout in (Padded(), SharedPrefix({"full_attention": None}, max_length=32)):
+        [microbatch] = layout.split(batch, 1, rank=grid.data_rank, size=grid.data_size)
+        model.zero_grad()
+        chosen, rejected = layout.forward(model, microbatch.inputs)
+        loss = (chosen - 0.5 * rejected).sum() / len(batch["chosen_input_ids"])
+        (loss * grid.data_size).backward()
+
+        assert model.training
+        assert torch.allclose(grid.add(loss.detach()[None] * grid.counts)[0], expected, rtol=1e-6), family
+        for name, parameter in model.named_parameters():
+            assert torch.equal(full_tensor(parameter.detach()), whole.get_parameter(name)), f"{family} {name}"
+            off = (full_tensor(parameter.grad) - gradients[name]).norm() / gradients[name].norm()
+            assert off < 1e-5, f"{family}, {type(layout).__name__}: gradient of {name} is off by {off:.1g}"
+    clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert torch.allclose(full_tensor(clipped), norm, rtol=1e-5), family
+    assert is_tied(model) == is_tied(whole)
+    saved = full_state(model.state_dict(), copy=True)  # while it is written, training goes on
+    with torch.no_grad():
+        for parameter in model.parameters():
+            getattr(parameter, "_local_tensor", parameter).add_(1)
+    if grid.rank == 0:
+        assert all(torch.equal(saved[name], whole.get_parameter(name)) for name, _ in whole.named_parameters()), family
+
+
+@pytest.mark.parametrize("grid", IN_CI)
+def test_loss_and_gradients_are_those_of_one_process_to_1e5(grid):
+    processes, sizes, _ = GRIDS[grid]
+    launch(compare_every_family, processes, sizes, process_group=True)
+
+
+def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None:
+    grid, batch = Grid(rank, world_size, **sizes), batch_of(rows=4)
+    rows = slice(grid.data_rank * 4 // grid.data_size, (grid.data_rank + 1) * 4 // grid.data_size)
+    for name in sorted(OPTIMIZERS.keys() - set(NEED_WHOLE_TENSORS)):
+        whole = build("llama")
+        model = build("llama", on_meta=rank != 0)
+        model = distribute(model, grid, block_name=None, compute_dtype=torch.float32)
+        for part, of_batch in ((whole, batch), (model, {key: value[rows] for key, value in batch.items()})):
+            optimizer = OPTIMIZERS[name](part.parameters(), lr=1e-3)
+            loss_of(part, of_batch).backward()
+            torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)
+            optimizer.step()
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(
+                full_tensor(ours.detach()),
+                theirs.detach(),
+                atol=1e-4,
+                rtol=1e-3,
+                msg=lambda m, name=name: f"{name}: {m}",
+            )
+
+
+@pytest.mark.parametrize("grid", ["sharded", "cut"])
+def test_every_optimizer_that_the_config_allows_updates_shards(grid):
+    launch(update_with_every_optimizer, 2, GRIDS[grid][1], process_group=True)
+
+
+def send_different_models(rank: int, world_size: int) -> None:
+    family = ("llama", "gpt-neox")[rank]
+    distribute(build(family), Grid(rank, world_size), block_name=None, compute_dtype=torch.float32)
+
+
+def test_processes_that_see_different_models_are_told_so():
+    with pytest.raises(Exception, match="rank 1 and rank 0 see different models"):
+        launch(send_different_models, 2, process_group=True)
+
+
+def time_out_in_every_group(rank: int, world_size: int) -> None:
+    for sizes in ({"shard_size": 1}, {"tensor_size": 2}):
+        grid = Grid(rank, world_size, **sizes, timeout_secs=77)
+        groups = (dist.group.WORLD, *grid.mesh.get_all_groups(), grid._data_group)
+        backends = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
+        assert {backend.options._timeout.total_seconds() for backend in backends} == {77}
+
+
+def test_a_collective_in_any_group_times_out_when_the_config_says():
+    launch(time_out_in_every_group, 2, process_group=True, timeout_secs=77)
+
+
+def know_the_gathered_size(rank: int, world_size: int) -> None:
+    for sizes in ({}, {"tensor_size": 2}):
+        model = build("llama", on_meta=rank != 0)
+        whole = sum(p.numel() for p in model.parameters())
+        model = distribute(model, Grid(rank, world_size, **sizes), block_name=None, compute_dtype=torch.bfloat16)
+        slices = sum(p.to_local().numel() for p in model.parameters()) if sizes else whole
+        # float32 weights are gathered in bfloat16; slices of 101 rows are not equal
+        assert sharding.gathered_size(model) == pytest.approx(2 * slices, rel=0.03)
+
+
+def test_what_sampling_gathers_is_counted_in_the_dtype_and_the_slices_that_are_gathered():
+    launch(know_the_gathered_size, 2, process_group=True)
+
+
+def test_what_the_gpus_allocator_keeps_counts_as_free(monkeypatch):
+    calls = []
+    answer = torch.ones(())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: calls.append("mem_get_info") or (1000, 2000))
+    monkeypatch.setattr(sharding, "gathered_size", lambda model: 500)
+    monkeypatch.setattr(dist, "all_reduce", lambda *arguments, **options: None)
+    monkeypatch.setattr(torch, "tensor", lambda value, device: answer * value)
+    model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
+    assert sharding._fits(model)
+    assert calls == ["empty_cache", "mem_get_info"]
+
+
+def use_no_more_memory_than_shards(rank: int, world_size: int, sizes: dict) -> None:
+    model = distribute(
+        build("llama", on_meta=rank != 0),
+        Grid(rank, world_size, **sizes),
+        block_name=None,
+        compute_dtype=torch.float32,
+    )
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local()
+        held, whole = local.untyped_storage().nbytes(), parameter.numel() * 4
+        assert held <= whole * 0.6 or local.ndim == 1, f"{name} holds {held} of {whole} bytes"
+
+
+@pytest.mark.parametrize("grid", ["sharded", "cut"])
+def test_a_process_keeps_its_shards_alone(grid):
+    launch(use_no_more_memory_than_shards, 2, GRIDS[grid][1], process_group=True)
+
+
+def resident_memory(field: str) -> int:
+    """Bytes: VmRSS is now, VmHWM the most since the last reset."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[field].split()[0]) * 1024
+
+
+def distribute_a_larger_model(rank: int, world_size: int) -> None:
+    config = transformers.LlamaConfig(hidden_size=512, num_hidden_layers=8, intermediate_size=2048, vocab_size=2000)
+    with torch.device("meta" if rank else "cpu"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    size = sum(p.numel() * 4 for p in model.parameters())  # 172 MB
+    before = resident_memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    distribute(model, Grid(rank, world_size), block_name=None, compute_dtype=torch.float32)
+    peak, after = resident_memory("VmHWM") - before, resident_memory("VmRSS") - before
+    wanted = ((0.3, -0.3), (0.8, 0.7))[rank]  # rank 0 gives half of its model away, rank 1 gets half of one
+    assert (peak / size < wanted[0], after / size < wanted[1]) == (True, True), f"{peak / size:.2f} {after / size:.2f}"
+
+
+def test_no_process_holds_more_than_its_shards_and_a_block_while_the_weights_are_sent():
+    launch(distribute_a_larger_model, 2, process_group=True)
+
+
+# --- trainers ------------------------------------------------------------------------------------------------------
+
+
+def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> BasicTrainer:
+    """The trainer that a command line gives, in this process."""
+    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        config = hydra.compose(
+            "config",
+            [*TINY, "loss=dpo", "loss.beta=0.1", "wandb.enabled=false", "model.reference_dtype=float32",
+             "batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8", "n_eval_examples=8",
+             "n_eval_model_samples=8", f"local_run_dir={run_dir}", *overrides],
+        )  # fmt: skip
+    run_dir.mkdir(exist_ok=True)
+    policy, reference = model_loaders(config, TRAINERS[config.trainer], rank, world_size)
+    return TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size)
+
+
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of torch < 2.13
+
+
+class GatherCount:
+    """How many tensors FSDP gathers, and of how many elements each process's part was."""
+
+    def __enter__(self) -> GatherCount:
+        self.sizes, self.gather = [], getattr(dist, GATHER)
+
+        def counting(output: torch.Tensor, shard: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.sizes.append(shard.numel())
+            return self.gather(output, shard, *args, **kwargs)
+
+        setattr(dist, GATHER, counting)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        setattr(dist, GATHER, self.gather)
+
+
+def sample_train_and_save(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> None:
+    trainer = make_trainer(rank, world_size, run_dir, overrides)
+    result = {"samples": trainer.samples(), "models are equal": trainer.objective.models_are_equal}
+    result["metrics"] = [trainer.train_step(next(trainer.train_iterator)) for _ in range(2)]
+    result["evaluation"] = trainer.evaluate()
+    trainer.save(run_dir / "saved")
+    if rank == 0:
+        (run_dir / "result.json").write_text(json.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def greedy_model(tmp_path_factory) -> Path:
+    """The tiny Llama, sampling its likeliest token, and many tokens that end a text: lengths differ."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    shutil.copytree(GOLDEN / "tiny-llama", folder)
+    (folder / "generation_config.json").write_text(json.dumps({"top_k": 1, "eos_token_id": list(range(0, 1024, 16))}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_one_process(greedy_model, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("one")
+    sample_train_and_save(0, 1, run_dir, (f"model.name_or_path={greedy_model}",))
+    return run_dir
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else None
+    if items is None:
+        return {prefix: state}
+    return {k: v for key, value in items for k, v in flat(value, f"{prefix}/{key}").items()}
+
+
+@pytest.mark.parametrize("grid", IN_CI)
+def test_samples_metrics_and_checkpoints_are_those_of_one_process(grid, greedy_model, of_one_process, tmp_path):
+    processes, _, overrides = GRIDS[grid]
+    overrides = (*overrides, f"model.name_or_path={greedy_model}")
+    launch(sample_train_and_save, processes, tmp_path, overrides, process_group=True)
+
+    ours, theirs = (json.loads((run / "result.json").read_text()) for run in (tmp_path, of_one_process))
+    assert ours["models are equal"] is theirs["models are equal"] is True
+    assert ours["samples"] == theirs["samples"]  # token for token, in the order of the prompts
+    assert len({len(policy) for _, policy, _ in ours["samples"]}) > 2
+    timings = ("examples_per_second", "tokens_per_second", "memory/peak_gb")
+    for mine, its in zip(
+        [*ours["metrics"], ours["evaluation"]], [*theirs["metrics"], theirs["evaluation"]], strict=True
+    ):
+        values = {name: value for name, value in its.items() if name not in timings}
+        assert {name: mine[name] for name in values} == pytest.approx(values, rel=1e-4, abs=1e-5)
+
+    for file in ("policy.pt", "optimizer.pt", "scheduler.pt"):
+        mine, its = (flat(torch.load(run / "saved" / file, weights_only=True)) for run in (tmp_path, of_one_process))
+        assert mine.keys() == its.keys()
+        for key, value in its.items():
+            if isinstance(value, torch.Tensor):
+                assert type(mine[key]) is torch.Tensor
+                torch.testing.assert_close(mine[key], value, rtol=1e-3, atol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
+            else:
+                assert mine[key] == value
+
+
+def count_gathers_in_an_update(rank: int, world_size: int, run_dir: Path) -> None:
+    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer",))
+    root = 2 * 1024 * 64 // world_size  # embeddings and head, each 1,024 tokens by 64
+    with GatherCount() as counted:
+        trainer.train_step(next(trainer.train_iterator))
+    # in two microbatches: the root of policy and reference once, their 3 blocks at every forward and backward
+    assert [size >= root for size in sorted(counted.sizes, reverse=True)] == [True] * 2 + [False] * 2 * 9
+
+
+def test_embeddings_and_head_are_gathered_once_per_update(tmp_path):
+    launch(count_gathers_in_an_update, 2, tmp_path, process_group=True)
+
+
+class AllReduces(TorchDispatchMode):
+    """How many all-reduces of how many elements are issued, but for single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.c10d.allreduce_.default:
+            self.sizes += [tensor.numel() for tensor in args[0] if tensor.numel() > 1]
+        return function(*args, **(kwargs or {}))
+
+
+def count_all_reduces_in_an_update(rank: int, world_size: int, run_dir: Path) -> None:
+    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer", "fsdp_shard_size=1"))
+    batch = next(trainer.train_iterator)
+    assert len(batch.microbatches) == 2
+    with AllReduces() as collectives:
+        trainer.train_step(batch)
+    # the gradients of 3 blocks and the root, once for both microbatches; one for all metrics and flags
+    assert len(collectives.sizes) == 4 + 1, collectives.sizes
+
+
+def agree_to_stop(rank: int, world_size: int, run_dir: Path) -> None:
+    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer",))
+    trainer.train_step(next(trainer.train_iterator))
+    assert not trainer.stop_is_agreed
+    if rank == 1:
+        trainer._asked_to_stop.append(signal.SIGTERM)
+    trainer.train_step(next(trainer.train_iterator))
+    assert trainer.stop_is_agreed
+
+
+def test_if_one_process_is_asked_to_stop_all_know_it_after_an_update(tmp_path):
+    launch(agree_to_stop, 2, tmp_path, process_group=True)
+
+
+def break_off_sampling(rank: int, world_size: int, run_dir: Path) -> None:
+    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer", "max_length=96"))
+    forwards = []
+    trainer.policy.register_forward_pre_hook(lambda *_: forwards.append(1))  # after the question whether to stop
+    before = trainer._before_token
+
+    def one_is_asked(number: int, most: int) -> None:
+        if rank == 1 and number == 3:
+            trainer._asked_to_stop.append(signal.SIGTERM)
+        before(number, most)
+
+    trainer._before_token = one_is_asked
+    with pytest.raises(Stopped):
+        trainer.samples()
+    assert len(forwards) == 3
+    trainer.train_step(next(trainer.train_iterator))  # on shards again
+    trainer.save()
+    trainer.checkpoints.finish()
+
+
+def test_if_one_process_is_asked_to_stop_all_break_off_sampling_at_the_same_token(tmp_path):
+    launch(break_off_sampling, 2, tmp_path, process_group=True)
+    assert (tmp_path / "LATEST").exists()
+
+
+def test_copies_add_up_their_gradients_once_per_update(tmp_path):
+    launch(count_all_reduces_in_an_update, 2, tmp_path, process_group=True)
+
+
+def count_gathers_in_sampling(rank: int, world_size: int, run_dir: Path, memory: int | None) -> None:
+    if memory is not None:
+        sharding.host_memory = lambda: HostMemory(memory, memory)
+    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer",))
+    units = [m for model in trainer._sampled_models() for m in model.modules() if isinstance(m, FSDPModule)]
+    sharded = {id(p) for p in trainer.policy.parameters()}
+    with GatherCount() as counted:
+        samples = trainer.samples()
+    assert len(units) == 2 * (3 + 1)
+    assert (len(counted.sizes) == len(units)) == (memory is None), len(counted.sizes)
+    trainer.train_step(next(trainer.train_iterator))  # on shards again
+    assert {id(p) for p in trainer.policy.parameters()} == sharded
+    if rank == 0:
+        (run_dir / f"{memory}.json").write_text(json.dumps(samples))
+
+
+def test_sampling_gathers_the_weights_once_where_they_fit_and_works_where_they_do_not(tmp_path):
+    for memory in (None, 1_000_000):  # the model takes 1.1 MB
+        launch(count_gathers_in_sampling, 2, tmp_path, memory, process_group=True)
+    assert (tmp_path / "None.json").read_text() == (tmp_path / "1000000.json").read_text()
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
+
+
+def test_two_processes_sample_save_what_one_can_load_and_compute_in_the_dtype_asked_for(tmp_path):
+    sharded = train(
+        *TINY, *TWO, "loss=dpo", "loss.beta=0.1", "n_examples=8", "model.fsdp_policy_mp=bfloat16",
+        "model.reference_dtype=float32", "n_eval_model_samples=16", f"local_run_dir={tmp_path / 'two'}",
+    )  # fmt: skip
+    assert sharded.returncode == 0, sharded.stderr
+    assert "in another dtype" in sharded.stdout  # bfloat16 against a float32 reference
+    first = metrics_of(tmp_path / "two", "train")[0]
+    assert first["rewards_train/margins"] != 0
+    assert len((tmp_path / "two" / "samples.jsonl").read_text().splitlines()) == 2 * 16  # before and after
+
+    policy = torch.load(tmp_path / "two" / "LATEST" / "policy.pt", weights_only=True)
+    assert {str(tensor.dtype) for tensor in policy["state"].values()} == {"torch.float32"}
+    for trainer in ((), ("trainer=TensorParallelTrainer", "world_size=2")):
+        continued = train(
+            *TINY, *trainer, "loss=dpo", "loss.beta=0.1", "model.reference_dtype=float32", "n_examples=4",
+            f"model.archive={tmp_path / 'two'}", f"local_run_dir={tmp_path / f'then{len(trainer)}'}",
+            "sample_during_eval=false",
+        )  # fmt: skip
+        assert continued.returncode == 0, continued.stderr
+        assert "self-test passed: first loss 0.693147" in continued.stdout
+
+
+# --- several machines ----------------------------------------------------------------------------------------------
+
+
+def start_node(rank: int, port: int, *overrides: str) -> subprocess.Popen[str]:
+    """`scripts/run_distributed.sh` as on one of two machines with one process each."""
+    return subprocess.Popen(
+        ["bash", str(ROOT / "scripts" / "run_distributed.sh"), "1", *overrides, "wandb.enabled=false"],
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "NNODES": "2",
+            "NODE_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_two_nodes_are_one_run(tmp_path):
+    overrides = (*TINY, "loss=dpo", "loss.beta=0.1", "model.reference_dtype=float32", "n_examples=16",
+                 "sample_during_eval=false")  # fmt: skip
+    port = get_open_port()
+    nodes = [
+        start_node(r, port, *overrides, "trainer=FSDPTrainer", f"local_run_dir={tmp_path}/node{r}") for r in (0, 1)
+    ]
+    output = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], output
+    alone = train(*overrides, f"local_run_dir={tmp_path / 'alone'}")
+    assert alone.returncode == 0, alone.stderr
+
+    assert not (tmp_path / "node1").exists()  # only rank 0 writes
+    assert "run directory" in output[0]
+    assert "run directory" not in output[1]
+    ours, theirs = (metrics_of(tmp_path / run, "train") for run in ("node0", "alone"))
+    assert len(ours) == len(theirs) == 4
+    for mine, its in zip(ours, theirs, strict=True):
+        values = {k: v for k, v in its.items() if not k.endswith("per_second") and k not in ("split", "memory/peak_gb")}
+        assert {k: mine[k] for k in values} == pytest.approx(values, rel=2e-3, abs=1e-4)
+
+
+def test_a_node_that_fails_ends_the_others(tmp_path):
+    port = get_open_port()
+    wrong = ("trainer=FSDPTrainer", "model.block_name=GPT2Block")
+    nodes = [start_node(r, port, *TINY, *wrong, f"local_run_dir={tmp_path}/node{r}") for r in (0, 1)]
+    output = [node.communicate(timeout=120)[0] for node in nodes]
+    assert all(node.returncode for node in nodes)
+    assert "error: model.block_name=GPT2Block is not a module class" in output[0]
+
+
+def test_one_process_trainer_under_a_launcher_of_several_is_refused(tmp_path):
+    result = run_script(
+        str(ROOT / "train.py"), *TINY, f"local_run_dir={tmp_path}/run", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0"
+    )
+    assert result.returncode == 2
+    assert "trainer=BasicTrainer is one process, and 2 were launched: use trainer=FSDPTrainer" in result.stderr
+
+
+def test_an_unknown_block_class_is_one_message_that_lists_the_blocks(tmp_path):
+    result = train(*TINY, *TWO, "model.block_name=GPT2Block", f"local_run_dir={tmp_path / 'run'}")
+    assert result.returncode == 2
+    assert "model.block_name=GPT2Block" in result.stderr
+    assert "LlamaDecoderLayer" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_whole_model_is_no_block(tmp_path):
+    result = train(*TINY, *TWO, "model.block_name=LlamaForCausalLM", f"local_run_dir={tmp_path / 'run'}")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: model.block_name=LlamaForCausalLM is the whole model; null takes the blocks it names itself\n"
+    )
+
+
+def test_a_sweep_under_a_launcher_is_refused(tmp_path):
+    seat = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    result = train("-m", *TINY, "trainer=FSDPTrainer", "lr=1e-3,1e-4", f"local_run_dir={tmp_path / 'run'}", **seat)
+    assert result.returncode == 2
+    assert "a sweep (-m) starts its own processes" in result.stderr
+
+
+def test_heads_that_the_processes_cannot_share_are_one_message(tmp_path):
+    result = train(
+        *TINY, "trainer=TensorParallelTrainer", "world_size=3", "batch_size=3", f"local_run_dir={tmp_path / 'run'}"
+    )
+    assert result.returncode == 2
+    assert "tensor_parallel_size=3 does not divide the model's num_attention_heads=4" in result.stderr
+    assert result.stderr.count("error:") == 1
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused_before_anything_starts(tmp_path):
+    result = train(*TINY, *TWO, "batch_size=6", "gradient_accumulation_steps=2", f"local_run_dir={tmp_path / 'run'}")
+    assert result.returncode == 2
+    assert "batch_size=6 must be divisible by gradient_accumulation_steps * processes = 2 * 2" in result.stderr
+    assert not (tmp_path / "run").exists()

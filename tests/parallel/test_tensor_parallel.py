@@ -1,0 +1,113 @@
+"""Cutting layers over processes: what each process holds, and which models are refused. (That the numbers are those of
+one process is in test_distributed.py.)"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from support.models import COMMON, FAMILIES, batch_of, build
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpo.errors import InputError
+from dpo.models.logprobs import concatenated_forward
+from dpo.parallel.mesh import Grid
+from dpo.parallel.sharding import distribute
+from dpo.parallel.tensor_parallel import STYLES, check_tensor_parallel, cut_modules, find_plan
+from dpo.system.launching import launch
+
+NINE_HEADS = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
+TWO_GROUPS = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2)
+TWENTY_HEADS = transformers.GPT2Config(n_head=20)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "message"),
+    [
+        (NINE_HEADS, 2, "num_attention_heads=9; sizes that do: 1, 3, 9;"),
+        (TWO_GROUPS, 4, "num_key_value_heads=2; sizes that do: 1, 2;"),
+        (TWENTY_HEADS, 3, "num_attention_heads=20; sizes that do: 1, 2, 4, 5, 10, 20;"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused_before_anything_loads(config, size, message):
+    with pytest.raises(InputError, match=f"tensor_parallel_size={size} does not divide the model's {message}"):
+        check_tensor_parallel(config, size)
+    check_tensor_parallel(config, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_plan_that_cuts_its_large_matrices(family):
+    model = build(family)
+    plan = find_plan(model)
+    cut = {name for name, style in plan.items() if style.cut}
+    matrices = {name.removesuffix(".weight") for name, p in model.named_parameters() if p.ndim == 2}
+    assert matrices - cut == ({"transformer.wpe"} if family.startswith("gpt2") else set())
+
+
+def test_a_family_without_a_plan_is_refused():
+    config = transformers.OPTConfig(
+        hidden_size=16, word_embed_proj_dim=16, ffn_dim=32, num_attention_heads=2, num_hidden_layers=1, vocab_size=50
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(InputError, match="OPTForCausalLM has no tensor-parallel plan; use trainer=FSDPTrainer"):
+        find_plan(model)
+
+
+def test_a_style_we_do_not_know_is_refused():
+    model = build("llama")
+    model._tp_plan = {**model._tp_plan, "model.layers.*.mlp": "moe_tp_experts"}
+    with pytest.raises(InputError, match="uses moe_tp_experts, which is not supported"):
+        find_plan(model)
+
+
+def test_a_plan_that_forgets_a_parameter_which_sees_slices_is_refused():
+    config = transformers.PhiConfig(**{**COMMON, "num_hidden_layers": 1}, qk_layernorm=True)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(InputError, match=r"does not say how to cut model\.layers\.0\.self_attn\.q_layernorm"):
+        find_plan(model)
+
+
+class Collectives(TorchDispatchMode):
+    """How many all-reduces are issued. (CommDebugMode's hooks would give every module an input of its own.)"""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops._c10d_functional.all_reduce.default
+        return function(*args, **(kwargs or {}))
+
+
+def count_all_reduces(rank, world_size):
+    for checkpointing in (False, True):
+        model = build("llama", on_meta=rank != 0)  # of two blocks
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = distribute(model, Grid(rank, world_size, tensor_size=2), block_name=None, compute_dtype=torch.float32)
+        chosen, _ = concatenated_forward(model, batch_of(rows=4))
+        with Collectives() as collectives:
+            chosen.sum().backward()
+        # for attention, for the MLP, and for the head's input; computed again: after attention
+        assert collectives.count == 2 * 2 + 1 + checkpointing * 2, collectives.count
+
+
+def test_queries_keys_and_values_send_their_inputs_gradient_once():
+    launch(count_all_reduces, 2, process_group=True)
+
+
+def hold_slices(rank, world_size):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor",))
+    for style, weight_shape, bias_shape in (("colwise", (3, 4), (3,)), ("rowwise", (6, 2), (6,))):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 6)
+        whole = layer.weight.detach().clone()
+        cut_modules({"layer": layer}, {"layer": STYLES[style]}, mesh)
+        assert layer.weight.to_local().shape == weight_shape
+        assert layer.bias.to_local().shape == bias_shape
+        # memory of its own: the whole matrix can be freed
+        assert layer.weight.to_local().untyped_storage().nbytes() == 4 * 12
+        assert torch.equal(layer.weight.full_tensor(), whole)
+
+
+def test_a_process_holds_its_slice_and_no_more():
+    launch(hold_slices, 2, process_group=True)

@@ -1,0 +1,227 @@
+"""The package tensor_parallel over CPU "devices": a split model gives the numbers and the files of the whole one."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.models import COMMON, FAMILIES, GPT, GROUPED, batch_of, build
+
+from dpo.checkpoint.files import write_checkpoint
+from dpo.errors import InputError
+from dpo.models.logprobs import concatenated_forward
+from dpo.models.weights import load_archive
+from dpo.parallel.state import full_state
+from dpo.parallel.tensor_parallel_package import split_over_devices
+from dpo.training.optimization import OPTIMIZERS
+from dpo.training.self_test import self_test
+
+try:
+    import tensor_parallel
+except ImportError as error:
+    tensor_parallel, reason = None, f"the package tensor_parallel does not import: {error}"
+else:
+    reason = ""
+
+needs_package = pytest.mark.skipif(bool(reason), reason=reason)
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # the package's autocast
+CPUS = ("cpu", "cpu")
+MODELS = ("gpt2, tied", "gpt-neox", "gpt-neox, sequential residual", "llama", "llama, tied")
+DPO = {"beta": 0.1, "label_smoothing": 0, "reference_free": False}
+
+
+def loss(model) -> torch.Tensor:
+    chosen, rejected = concatenated_forward(model, batch_of(4))
+    return (chosen - 0.5 * rejected).mean()
+
+
+def update(model, optimizer, max_norm: float) -> torch.Tensor:
+    """Evaluation, then one update from two microbatches; the norm before clipping."""
+    with torch.no_grad():
+        loss(model)
+    for _ in range(2):
+        (loss(model) / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def assert_same(ours: Any, theirs: Any, tolerance: float) -> None:
+    """The same keys, shapes and settings, and values that differ little beside the tensor's largest."""
+    if isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        for key in theirs:
+            assert_same(ours[key], theirs[key], tolerance)
+    elif isinstance(theirs, torch.Tensor):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * theirs.abs().max().item())
+    else:
+        assert ours == theirs
+
+
+@needs_package
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", MODELS)
+def test_log_probabilities_and_gradients_are_those_of_the_whole_model(family, attention):
+    whole = build(family)
+    whole.set_attn_implementation(attention)
+    split = split_over_devices(whole, CPUS)
+    for mode in (True, False):
+        assert_same(loss(split.train(mode)), loss(whole.train(mode)), 1e-5)
+    optimizer = torch.optim.SGD(split.parameters(), lr=0.0, momentum=0.5)  # whose state is the first gradient
+    split.keep_whole_state(optimizer)
+    for model in (whole, split):
+        loss(model).backward()
+    optimizer.step()
+    ours = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
+    theirs = [parameter.grad for parameter in whole.parameters()]
+    noise = 1e-6 * max(gradient.abs().max().item() for gradient in theirs)  # all that the bias of a key gets
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=noise)
+
+
+@needs_package
+@pytest.mark.parametrize(
+    ("family", "optimizer", "devices"),
+    [
+        *((family, "RMSprop", 2) for family in MODELS),
+        *(("llama, tied", optimizer, 2) for optimizer in OPTIMIZERS if optimizer not in ("RMSprop", "Adafactor")),
+        ("gpt2, tied", "AdamW", 4),
+    ],
+)
+def test_clipped_updates_and_saved_states_are_those_of_the_whole_model(family, optimizer, devices):
+    whole = build(family, dtype=torch.float64)  # in which the gradient of a key's bias is 0 beside an optimizer's eps
+    split = split_over_devices(whole, ["cpu"] * devices)
+    optimizers = [OPTIMIZERS[optimizer](model.parameters(), lr=1e-3) for model in (whole, split)]
+    split.keep_whole_state(optimizers[1])
+    assert_same(optimizers[1].state_dict()["param_groups"], optimizers[0].state_dict()["param_groups"], 0)
+    for _ in range(3):
+        norms = [update(model, o, max_norm=1.0) for model, o in zip((whole, split), optimizers, strict=True)]
+        assert norms[0] > 1  # or nothing would be clipped
+        assert_same(norms[1], norms[0], 1e-6)
+    assert_same(split.state_dict(), whole.state_dict(), 5e-5)  # attention's softmax is float32
+    saved = optimizers[1].state_dict()
+    assert_same(saved, optimizers[0].state_dict(), 5e-5)
+    assert_same(update(split, optimizers[1], 1.0), update(whole, optimizers[0], 1.0), 1e-6)  # saving changed nothing
+    optimizers[0].load_state_dict(saved)
+
+
+@needs_package
+@pytest.mark.parametrize("family", MODELS)
+def test_every_number_is_a_parameter_once(family):
+    whole = build(family)
+    trained = [p for p in split_over_devices(whole, CPUS).parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) == sum(p.numel() for p in whole.parameters())
+    assert max(p.numel() for p in trained) == max(p.numel() for p in whole.parameters()) / 2
+
+
+@needs_package
+@pytest.mark.parametrize("family", MODELS)
+def test_checkpoint_is_that_of_the_whole_model(family, tmp_path):
+    whole = build(family)
+    split = split_over_devices(whole, CPUS)
+    assert_same(split.state_dict(), whole.state_dict(), 0)
+    write_checkpoint(
+        tmp_path / "step-4", [("policy", full_state(split.state_dict()))], step_idx=4, metrics=None, facts={}
+    )
+    fresh = transformers.AutoModelForCausalLM.from_config(whole.config)
+    load_archive(fresh, str(tmp_path / "step-4"))
+    assert_same(fresh.state_dict(), whole.state_dict(), 0)
+
+
+@needs_package
+def test_the_whole_model_is_left_as_it_was():
+    whole = build("gpt2, tied")
+    before = copy.deepcopy(whole.state_dict())
+    split = split_over_devices(whole, CPUS)
+    update(split, torch.optim.SGD(split.parameters(), lr=1.0), max_norm=10.0)
+    assert_same(whole.state_dict(), before, 0)
+    assert not torch.equal(split.state_dict()["lm_head.weight"], before["lm_head.weight"])
+
+
+@needs_package
+@pytest.mark.parametrize("family", MODELS)
+def test_the_package_has_nothing_to_say_about_unused_rules(family, caplog):
+    split_over_devices(build(family), CPUS)
+    assert "unused" not in caplog.text
+
+
+@needs_package
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["gpt2, tied", "gpt-neox", "llama"])
+def test_a_frozen_reference_in_half_precision(family, dtype):
+    whole = build(family, dtype=dtype).eval()
+    split = split_over_devices(whole, CPUS)
+    assert not split.training
+    with torch.no_grad():
+        assert_same(loss(split), loss(whole), 1e-2)
+    assert_same(split.state_dict(), whole.state_dict(), 0)
+
+
+@needs_package
+@pytest.mark.parametrize("family", ["gpt2, tied", "gpt-neox"])
+def test_forwards_agree_bit_for_bit_on_more_devices(family):
+    whole = build(family)
+    policy, reference = (split_over_devices(whole, ["cpu"] * 4) for _ in range(2))
+    (note,) = self_test(
+        policy,
+        reference,
+        lambda model: concatenated_forward(model, batch_of(2)),
+        loss_name="dpo",
+        loss_options=DPO,
+        same_dtype=True,
+    )
+    assert "rewards within 0 of 0" in note
+    with torch.no_grad():
+        assert len({loss(policy).item() for _ in range(20)}) == 1
+
+
+@needs_package
+def test_adafactor_is_refused():
+    split = split_over_devices(build("llama"), CPUS)
+    with pytest.raises(InputError, match="give Adafactor the whole matrices it needs; use another optimizer"):
+        split.keep_whole_state(torch.optim.Adafactor(split.parameters()))
+
+
+@pytest.mark.parametrize("missing", ["tensor_parallel", "pkg_resources"])
+def test_a_package_that_does_not_import_is_named_with_the_command_that_helps(missing, monkeypatch, tmp_path):
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensor_parallel"]:
+        monkeypatch.delitem(sys.modules, name)
+    if missing == "pkg_resources":  # as the package itself does
+        (tmp_path / "tensor_parallel.py").write_text("import pkg_resources\n")
+        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(InputError) as refusal:
+        split_over_devices(build("llama"), CPUS)
+    assert f"does not import (import of {missing} halted" in str(refusal.value)
+    assert "pip install tensor_parallel==2.0.0 'setuptools>=77,<82'" in str(refusal.value)
+    assert "tensor_parallel.backend=dtensor" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "attention", "devices", "message"),
+    [
+        (FAMILIES["qwen2, tied, with biases"](), "eager", 2, "cannot cut qwen2; use a model of gpt2, gpt_neox, llama"),
+        (FAMILIES["llama"](), "flex_attention", 2, "set model.attn_implementation=eager or sdpa"),
+        (FAMILIES["llama"](), "eager", 1, "two devices or more, and here is 1; set tensor_parallel_size=2"),
+        (FAMILIES["llama"](), "eager", 4, "does not divide the model's num_key_value_heads=2"),
+        (transformers.GPT2Config(**GPT), "eager", 3, "does not divide the model's num_attention_heads=4"),
+        (transformers.LlamaConfig(**COMMON, attention_bias=True), "eager", 2, "cannot cut a Llama with biases"),
+        (transformers.LlamaConfig(**COMMON, mlp_bias=True), "eager", 2, "cannot cut a Llama with biases"),
+        (transformers.LlamaConfig(**GROUPED, head_dim=12), "eager", 2, "head_dim=12 that do not fill hidden_size"),
+    ],
+)  # fmt: skip
+def test_what_the_package_cannot_cut_is_refused(config, attention, devices, message):
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with pytest.raises(InputError, match=message):
+        split_over_devices(model, ["cpu"] * devices)
+
+
+def test_activation_checkpointing_is_refused():
+    model = build("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(InputError, match="set activation_checkpointing=false, or use"):
+        split_over_devices(model, CPUS)

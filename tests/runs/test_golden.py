@@ -1,0 +1,152 @@
+"""The published reference's own numbers, reproduced by the real command line: every metric of 16 updates and both
+evaluations. `words` runs anywhere; `llama` needs data that the project does not ship."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import GOLDEN, SHARED, metrics_of, train
+
+
+def command_of(golden: dict, data: str, run_dir: str) -> list[str]:
+    """The overrides that repeat a golden run: its `config`, a float32 reference, the tiny Llama."""
+    settings = {k: v for k, v in golden["config"].items() if k != "loss"}
+    loss = dict(golden["config"]["loss"])
+    name = loss.pop("name")
+    if name == "ipo":  # the reference reads dpo's keys there and does not use them
+        loss = {"beta": loss["beta"]}
+    return [
+        f"loss={name}",
+        *(f"loss.{k}={v}" for k, v in loss.items()),
+        *(f"{k}={v}" for k, v in settings.items()),
+        f"model.name_or_path={GOLDEN / 'tiny-llama'}",
+        "model.reference_dtype=float32",
+        "datasets=[hh]",
+        f"dataset_sources.hh={data}",
+        "sample_during_eval=false",
+        "exp_name=golden",
+        f"local_run_dir={run_dir}",
+        f"local_dirs=[{Path(run_dir).parent}]",
+    ]
+
+
+def close(ours: float, theirs: float, name: str, tolerance: float) -> bool:
+    if name.endswith("accuracies"):
+        return ours == theirs
+    scale = max(abs(theirs), 1.0) if name.startswith("rewards") else abs(theirs)
+    return abs(ours - theirs) <= tolerance * scale
+
+
+def assert_same(ours: dict, theirs: dict, tolerance: float, where: str) -> None:
+    wrong = [
+        f"{where} {name}: {ours[name]} instead of {value}"
+        for name, value in theirs.items()
+        if not close(ours[name], value, name, tolerance)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+GRIDS = {
+    "sharded": ("trainer=FSDPTrainer", "world_size=2"),
+    "cut": ("trainer=TensorParallelTrainer", "world_size=2"),
+    "cut and sharded": ("trainer=TensorParallelTrainer", "world_size=4", "tensor_parallel_size=2"),
+    "cut by the package": (
+        "trainer=TensorParallelTrainer",
+        "tensor_parallel.backend=tensor_parallel",
+        "tensor_parallel_size=2",
+    ),
+}
+OTHERWISE = {  # than by the defaults
+    "padded": ("layout=padded",),
+    "eager": ("model.attn_implementation=eager",),
+    "references cached": ("cache_reference_logps=all", "gradient_accumulation_steps=2"),
+    "references cached, sharded": ("cache_reference_logps=all", "trainer=FSDPTrainer", "world_size=2"),
+    "compiled": ("compile=true",),
+}
+EVERYWHERE = {  # what `make test` runs of these; `make golden` runs all
+    ("words-sft", "padded"),
+    ("words-ipo", "padded"),
+    ("words-sft", "eager"),
+    ("llama-dpo", "padded"),
+    ("words-ipo", "references cached"),
+    ("words-dpo", "references cached, sharded"),
+    ("words-dpo", "sharded", 1),
+    ("words-dpo", "cut", 2),
+    ("words-dpo", "cut by the package", 1),
+    ("llama-sft", "cut", 1),
+    ("llama-ipo", "sharded", 2),
+    ("llama-dpo", "cut and sharded", 2),
+}
+
+
+def over_grids() -> Iterator[Any]:
+    for run in [f"{data}-{loss}" for data in ("words", "llama") for loss in ("sft", "dpo", "ipo")]:
+        yield pytest.param(run, (), id=run)
+        for name, settings in OTHERWISE.items():
+            marks = [] if (run, name) in EVERYWHERE else [pytest.mark.slow]
+            yield pytest.param(run, settings, marks=marks, id=f"{run}, {name}")
+        for grid, overrides in GRIDS.items():
+            for accumulation in (1, 2):
+                marks = [] if (run, grid, accumulation) in EVERYWHERE else [pytest.mark.slow]
+                settings = (*overrides, f"gradient_accumulation_steps={accumulation}")
+                yield pytest.param(run, settings, marks=marks, id=f"{run}, {grid}, accumulation {accumulation}")
+
+
+@pytest.mark.parametrize(("run", "overrides"), over_grids())
+def test_every_metric_of_the_published_reference(run, overrides, tmp_path):
+    golden = repeat(run, overrides, tmp_path)
+    tolerance = 1e-3 if run.endswith("ipo") else 5e-4
+    updates, evaluations = metrics_of(tmp_path / "run", "train"), metrics_of(tmp_path / "run", "eval")
+    assert [u["examples"] for u in updates] == [4 * (i + 1) for i in range(16)]
+    for i, (ours, theirs) in enumerate(zip(updates, golden["updates"], strict=True)):
+        assert_same(ours, theirs, 3e-5 if i == 0 else tolerance, f"update {i + 1}")
+    assert [e["examples"] for e in evaluations] == [0, 32, 64]  # the reference never evaluates its final weights
+    for ours, theirs in zip(evaluations, golden["evals"], strict=False):
+        assert ours["examples"] == theirs["examples"]
+        assert_same(
+            ours, theirs["metrics"], 3e-5 if ours["examples"] == 0 else tolerance, f"evaluation {ours['examples']}"
+        )
+
+
+BFLOAT16 = {
+    "sharded": (*GRIDS["sharded"], "model.fsdp_policy_mp=bfloat16", "model.reference_dtype=bfloat16"),
+    "cut": (*GRIDS["cut"], "model.fsdp_policy_mp=bfloat16", "model.reference_dtype=bfloat16"),
+    "autocast": ("model.autocast=bfloat16",),
+}
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way == "autocast" else [pytest.mark.slow]) for way in BFLOAT16]
+)
+def test_bfloat16_stays_within_a_band_of_the_published_float32_run(way, tmp_path):
+    golden = repeat("words-dpo", BFLOAT16[way], tmp_path)
+    band = {"logps": 5e-3, "loss": 0.1, "grad_norm": 0.1, "rewards": 0.2}  # rewards absolute, the others relative
+    for i, (ours, theirs) in enumerate(zip(metrics_of(tmp_path / "run", "train"), golden["updates"], strict=True)):
+        for name, value in theirs.items():
+            kind = re.match("[a-z]+(_norm)?", name)[0]
+            if kind in band and not name.endswith("accuracies"):
+                assert close(ours[name], value, name, band[kind]), f"update {i + 1} {name}: {ours[name]}, not {value}"
+    first = metrics_of(tmp_path / "run", "train")[0]
+    assert first["grad_norm"] != pytest.approx(golden["updates"][0]["grad_norm"], rel=1e-5)  # it was bfloat16
+
+
+def repeat(run: str, overrides: tuple[str, ...], tmp_path: Path) -> dict:
+    """Run a golden run's command with overrides, into `tmp_path / "run"`; what it is to be compared with."""
+    words = run.startswith("words")
+    file = (GOLDEN if words else SHARED / "golden") / f"{run}.json"
+    if not file.exists():
+        pytest.skip(f"{file} is on the maintainers' machines only")
+    golden = json.loads(file.read_text())
+    data = GOLDEN / "words" if words else SHARED / "data" / "hh"
+
+    settings = {o.split("=")[0] for o in overrides}
+    command = [o for o in command_of(golden, str(data), str(tmp_path / "run")) if o.split("=")[0] not in settings]
+    result = train(*command, *overrides)
+
+    assert result.returncode == 0, result.stderr
+    return golden

@@ -1,0 +1,404 @@
+"""Files that are no files, and files that hold something else than they should: refused in words, never waited for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.runs import metrics_of, train, write_rows
+
+from dpo.checkpoint.contents import find_misfit, find_odd_part
+from dpo.checkpoint.files import (
+    MANIFEST,
+    PARTS,
+    DamagedCheckpoint,
+    check_complete,
+    digest_of,
+    point,
+    prune,
+    read_state,
+    tidy,
+    write_checkpoint,
+)
+from dpo.checkpoint.saver import Checkpoints, random_state
+from dpo.errors import InputError
+from dpo.models.weights import find_archive
+from dpo.reporting.files import FileLogger
+from dpo.system.plain_files import check_readable, check_writable, remove
+from dpo.system.run_directory import FILES, create_run_dir
+from dpo.training.optimization import OPTIMIZERS, warmup
+from dpo.training.reference import read_logps
+
+# --- files that are no files ---------------------------------------------------------------------------------------
+
+
+def make(kind: str, path: Path) -> None:
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    else:
+        path.symlink_to({"device": "/dev/zero", "symbolic link": path.parent / "elsewhere", "loop": path}[kind])
+
+
+def vouch(checkpoint: Path, **changes: Any) -> None:
+    """Change a manifest, and let its own checksum say that it was so written."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text()) | changes
+    (checkpoint / MANIFEST).write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+
+
+def vouch_for_file(file: Path) -> None:
+    content = file.read_bytes() if file.is_file() else b""
+    manifest = json.loads((file.parent / MANIFEST).read_text())
+    files = manifest["files"] | {file.name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}}
+    vouch(file.parent, files=files, blocks={})
+
+
+def replace_state(file: Path, change: Callable[[Any], Any]) -> None:
+    """Write another state into a checkpoint's file, and vouch for it."""
+    content = torch.load(file, weights_only=True)
+    torch.save({**content, "state": change(content["state"])}, file)
+    vouch_for_file(file)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "device"])
+def test_what_is_no_file_is_not_read_and_a_link_to_a_file_is(kind, tmp_path):
+    make(kind, tmp_path / "odd")
+    for read in (check_readable, read_logps, read_state):
+        with pytest.raises(InputError, match=f"odd is a {kind} where a file belongs"):
+            read(tmp_path / "odd")
+    write_rows(tmp_path / "rows", [{"prompt": "a"}])
+    (tmp_path / "link").symlink_to("rows")
+    check_readable(tmp_path / "link")
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "device", "symbolic link", "loop"])
+@pytest.mark.parametrize("name", [*FILES])
+def test_what_a_run_writes_is_a_file_of_its_own_or_the_run_does_not_begin(kind, name, tmp_path):
+    (tmp_path / "elsewhere").write_text("precious")
+    make(kind, tmp_path / name)
+    called = "symbolic link" if kind in ("device", "loop") else kind
+    with pytest.raises(InputError, match=f"{name} is a {called} where a file belongs: move it away"):
+        create_run_dir(str(tmp_path), continued=True)
+    assert (tmp_path / "elsewhere").read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.txt"])
+def test_a_logger_writes_to_files_alone(name, tmp_path):
+    (tmp_path / "elsewhere").write_text("precious")
+    (tmp_path / name).symlink_to("elsewhere")
+    with pytest.raises(InputError, match="symbolic link where a file belongs"):
+        FileLogger(tmp_path, {"log_bytes": {name: 0}})
+    assert (tmp_path / "elsewhere").read_text() == "precious"
+
+
+@pytest.mark.parametrize("link", ["LATEST", "BEST"])
+@pytest.mark.parametrize("kind", ["directory", "FIFO", "file"])
+def test_what_should_be_a_link_and_is_not_is_said_before_anything_is_computed(link, kind, tmp_path):
+    (tmp_path / link).touch() if kind == "file" else make(kind, tmp_path / link)
+    with pytest.raises(InputError, match=f"{link} is a {kind} where a link to a step-N belongs: remove it"):
+        create_run_dir(str(tmp_path), continued=True)
+
+
+def write(run_dir: Path, *steps: int) -> list[Path]:
+    for step in steps:
+        states = {part: {"a": torch.arange(5.0)} for part in PARTS}
+        write_checkpoint(run_dir / f"step-{step}", states.items(), step_idx=step, metrics=None, facts={})
+    return [run_dir / f"step-{step}" for step in steps]
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "directory", "device"])
+@pytest.mark.parametrize("name", ["policy.pt", "random.pt", MANIFEST])
+def test_a_checkpoint_with_something_else_than_files_is_damaged(kind, name, tmp_path):
+    [saved] = write(tmp_path, 8)
+    (saved / name).unlink()
+    make(kind, saved / name)
+    if name != MANIFEST:
+        manifest = json.loads((saved / MANIFEST).read_text())
+        del manifest["blocks"]
+        manifest["files"][name] = {"sha256": hashlib.sha256(b"").hexdigest(), "bytes": (saved / name).stat().st_size}
+        (saved / MANIFEST).write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+
+    with pytest.raises(DamagedCheckpoint, match=f"{name} is a {kind} where a file belongs"):
+        check_complete(saved)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "symbolic link", "FIFO", "loop"])
+def test_whatever_has_a_temporary_name_is_cleared_away_but_nothing_that_it_points_to(kind, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").touch()
+    names = [".step-8.tmp", ".step-8.former", ".step-16.pruned", ".LATEST.tmp"]
+
+    def plant() -> None:
+        for name in names:
+            (tmp_path / name).touch() if kind == "file" else make(kind, tmp_path / name)
+
+    [saved] = write(tmp_path, 8)
+    plant()
+    tidy(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "step-8"]
+    plant()
+    write(tmp_path, 8, 16, 24, 32)
+    point(tmp_path / "LATEST", saved)
+    prune(tmp_path, 2)
+    check_complete(saved)
+    tidy(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["LATEST", "elsewhere", "step-24", "step-32", "step-8"]
+    assert (tmp_path / "elsewhere" / "precious").exists()
+
+
+def test_links_that_lead_nowhere_or_round_in_circles_are_no_traceback(tmp_path, run):
+    steps = write(tmp_path, 8, 16, 24)
+    (tmp_path / "BEST").symlink_to("BEST")
+    point(tmp_path / "LATEST", steps[-1])
+    prune(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == ["BEST", "LATEST", "step-16", "step-24"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "LATEST").symlink_to("LATEST")
+    with pytest.raises(InputError, match="finds no complete checkpoint"):
+        run("run", f"resume={tmp_path}/other/LATEST")
+    for place in (f"{tmp_path}/other", "~nobody-of-that-name/x"):
+        with pytest.raises(InputError, match=r"is neither a policy\.pt nor a directory that holds one"):
+            find_archive(place)
+
+
+def test_a_resume_of_such_a_directory_ends_at_once_and_in_words(command, run, tmp_path):
+    run("run", "n_examples=8")
+    (tmp_path / "run" / "samples.jsonl").mkdir()
+    os.mkfifo(tmp_path / "run" / ".step-16.tmp")
+    result = train(*command("run", "resume=auto"))
+    assert result.returncode == 2
+    [message] = result.stderr.splitlines()
+    assert message == f"error: {tmp_path}/run/samples.jsonl is a directory where a file belongs: move it away"
+
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    os.mkfifo(tmp_path / "run" / "metrics.jsonl")
+    with pytest.raises(InputError, match=r"metrics\.jsonl is a FIFO where a file belongs"):
+        run("fork", f"resume={tmp_path}/run/step-8")
+
+
+# --- files that hold something else --------------------------------------------------------------------------------
+
+ODD = [3, None, "text", [], {}, [3], {"a": 3}, {3: {}}, torch.zeros(3), {"state": {0: {"a": []}}, "param_groups": [{}]}]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_is_something_else_is_damage_and_the_checkpoint_before_it_continues(part, run, tmp_path, capsys):
+    run("run", "n_examples=16")
+    replace_state(tmp_path / "run" / "step-16" / f"{part}.pt", lambda state: {"a": 3})
+
+    run("run", "n_examples=16", "resume=auto")
+
+    said = capsys.readouterr().out
+    assert f"warning: skipped: {tmp_path}/run/step-16/{part}.pt is no state of a run: " in said
+    assert f"continuing from {tmp_path}/run/step-8" in said
+    assert [line["examples"] for line in metrics_of(tmp_path / "run", "train")] == [4, 8, 12, 16]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_no_part_is_like_that(part, odd):
+    assert find_odd_part(part, odd) is not None or (part == "policy" and odd == {})
+
+
+@pytest.fixture
+def states() -> dict[str, Any]:
+    """The states of parts as a run saves them."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 3))
+    parameter.grad = torch.ones(2, 3)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+    scheduler = warmup(optimizer, 4)
+    optimizer.step()
+    scheduler.step()
+    logps = {"keys": torch.zeros(2, 16, dtype=torch.uint8), "logps": torch.zeros(2)}
+    counters = {"example_counter": 8, "batch_counter": 2, "evaluated_at": -1, "skipped": 0, "reference": None}
+    checkpoints = {"saved_at": 8, "best": -float("inf"), "best_at": -1}
+    logger = {"log_bytes": {"metrics.jsonl": 3}, "wandb_id": "x", "run_dir": "/x"}
+    trainer = {**counters, "checkpoints": checkpoints, "reference_logps": logps, "logger": logger}
+    random_states = {"states": [random_state()]}
+    return {
+        "policy": {"a": torch.zeros(2)},
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "trainer": trainer,
+        "random": random_states,
+    }
+
+
+def places(value: Any, path: tuple = ()) -> list[tuple]:
+    """The paths to all that is nested in mappings and lists; of long lists to the first."""
+    items = (
+        value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, (list, tuple)) else ()
+    )
+    return [path] * bool(path) + [inner for key, item in items for inner in places(item, (*path, key))]
+
+
+def changed(value: Any, path: tuple, new: Any) -> Any:
+    if not path:
+        return new
+    if isinstance(value, dict):
+        return {key: changed(item, path[1:], new) if key == path[0] else item for key, item in value.items()}
+    return type(value)(changed(item, path[1:], new) if i == path[0] else item for i, item in enumerate(value))
+
+
+MAY_BE_ANYTHING = {("optimizer", "param_groups"), ("scheduler", "_step_count"), ("scheduler", "_is_initial")} | {
+    ("scheduler", "_get_lr_called_within_step")
+}
+
+
+def test_every_place_of_every_state_has_its_type(states):
+    assert {name: find_odd_part(name, state) for name, state in states.items()} == dict.fromkeys(states)
+    missed = set()
+    for name, state in states.items():
+        for path in places(state):
+            if find_odd_part(name, changed(state, path, complex(1, 2))) is None:
+                missed.add((name, path[0]) if name != "random" else (name, *path))
+    assert missed == MAY_BE_ANYTHING  # settings of the optimizer, which are compared with its own, and unused ones
+
+
+@pytest.mark.parametrize(
+    ("part", "path", "value"),
+    [
+        ("trainer", ("example_counter",), -1),
+        ("trainer", ("batch_counter",), True),
+        ("trainer", ("checkpoints", "best_at"), "../../x"),
+        ("trainer", ("checkpoints", "best"), float("nan")),
+        ("trainer", ("logger", "log_bytes", "metrics.jsonl"), -5),
+        ("trainer", ("reference_logps", "logps"), torch.zeros(3)),
+        ("trainer", ("reference_logps", "keys"), torch.zeros(2, 15, dtype=torch.uint8)),
+        ("scheduler", ("lr_lambdas",), [{"__call__": 3}]),
+        ("random", ("states",), []),
+        ("random", ("states", 0, "torch"), torch.zeros(7, dtype=torch.uint8)),
+        ("random", ("states", 0, "python"), (3, (1, 2), None)),
+        ("random", ("states", 0, "numpy"), ["MT19937", [0] * 624, 10**6, 0, 0.0]),
+        ("optimizer", ("param_groups", 0, "lr"), "1e-3"),
+        ("optimizer", ("state", 0, "exp_avg"), [1]),
+    ],
+)
+def test_values_that_no_run_writes(part, path, value, states):
+    assert find_odd_part(part, changed(states[part], path, value)) is not None
+
+
+def test_a_states_check_leaves_the_random_generators_as_they_are(states):
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    random.random()
+    assert find_odd_part("random", states["random"]) is None
+    random.setstate(before[0])
+    assert (before[1], before[2].tolist()) == (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize(("key", "value"), [("updates", "2"), ("evaluated", 1), ("best_at", "../x"), ("config", [])])
+def test_facts_of_another_type_are_damage(key, value, run, tmp_path):
+    run("run", "n_examples=8")
+    vouch(tmp_path / "run" / "step-8", **{key: value})
+    with pytest.raises(InputError, match=rf"finds no complete checkpoint; .*manifest\.json: \['{key}'\] is "):
+        run("run", "resume=auto")
+
+
+# --- an optimizer's own state --------------------------------------------------------------------------------------
+
+
+def stepped(kind: type[torch.optim.Optimizer], *shapes: tuple[int, ...]) -> torch.optim.Optimizer:
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = kind(parameters, lr=1e-3)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_every_optimizer_fits_it_and_no_other_model(name):
+    shapes = ((2, 3), (3,))
+    optimizer = stepped(OPTIMIZERS[name], *shapes)
+    state = optimizer.state_dict()
+    assert find_odd_part("optimizer", state) is None
+    assert find_misfit(optimizer, state) is None
+    assert "it is of 3 parameters, not of 2" in find_misfit(
+        optimizer, stepped(OPTIMIZERS[name], *shapes, (1,)).state_dict()
+    )
+    if state["state"]:
+        other = stepped(OPTIMIZERS[name], (4, 5), (3,)).state_dict()
+        assert "of parameter 0 " in find_misfit(optimizer, other)
+
+
+def test_another_optimizers_state_and_settings_are_named():
+    adam, rmsprop = (stepped(OPTIMIZERS[name], (2,)) for name in ("AdamW", "RMSprop"))
+    assert "of parameter 0 it holds step, square_avg, not exp_avg, exp_avg_sq, step" in find_misfit(
+        adam, rmsprop.state_dict()
+    )
+    state = adam.state_dict()
+    state["param_groups"][0]["eps"] = "small"
+    assert find_misfit(adam, state) == "of its settings eps should be 1e-08"
+
+
+def test_a_state_that_does_not_fit_ends_the_run_in_words(run, tmp_path):
+    run("run", "n_examples=8")
+    file = tmp_path / "run" / "step-8" / "optimizer.pt"
+    replace_state(file, lambda state: {**state, "state": {0: {"step": torch.zeros(())}}})
+    with pytest.raises(
+        InputError, match=r"optimizer\.pt does not fit RMSprop: of parameter 0 it holds step, not square"
+    ):
+        run("run", "resume=auto")
+
+
+def test_settings_that_a_torch_before_did_not_have_are_those_of_today(run, tmp_path):
+    run("run", "n_examples=8")
+
+    def before(state: Any) -> Any:
+        groups = [{k: v for k, v in group.items() if k != "alpha"} for group in state["param_groups"]]
+        return {**state, "param_groups": groups}
+
+    replace_state(tmp_path / "run" / "step-8" / "optimizer.pt", before)
+    run("run", "n_examples=12", "resume=auto")
+    assert len(metrics_of(tmp_path / "run", "train")) == 3
+
+
+def test_a_run_that_continues_elsewhere_meets_such_files_there(run, tmp_path):
+    run("run", "n_examples=8")
+    (tmp_path / "fork").mkdir()
+    (tmp_path / "fork" / ".step-8.tmp").touch()
+    run("fork", f"resume={tmp_path}/run/step-8", "n_examples=12")
+    (tmp_path / "fork" / ".continues").unlink()
+    os.mkfifo(tmp_path / "fork" / ".continues")
+    with pytest.raises(InputError, match=r"\.continues is a FIFO where a file belongs"):
+        run("fork", f"resume={tmp_path}/run/step-8", "n_examples=16")
+
+
+def test_a_schedulers_state_sets_only_what_it_has(tmp_path, states):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = warmup(optimizer, 4)
+    saved = {"scheduler": {**scheduler.state_dict(), "step": 3, "last_epoch": 2}, "random": states["random"]}
+    checkpoint = tmp_path / "step-8"
+    write_checkpoint(checkpoint, saved.items(), step_idx=8, metrics=None, facts={})
+    from dpo.parallel.mesh import Grid
+
+    checkpoints = Checkpoints(tmp_path, Grid(0, 1), keep=None, say=print)
+    checkpoints.restore(checkpoint, {"scheduler": scheduler})
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.last_epoch == 3
+
+
+def test_remove_takes_links_and_leaves_what_they_lead_to(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").touch()
+    (tmp_path / "b").symlink_to("a")
+    remove(tmp_path / "b")
+    remove(tmp_path / "nowhere")
+    assert (tmp_path / "a" / "file").exists()
+    remove(tmp_path / "a")
+    assert os.listdir(tmp_path) == []
+    check_writable(tmp_path / "new")

@@ -1,0 +1,281 @@
+"""Code that was written for the reference: its names, its config, its way to call things."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import re
+import socket
+
+import hydra
+import pytest
+import torch
+import transformers
+from omegaconf import OmegaConf
+from support.runs import GOLDEN, ROOT, metrics_of, run_script
+
+import train
+from dpo.errors import InputError, RunError
+from dpo.settings.files import with_defaults
+from dpo.settings.validation import RULES, flatten
+from dpo.system.process_group import get_open_port
+from preference_datasets import get_batch_iterator, get_collate_fn, strings_match_up_to_spaces
+from trainers import BasicTrainer
+from utils import get_remote_file
+
+PAGE = (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
+
+
+def test_the_example_of_the_page_runs(tmp_path):
+    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    result = run_script("-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
+
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"chosen: \(4, \d+\) labels: torch\.int64", result.stdout)
+    run = tmp_path / "ported-run"
+    assert [m["examples"] for m in metrics_of(run, "train")] == [4, 8, 12, 16]
+    assert (run / "step-8" / "policy.pt").exists()
+    assert os.readlink(run / "LATEST") == "step-16"
+
+
+def test_every_name_of_the_page_is_there():
+    [table] = re.findall(r"\| module \| names \|\n.*?\n(.*?)\n\n", PAGE, re.DOTALL)
+    names = {}
+    for row in table.splitlines():
+        where, *called = re.findall(r"`(\w+)`", row) if "a trainer" not in row else ["", *re.findall(r"`(\w+)`", row)]
+        names[where] = called
+        holder = importlib.import_module(where) if where else BasicTrainer
+        assert [name for name in called if not callable(getattr(holder, name, None))] == []
+    assert {"get_collate_fn", "strings_match_up_to_spaces"} <= set(names["preference_datasets"])
+    assert (names["train"], "get_remote_file" in names["utils"]) == (["worker_main"], True)
+
+
+def reference_config(**changes: object) -> dict:
+    """The keys of the reference's own config, and no others."""
+    return {
+        "seed": 0,
+        "exp_name": "test",
+        "batch_size": 4,
+        "eval_batch_size": 4,
+        "debug": False,
+        "fsdp_port": None,
+        "datasets": ["demo"],
+        "wandb": {"enabled": False, "entity": None, "project": "direct-preference-optimization"},
+        "local_dirs": [".cache"],
+        "sample_during_eval": False,
+        "n_eval_model_samples": 4,
+        "do_first_eval": True,
+        "lr": 1e-4,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": 10.0,
+        "max_length": 96,
+        "max_prompt_length": 88,
+        "n_epochs": 1,
+        "n_examples": 8,
+        "n_eval_examples": 4,
+        "trainer": "BasicTrainer",
+        "optimizer": "RMSprop",
+        "warmup_steps": 0,
+        "activation_checkpointing": False,
+        "eval_every": 8,
+        "minimum_log_interval_secs": 1.0,
+        "model": {
+            "name_or_path": str(GOLDEN / "tiny-llama"),
+            "tokenizer_name_or_path": None,
+            "archive": None,
+            "block_name": None,
+            "policy_dtype": "float32",
+            "fsdp_policy_mp": None,
+            "reference_dtype": "float32",
+        },
+        "loss": {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False},
+        **changes,
+    }
+
+
+def test_the_references_config_trains_into_a_directory_that_is_made(tiny_llama, tmp_path):
+    run_dir = tmp_path / "not" / "there"
+    config = OmegaConf.create(reference_config())
+    OmegaConf.set_struct(config, True)
+    trainer = BasicTrainer(copy.deepcopy(tiny_llama), config, 0, str(run_dir), copy.deepcopy(tiny_llama), 0, 1)
+    assert run_dir.is_dir()
+    trainer.train()
+    assert [line["examples"] for line in metrics_of(run_dir, "train")] == [4, 8]
+    assert trainer.config.local_run_dir == str(run_dir)
+    assert set(flatten(trainer.config)) == RULES.keys() | {"dataset_sources"}
+
+
+def test_defaults_change_nothing_that_is_there_and_are_those_of_the_config():
+    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        whole = hydra.compose("config", ["loss=dpo", "loss.beta=0.3", "lr=1", "exp_name=x", "model.name_or_path=y"])
+    assert with_defaults(whole) is whole
+    bare = {"exp_name": "x", "lr": 1.0, "loss": {"name": "dpo", "beta": 0.3}, "model": {"name_or_path": "y"}}
+    filled = with_defaults({**bare, "local_run_dir": "z"})
+    assert flatten(filled) == flatten(whole) | {"local_run_dir": "z"}
+    assert "exp_name" not in with_defaults({})
+    assert with_defaults({"dataset_sources": {"mine": "x"}}).dataset_sources == {"mine": "x"}
+    assert "beta" not in with_defaults({"loss": {"name": "ipo"}}).loss
+    assert with_defaults({"loss": {"name": "no/such"}}).loss == {"name": "no/such"}
+
+
+# --- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare_tokenizer():
+    tokenizer = transformers.AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama")
+    tokenizer.pad_token = None
+    assert tokenizer.pad_token_id is None
+    return tokenizer
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_eos(bare_tokenizer):
+    batches = get_batch_iterator(["demo"], bare_tokenizer, batch_size=4, n_epochs=1, max_length=96, silent=True)
+    batch = next(batches)
+    ids, mask = batch["chosen_input_ids"], batch["chosen_attention_mask"]
+    assert (ids.dtype, ids.shape[0]) == (torch.int64, 4)
+    assert (ids[mask == 0] == bare_tokenizer.eos_token_id).all()
+    assert (mask == 0).any()
+    row = {"prompt": "a", "prompt_input_ids": [1], "prompt_attention_mask": [1]}
+    assert get_collate_fn(bare_tokenizer)([row])["prompt_input_ids"].tolist() == [[1]]
+
+
+def test_one_with_neither_is_told_what_to_set(bare_tokenizer):
+    bare_tokenizer.eos_token = None
+    with pytest.raises(InputError, match=r"no EOS token, which ends every response: set tokenizer\.eos_token"):
+        next(get_batch_iterator(["demo"], bare_tokenizer, n_epochs=1, silent=True))
+    with pytest.raises(InputError, match=r"neither a pad token nor EOS to pad with: set tokenizer\.pad_token"):
+        get_collate_fn(bare_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [("a b", "ab", True), ("a b c", " ab", True), ("a b", "a c", False), ("", "x", True), ("ab ", "abc", True)],
+)
+def test_strings_that_match_up_to_spaces(one, other, same):
+    assert strings_match_up_to_spaces(one, other) == strings_match_up_to_spaces(other, one) == same
+
+
+# --- files of another machine --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scp(tmp_path, monkeypatch):
+    """An scp that copies from a directory of this machine, and notes its arguments."""
+    program = tmp_path / "bin" / "scp"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n[ "$1" = -- ] || exit 9\nprintf half > "$3"\n'
+        f'exec cp "{tmp_path}/remote/${{2#*:}}" "$3"\n'
+    )
+    program.chmod(0o755)
+    (tmp_path / "remote").mkdir()
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def test_a_file_of_another_machine_is_copied_once(scp):
+    (scp / "remote" / "weights").write_text("w")
+    target = scp / "deep" / "weights"
+    assert get_remote_file("far:weights", str(target)) == str(target)
+    (scp / "remote" / "weights").write_text("changed")
+    assert get_remote_file("far:weights", str(target)) == str(target)
+    assert target.read_text() == "w"
+    assert len((scp / "calls").read_text().splitlines()) == 1
+    assert get_remote_file(f"{socket.gethostname()}:/here") == "/here"
+
+
+def test_a_copy_that_fails_leaves_nothing_and_no_shell_sees_the_name(scp, monkeypatch):
+    with pytest.raises(RunError, match=r"scp cannot copy far:none: .*cp"):
+        get_remote_file("far:none", str(scp / "new"))
+    (scp / "remote" / "$(touch proof)").write_text("w")
+    monkeypatch.chdir(scp)
+    get_remote_file("far:$(touch proof)", str(scp / "copy"))
+    assert not (scp / "new").exists()
+    assert not (scp / "proof").exists()
+    assert [name for name in os.listdir(scp) if name.startswith(".")] == []
+    for odd in ("-oProxyCommand=x:y", "no-colon", ":x", "x:"):
+        with pytest.raises(InputError, match="is not HOST:PATH"):
+            get_remote_file(odd)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RunError, match="no scp"):
+        get_remote_file("far:weights", str(scp / "new"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("loss", None, "loss.name=None is not one of dpo, ipo, sft"),
+        ("loss", {"name": "foo"}, "loss.name=foo is not one of dpo, ipo, sft"),
+        ("loss", {"name": "dpo"}, "loss.beta is not set, and has no default"),
+        ("model", None, "model.name_or_path is not set, and has no default"),
+    ],
+)
+def test_what_a_ported_config_must_have_is_named(key, value, message, tiny_llama, tmp_path):
+    config = reference_config()
+    config.pop(key)
+    if value is not None:
+        config[key] = value
+    with pytest.raises(InputError, match=message):
+        BasicTrainer(tiny_llama, OmegaConf.create(config), 0, tmp_path / "run", tiny_llama)
+
+
+# --- worker_main ---------------------------------------------------------------------------------------------------
+
+
+def test_worker_main_trains_models_that_are_given(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "run"
+    config = OmegaConf.create(reference_config(local_run_dir=str(run_dir)))
+    policy, reference = copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama)
+    train.worker_main(0, 1, config, policy, reference)
+    saved = torch.load(run_dir / "LATEST" / "policy.pt", weights_only=True)["state"]
+    assert torch.equal(saved["lm_head.weight"], policy.lm_head.weight)
+    assert {"config.yaml", "preflight.json", "metrics.jsonl"} <= set(os.listdir(run_dir))
+
+    longer = OmegaConf.create(reference_config(local_run_dir=str(run_dir), n_examples=16, resume="auto"))
+    train.worker_main(0, 1, longer, copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama))
+    train.worker_main(
+        *(0, 1, OmegaConf.create(reference_config(local_run_dir=str(tmp_path / "whole"), n_examples=16))),
+        *(copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama)),
+    )
+    ends = [torch.load(d / "step-16" / "policy.pt", weights_only=True)["state"] for d in (run_dir, tmp_path / "whole")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_worker_main_refuses_what_cannot_run(tiny_llama, tmp_path):
+    config = OmegaConf.create(reference_config(lr=-1, optimizer="AdmW"))
+    with pytest.raises(InputError, match=r"lr=-1 must be a number above 0; optimizer=AdmW is not one of"):
+        train.worker_main(0, 1, config, tiny_llama, tiny_llama)
+    config = OmegaConf.create(reference_config(trainer="FSDPTrainer"))
+    with pytest.raises(InputError, match="fsdp_port is null"):
+        train.worker_main(0, 2, config, tiny_llama, tiny_llama)
+
+
+SPAWN = """
+import copy, sys, torch
+from omegaconf import OmegaConf
+from dpo.models.pretrained import load_model
+from train import worker_main
+if __name__ == "__main__":
+    config = OmegaConf.load(sys.argv[1])
+    policy = load_model(config.model.name_or_path, dtype=torch.float32, attn_implementation="sdpa")
+    torch.multiprocessing.spawn(worker_main, nprocs=2, args=(2, config, policy, copy.deepcopy(policy)))
+"""
+
+
+def test_two_processes_that_are_spawned_meet_and_give_the_numbers_of_one(tiny_llama, tmp_path):
+    one = OmegaConf.create(reference_config(local_run_dir=str(tmp_path / "one")))
+    train.worker_main(0, 1, one, copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama))
+    two = reference_config(trainer="FSDPTrainer", fsdp_port=get_open_port(), local_dirs=[str(tmp_path)])
+    OmegaConf.save(OmegaConf.create(two), tmp_path / "config.yaml")
+    script = tmp_path / "spawn.py"
+    script.write_text(SPAWN)
+    result = run_script(str(script), str(tmp_path / "config.yaml"), PYTHONPATH=str(ROOT), LOGNAME="me")
+    assert result.returncode == 0, result.stderr
+    [run_dir] = (tmp_path / "me").glob("test_*")
+    losses = [[line["loss/train"] for line in metrics_of(where, "train")] for where in (tmp_path / "one", run_dir)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

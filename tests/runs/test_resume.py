@@ -1,0 +1,510 @@
+"""A run that was stopped and continued is the run that was not, bit for bit; one that cannot be is refused in words."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import GOLDEN, metrics_of, train
+
+from benchmarks.soak import find_differences, read_log
+from dpo.checkpoint import resume
+from dpo.checkpoint.files import MANIFEST, digest_of, find_checkpoints, read_state
+from dpo.errors import InputError, RunError
+from dpo.reporting.files import FileLogger
+from dpo.system.signals import Stopped
+from trainers import BasicTrainer
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """SIGTERM after so many updates, once."""
+
+    def arm(updates: int, number: int = signal.SIGTERM) -> None:
+        log = FileLogger.log
+
+        def log_and_stop(self, split, metrics, **counters):
+            log(self, split, metrics, **counters)
+            if split == "train" and counters["updates"] == updates:
+                monkeypatch.setattr(FileLogger, "log", log)
+                os.kill(os.getpid(), number)
+
+        monkeypatch.setattr(FileLogger, "log", log_and_stop)
+
+    return arm
+
+
+WAYS = {
+    "in the middle of an epoch": (3, ()),
+    "at an epoch's edge": (5, ("n_examples=40",)),
+    "in the third epoch": (13, ("n_examples=64", "eval_every=16")),
+    "at an evaluation": (4, ()),
+    "after the last update": (6, ()),
+    "after the first update": (1, ("do_first_eval=false",)),
+    "accumulation": (3, ("gradient_accumulation_steps=2",)),
+    "mixed datasets": (4, ("datasets=[hh,more]", "n_examples=48", "eval_every=12")),
+    "sampling": (3, ("sample_during_eval=true", "n_eval_model_samples=4")),
+    "SFT": (3, ("loss=sft",)),
+    "IPO, AdamW": (3, ("loss=ipo", "loss.beta=0.1", "optimizer=AdamW")),
+    "padded": (3, ("layout=padded",)),
+    "autocast": (3, ("model.autocast=bfloat16",)),
+    "half precision": (3, ("model.policy_dtype=bfloat16",)),
+    "references cached": (7, ("cache_reference_logps=all", "n_examples=44")),
+    "activation checkpointing": (3, ("activation_checkpointing=true",)),
+    "random weights": (3, ("model.random_init=true", "seed=3")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, stop_after, tmp_path, capsys):
+    updates, settings = WAYS[way]
+    run("whole", *settings)
+    stop_after(updates)
+    with pytest.raises(Stopped):
+        run("stopped", *settings)
+    assert find_checkpoints(tmp_path / "stopped")[0].name == f"step-{4 * updates}"
+
+    run("stopped", *settings, "resume=auto")
+
+    assert f"continuing from {tmp_path}/stopped/step-{4 * updates}" in capsys.readouterr().out
+    assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
+    assert len(read_log(tmp_path / "stopped")) > updates
+    shutil.rmtree(tmp_path)
+
+
+def test_the_comparison_sees_what_differs(run, tmp_path):
+    run("a", "n_examples=8")
+    run("b", "n_examples=8", "seed=1")
+
+    found = find_differences(tmp_path / "a", tmp_path / "b")
+
+    assert {"metrics.jsonl", "policy.lm_head.weight"} <= set(found)
+    assert any(place.startswith("optimizer.state") for place in found)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_again(number, run, tmp_path, monkeypatch):
+    from trainers import BasicTrainer
+
+    run("whole")
+    evaluate = BasicTrainer.evaluate
+
+    def asked_to_stop_in_it(self):
+        if self.example_counter == 16:
+            os.kill(os.getpid(), number)
+        return evaluate(self)
+
+    monkeypatch.setattr(BasicTrainer, "evaluate", asked_to_stop_in_it)
+    with pytest.raises(Stopped):
+        run("stopped")
+    monkeypatch.undo()
+
+    assert [line["examples"] for line in metrics_of(tmp_path / "stopped", "eval")] == [0, 8]
+    run("stopped", "resume=auto")
+    assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_samples_at_the_end_is_heard_at_the_next_token(number, run, tmp_path, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    settings = ("sample_during_eval=true", "n_eval_model_samples=4", "do_first_eval=false", "eval_every=24")
+    run("whole", *settings)
+    samples, forward = BasicTrainer.samples, LlamaForCausalLM.forward
+    tokens = []
+
+    def sampling(self):
+        monkeypatch.setattr(LlamaForCausalLM, "forward", asked_to_stop_in_it)
+        return samples(self)
+
+    def asked_to_stop_in_it(self, *arguments, **options):
+        tokens.append(options)
+        if len(tokens) == 3:
+            os.kill(os.getpid(), number)
+        return forward(self, *arguments, **options)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # wherever the tests run
+    monkeypatch.setattr(BasicTrainer, "samples", sampling)
+    with pytest.raises(Stopped) as stopped:
+        run("stopped", *settings)
+    monkeypatch.undo()
+
+    assert stopped.value.status == 128 + number
+    del stopped  # which holds the run's lock
+    assert len(tokens) == 3
+    assert find_checkpoints(tmp_path / "stopped")[0].name == "step-24"
+    assert metrics_of(tmp_path / "stopped", "eval") == []
+    run("stopped", *settings, "resume=auto")
+    assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
+    both = [(tmp_path / name / "samples.jsonl").read_text() for name in ("whole", "stopped")]
+    assert both[0] == both[1]
+
+
+def test_an_evaluation_more_or_a_save_more_changes_nothing_that_is_trained(run, tmp_path):
+    run("whole")
+    run("other", "eval_every=4", "save_every=12", "n_eval_examples=8", "num_workers=0")
+
+    steps = {path.name for path in find_checkpoints(tmp_path / "other")}
+    assert steps == {"step-12", "step-24"}
+    last = [read_state(tmp_path / run / "step-24" / "policy.pt") for run in ("whole", "other")]
+    assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
+
+
+# --- where to continue ---------------------------------------------------------------------------------------------
+
+
+def test_auto_starts_where_there_is_nothing_and_ends_where_all_is_done(run, tmp_path, capsys):
+    run("run", "resume=auto", "n_examples=8")
+    assert "self-test passed" in capsys.readouterr().out
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+
+    run("run", "resume=auto", "n_examples=8")
+
+    assert f"{tmp_path}/run/step-8 is the end of its run: nothing is left to do" in capsys.readouterr().out
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_goes_on_with_more_examples(run, tmp_path):
+    run("whole")
+    run("run", "n_examples=16")
+    run("run", "n_examples=24", "resume=auto")
+    assert find_differences(tmp_path / "whole", tmp_path / "run") == []
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(run, tmp_path, capsys):
+    run("whole", "n_examples=8")
+    (tmp_path / "killed" / ".step-8.tmp").mkdir(parents=True)
+    (tmp_path / "killed" / "metrics.jsonl").write_text('{"split": "train", "exam')
+
+    run("killed", "n_examples=8", "resume=auto")
+
+    assert (
+        "holds no checkpoint, so the run starts again; metrics.jsonl becomes metrics.jsonl.old"
+        in capsys.readouterr().out
+    )
+    assert find_differences(tmp_path / "whole", tmp_path / "killed") == []
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_continues(run, tmp_path, capsys):
+    run("run")
+    shutil.copytree(tmp_path / "run", tmp_path / "damaged", symlinks=True)
+    file = tmp_path / "damaged" / "step-24" / "optimizer.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+    run("damaged", "resume=auto")
+
+    said = capsys.readouterr().out
+    assert f"warning: skipped: {file} is not as it was written" in said
+    assert "continuing from" in said
+    assert "step-16" in said
+    assert find_differences(tmp_path / "run", tmp_path / "damaged") == []
+
+
+def test_a_checkpoint_without_checksums_of_blocks_continues_too(run, tmp_path):
+    """As they were written before there were any."""
+    run("whole")
+    run("run", "n_examples=8")
+    file = tmp_path / "run" / "step-8" / MANIFEST
+    manifest = json.loads(file.read_text())
+    del manifest["blocks"]
+    file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+
+    run("run", "resume=auto")
+
+    assert find_differences(tmp_path / "whole", tmp_path / "run") == []
+
+
+def test_what_continues_needs_neither_the_weights_it_replaces_nor_the_files_it_has_read(run, tmp_path, monkeypatch):
+    model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
+    settings = ("loss=sft", f"model.name_or_path={model}", "optimizer=AdamW")
+    run("run", *settings, "n_examples=8")
+    (model / "model.safetensors").unlink()
+    train, mapped = BasicTrainer.train, []
+
+    def look_and_train(trainer: BasicTrainer) -> None:
+        mapped.extend(line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line)
+        train(trainer)
+
+    monkeypatch.setattr(BasicTrainer, "train", look_and_train)
+    run("run", *settings, "n_examples=16", "resume=auto")
+
+    assert len(metrics_of(tmp_path / "run", "train")) == 4
+    assert mapped == []
+
+
+def test_if_every_checkpoint_is_damaged_nothing_is_thrown_away(run, tmp_path):
+    run("run", "n_examples=8")
+    (tmp_path / "run" / "step-8" / "manifest.json").unlink()
+    with pytest.raises(InputError, match=r"resume=auto finds no complete checkpoint; .*step-8 has no manifest"):
+        run("run", "n_examples=8", "resume=auto")
+    assert len(metrics_of(tmp_path / "run", "train")) == 2
+
+
+def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, tmp_path):
+    run("whole")
+    before = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    run("other", "seed=1")
+
+    run("fork", f"resume={tmp_path}/whole/step-8")
+
+    assert find_differences(tmp_path / "whole", tmp_path / "fork") == []
+    assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(InputError, match="already holds a run"):
+        run("other", f"resume={tmp_path}/whole/step-8")
+
+
+def test_a_run_that_continues_elsewhere_and_dies_at_once_goes_on_with_the_same_command(
+    run, stop_after, tmp_path, capsys
+):
+    run("whole")
+    stop_after(3)
+    with pytest.raises(Stopped):
+        run("fork", f"resume={tmp_path}/whole/step-8", "save_every=40")
+    shutil.rmtree(tmp_path / "fork" / "step-12")  # as if it had been killed
+
+    run("fork", f"resume={tmp_path}/whole/step-8")
+
+    assert f"continuing from {tmp_path}/fork/step-8" in capsys.readouterr().out
+    assert find_differences(tmp_path / "whole", tmp_path / "fork") == []
+
+
+def test_a_run_in_a_directory_within_a_run_is_another(run, tmp_path):
+    run("runs/inner", "n_examples=8")
+    run("runs", f"resume={tmp_path}/runs/inner")
+    assert len(metrics_of(tmp_path / "runs", "train")) == 6
+    assert [p.name for p in find_checkpoints(tmp_path / "runs" / "inner")] == ["step-8"]
+
+
+def test_another_reference_is_noticed(run, tmp_path):
+    run("sft", "loss=sft", "n_examples=8", "lr=1e-2")
+    run("run", f"model.archive={tmp_path}/sft/step-8", "n_examples=8")
+    with pytest.raises(InputError, match="the reference model has changed"):
+        run("run", "resume=auto")
+    run("run", f"model.archive={tmp_path}/sft/LATEST", "resume=auto")  # the same in other words
+
+
+def test_going_back_in_the_same_directory_is_refused(run, tmp_path):
+    run("run")
+    with pytest.raises(InputError, match=r"would overwrite what its run saved later \(step-24\)"):
+        run("run", f"resume={tmp_path}/run/step-16")
+    assert len(metrics_of(tmp_path / "run", "train")) == 6
+
+
+@pytest.mark.parametrize("what", ["nowhere", "file", "empty", "step-8"])
+def test_a_path_that_is_no_checkpoint_is_one_sentence(what, run, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=f"resume={tmp_path}/{what} finds no complete checkpoint"):
+        run("run", f"resume={tmp_path}/{what}")
+
+
+def test_the_same_checkpoint_damaged_twice_is_put_aside_twice(run, tmp_path):
+    run("run", "n_examples=8")
+    for _ in range(2):
+        run("run", "n_examples=16", "resume=auto")
+        (tmp_path / "run" / "step-16" / "policy.pt").write_bytes(b"")
+    run("run", "n_examples=16", "resume=auto")
+    names = {path.name for path in (tmp_path / "run").iterdir() if "step-16" in path.name}
+    assert names == {"step-16", "damaged-step-16", "damaged-step-16.1"}
+
+
+def test_a_full_disk_while_it_begins_elsewhere_leaves_what_the_same_command_can_use(run, tmp_path, monkeypatch):
+    run("whole")
+    run("run", "n_examples=16")
+
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(resume, "_link", full)
+        with pytest.raises(RunError, match="No space left on device"):
+            run("there", f"resume={tmp_path}/run")
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {".continues", ".lock", "metrics.jsonl"}
+    run("there", f"resume={tmp_path}/run")
+    assert read_log(tmp_path / "there") == read_log(tmp_path / "whole")
+
+
+def test_a_run_that_continues_elsewhere_knows_its_origin_when_that_is_pruned(run, tmp_path, capsys):
+    run("run", "n_examples=8")
+    again = ("there", f"resume={tmp_path}/run/step-8")
+    run(*again)
+    shutil.rmtree(tmp_path / "there" / "step-8")
+    capsys.readouterr()
+    run(*again)
+    assert "step-24 is the end of its run: nothing is left to do" in capsys.readouterr().out
+
+
+def test_a_link_that_a_copy_made_a_directory_is_one_sentence(run, tmp_path):
+    run("run", "n_examples=8")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # follows links
+    with pytest.raises(InputError, match="LATEST is a directory where a link to a step-N belongs: remove it"):
+        run("copy", "resume=auto")
+
+
+# --- what must not change ------------------------------------------------------------------------------------------
+
+
+def test_changes_that_would_make_it_another_run_are_named(run, tmp_path):
+    run("run", "n_examples=8")
+    with pytest.raises(InputError) as refused:
+        run("run", "resume=auto", "lr=1e-4", "loss.beta=0.5", "batch_size=8", "datasets=[hh,more]", "eval_every=16")
+    for change in ("lr=0.0001 (was 0.001)", "loss.beta=0.5 (was 0.1)", "batch_size=8 (was 4)", "datasets="):
+        assert change in str(refused.value)
+    assert "eval_every" not in str(refused.value)
+
+
+def swap_in_vocabulary(model: Path, first: str, second: str) -> None:
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize("loss", ["dpo", "sft"])
+def test_a_changed_tokenizer_is_noticed(loss, run, tmp_path):
+    model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
+    settings = (f"loss={loss}", f"model.name_or_path={model}", "n_examples=8")
+    run("run", *settings)
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    swap_in_vocabulary(model, *[token for token in vocabulary if len(token) == 1][10:12])
+    with pytest.raises(InputError, match=r"the tokenizer has changed since .*step-8: it gives the same texts other"):
+        run("run", *settings, "resume=auto")
+
+
+@pytest.mark.parametrize("loss", ["dpo", "sft"])
+def test_a_changed_model_config_is_noticed(loss, run, tmp_path):
+    model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
+    settings = (f"loss={loss}", f"model.name_or_path={model}", "n_examples=8")
+    run("run", *settings)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5, "attention_dropout": 0.1}))
+    with pytest.raises(InputError, match=r"config.json has changed since .*step-8: rms_norm_eps=0.5 \(was 1e-06\);"):
+        run("run", *settings, "resume=auto")
+
+
+@pytest.mark.parametrize("version", ["as now", "another"])
+def test_a_key_more_in_the_models_config_is_noticed_unless_another_transformers_made_it(version, run, tmp_path):
+    model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
+    settings = ("loss=sft", f"model.name_or_path={model}")
+    run("run", *settings, "n_examples=8")
+    file = tmp_path / "run" / "step-8" / MANIFEST
+    manifest = json.loads(file.read_text())
+    if version == "another":
+        manifest["model"]["transformers_version"] = "4.0"
+    file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "attention_factor": 0.3}))
+    if version == "another":
+        run("run", *settings, "resume=auto")
+    else:
+        with pytest.raises(InputError, match=r"attention_factor=0.3 \(was None\)"):
+            run("run", *settings, "resume=auto")
+
+
+def test_a_checkpoint_that_tells_nothing_of_tokenizer_and_model_continues_too(run, tmp_path):
+    """As they were written before these were compared."""
+    run("run", "n_examples=8")
+    file = tmp_path / "run" / "step-8" / MANIFEST
+    manifest = {key: value for key, value in json.loads(file.read_text()).items() if key not in ("tokens", "model")}
+    file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+    run("run", "resume=auto")
+    assert len(metrics_of(tmp_path / "run", "train")) == 6
+
+
+def test_changed_data_is_noticed(run, rows, tmp_path):
+    own = shutil.copytree(rows / "hh", tmp_path / "own")
+    run("run", "n_examples=8", f"dataset_sources.hh={own}")
+    run("run", "n_examples=12", "resume=auto")  # the same texts in another place
+    with (own / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}))
+    records = [tmp_path / "run" / name for name in ("config.yaml", "preflight.json")]
+    before = [record.read_text() for record in records]
+    with pytest.raises(InputError, match=r"the training data has changed since .*step-12"):
+        run("run", "resume=auto", f"dataset_sources.hh={own}")
+    assert [record.read_text() for record in records] == before
+
+
+def test_every_key_that_may_change_is_a_key():
+    from dpo.checkpoint.resume import MAY_CHANGE
+    from dpo.settings.keys import RULES
+
+    assert set(MAY_CHANGE) <= RULES.keys()
+    assert len(set(MAY_CHANGE)) == len(MAY_CHANGE)
+
+
+def test_a_deterministic_run_is_the_same_twice(run, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        for name in ("a", "b"):
+            run(name, "deterministic=true", "sample_during_eval=true", "n_eval_model_samples=4")
+            assert torch.are_deterministic_algorithms_enabled()
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert find_differences(tmp_path / "a", tmp_path / "b") == []
+
+
+def test_auto_needs_a_directory_that_stays(command):
+    overrides = [o for o in command("run", "resume=auto") if not o.startswith("local_run_dir=")]
+    result = train(*overrides)
+    assert result.returncode == 2
+    assert "resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR" in result.stderr
+
+
+# --- in several processes ------------------------------------------------------------------------------------------
+
+GRIDS = {
+    "sharded": ("trainer=FSDPTrainer", "world_size=2"),
+    "cut": ("trainer=TensorParallelTrainer", "world_size=2"),
+    "cut and sharded": ("trainer=TensorParallelTrainer", "world_size=4", "tensor_parallel_size=2"),
+    "hybrid": ("trainer=FSDPTrainer", "world_size=4", "fsdp_shard_size=2"),
+    "one process, sharded": ("trainer=FSDPTrainer", "world_size=1"),
+    "cut by the package": (
+        "trainer=TensorParallelTrainer",
+        "tensor_parallel.backend=tensor_parallel",
+        "tensor_parallel_size=2",
+    ),
+}
+EVERYWHERE = ("sharded",)  # `make test` runs these
+
+
+@pytest.mark.parametrize("grid", [pytest.param(g, marks=[] if g in EVERYWHERE else [pytest.mark.slow]) for g in GRIDS])
+def test_a_run_in_several_processes_continues_bit_for_bit(grid, command, tmp_path):
+    settings = (*GRIDS[grid], "n_examples=16", "eval_batch_size=8", "n_eval_examples=8", "optimizer=AdamW")
+    if "package" not in grid:
+        settings += ("sample_during_eval=true", "n_eval_model_samples=8")
+    whole = train(*command("whole", *settings))
+    assert whole.returncode == 0, whole.stderr
+    first = train(*command("run", *settings, "n_examples=8"))
+    assert first.returncode == 0, first.stderr
+    second = train(*command("run", *settings, "resume=auto"))
+    assert second.returncode == 0, second.stderr
+
+    assert f"continuing from {tmp_path}/run/step-8" in second.stdout
+    assert find_differences(tmp_path / "whole", tmp_path / "run") == []
+
+
+def test_a_run_continues_with_other_processes_and_another_trainer_to_rounding(run, command, tmp_path):
+    settings = ("eval_batch_size=8", "n_eval_examples=8", "model.block_name=null")
+    run("whole", *settings)
+    run("run", *settings, "n_examples=8")
+    for n_examples, grid in ((16, GRIDS["sharded"]), (24, ("trainer=TensorParallelTrainer", "world_size=2"))):
+        result = train(*command("run", *settings, *grid, f"n_examples={n_examples}", "resume=auto"))
+        assert result.returncode == 0, result.stderr
+
+    logs = [metrics_of(tmp_path / name, "train") for name in ("whole", "run")]
+    assert [line["examples"] for line in logs[1]] == [4, 8, 12, 16, 20, 24]
+    for ours, theirs in zip(*logs, strict=True):
+        for name in ("loss/train", "grad_norm", "logps_train/chosen", "lr"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+    last = [read_state(tmp_path / name / "step-24" / "policy.pt") for name in ("whole", "run")]
+    assert all(torch.allclose(last[0][name], last[1][name], atol=1e-4) for name in last[0])

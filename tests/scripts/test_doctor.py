@@ -1,0 +1,338 @@
+"""The doctor: what it says about this machine, and about machines made up here; nothing hangs, nothing leaks."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import socket
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub import constants
+from support.runs import run_script
+
+from scripts import doctor
+from scripts.advice import recommend
+from scripts.doctor import Finding
+from scripts.probes import ChildError, Gpu
+
+SECRET = "0123456789abcdef" * 3
+
+
+def gpu(name: str = "NVIDIA H100", total: float = 85e9, **changes) -> Gpu:
+    values = {"free": total - 0.6e9, "bf16": True, "peers": range(8), "error": None, **changes}
+    return Gpu(name, int(total), **values)
+
+
+H100 = gpu()
+V100 = gpu("Tesla V100", 34e9, bf16=False)
+
+
+def levels(findings: list[Finding]) -> dict[str, str]:
+    return {finding.check: finding.level for finding in findings}
+
+
+# --- this machine ----------------------------------------------------------------------------------------------------
+
+
+def test_text_report_of_this_machine(tmp_path):
+    result = run_script("-m", "scripts.doctor", HF_TOKEN=SECRET, NETRC=str(tmp_path / "none"))
+
+    lines = result.stdout.splitlines()
+    findings = {line[9:26].strip(): line.split()[0] for line in lines if line.startswith(("ok", "warning", "problem "))}
+    assert result.stderr == ""
+    assert max(map(len, lines)) <= 100
+    assert SECRET not in result.stdout
+    assert findings["software"] == findings["all-reduce"] == findings["block class"] == "ok"
+    assert findings["wandb"] == "warning"
+    assert result.returncode == ("problem" in findings.values())  # a warning is none
+    assert lines[-1].startswith(f"{list(findings.values()).count('problem')} problem")
+    if not torch.cuda.is_available():
+        assert "gloo over 2 processes: right, 16 MB in" in result.stdout
+        assert "recommended: trainer=BasicTrainer, float32, model=demo" in lines
+        [text] = re.findall(r"ok       products.*\n.*", result.stdout)
+        assert re.search(
+            r"model.autocast=bfloat16 is (not )?faster .* products run\s+at [\d,]+ GFLOP/s in bfloat16 here", text
+        )
+
+
+def test_json_report_of_this_machine(tmp_path):
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {SECRET}\n")
+
+    result = run_script("-m", "scripts.doctor", "--json", "--model", "llama7b", NETRC=str(tmp_path / "netrc"))
+    report = json.loads(result.stdout, parse_constant=pytest.fail)
+
+    assert result.stderr == ""
+    assert SECRET not in result.stdout
+    assert list(report) == ["findings", "recommendation"]
+    assert {tuple(finding) for finding in report["findings"]} == {("check", "level", "text", "fix")}
+    assert all((f["fix"] is None) == (f["level"] == "ok") for f in report["findings"])
+    wandb = next(f for f in report["findings"] if f["check"] == "wandb")
+    assert wandb["text"] == f"an API key for api.wandb.ai is in {tmp_path / 'netrc'}"
+    assert list(report["recommendation"]) == ["trainer", "model", "dtype", "examples_per_gpu", "command", "reasons"]
+    assert result.returncode == any(f["level"] == "problem" for f in report["findings"])
+
+
+def test_it_reports_where_torch_does_not_import(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13 is missing')")
+
+    result = run_script("-m", "scripts.doctor", "--json", PYTHONPATH=str(tmp_path))
+    report = {f["check"]: f for f in json.loads(result.stdout)["findings"]}
+
+    assert result.returncode == 1
+    assert "libcudart.so.13 is missing" in report["gpu"]["text"]
+    assert {report[name]["level"] for name in ("gpu", "all-reduce")} == {"problem"}
+    assert {report[name]["level"] for name in ("software", "host", "block class")} == {"ok"}
+
+
+def test_a_check_that_breaks_is_a_finding_and_the_others_go_on():
+    def check_the_moon() -> list[Finding]:
+        raise ZeroDivisionError("no moon")
+
+    broken, host = doctor.examine({"moon": check_the_moon, "host": doctor.check_host})
+
+    assert broken[:3] == ("moon", "problem", "could not be checked: ZeroDivisionError: no moon")
+    assert host.check == "host"
+
+
+def test_products_that_cannot_be_measured_are_a_warning_and_none_are_where_a_gpu_computes(monkeypatch):
+    def fail(name: str, count: int) -> list:
+        raise ChildError("not finished within 10 s")
+
+    monkeypatch.setattr(doctor, "run_workers", fail)
+    for gpus, levels_found in (([], ["warning"]), ([H100], [])):
+        monkeypatch.setattr(doctor, "visible_gpus", lambda gpus=gpus: (gpus, None))
+        doctor.cpu_products.cache_clear()
+        findings = doctor.check_products()
+        assert [finding.level for finding in findings] == levels_found
+        assert all("not finished within 10 s" in finding.text for finding in findings)
+    doctor.cpu_products.cache_clear()
+
+
+# --- made-up machines ------------------------------------------------------------------------------------------------
+
+
+def test_eight_good_gpus_are_ok():
+    findings = doctor.gpu_findings([H100] * 8)
+
+    assert findings[7] == Finding("gpu", "ok", "7: NVIDIA H100, 84.4 GB of 85.0 GB free")
+    assert levels(findings) == dict.fromkeys(["gpu", "matmul", "bfloat16", "peer access"], "ok")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "check", "level", "text", "fix"),
+    [
+        ([H100, gpu(free=60e9)], "gpu", "warning", "1: NVIDIA H100, 60.0 GB of 85.0 GB free", "out of memory"),
+        ([H100, gpu(free=1e9)], "gpu", "problem", "1: NVIDIA H100, 1.0 GB of 85.0 GB free", "nvidia-smi"),
+        ([V100, H100, V100], "bfloat16", "warning", "not supported by GPU 0, 2", "unset"),
+        ([H100, gpu(peers=[0])] * 2, "peer access", "warning", "none between GPUs 1-2 1-3", "NCCL_P2P_DISABLE=1"),
+        ([H100, gpu(error="CUDA error: ECC")], "matmul", "problem", "GPU 1: CUDA error: ECC", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_what_is_wrong_with_gpus(gpus, check, level, text, fix):
+    bad = [finding for finding in doctor.gpu_findings(gpus) if finding.level != "ok"]
+    assert [finding[:3] for finding in bad] == [(check, level, text)]
+    assert fix in bad[0].fix
+
+
+def test_no_gpu_is_fine_without_a_driver_and_not_with_one():
+    assert doctor.no_gpu_finding(None, None, None).level == "ok"
+    assert doctor.no_gpu_finding("580.65", "13.0", "").level == "warning"
+    assert doctor.no_gpu_finding("580.65", "13.0", None).level == "problem"
+    unused = doctor.no_gpu_finding("580.65", None, "0,1")
+    assert unused[1:3] == ("problem", "driver 580.65, but torch, built for the CPU, sees no GPU")
+    assert doctor.no_gpu_finding("580.65", "13.0", None, "no answer within 70 s").text.endswith("70 s")
+
+
+@pytest.mark.parametrize(
+    ("limits", "level"), [((1024, 65536), "ok"), ((1024, -1), "ok"), ((1024, 2048), "warning"), ((256, 256), "problem")]
+)
+def test_the_hard_limit_of_open_files_counts(limits, level, monkeypatch):
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: limits)
+    [finding] = doctor.check_open_files()
+    assert finding.level == level
+    assert level == "ok" or "too many open files" in finding.fix
+
+
+@pytest.mark.parametrize(("free", "level"), [(60e9, "ok"), (49e9, "warning"), (1e9, "problem")])
+def test_disk_where_runs_go(free, level, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # has no .cache yet
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
+    [finding] = doctor.check_disk()
+    assert finding.level == level
+    if not any(map(os.path.exists, ("/scr-ssd", "/scr"))):
+        assert finding.text.startswith(f"{free / 1e9:.1f} GB free for runs and caches in {tmp_path}; a real run needs")
+
+
+def test_a_disk_that_cannot_be_written_is_a_problem(monkeypatch):
+    monkeypatch.setattr(doctor.os, "access", lambda place, mode: False)
+    [finding] = doctor.check_disk()
+    assert finding.level == "problem"
+    assert finding.text.endswith("cannot be written")
+
+
+def test_packages_are_held_against_the_requirements(tmp_path):
+    requirements = tmp_path / "requirements.txt"
+
+    def judged(text: str) -> tuple[str, str]:
+        requirements.write_text(text)
+        [finding] = doctor.check_software(requirements)
+        return finding.level, finding.text
+
+    assert judged(f"torch=={torch.__version__}\n")[0] == "ok"
+    assert judged("torch==0.4.1  # of old\n")[0] == "warning"
+    assert judged("torch==0.4.1\nno-such-package==1.0\n") == ("problem", "not installed: no-such-package")
+
+
+def test_an_unknown_block_class_is_a_problem(tmp_path):
+    (tmp_path / "mine.yaml").write_text("block_name: LlamaDecoderLayers\n")
+    (tmp_path / "yours.yaml").write_text("block_name: GPTNeoXLayer\n")
+    [finding] = doctor.check_block_class(tmp_path)
+    assert finding[:3] == ("block class", "problem", "transformers has no LlamaDecoderLayers of model=mine")
+    assert "model.block_name" in finding.fix
+
+
+# --- W&B, the Hub, optional packages ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("netrc", "environment", "level", "text"),
+    [
+        (None, {}, "warning", "no API key: a run that cannot ask for one on a terminal logs offline"),
+        (None, {"WANDB_API_KEY": SECRET}, "ok", "an API key is in the environment"),
+        (None, {"WANDB_API_KEY": SECRET, "WANDB_MODE": "offline"}, "ok", "WANDB_MODE=offline"),
+        (f"machine api.wandb.ai login user password {SECRET}", {}, "ok", "an API key for api.wandb.ai is in NETRC"),
+        (f"machine example.org login user password {SECRET}", {}, "warning", "no API key"),
+        (f"machine {SECRET} {SECRET}", {}, "warning", "NETRC cannot be read: runs log offline"),
+        (
+            f"machine wandb.example.org:8080 login user password {SECRET}",
+            {"WANDB_BASE_URL": f"https://user:{SECRET}@wandb.example.org:8080"},
+            "ok",
+            "an API key for wandb.example.org:8080 is in NETRC",
+        ),
+    ],
+)
+def test_wandb_key_is_looked_for_and_not_shown(netrc, environment, level, text, monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    file = tmp_path / "netrc"
+    for name, value in {"NETRC": str(file), **environment}.items():
+        monkeypatch.setenv(name, value)
+    if netrc:
+        file.write_text(netrc + "\n")
+    [finding] = doctor.check_wandb()
+    assert (finding.level, SECRET in str(finding)) == (level, False)
+    assert finding.text.replace(str(file), "NETRC").startswith(text)
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path.startswith("/well/api/models") else 503)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def online(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("no_proxy", "*")
+
+
+def test_the_hub_answers_or_does_not(monkeypatch, online):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://user:{SECRET}@127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}/well")
+        assert doctor.check_hub() == [Finding("hub", "ok", "127.0.0.1 answers")]
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}/ill")
+        assert doctor.check_hub()[0][1:3] == ("warning", "127.0.0.1: HTTP Error 503: Service Unavailable")
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        assert SECRET not in str(doctor.check_hub())
+        server.shutdown()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    assert doctor.check_hub()[0][1:3] == ("warning", "127.0.0.1: [Errno 111] Connection refused")
+
+
+def test_a_hub_that_is_silent_is_given_up(monkeypatch, online):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and never says a word
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(doctor, "HUB_LIMIT", 1)
+        start = time.monotonic()
+        assert doctor.check_hub()[0][1:3] == ("warning", "127.0.0.1: no answer within 1 s")
+        assert time.monotonic() - start < 3
+
+
+def test_no_hub_is_asked_when_offline(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert doctor.check_hub()[0].level == "ok"
+
+
+def install(folder: Path, code: str, monkeypatch) -> None:
+    """A made-up tensor_parallel 2.0.0 on the path of this process and its children."""
+    (folder / "tensor_parallel").mkdir()
+    (folder / "tensor_parallel" / "__init__.py").write_text(code)
+    (folder / "tensor_parallel-2.0.0.dist-info").mkdir()
+    (folder / "tensor_parallel-2.0.0.dist-info" / "METADATA").write_text("Name: tensor_parallel\nVersion: 2.0.0\n")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("code", "level", "text"),
+    [
+        ("", "ok", "2.0.0 imports, for tensor_parallel.backend=tensor_parallel"),
+        (
+            "import pkg_resrc",
+            "warning",
+            "2.0.0 does not import: ModuleNotFoundError: No module named 'pkg_resrc'",
+        ),
+        ("import os; os.abort()", "warning", "2.0.0 does not import: status -6"),
+    ],
+)
+def test_an_optional_package_that_is_there_is_imported(code, level, text, monkeypatch, tmp_path):
+    install(tmp_path, code, monkeypatch)
+    finding = next(f for f in doctor.check_backends() if f.check == "tensor_parallel")
+    assert finding[1:3] == (level, text)
+    assert level == "ok" or "pip install tensor_parallel==2.0.0 'setuptools>=77,<82'" in finding.fix
+
+
+def test_an_optional_package_that_is_absent_is_fine(monkeypatch):
+    monkeypatch.setattr(doctor, "BACKENDS", {"no_such_package": ("nobody", "pip install it")})
+    assert doctor.check_backends()[-1] == Finding(
+        "no_such_package", "ok", "not installed; only nobody needs it (pip install it)"
+    )
+
+
+def test_bandwidth_is_bytes_over_time_and_what_each_link_carries():
+    result = {"bytes": 256e6, "wrong": 0}
+    finding = doctor.reduce_finding([{**result, "seconds": 0.002}, *[{**result, "seconds": 0.001}] * 3], "nccl")
+
+    # the slowest rank counts; 4 ranks send and receive 2 * 3/4 of the tensor
+    assert finding[:2] == ("all-reduce", "ok")
+    assert finding.text == "nccl over 4 processes: right, 256 MB in 2.0 ms: 128.0 GB/s, bus 192.0 GB/s"
+    alone = doctor.reduce_finding([{**result, "seconds": 0.001}], "nccl")
+    assert alone.text == "nccl over 1 process: right, 256 MB in 1.0 ms: 256.0 GB/s"
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_fits_100_columns_and_counts():
+    findings = [Finding("peer access", "warning", "word " * 60, "fix " * 60), Finding("gpu", "problem", "a" * 74, "b")]
+
+    lines = doctor.as_text(findings, recommend([V100] * 8, memory=1e12, model="llama7b")).splitlines()
+
+    assert max(map(len, lines)) <= 100
+    assert lines[0].startswith("warning  peer access      word word")
+    assert lines[-1] == "1 problem, 1 warning"
+    command = " ".join("\n".join(lines).split("python train.py")[1].split("\n\n")[0].replace("\\\n", "").split())
+    assert f"python train.py {command}" == recommend([V100] * 8, memory=1e12, model="llama7b").command

@@ -1,0 +1,69 @@
+"""`python -m scripts.verify` says of each checkpoint whether it is whole, and why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import run_script
+
+from dpo.checkpoint.files import PARTS, point, write_checkpoint
+from scripts.verify import main
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    """A run of two checkpoints."""
+    for step in (8, 16):
+        states = {part: {"a": torch.arange(50.0)} for part in PARTS}
+        write_checkpoint(tmp_path / f"step-{step}", states.items(), step_idx=step, metrics=None, facts={})
+    point(tmp_path / "LATEST", tmp_path / "step-16")
+    return tmp_path
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_line_for_each_checkpoint_and_status_1_if_one_is_damaged(run_dir, capsys):
+    assert main([str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["whole", f"{run_dir}/step-{n}"] for n in (16, 8)]
+
+    flip_a_bit(run_dir / "step-8" / "optimizer.pt")
+    (run_dir / "step-16" / "manifest.json").unlink()
+
+    assert main([str(run_dir), str(run_dir / "step-8")]) == 1  # named twice, told once
+    assert capsys.readouterr().out.splitlines() == [
+        f"damaged  {run_dir}/step-16 has no manifest",
+        f"damaged  {run_dir}/step-8/optimizer.pt is not as it was written",
+    ]
+
+
+def test_one_checkpoint_may_be_named_by_its_link_and_told_as_json(run_dir, capsys):
+    flip_a_bit(run_dir / "step-8" / "policy.pt")
+
+    assert main([str(run_dir / "LATEST"), "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+
+    assert (found["checkpoint"], found["whole"]) == (f"{run_dir}/step-16", True)
+    assert found["bytes"] == sum(file.stat().st_size for file in (run_dir / "step-16").glob("*.pt"))
+
+
+@pytest.mark.parametrize("what", ["", "nowhere", "empty", "step-8/policy.pt"])
+def test_what_is_no_checkpoint_is_bad_usage(what, run_dir):
+    (run_dir / "empty").mkdir()
+    arguments = [str(run_dir / what)] if what else []
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+def test_it_is_a_command(run_dir):
+    result = run_script("-m", "scripts.verify", str(run_dir))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count("whole") == 2

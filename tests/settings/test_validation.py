@@ -1,0 +1,448 @@
+"""The config: its defaults, and what is said about a value that cannot work, all of it at once."""
+
+from __future__ import annotations
+
+import re
+
+import hydra
+import pytest
+import yaml
+from omegaconf import DictConfig
+from support.runs import ROOT
+
+import train  # noqa: F401  (registers the config's resolvers)
+from dpo.settings.keys import ALIASES, NEEDS, RULES, Processes
+from dpo.settings.validation import find_problems, find_unused, flatten
+
+CONFIG = ROOT / "config"
+CHOICES = {
+    "trainer": ("BasicTrainer",),
+    "tensor_parallel.backend": ("dtensor", "tensor_parallel"),
+    "optimizer": ("RMSprop", "SGD", "Adafactor"),
+    "loss.name": ("dpo", "ipo", "sft"),
+    "model.policy_dtype": ("float32", "bfloat16"),
+    "model.fsdp_policy_mp": ("float32", "bfloat16"),
+    "model.reference_dtype": ("float32", "bfloat16", "float16"),
+    "model.attn_implementation": ("eager", "sdpa"),
+}
+COMPLETE = ("exp_name=x", "model.name_or_path=gpt2", "loss=dpo", "loss.beta=0.1")
+
+
+def compose(*overrides: str) -> DictConfig:
+    with hydra.initialize_config_dir(str(CONFIG), version_base="1.3"):
+        return hydra.compose("config", list(overrides))
+
+
+ONE = Processes(world_size=1, tensor_size=1, several=False, launched=False, gpus=0)
+
+
+PACKAGE = ONE._replace(cuts_layers=True, can_sample=False)
+
+
+def several(world_size: int, tensor_size: int = 1, *, launched: bool = False, gpus: int = 0) -> Processes:
+    cuts_layers = tensor_size > 1
+    return Processes(world_size, tensor_size, several=True, launched=launched, gpus=gpus, cuts_layers=cuts_layers)
+
+
+def problems(*overrides: str, complete: tuple[str, ...] = COMPLETE, processes: Processes = ONE) -> list[str]:
+    return find_problems(
+        compose(*complete, *overrides), choices=CHOICES, data_names=("hh", "shp", "se"), processes=processes
+    )
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("loss=ipo", "loss.beta=1"),
+        ("loss.label_smoothing=0.499", "loss.reference_free=true"),
+        ("batch_size=64", "gradient_accumulation_steps=16", "eval_every=64"),
+        ("max_length=2", "max_prompt_length=1"),
+        ("n_epochs=null", "n_examples=1"),
+        ("n_epochs=1", "n_examples=1"),
+        ("warmup_steps=0", "minimum_log_interval_secs=0", "seed=4294967295"),
+        ("exp_name=group/run..1",),
+        ("datasets=[hh,mine]", "+dataset_sources.mine=/data"),
+        ("datasets=[mine]", "+dataset_sources.mine={path: me/data, revision: main}"),
+        ("datasets=[mine]", "+dataset_sources.mine={path: me/data, columns: {chosen: best}}"),
+    ],
+)
+def test_what_can_run_has_no_problems(overrides):
+    assert problems(*overrides) == []
+
+
+def test_sft_needs_a_name_and_a_model_alone():
+    assert problems("exp_name=x", "model.name_or_path=gpt2", complete=()) == []
+
+
+def test_all_problems_are_told_at_once_with_value_and_fix():
+    assert problems(
+        "batch_size=6",
+        "gradient_accumulation_steps=4",
+        "eval_every=5",
+        "debug=maybe",
+        "datasets=[hh,mine]",
+        "lr=-1",
+        "max_length=256",
+        "n_epochs=null",
+        "trainer=BasicTrainr",
+        "loss=dpo",
+        "loss.label_smoothing=0.5",
+        complete=(),
+    ) == [
+        "exp_name is not set: exp_name=NAME names the run",
+        "debug=maybe must be true or false",
+        "lr=-1 must be a number above 0",
+        "trainer=BasicTrainr is not one of BasicTrainer: did you mean BasicTrainer?",
+        "model.name_or_path is not set: choose model=pythia28 or another of config/model, "
+        "or give model.name_or_path=DIR_OR_HUB_ID",
+        "loss.beta is not set: loss.beta=0.1 is the paper's choice; the smaller, the further from the reference",
+        "loss.label_smoothing=0.5 must be a number in [0, 0.5): the fraction of flipped pairs",
+        "batch_size=6 must be divisible by gradient_accumulation_steps * processes = 4 * 1 = 4: try batch_size=8, "
+        "or gradient_accumulation_steps=1, 2, 3 or 6",
+        "max_prompt_length=256 must be below max_length=256, or no token is left for a response",
+        "n_epochs and n_examples are both null, so training would never end: give one of them",
+        "eval_every=5 (examples) must be at least batch_size=6",
+        "datasets names 'mine', which is none of hh, shp, se: "
+        "say where it is with dataset_sources.mine=DIR_FILE_OR_HUB_ID",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+lrr=1", "unknown key lrr: did you mean lr?"),
+        ("+model.name_or_pth=gpt2", "unknown key model.name_or_pth: did you mean model.name_or_path?"),
+        ("+zzz=1", "unknown key zzz; `python train.py --cfg job` shows all keys"),
+        ("exp_name=???", "exp_name is not set: exp_name=NAME"),
+        ("loss.beta=???", "loss.beta is not set: loss.beta=0.1"),
+        ("model.name_or_path=???", "model.name_or_path is not set: choose model=pythia28"),
+        ("datasets=[hhh]", "datasets names 'hhh', which is none of hh, shp, se"),
+        ("trainer=Trainer", "trainer=Trainer is not one of BasicTrainer"),
+        ("optimizer=AdmW", "optimizer=AdmW is not one of Adafactor, RMSprop, SGD"),
+        ("optimizer=rmsprop", "optimizer=rmsprop is not one of Adafactor, RMSprop, SGD: did you mean RMSprop?"),
+        ("+learning_rate=1", "unknown key learning_rate: here it is lr"),
+        ("+model.torch_dtype=float32", "unknown key model.torch_dtype: here it is model.policy_dtype"),
+        ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
+        ("model.name_or_path=/no/such", "model.name_or_path=/no/such is not there: no such directory"),
+        (
+            "model.tokenizer_name_or_path='~/no'",
+            "model.tokenizer_name_or_path=~/no is not there: no such directory (~ ",
+        ),
+        ("loss.name=dpoo", "loss.name=dpoo is not one of dpo, ipo, sft"),
+        ("model.policy_dtype=fp32", "model.policy_dtype=fp32 is not one of bfloat16, float32"),
+        ("model.reference_dtype=half", "model.reference_dtype=half is not one of bfloat16, float16, float32"),
+        ("model.attn_implementation=fast", "model.attn_implementation=fast is not one of eager, sdpa"),
+        ("gradient_accumulation_steps=3", "batch_size=4 must be divisible by gradient_accumulation_steps"),
+        ("max_prompt_length=513", "max_prompt_length=513 must be below max_length=512"),
+        ("loss.label_smoothing=-0.1", "loss.label_smoothing=-0.1 must be a number in [0, 0.5)"),
+        ("n_epochs=null", "n_epochs and n_examples are both null"),
+        ("eval_every=3", "eval_every=3 (examples) must be at least batch_size=4"),
+        ("batch_size=four", "batch_size=four must be a whole number above 0"),
+        ("batch_size=4.0", "batch_size=4.0 must be a whole number above 0"),
+        ("batch_size=true", "batch_size=True must be a whole number above 0"),  # a bool is an int in Python
+        ("batch_size=null", "batch_size=None must be a whole number above 0"),
+        ("warmup_steps=-1", "warmup_steps=-1 must be a whole number, 0 or more"),
+        ("seed=4294967296", "seed=4294967296 must be a whole number from 0 to 2**32 - 1"),
+        ("lr=nan", "lr=nan must be a number above 0"),
+        ("lr=inf", "lr=inf must be a number above 0"),
+        ("collective_timeout_secs=1e30", "collective_timeout_secs=1e+30 must be seconds above 0, ten million at most"),
+        ("wandb.project=a/b", "wandb.project=a/b must be a name of at most 128 characters without / "),
+        ("loss.beta=0", "loss.beta=0 must be a number above 0"),
+        ("sample_during_eval=1", "sample_during_eval=1 must be true or false"),
+        ("datasets=hh", "datasets=hh must be a list of different names"),
+        ("datasets=[]", "datasets=[] must be a list of different names"),
+        ("datasets=[hh,hh]", "datasets=['hh', 'hh'] must be a list of different names"),
+        ("local_dirs=.cache", "local_dirs=.cache must be a list of paths"),
+        ("fsdp_port=65536", "fsdp_port=65536 must be a port from 1 to 65535, or null"),
+        ("model.archive=''", "model.archive= must be a path, or null"),
+        ("exp_name=''", "exp_name= must be a name for the run"),
+        ("exp_name=../../x", "exp_name=../../x must be a name for the run, relative and without '..'"),
+        ("exp_name=/x", "exp_name=/x must be a name for the run, relative and without '..'"),
+        ("dataset_sources=/data", "dataset_sources=/data must map names to places"),
+        ("dataset_sources.hh=[a]", "dataset_sources.hh=['a'] must be a directory, file or Hub id, or {path"),
+        ("dataset_sources.hh=''", "dataset_sources.hh= must be a directory, file or Hub id, or {path"),
+        ("dataset_sources.hh={revision: main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
+        (
+            "+dataset_sources.mine={path: a, columns: {best: chosen}}",
+            "dataset_sources.mine.columns={'best': 'chosen'} must map some of prompt, chosen, rejected to your names",
+        ),
+        (
+            "+dataset_sources.mine={path: a, columns: {chosen: 3}}",
+            "dataset_sources.mine.columns={'chosen': 3} must map",
+        ),
+        ("+dataset_sources.mine={path: a, columns: best}", "dataset_sources.mine.columns=best must map"),
+        ("dataset_sources.hh={path: a, columns: {chosen: b}}", "dataset_sources.hh.columns={'chosen': 'b'}: hh has"),
+        (
+            "+dataset_sources.mine={columns: {chosen: b}}",
+            "dataset_sources.mine={'columns': {'chosen': 'b'}} must be a dir",
+        ),
+        ("dataset_sources.hh={path: a, split: b}", "dataset_sources.hh={'path': 'a', 'split': 'b'} must be"),
+    ],
+)
+def test_each_problem_is_told_alone_and_starts_with_its_key(override, message):
+    (problem,) = problems(override)
+    assert problem.startswith(message)
+
+
+def test_batches_must_divide_by_the_processes_that_see_different_rows():
+    batches = ("batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8")
+    assert problems(*batches, processes=several(4)) == []
+    assert problems(*batches, "tensor_parallel_size=2", processes=several(8, tensor_size=2)) == []
+    assert problems("batch_size=8", "gradient_accumulation_steps=4", "eval_batch_size=6", processes=several(4)) == [
+        "batch_size=8 must be divisible by gradient_accumulation_steps * processes = 4 * 4 = 16: "
+        "try batch_size=16, or gradient_accumulation_steps=1 or 2",
+        "eval_batch_size=6 must be divisible by the 4 processes: try 8, or 1, 2, 3 or 6 processes",
+    ]
+    (problem,) = problems("batch_size=6", "gradient_accumulation_steps=1", processes=several(4))
+    assert problem.endswith("= 1 * 4 = 4: try batch_size=8, or 1, 2, 3 or 6 processes")
+
+
+@pytest.mark.parametrize(
+    ("override", "processes", "message"),
+    [
+        ("world_size=2", ONE, "world_size=2 needs a trainer of several processes: trainer=FSDPTrainer"),
+        ("lr=1", ONE._replace(world_size=2, launched=True), "trainer=BasicTrainer is one process, and 2 were launched"),
+        ("world_size=4", several(2, launched=True), "world_size=4, but 2 processes were launched: leave it out"),
+        ("world_size=4", several(4, gpus=2), "world_size=4 is more than the 2 GPUs of this machine"),
+        ("tensor_parallel_size=2", several(2), "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
+        ("tensor_parallel_size=2", ONE, "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
+        ("tensor_parallel.backend=tensor_parallel", ONE, "tensor_parallel.backend=tensor_parallel needs trainer=Tens"),
+        ("tensor_parallel.backend=tensor_parallel", PACKAGE, "sample_during_eval=True does not work with tensor_par"),
+        ("tensor_parallel_size=3", several(4, 3), "tensor_parallel_size=3 does not divide the 4 processes: try 1, 2"),
+        ("optimizer=Adafactor", several(2), "optimizer=Adafactor cannot update shards: use another with trainer="),
+        ("fsdp_shard_size=3", several(4), "fsdp_shard_size=3 does not divide the 4 processes: try 1, 2 or 4"),
+        ("fsdp_shard_size=4", several(4, 2), "fsdp_shard_size=4 does not divide the 2 processes: try 1 or 2"),
+        ("fsdp_shard_size=1", ONE, "fsdp_shard_size=1 needs a trainer of several processes: trainer=FSDPTrainer"),
+    ],
+)
+def test_what_does_not_fit_the_processes_is_told(override, processes, message):
+    (problem,) = problems(override, "batch_size=8", processes=processes)
+    assert problem.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes"),
+    [
+        (("world_size=1",), ONE),
+        (("tensor_parallel.backend=tensor_parallel", "tensor_parallel_size=2", "sample_during_eval=false"), PACKAGE),
+        (("world_size=4", "fsdp_shard_size=2"), several(4)),
+        (("world_size=4", "tensor_parallel_size=2", "fsdp_shard_size=1"), several(4, 2)),
+        (("world_size=4",), several(4, launched=True, gpus=2)),  # two machines of two GPUs
+    ],
+)
+def test_what_fits_the_processes_has_no_problems(overrides, processes):
+    assert problems(*overrides, processes=processes) == []
+
+
+def test_a_value_that_cannot_be_resolved_is_a_problem_unless_it_waits_for_a_missing_key():
+    (problem,) = problems("exp_name=${NAME}")
+    assert problem.startswith("exp_name=${NAME}")
+    # local_run_dir is made from exp_name: one message, not two
+    assert problems("exp_name=???") == ["exp_name is not set: exp_name=NAME names the run"]
+
+
+def test_a_key_that_was_removed_is_a_problem():
+    (problem,) = problems("~lr")
+    assert problem.startswith("lr ")
+
+
+# --- the YAML files ------------------------------------------------------------------------------------------------
+
+
+def keys_of(node: dict, prefix: str = "") -> set[str]:
+    names = set()
+    for key, value in node.items():
+        names |= keys_of(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}"}
+    return names
+
+
+def read(name: str) -> dict:
+    return yaml.safe_load((CONFIG / name).read_text(encoding="utf-8"))
+
+
+def test_every_key_has_a_rule_and_every_rule_a_key():
+    main = {k: v for k, v in read("config.yaml").items() if k not in ("defaults", "hydra", "dataset_sources")}
+    losses = set().union(*(keys_of(read(f"loss/{f.name}"), "loss.") for f in CONFIG.glob("loss/*.yaml")))
+    models = {f.stem: keys_of(read(f"model/{f.name}"), "model.") for f in CONFIG.glob("model/*.yaml")}
+
+    assert all(keys == models["blank_model"] for keys in models.values())
+    assert keys_of(main) | losses | models["blank_model"] == RULES.keys()
+
+
+@pytest.mark.parametrize("file", sorted(str(f.relative_to(CONFIG)) for f in CONFIG.rglob("*.yaml")))
+def test_every_key_has_a_comment_above_it_or_on_its_line(file):
+    lines = (CONFIG / file).read_text(encoding="utf-8").split("\ndefaults:")[0].splitlines()
+    keys = [i for i, line in enumerate(lines) if re.match(r"\s*\w+:", line)]
+
+    # a key that only opens a section leaves it to the keys in it
+    sections = {i for i in keys if re.fullmatch(r"\w+:", lines[i]) and re.match(r"  # |  \w", lines[i + 1])}
+    bare = [
+        lines[i]
+        for i in keys
+        if i not in sections and " # " not in lines[i] and not lines[i - 1].strip().startswith("#")
+    ]
+    assert keys
+    assert bare == []
+
+
+def test_defaults_are_the_references():
+    values = flatten(compose("exp_name=x", "local_run_dir=/run"))
+    ours = {
+        "self_test": True,
+        "resume": None,
+        "save_every": None,
+        "keep_checkpoints": None,
+        "nan_policy": "raise",
+        "deterministic": False,
+        "dry_run": False,
+        "world_size": None,
+        "fsdp_shard_size": None,
+        "tensor_parallel_size": None,
+        "tensor_parallel.backend": "dtensor",
+        "collective_timeout_secs": 1800,
+        "layout": "shared_prefix",
+        "cache_reference_logps": "as_needed",
+        "num_workers": 1,
+        "compile": False,
+        "model.autocast": None,
+        "model.attn_implementation": "sdpa",
+        "model.random_init": False,
+        "model.trust_remote_code": False,
+    }
+
+    assert {k: v for k, v in values.items() if k not in ours} == {
+        "seed": 0,
+        "exp_name": "x",
+        "batch_size": 4,
+        "eval_batch_size": 16,
+        "debug": False,
+        "fsdp_port": None,
+        "datasets": ["hh"],
+        "dataset_sources": {"hh": None, "shp": None, "se": None},
+        "wandb.enabled": True,
+        "wandb.entity": None,
+        "wandb.project": "direct-preference-optimization",
+        "local_dirs": ["/scr-ssd", "/scr", ".cache"],
+        "local_run_dir": "/run",
+        "sample_during_eval": True,
+        "n_eval_model_samples": 16,
+        "do_first_eval": True,
+        "lr": 5e-7,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": 10.0,
+        "max_length": 512,
+        "max_prompt_length": 256,
+        "n_epochs": 1,
+        "n_examples": None,
+        "n_eval_examples": 256,
+        "trainer": "BasicTrainer",
+        "optimizer": "RMSprop",
+        "warmup_steps": 150,
+        "activation_checkpointing": False,
+        "eval_every": 20_000,
+        "minimum_log_interval_secs": 1.0,
+        "model.name_or_path": "???",
+        "model.tokenizer_name_or_path": None,
+        "model.archive": None,
+        "model.block_name": None,
+        "model.policy_dtype": "float32",
+        "model.fsdp_policy_mp": None,
+        "model.reference_dtype": "float16",
+        "loss.name": "sft",
+    }
+    assert {k: v for k, v in values.items() if k in ours} == {k: v for k, v in ours.items() if k in values}
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "block"),
+    [
+        ("blank_model", "???", None),
+        ("gpt2-large", "gpt2-large", "GPT2Block"),
+        ("gpt2-xl", "gpt2-xl", "GPT2Block"),
+        ("gptj", "EleutherAI/gpt-j-6b", "GPTJBlock"),
+        ("llama7b", "huggyllama/llama-7b", "LlamaDecoderLayer"),
+        ("pythia28", "EleutherAI/pythia-2.8b", "GPTNeoXLayer"),
+        ("pythia69", "EleutherAI/pythia-6.9b", "GPTNeoXLayer"),
+    ],
+)
+def test_models_differ_from_the_blank_one_in_name_and_block_alone(model, name, block):
+    assert read(f"model/{model}.yaml") == read("model/blank_model.yaml") | {"name_or_path": name, "block_name": block}
+
+
+def test_losses_have_the_papers_options():
+    assert read("loss/sft.yaml") == {"name": "sft"}
+    assert read("loss/dpo.yaml") == {"name": "dpo", "beta": "???", "label_smoothing": 0, "reference_free": False}
+    assert read("loss/ipo.yaml") == {"name": "ipo", "beta": "???"}
+
+
+def test_the_run_directory_is_named_after_user_experiment_and_time_and_composing_creates_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOGNAME", "somebody")
+    (tmp_path / "second").mkdir()
+    dirs = f"local_dirs=[{tmp_path / 'first'},{tmp_path / 'second'},{tmp_path / 'third'}]"
+
+    path = compose("exp_name=x", dirs).local_run_dir
+
+    assert re.fullmatch(rf"{tmp_path}/second/somebody/x_\d{{4}}-\d\d-\d\d_[-\d_]+", path)
+    assert [p.name for p in tmp_path.rglob("*")] == ["second"]
+
+
+# --- what has no effect --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", RULES)
+def test_every_key_is_read_by_the_code(key):
+    leaf = key.split(".")[-1]
+    files = [*ROOT.glob("*.py"), *(ROOT / "dpo").rglob("*.py")]
+    sources = "".join(f.read_text() for f in files if f.stem not in ("keys", "validation", "resume"))
+    section = key.split(".")[0] if "." in key else "config"
+    read = rf"(config|model|settings|wandb|{section})\.{leaf}\b|[\"']{key}[\"']|\b{leaf}: (float|bool)"
+    assert re.search(read, sources)
+
+
+WITHOUT = {  # settings under which a key has no effect
+    "collective_timeout_secs=60": (),
+    "fsdp_port=5000": (),
+    "fsdp_shard_size=2": (),
+    "model.fsdp_policy_mp=bfloat16": (),
+    "tensor_parallel_size=2": (),
+    "tensor_parallel.backend=tensor_parallel": (),
+    "cache_reference_logps=all": ("loss=sft",),
+    "model.reference_dtype=float32": ("loss=sft",),
+    "n_eval_model_samples=5": ("sample_during_eval=false",),
+    "wandb.entity=me": ("wandb.enabled=false",),
+    "wandb.project=mine": ("debug=true",),
+    "save_every=8": ("debug=true",),
+    "keep_checkpoints=2": ("debug=true",),
+}
+
+
+def test_every_key_that_needs_something_is_tried():
+    assert [override.split("=")[0] for override in WITHOUT] == list(NEEDS)
+
+
+@pytest.mark.parametrize("override", WITHOUT)
+def test_a_key_without_effect_is_refused_or_gets_a_line(override):
+    key = override.split("=")[0]
+    loss, *others = ["loss=sft"] if "loss=sft" in WITHOUT[override] else ["loss=dpo", "loss.beta=0.1"]
+    complete = (*COMPLETE[:2], loss, *others, *(o for o in WITHOUT[override] if "loss" not in o))
+    run = ONE._replace(uses_reference=loss != "loss=sft")
+    refused = problems(override, complete=complete, processes=run)
+    noted = find_unused(compose(*complete, override), run)
+    assert [line.split("=")[0] for line in refused + noted] == [key]
+    assert bool(refused) == NEEDS[key].refused
+    assert find_unused(compose(*complete), run) == []  # unless it is set
+
+
+def test_a_source_that_no_dataset_names_gets_a_line():
+    config = compose(*COMPLETE, "datasets=[shp]", "dataset_sources.hh=/x", "dataset_sources.shp=/y")
+    assert find_unused(config, ONE) == ["dataset_sources.hh has no effect: datasets does not name it"]
+
+
+def test_names_of_other_trainers_lead_to_keys_and_are_none_of_ours():
+    for name, ours in ALIASES.items():
+        assert name not in RULES
+        assert re.split("[=,]", ours)[0] in {*RULES, "loss"}

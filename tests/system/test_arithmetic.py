@@ -1,0 +1,227 @@
+"""What is different on a GPU, as far as a CPU can show it: products in TF32, compiled code, determinism."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.models import COMMON, FAMILIES, batch_of, build
+from support.runs import GOLDEN
+from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpo.models.generation import sample
+from dpo.models.layouts import Padded, SharedPrefix, choose_layout, layout_by_rules
+from dpo.models.pretrained import choose_attention, load_model
+from dpo.system.arithmetic import set_up_torch
+from dpo.system.process_group import init_distributed
+from train import set_allocators
+from trainers import FSDPTrainer
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    """Settings of the process as they were."""
+    allowed, deterministic = torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.use_deterministic_algorithms(deterministic)
+
+
+# --- TF32 ----------------------------------------------------------------------------------------------------------
+
+
+class EmulatedTF32(TorchDispatchMode):
+    """Where `allow_tf32` is set, or `always`, inputs of products are off at random, for what rounds one way in one
+    layout rounds the other way in the other: by more than TF32's 10 bits of mantissa, as it adds up in a deep model.
+    """
+
+    def __init__(self, *, always: bool = False) -> None:
+        super().__init__()
+        self.always = always
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in PRODUCTS and (self.always or torch.backends.cuda.matmul.allow_tf32):
+            args = tuple(a + a * (torch.rand_like(a) - 0.5) * 2**-4 if isinstance(a, torch.Tensor) else a for a in args)
+        return function(*args, **(kwargs or {}))
+
+
+def test_rounding_of_tf32_does_not_cost_the_layout_and_stays_on_for_training():
+    model = build("llama")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    chosen = {}
+    for always in (False, True):
+        with EmulatedTF32(always=always):
+            chosen[always] = choose_layout("shared_prefix", model, max_length=64, compute_dtype=torch.float32)
+    assert isinstance(chosen[False][0], SharedPrefix), chosen[False]
+    assert isinstance(chosen[True][0], Padded)  # the rounding would have cost it
+    assert torch.backends.cuda.matmul.allow_tf32
+
+
+# --- torch.compile -------------------------------------------------------------------------------------------------
+
+
+class CountedBackend:
+    """A backend of torch.compile that runs what was traced as it is, and counts."""
+
+    def __init__(self) -> None:
+        self.graphs = self.calls = 0
+
+    def __call__(self, traced: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.graphs += 1
+
+        def run(*arguments: Any) -> Any:
+            self.calls += 1
+            return traced.forward(*arguments)
+
+        return run
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    counted, compile = CountedBackend(), torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block, **options: compile(block, backend=counted, **options))
+    torch._dynamo.reset()
+    yield counted
+    torch._dynamo.reset()
+
+
+def test_compiled_blocks_are_trained_compiled_also_after_sampling(make_trainer, backend):  # noqa: F811
+    set_up_torch(deterministic=False, compiles=True)
+    assert torch._dynamo.config.recompile_limit >= 32  # torch's own is 8: policy and reference share the blocks' code
+    trainer = make_trainer(*DPO, "compile=true", "sample_during_eval=true", "n_eval_model_samples=4")
+    trainer.self_test()
+    after_checks = backend.calls
+    trainer.samples()
+    assert backend.calls == after_checks  # generation runs as written
+    trainer.evaluate()
+    graphs = []
+    for batch in trainer.train_iterator:  # of other shapes
+        before = backend.calls
+        trainer.train_step(batch)
+        blocks = len(trainer.policy.model.layers)
+        assert backend.calls - before >= 2 * blocks * len(batch.microbatches)  # policy and reference
+        graphs.append(backend.graphs)
+    assert len(graphs) == 4
+    assert graphs[-1] == graphs[1]  # nothing is traced anew
+    assert backend.graphs <= 12
+
+
+# --- generation ----------------------------------------------------------------------------------------------------
+
+
+class Stub:
+    """A model that generates its prompts, by an operation that has no deterministic algorithm."""
+
+    config = transformers.LlamaConfig(**COMMON)
+
+    def generate(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        flat = torch.zeros(ids.numel(), dtype=ids.dtype)
+        return flat.put_(torch.arange(ids.numel()), ids.flatten(), accumulate=False).view(ids.shape)
+
+
+def test_a_deterministic_run_samples_by_what_has_no_deterministic_algorithm_with_a_warning(tokenizer):
+    prompts = {"prompt_input_ids": torch.tensor([[5, 6]]), "prompt_attention_mask": torch.ones(1, 2)}
+    set_up_torch(deterministic=True, compiles=False)
+    with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+        Stub().generate(prompts["prompt_input_ids"])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert sample(Stub(), prompts, tokenizer, max_length=4, seed=0) == [""]
+    assert any("deterministic" in str(warning.message) for warning in warned)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_flex_attention_gives_way_to_sdpa_for_generation_alone(tokenizer, monkeypatch):
+    model = load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="flex_attention")
+    attention, generate = [], model.generate
+
+    def noting(*arguments: Any, **options: Any) -> torch.Tensor:
+        attention.extend({layer.self_attn.config._attn_implementation for layer in model.model.layers})
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(model, "generate", noting)
+    prompts = {"prompt_input_ids": torch.tensor([[5, 6]]), "prompt_attention_mask": torch.ones(1, 2)}
+    sample(model, prompts, tokenizer, max_length=6, seed=0)
+    assert attention == ["sdpa"]
+    assert model.config._attn_implementation == "flex_attention"
+
+
+# --- what torch is told ---------------------------------------------------------------------------------------------
+
+
+def test_a_process_group_on_gpus_is_bound_to_the_gpu_of_the_process(monkeypatch):
+    told = {}
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # which it sets
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.update(current=device))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **options: told.update(options))
+    init_distributed(5, 8, backend="nccl", local_rank=1)
+    assert told["device_id"] == told["current"] == torch.device("cuda", 1)
+    init_distributed(0, 1, backend="gloo")
+    assert told["device_id"] is None
+
+
+def test_no_attention_kernel_that_plans_for_every_shape():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    set_up_torch(deterministic=False, compiles=False)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("environment", "set_to"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_cuda_memory_grows_in_segments_unless_the_user_says_otherwise(environment, set_to):
+    set_allocators(environment)
+    assert environment.get("PYTORCH_ALLOC_CONF") == set_to
+
+
+def test_rows_are_aligned_on_a_gpu_alone(monkeypatch):
+    model, lengths = build("llama"), {}
+    for device in ("cpu", "cuda"):
+        embeddings = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
+        monkeypatch.setattr(model, "get_input_embeddings", lambda embeddings=embeddings: embeddings)
+        layout, _ = layout_by_rules("shared_prefix", model, max_length=64)
+        [microbatch] = layout.split(batch_of(4, length=9), 1)
+        lengths[device] = microbatch.inputs.input_ids.shape[1]
+    assert lengths["cpu"] % 8
+    assert lengths["cuda"] == 64
+
+
+def test_fsdp_on_a_gpu_in_float32_says_what_bfloat16_would_save(make_trainer, monkeypatch):  # noqa: F811
+    trainer = make_trainer(*DPO)
+    trainer.__class__ = FSDPTrainer
+    assert trainer.notes() == []
+    trainer.grid.device, trainer.grid.data_size = torch.device("cuda"), 2
+    [note] = trainer.notes()
+    assert "model.fsdp_policy_mp=bfloat16 would halve the 0.00113 GB" in note
+    trainer.config.model.fsdp_policy_mp = "float32"  # which was asked for
+    assert trainer.notes() == []
+
+
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gpt-j", "eager"), ("gemma2", "eager")])
+def test_a_model_without_sdpa_gets_eager_attention_by_default(family, attention):
+    config = FAMILIES[family]()
+    assert choose_attention(config, "sdpa") == attention
+    assert choose_attention(config, "eager") == "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=choose_attention(config, "sdpa"))
+    assert model.config._attn_implementation == attention
+
+
+def test_the_attention_that_a_model_has_not_is_said(make_trainer):  # noqa: F811
+    trainer = make_trainer(*DPO)
+    trainer.policy.config._attn_implementation = "eager"
+    assert trainer.notes() == ["LlamaForCausalLM does not support sdpa; using eager attention"]

@@ -1,0 +1,108 @@
+"""A run has a directory of its own, with what is needed to repeat it and nothing that is secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+import yaml
+from support.runs import ROOT
+
+from dpo.errors import InputError
+from dpo.system.redaction import redact
+from dpo.system.run_directory import check_free, create_run_dir, lock_run_dir, write_record
+
+
+def test_what_looks_like_a_secret_is_redacted_and_nothing_else():
+    config = {
+        "wandb": {"api_key": "abc", "entity": "me", "token": None},
+        "HF_TOKEN": "hf_abc",
+        "password": "abc",
+        "tokenizer_name_or_path": "gpt2",
+        "monkey": "x",
+        "max_length": 512,
+        "datasets": [{"secret": "abc"}, "https://me:abc@example.org/data", "https://example.org/me@home"],
+    }
+
+    assert redact(config) == {
+        "wandb": {"api_key": "REDACTED", "entity": "me", "token": None},
+        "HF_TOKEN": "REDACTED",
+        "password": "REDACTED",
+        "tokenizer_name_or_path": "gpt2",
+        "monkey": "x",
+        "max_length": 512,
+        "datasets": [{"secret": "REDACTED"}, "https://REDACTED@example.org/data", "https://example.org/me@home"],
+    }
+
+
+def test_a_new_directory_holds_config_and_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_VARIABLE", "not for the record")
+
+    run_dir = create_run_dir(str(tmp_path / "new" / "run"))
+    write_record(run_dir, {"lr": 1e-6, "api_key": "abc"})
+
+    assert sorted(file.name for file in run_dir.iterdir()) == ["config.yaml", "env.json"]
+    assert yaml.safe_load((run_dir / "config.yaml").read_text()) == {"lr": 1e-6, "api_key": "REDACTED"}
+    text = (run_dir / "env.json").read_text()
+    assert "SOME_VARIABLE" not in text
+    assert "not for the record" not in text
+    record = json.loads(text)
+    assert {"torch", "transformers", "datasets", "numpy"} <= record["packages"].keys()
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    assert record["git_commit"] == (head.stdout.strip() or None)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "LATEST"])
+def test_a_directory_that_holds_a_run_is_refused_and_left_alone(name, tmp_path):
+    (tmp_path / name).symlink_to("step-8")  # dangling: its checkpoint was deleted to save space
+    with pytest.raises(InputError, match=rf"local_run_dir={tmp_path} already holds a run \({name}\)"):
+        create_run_dir(str(tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_a_directory_with_other_files_is_used(tmp_path):
+    (tmp_path / "slurm-123.out").write_text("log")
+    assert create_run_dir(str(tmp_path)) == tmp_path
+
+
+def test_a_place_that_cannot_be_written_is_an_error_in_words(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot be written: .*Not a directory.*; give another, or local_dirs from"):
+        create_run_dir(str(tmp_path / "file" / "run"))
+
+
+def test_a_read_only_place_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    with pytest.raises(
+        InputError, match=f"local_run_dir={tmp_path}/a/b cannot be written: .*Permission denied.*'{tmp_path}'"
+    ):
+        check_free(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_without_git_can_train(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run_dir = create_run_dir(str(tmp_path / "run"))
+    write_record(run_dir, {"lr": 1})
+    assert json.loads((run_dir / "env.json").read_text())["git_commit"] is None
+
+
+def test_a_directory_is_one_run_at_a_time_and_free_again_when_it_ends(tmp_path):
+    held = lock_run_dir(tmp_path)
+    with pytest.raises(InputError, match=f"local_run_dir={tmp_path} is in use"):
+        lock_run_dir(tmp_path)
+    held.close()
+    lock_run_dir(tmp_path).close()
+
+
+def test_a_run_may_be_continued_where_it_is(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    assert create_run_dir(str(tmp_path), continued=True) == tmp_path
+
+
+def test_a_home_directory_may_be_abbreviated(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run("run", "local_run_dir='~/short'", "n_examples=4")
+    assert {"config.yaml", "metrics.jsonl", "step-4"} <= {path.name for path in (tmp_path / "short").iterdir()}

@@ -1,0 +1,143 @@
+"""The others wait for rank 0 as long as it makes progress, and no longer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.runs import small_run, train
+
+import train as main
+from benchmarks.step_overhead import compose
+from dpo import run
+from dpo.checkpoint import resume, saver
+from dpo.checkpoint.checksums import HashedFile
+from dpo.checkpoint.files import check_complete
+from dpo.errors import RunError
+from dpo.parallel.mesh import Grid
+from dpo.system.host_memory import HostMemory
+from dpo.system.launching import launch
+from dpo.system.signals import Stopped, on_stop_signals
+from dpo.system.waiting import made_progress, meet_rank_0
+from trainers import BasicTrainer
+
+TIMEOUT = 5.0  # seconds that a collective may take
+
+
+def work_slowly_but_steadily(rank: int, world_size: int) -> None:
+    started = time.monotonic()
+    if rank == 0:
+        for _ in range(6):  # longer than a collective may take
+            time.sleep(TIMEOUT / 4)
+            made_progress()
+    meet_rank_0("a place")
+    assert time.monotonic() - started > 1.4 * TIMEOUT
+    values = [None] * world_size
+    dist.all_gather_object(values, rank)  # and nobody has left
+    assert values == [0, 1]
+
+
+def test_rank_0_may_take_longer_than_a_collective_as_long_as_it_gets_on():
+    launch(work_slowly_but_steadily, 2, process_group=True, timeout_secs=TIMEOUT)
+
+
+def hang(rank: int, world_size: int) -> None:
+    if rank == 0:
+        made_progress()
+        time.sleep(60)
+    meet_rank_0("a place")
+
+
+def test_a_rank_0_that_makes_no_progress_is_named():
+    with pytest.raises(RunError, match=r"rank 0 did not answer within collective_timeout_secs=5") as raised:
+        launch(hang, 2, process_group=True, timeout_secs=TIMEOUT)
+    assert "rank 0 gave no sign of life for 5 s" in str(raised.value)
+
+
+class Part:
+    """A part of a run whose state is a tensor."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"a": torch.ones(3)}
+
+
+def save_slowly(rank: int, world_size: int, run_dir: Path) -> None:
+    saver.host_memory = lambda: HostMemory(0, 0)  # no room for a copy: it writes while the others wait
+    write = HashedFile.write
+
+    def write_slowly(self: HashedFile, data: Any) -> int:
+        time.sleep(TIMEOUT / 100)
+        made_progress()
+        return write(self, data)
+
+    HashedFile.write = write_slowly
+    grid = Grid(rank, world_size)
+    checkpoints = saver.Checkpoints(run_dir, grid, keep=None, say=print)
+    parts = {name: Part() for name in ("policy", "scheduler", "trainer")}
+    parts["optimizer"] = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
+    started = time.monotonic()
+    checkpoints.save(parts, step_idx=8, metrics=None, quality=0.0, facts=dict)
+    checkpoints.finish()
+    assert time.monotonic() - started > 1.2 * TIMEOUT
+    check_complete(run_dir / "step-8")
+
+
+def test_a_save_may_take_longer_than_a_collective(tmp_path):
+    launch(save_slowly, 2, tmp_path, process_group=True, timeout_secs=TIMEOUT)
+
+
+def verify_slowly(rank: int, world_size: int, overrides: list[str]) -> None:
+    def check_slowly(directory: Path, progress: Any) -> Any:
+        for _ in range(12):
+            time.sleep(TIMEOUT / 10)
+            progress()
+        return check_complete(directory, progress)
+
+    resume.check_complete = check_slowly
+    BasicTrainer.train = lambda self: self.checkpoints.finish()
+    main.work(rank, world_size, compose(overrides))
+
+
+def test_verifying_a_checkpoint_may_take_longer_than_a_collective(rows, tmp_path):
+    settings = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=16")
+    first = train(*small_run(rows, tmp_path / "run", *settings, "n_examples=8"))
+    assert first.returncode == 0, first.stderr
+    again = small_run(rows, tmp_path / "run", *settings, "resume=auto")
+    launch(verify_slowly, 2, again, process_group=True, timeout_secs=TIMEOUT)
+
+
+def meet_twice(rank: int, world_size: int) -> None:
+    for place in ("first", "second"):
+        started = time.monotonic()
+        if rank == 0:
+            time.sleep(0.3)
+        meet_rank_0(place)
+        assert rank == 0 or 0.2 < time.monotonic() - started < 30
+
+
+def test_every_place_is_waited_for():
+    launch(meet_twice, 2, process_group=True)
+
+
+def test_one_process_waits_for_nobody():
+    made_progress()
+    meet_rank_0("a place")
+
+
+def test_a_signal_is_heard_while_waiting(monkeypatch):
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    monkeypatch.setattr("dpo.system.waiting.is_shared", lambda: True)
+    monkeypatch.setattr("dpo.system.waiting.default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    with on_stop_signals(run._stop_now), pytest.raises(Stopped):
+        meet_rank_0("a place")

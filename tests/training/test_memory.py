@@ -1,0 +1,231 @@
+"""Memory is predicted from shapes, and running out of it is answered with what would help."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from importlib.util import find_spec
+
+import hydra
+import pytest
+import torch
+from support.faults import Run, run_out_of_memory_at
+from support.runs import GOLDEN, ROOT, small_run, train
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dpo.errors import InputError
+from dpo.losses import LOSSES
+from dpo.training.memory import Ledger, Plan, predict, suggest
+from preference_datasets import load_data
+from trainers import BasicTrainer, FSDPTrainer, TensorParallelTrainer
+
+ALONE = Plan(world_size=1, tensor_size=1, shard_size=1, compute_dtype="float32")
+PARAMETERS = 282_048  # of the tiny Llama
+
+
+class Chain(torch.nn.Module):
+    """Two layers of 100 x 100, and a head for 30 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = (torch.nn.Linear(100, n, bias=False) for n in (100, 100, 30))
+
+    def get_output_embeddings(self) -> torch.nn.Linear:
+        return self.head
+
+
+def run_chain(rows: int) -> tuple[Ledger, Chain]:
+    chain = Chain()
+    with Ledger.of(chain) as ledger:
+        hidden = torch.zeros(rows, 100).requires_grad_()
+        logits = chain.head(torch.exp(chain.b(torch.exp(chain.a(hidden)))))
+        logits.exp().sum().backward()
+        del hidden, logits
+    return ledger, chain
+
+
+@pytest.mark.parametrize("rows", [7, 1000])
+def test_a_ledger_follows_real_and_fake_tensors_alike(rows):
+    real, chain = run_chain(rows)
+    with FakeTensorMode():
+        fake, fake_chain = run_chain(rows)
+
+    assert real.peak["logits"] == fake.peak["logits"]
+    assert abs(real.peak.total() - fake.peak.total()) <= 4 * 100 * 100  # a gradient is copied once more
+    for ledger, kept in ((real, chain), (fake, fake_chain)):
+        assert +ledger.live == {"gradients": sum(p.nbytes for p in kept.parameters())}
+
+
+def test_what_is_saved_for_the_backward_pass_is_the_peak():
+    with FakeTensorMode():
+        peak = run_chain(100_000)[0].peak
+    hidden = 4 * 100_000 * 100
+    # the input, exp of a and of b are saved, exp of the logits too; one more of each comes and goes
+    assert 3 * hidden <= peak["activations"] <= 6 * hidden
+    assert peak["logits"] in (4 * 100_000 * 30, 2 * 4 * 100_000 * 30)
+
+
+@pytest.fixture
+def compose(rows, tmp_path):
+    def make(*overrides: str):
+        arguments = [f"++{o}" if o.startswith("data") else o for o in small_run(rows, tmp_path / "run", *overrides)]
+        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+            return hydra.compose("config", arguments)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy", "optimizer", "reference"),
+    [
+        ((), 4, 4, 4),  # RMSprop has one number per parameter
+        (("optimizer=AdamW", "model.reference_dtype=float16"), 4, 8, 2),
+        (("optimizer=SGD", "cache_reference_logps=all"), 4, 0, 0),
+        (("loss=sft", "model.policy_dtype=bfloat16"), 2, 2, 0),
+    ],
+)
+def test_weights_gradients_and_optimizer_are_bytes_per_parameter(overrides, policy, optimizer, reference, compose):
+    config = compose(*overrides)
+    need = predict(config, ALONE._replace(compute_dtype=config.model.policy_dtype), load_data(config, silent=True))
+
+    expected = [PARAMETERS * n for n in (policy, policy, optimizer, reference)]
+    assert [need.policy, need.gradients, need.optimizer, need.reference] == pytest.approx(expected, rel=1e-3)
+    assert need.gathered == 0
+
+
+def test_a_reference_that_scores_all_pairs_first_counts_while_it_does(compose):
+    small = ("optimizer=SGD", "model.policy_dtype=bfloat16", "eval_batch_size=8", "n_eval_examples=8")
+    needs = {}
+    for caching in ("as_needed", "all"):
+        config = compose(f"cache_reference_logps={caching}", *small)
+        plan = ALONE._replace(compute_dtype="bfloat16")
+        needs[caching] = predict(config, plan, load_data(config, silent=True))
+    assert needs["all"].reference == 4 * PARAMETERS  # more than gradients and optimizer, which come after it
+    assert needs["all"].gradients == 0
+    assert needs["all"].total < needs["as_needed"].total
+
+
+def test_gradients_are_reduced_in_float32_whatever_is_computed_in(compose):
+    config = compose("trainer=FSDPTrainer", "eval_batch_size=8", "model.fsdp_policy_mp=bfloat16")
+    plan = Plan.of(config, FSDPTrainer, 2)
+    assert plan.compute_dtype == "bfloat16"
+    embeddings_and_head = 2 * 1024 * 64 + 64  # the largest unit, with the last norm
+    assert predict(config, plan, load_data(config, silent=True)).reduced == 4 * embeddings_and_head
+
+
+def test_processes_share_what_they_can(compose):
+    config = compose("trainer=FSDPTrainer", "eval_batch_size=8")
+    data = load_data(config, silent=True)
+    alone, shared = (predict(config, Plan.of(config, t, n), data) for t, n in ((BasicTrainer, 1), (FSDPTrainer, 2)))
+
+    for name in ("policy", "gradients", "optimizer", "reference"):
+        assert getattr(shared, name) == getattr(alone, name) // 2
+    assert 0 < shared.gathered < alone.policy
+    assert shared.activations < alone.activations
+    assert Plan.of(config, TensorParallelTrainer, 4).data_size == 1
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "settings", [(), ("layout=padded",), ("model.attn_implementation=sdpa", "model.autocast=bfloat16")]
+)
+def test_every_loss_layout_and_attention_can_be_predicted(settings, loss, compose):
+    config = compose(f"loss={loss}", *(() if loss == "sft" else ("loss.beta=0.1",)), *settings)
+    assert predict(config, ALONE, load_data(config, silent=True)).activations > 0
+
+
+def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
+    config = compose("batch_size=16", "n_examples=16", "model.name_or_path=" + str(GOLDEN / "tiny-llama"))
+    found = suggest(config, ALONE, load_data(config, silent=True))
+
+    assert 1 <= len(found) <= 3
+    sizes = [float(re.search(r"\(([\d.]+) GB\)", text)[1]) for text in found]
+    assert sizes == sorted(sizes)
+    tried = compose("batch_size=16", "n_examples=16", "gradient_accumulation_steps=16")
+    assert all(
+        "gradient_accumulation_steps" not in text for text in suggest(tried, ALONE, load_data(tried, silent=True))
+    )
+
+
+def test_a_dry_run_says_what_would_run_without_weights_and_writes_nothing(command, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(GOLDEN / "tiny-llama", model)
+    for weights in (*model.glob("*.safetensors"), *model.glob("*.bin")):
+        weights.unlink()
+    before = sorted(os.listdir(tmp_path))
+
+    result = train(*command("run", f"model.name_or_path={model}", "dry_run=true"))
+
+    assert result.returncode == 0, result.stderr
+    assert "6 updates of 4 examples will run" in result.stdout
+    for line in ("policy", "gradients", "optimizer", "reference", "activations", "in all"):
+        assert re.search(rf"^ *{line} +[\d.]+ GB", result.stdout, re.MULTILINE), line
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_of_several_processes_one_says_what_a_dry_run_finds(run, tmp_path, monkeypatch, capfd):
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        run("run", "trainer=FSDPTrainer", "dry_run=true")
+        assert ("in all" in capfd.readouterr().out) == (rank == "0")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("trainer=TensorParallelTrainer", "world_size=3", "batch_size=3", "eval_batch_size=3"), "does not divide"),
+        (("model.archive=/nowhere",), "model.archive=/nowhere is neither a policy.pt"),
+        pytest.param(
+            ("model.attn_implementation=flash_attention_2",),
+            "flash_attention_2 needs a GPU and the package flash_attn, which do not work here: use sdpa",
+            marks=pytest.mark.skipif(find_spec("flash_attn") is not None, reason="it can be loaded here"),
+        ),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_would(overrides, message, run):
+    with pytest.raises(InputError, match=message):
+        run("run", "dry_run=true", *overrides)
+
+
+def test_running_out_of_memory_is_one_sentence_with_what_would_help(command, tmp_path):
+    run = Run(command("run", "batch_size=8"), tmp_path / "log", run_out_of_memory_at, 2)
+
+    assert run.wait() == 1
+    said = run.log.read_text().splitlines()[-1]
+    assert re.search(r"out of memory: a process needs about [\d.]+ GB, and its device has [\d.]+ GB; less: \w", said)
+    assert "can't allocate memory: you tried to allocate 40000000000000 bytes" in said
+    assert (tmp_path / "run" / "step-8" / "manifest.json").exists()
+
+
+def test_a_dry_run_refuses_parts_of_a_model_as_the_run_would(run, tmp_path):
+    torch.save({"state": {"transformer.wte.weight": torch.zeros(2, 2)}}, tmp_path / "policy.pt")
+    for override, message in (
+        ("model.block_name=Nope", "model.block_name=Nope is not a module class of LlamaForCausalLM"),
+        (f"model.archive={tmp_path}/policy.pt", "policy.pt.*transformer.wte.weight"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run("run", "dry_run=true", override)
+
+
+def test_a_dry_run_refuses_directory_and_checkpoint_as_the_run_would(run, command, rows, tmp_path, capsys):
+    run("run", "n_examples=8")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    (tmp_path / "file").write_text("")
+    for name, overrides, message in (
+        ("run", (), "already holds a run"),
+        ("new", ("resume=/nowhere",), "resume=/nowhere finds no complete checkpoint"),
+        ("run", ("resume=auto", "lr=1e-4"), r"of a run with another config: lr=0.0001 \(was 0.001\)"),
+        ("run", ("resume=auto", f"dataset_sources.hh={rows / 'more'}"), "the training data has changed"),
+        ("run", (f"resume={tmp_path}/run/step-8", "n_examples=8"), None),
+        ("fork", (f"resume={tmp_path}/run/step-8",), None),
+        ("file/run", (), "local_run_dir=.*file/run cannot be written: .*Not a directory"),
+    ):
+        if message is None:
+            run(name, "dry_run=true", *overrides)
+        else:
+            with pytest.raises(InputError, match=message):
+                run(name, "dry_run=true", *overrides)
+    (tmp_path / "file").unlink()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
