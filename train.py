@@ -44,13 +44,13 @@ OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent
 def main(config: DictConfig) -> None:
     from dpo.errors import InputError, RunError
     from dpo.settings.validation import find_unused
-    from dpo.system.rank_env import find_seat
+    from dpo.system.rank_env import find_rank_env
     from dpo.system.redaction import redact
     from dpo.system.signals import Stopped
 
     sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
-        if sweeps and find_seat() is not None:
+        if sweeps and find_rank_env() is not None:
             raise InputError(
                 "a sweep (-m) starts its own processes, one job after the other: run it without a launcher"
             )

@@ -67,10 +67,10 @@ class FSDPTrainer(BasicTrainer):
         return None  # on the CPU until it is sharded
 
     def notes(self) -> list[str]:
-        model, shards = self.config.model, self.grid.data_size > 1 and self.grid.device.type == "cuda"
+        model, shards = self.config.model, self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
         if not shards or model.fsdp_policy_mp or model.autocast or self.compute_dtype != "float32":
             return super().notes()
-        gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters()) / self.grid.tensor_size
+        gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters()) / self.mesh.tensor_size
         return [
             *super().notes(),
             f"the policy is gathered and computed in float32; model.fsdp_policy_mp=bfloat16 would halve the "
@@ -78,7 +78,7 @@ class FSDPTrainer(BasicTrainer):
         ]
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
-        return distribute(model, self.grid, block_name=self.config.model.block_name, compute_dtype=compute_dtype)
+        return distribute(model, self.mesh, block_name=self.config.model.block_name, compute_dtype=compute_dtype)
 
 
 class TensorParallelTrainer(FSDPTrainer):

@@ -67,7 +67,7 @@ def _unequal(a: Any, b: Any, where: str = "") -> list[str]:
 
 
 class Soak:
-    """Runs of one grid, killed until they end, compared with the one at `whole`."""
+    """Runs of one mesh, killed until they end, compared with the one at `whole`."""
 
     def __init__(self, folder: Path, trainer: str, overrides: list[str], draw: random.Random) -> None:
         self.folder, self.draw = folder, draw

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 def run(config: DictConfig) -> None:
     """Train as a validated config says, in as many processes as it asks for."""
     from dpo.system.launching import launch
-    from dpo.system.rank_env import find_seat
+    from dpo.system.rank_env import find_rank_env
 
     OmegaConf.resolve(config)
     config.local_run_dir = os.path.expanduser(config.local_run_dir)
     trainer, world_size = find_trainer(config), count_processes(config).world_size
     if config.dry_run:
-        seat = find_seat()
-        if seat is None or seat.rank == 0:
+        rank_env = find_rank_env()
+        if rank_env is None or rank_env.rank == 0:
             _try_out(config, trainer, world_size)
         return
     launch(

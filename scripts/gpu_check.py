@@ -108,10 +108,10 @@ def import_all() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny
     import datasets  # noqa: F401
     import hydra  # noqa: F401
-    import dpo.checkpoint.resume  # noqa: F401
     import torch
     from transformers import AutoModelForCausalLM  # noqa: F401
 
+    import dpo.checkpoint.resume  # noqa: F401
     import train  # noqa: F401
     import trainers  # noqa: F401
 

@@ -19,7 +19,7 @@ import train  # noqa: F401  (registers the config's resolvers)
 from dpo.errors import InputError
 from dpo.models.layouts import Padded
 from dpo.models.weights import load_archive
-from dpo.parallel.mesh import Grid
+from dpo.parallel.mesh import Mesh
 from dpo.parallel.state import hold_the_same
 from dpo.reporting.files import FileLogger
 from trainers import BasicTrainer
@@ -507,14 +507,14 @@ def test_before_the_first_update_rounding_ranks_no_pair_right(run, tmp_path):
 
 def test_models_are_equal_if_the_reference_holds_the_policys_weights_in_its_own_dtype(tiny_llama):
     policy, reference = copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama).half()
-    assert hold_the_same(policy, reference, Grid(0, 1))
+    assert hold_the_same(policy, reference, Mesh(0, 1))
     with torch.no_grad():
         policy.lm_head.weight[3, 5] += 1e-9  # less than the reference can tell
-        assert hold_the_same(policy, reference, Grid(0, 1))
+        assert hold_the_same(policy, reference, Mesh(0, 1))
         policy.lm_head.weight[3, 5] += 1
-    assert not hold_the_same(policy, reference, Grid(0, 1))
+    assert not hold_the_same(policy, reference, Mesh(0, 1))
     del reference.model.layers[1]  # another architecture
-    assert not hold_the_same(policy, reference, Grid(0, 1))
+    assert not hold_the_same(policy, reference, Mesh(0, 1))
 
 
 def test_a_reference_that_cannot_share_prefixes_is_asked_too(make_trainer, monkeypatch, capsys):

@@ -54,7 +54,7 @@ NOT_COMPUTED = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label"
 DROPOUT = ("dropout", "pdrop", "layerdrop")  # endings of keys; it is always off
 
 
-class Found(NamedTuple):
+class ResumePoint(NamedTuple):
     """A complete checkpoint."""
 
     path: Path
@@ -66,7 +66,7 @@ class Run(NamedTuple):
 
     directory: Path
     lock: IO
-    found: Found | None = None
+    found: ResumePoint | None = None
 
     @property
     def checkpoint(self) -> Path | None:
@@ -79,7 +79,7 @@ class Run(NamedTuple):
         return self.found.manifest["updates"] >= updates and self.found.manifest["evaluated"]
 
 
-def look_at_run(config: DictConfig) -> Found | None:
+def look_at_run(config: DictConfig) -> ResumePoint | None:
     """The checkpoint that `open_run` would continue from. Raises InputError as that does, and writes nothing."""
     path = _real(config.local_run_dir)
     if (path / LOCK).exists():
@@ -139,7 +139,7 @@ def _continue_here(config: DictConfig, source: Path) -> Run:
     return _go_on(run, found)
 
 
-def _go_on(run: Run, found: Found) -> Run:
+def _go_on(run: Run, found: ResumePoint) -> Run:
     print(f"continuing from {found.path}")
     run = run._replace(found=found._replace(path=run.directory.resolve() / found.path.name))
     _point_again(run)
@@ -165,7 +165,7 @@ def _is_named(source: Path) -> bool:
     return STEP.fullmatch(source.name) is not None
 
 
-def _find_whole(source: Path, config: DictConfig) -> Found | None:
+def _find_whole(source: Path, config: DictConfig) -> ResumePoint | None:
     """A run's newest complete checkpoint, or the one that is named; None if `auto` finds none at all.
 
     Raises InputError if no checkpoint is complete, and if the config is not that of its run.
@@ -185,7 +185,7 @@ def _find_whole(source: Path, config: DictConfig) -> Found | None:
             reasons += f"; {error}"
         else:
             check_fits(manifest, facts_of(config), where=path)
-            return Found(path, manifest)
+            return ResumePoint(path, manifest)
     if config.resume == "auto" and not candidates:
         return None
     raise InputError(
@@ -194,14 +194,14 @@ def _find_whole(source: Path, config: DictConfig) -> Found | None:
     )
 
 
-def _is_begun(run_dir: Path, found: Found) -> bool:
+def _is_begun(run_dir: Path, found: ResumePoint) -> bool:
     """Whether the directory holds a run that continues this checkpoint, or was to."""
     origin = run_dir / ORIGIN
     check_writable(origin)
     return origin.exists() and origin.read_bytes() == found.manifest["sha256"].encode()
 
 
-def _refuse_going_back(found: Found, resume: str) -> None:
+def _refuse_going_back(found: ResumePoint, resume: str) -> None:
     newest = find_checkpoints(found.path.parent)[0]
     if newest != found.path:
         raise InputError(
@@ -210,7 +210,7 @@ def _refuse_going_back(found: Found, resume: str) -> None:
         )
 
 
-def _move_damaged_aside(found: Found, run_dir: Path) -> None:
+def _move_damaged_aside(found: ResumePoint, run_dir: Path) -> None:
     """Newer checkpoints, which are damaged, shall neither count when pruning nor come first again."""
     for path in find_checkpoints(run_dir):
         if step_of(path) > step_of(found.path):
@@ -238,7 +238,7 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
         )
 
 
-def check_inputs(found: Found | None, data: TrainingData, model_config: Any) -> None:
+def check_inputs(found: ResumePoint | None, data: TrainingData, model_config: Any) -> None:
     """Raises InputError if data, tokenizer or the model's architecture are not what the run was trained with."""
     if found is None:
         return
@@ -293,7 +293,7 @@ def _point_again(run: Run) -> None:
         point(run.directory / "BEST", best)
 
 
-def _begin_with(found: Found, run_dir: Path) -> None:
+def _begin_with(found: ResumePoint, run_dir: Path) -> None:
     """Another run's logs and checkpoint, this last and whole or not at all, after a note of which checkpoint it is."""
     (run_dir / ORIGIN).write_text(found.manifest["sha256"])
     for log in (found.path.parent / name for name in LOG_FILES):

@@ -22,7 +22,7 @@ from dpo.checkpoint.files import (
     tensors_in,
     write_checkpoint,
 )
-from dpo.parallel.mesh import Grid, from_rank_0
+from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.state import full_state, load_optimizer
 from dpo.system.host_memory import host_memory
 from dpo.system.waiting import made_progress, meet_rank_0
@@ -66,8 +66,8 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], check
 class Checkpoints:
     """Saves a run's states: gathered on rank 0, written in the background where its memory holds a copy."""
 
-    def __init__(self, run_dir: Path, grid: Grid, *, keep: int | None, say: Callable[[str], None]) -> None:
-        self.run_dir, self.grid, self.keep, self.say = run_dir, grid, keep, say
+    def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None]) -> None:
+        self.run_dir, self.mesh, self.keep, self.log = run_dir, mesh, keep, log
         self.saved_at = self.best_at = -1  # examples
         self.best = -math.inf  # quality of the checkpoint that BEST names
         self._writer = BackgroundWriter()
@@ -94,9 +94,9 @@ class Checkpoints:
             if quality > self.best:  # never so for NaN
                 self.best, self.best_at = quality, step_idx
                 links.append("BEST")
-        background = self.grid.rank == 0 and 2 * _size_of(stateful["optimizer"]) < host_memory().available
+        background = self.mesh.rank == 0 and 2 * _size_of(stateful["optimizer"]) < host_memory().available
         states = self._gather(stateful, copy=background)
-        if self.grid.rank != 0:
+        if self.mesh.rank != 0:
             for _ in states:  # collectives, one by one
                 pass
             return
@@ -120,7 +120,7 @@ class Checkpoints:
             self._meet()  # rank 0 may still write what came before
             yield name, full_state(part.state_dict(), copy=copy)
         self._meet()
-        yield "random", {"states": self.grid.gather_all(random_state())}
+        yield "random", {"states": self.mesh.gather_all(random_state())}
 
     def restore(self, checkpoint: Path, stateful: Mapping[str, Any]) -> None:
         """Load each part's state but the policy's, whose weights come before it is spread; then the random states.
@@ -130,17 +130,17 @@ class Checkpoints:
         for name, part in stateful.items():
             if name == "policy":
                 continue
-            state = read_part(checkpoint, name) if self.grid.rank == 0 else None
+            state = read_part(checkpoint, name) if self.mesh.rank == 0 else None
             if name == "optimizer":
-                load_optimizer(part, state and _of_optimizer(part, state, checkpoint), self.grid)
+                load_optimizer(part, state and _of_optimizer(part, state, checkpoint), self.mesh)
             elif name == "scheduler":  # whose state dict becomes its attributes, whatever they are
                 known = part.state_dict()
                 part.load_state_dict({k: v for k, v in from_rank_0(state).items() if k in known})
             else:
                 part.load_state_dict(from_rank_0(state))
-        states = from_rank_0(read_part(checkpoint, "random") if self.grid.rank == 0 else None)["states"]
-        if len(states) == self.grid.world_size:
-            set_random_state(states[self.grid.rank])
+        states = from_rank_0(read_part(checkpoint, "random") if self.mesh.rank == 0 else None)["states"]
+        if len(states) == self.mesh.world_size:
+            set_random_state(states[self.mesh.rank])
 
     def _commit(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
         write_checkpoint(directory, states, progress=made_progress, **content)
@@ -148,7 +148,7 @@ class Checkpoints:
             point(self.run_dir / link, directory)
         if self.keep is not None:
             prune(self.run_dir, self.keep)
-        self.say(f"saved {directory}")
+        self.log(f"saved {directory}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"saved_at": self.saved_at, "best": self.best, "best_at": self.best_at}
@@ -171,4 +171,4 @@ class Checkpoints:
         """Return on every process when none writes anything."""
         self.wait()
         self._meet()
-        self.grid.any(False)
+        self.mesh.any(False)

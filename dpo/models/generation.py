@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dpo.data.tokenization import Batch, TextEncoder, slice_and_move_batch_for_device
-from dpo.parallel.mesh import Grid
+from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights
 from dpo.system.arithmetic import for_generation
 
@@ -64,12 +64,12 @@ def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None
         handle.remove()
 
 
-def sample_rows(model: Any, batch: Batch, tokenizer: Any, grid: Grid, *, max_length: int, seed: list[int]) -> list[str]:
+def sample_rows(model: Any, batch: Batch, tokenizer: Any, mesh: Mesh, *, max_length: int, seed: list[int]) -> list[str]:
     """A continuation of each prompt of this process's rows; `seed` is made its own by its rank."""
     device = next(model.parameters()).device
     rows = {key: batch[key].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
-    own_seed = np.random.SeedSequence([*seed, grid.data_rank]).generate_state(1)[0]
-    return sample(model, rows, tokenizer, max_length=max_length, seed=int(own_seed), in_step=grid.world_size > 1)
+    own_seed = np.random.SeedSequence([*seed, mesh.data_rank]).generate_state(1)[0]
+    return sample(model, rows, tokenizer, max_length=max_length, seed=int(own_seed), in_step=mesh.world_size > 1)
 
 
 CUT = "[...]"  # what a prompt lost
@@ -90,7 +90,7 @@ def fed_prompts(batch: Batch, encode: TextEncoder) -> list[str]:
 
 
 def sample_batches(
-    model: Any, sample_batch: Callable[[Any, Batch], list[str]], batches: Iterable[Batch], grid: Grid
+    model: Any, sample_batch: Callable[[Any, Batch], list[str]], batches: Iterable[Batch], mesh: Mesh
 ) -> list[str]:
     """Continuations of all prompts of global batches, in their order, with the model's weights gathered once.
 
@@ -99,6 +99,6 @@ def sample_batches(
     texts = []
     with gathered_weights(model):
         for batch in batches:
-            rows = slice_and_move_batch_for_device(batch, grid.data_rank, grid.data_size, "cpu")
-            texts += grid.gather_list(sample_batch(model, rows))
+            rows = slice_and_move_batch_for_device(batch, mesh.data_rank, mesh.data_size, "cpu")
+            texts += mesh.gather_list(sample_batch(model, rows))
     return texts

@@ -87,7 +87,7 @@ class SharedPrefix:
     def forward(self, model: torch.nn.Module, inputs: Packed) -> Logps:
         """Log-probabilities of each example's responses, on the device of the inputs."""
         logps = run_as_forward(model, packed_logps, inputs, self.windows)  # (U,)
-        return tuple(logps.to(inputs.choices.device)[inputs.choices])
+        return tuple(logps.to(inputs.response_index.device)[inputs.response_index])
 
 
 def row_tokens(max_length: int) -> int:

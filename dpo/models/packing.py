@@ -35,7 +35,7 @@ class Packed(NamedTuple):
     scored: torch.Tensor  # (N,): row * L + column of the token that predicts a response token
     targets: torch.Tensor  # (N,): the token to predict
     slots: torch.Tensor  # (N,): response * T + place in the response
-    choices: torch.Tensor  # (sides, B): the response that an example has as chosen, as rejected
+    response_index: torch.Tensor  # (sides, B): the response that an example has as chosen, as rejected
     shape: tuple[int, int]  # (U, T)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
@@ -86,21 +86,21 @@ def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, le
     A prompt with more responses than fit beside it in `row_tokens` is repeated. `length` is that of the rows; None
     chooses the one that costs least, twice `row_tokens` at most.
     """
-    numbers: dict[tuple, dict[tuple, int]] = {}  # prompt -> response -> number
+    indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> response -> number
     count = 0
     for prompt, responses in examples:
         for response in responses:
-            known = numbers.setdefault(prompt, {})
+            known = indices.setdefault(prompt, {})
             if response not in known:
                 known[response] = count
                 count += 1
-    choices = [[numbers[p][response] for response in responses] for p, responses in examples]
-    trees = [tree for prompt, known in numbers.items() for tree in _trees(prompt, known, row_tokens)]
+    response_index = [[indices[p][response] for response in responses] for p, responses in examples]
+    trees = [tree for prompt, known in indices.items() for tree in _trees(prompt, known, row_tokens)]
     trees.sort(key=lambda tree: -tree.length)
     lengths = _row_lengths(trees, alignment) if length is None else [-(-length // alignment) * alignment]
     rows, length = min((_fill_rows(trees, length) for length in lengths), key=_cost)
-    longest = max(len(response) for known in numbers.values() for response in known)
-    return _write(rows, length, np.asarray(choices).T, (count, longest))
+    longest = max(len(response) for known in indices.values() for response in known)
+    return _write(rows, length, np.asarray(response_index).T, (count, longest))
 
 
 def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[_Tree]:
@@ -142,7 +142,7 @@ def _cost(filling: tuple[list[list[_Tree]], int]) -> float:
     return len(rows) * length * (1 + length / ATTENTION_LENGTH)
 
 
-def _write(rows: list[list[_Tree]], length: int, choices: np.ndarray, shape: tuple[int, int]) -> Packed:
+def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, shape: tuple[int, int]) -> Packed:
     """Write the trees of each row one after the other."""
     input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
     tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
@@ -168,7 +168,7 @@ def _write(rows: list[list[_Tree]], length: int, choices: np.ndarray, shape: tup
                 targets += ids[first:]
                 slots += range(response * shape[1] + first, response * shape[1] + len(ids))
                 at = end
-    tensors = (input_ids, position_ids, tree_of, branch_of, *map(_int64, (scored, targets, slots)), choices)
+    tensors = (input_ids, position_ids, tree_of, branch_of, *map(_int64, (scored, targets, slots)), response_index)
     return Packed(*(torch.from_numpy(np.ascontiguousarray(t)) for t in tensors), shape)
 
 

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 
-class Grid:
+class Mesh:
     """How the processes of a run share its models and its rows.
 
-    Ranks fill a grid of `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours (usually on one
+    Ranks fill a mesh of `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours (usually on one
     machine) share most. Along `tensor` a layer is cut (tensor parallelism); along `shard` parameters, gradients and
     optimizer state are (FSDP); along `replicate` whole copies of these are kept equal. Processes that differ in
     `tensor` only see the same rows.
@@ -44,9 +44,14 @@ class Grid:
                 self.device = torch.device("cuda", torch.cuda.current_device())
             # its advice, to flatten axes, does not apply to shards of slices
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-            grid = (self.data_size // self.shard_size, self.shard_size, tensor_size)
-            self.mesh = init_device_mesh(self.device.type, grid, mesh_dim_names=("replicate", "shard", "tensor"))
-            for group in (*self.mesh.get_all_groups(), self._data_group):  # which do not take after the group of all
+            sizes = (self.data_size // self.shard_size, self.shard_size, tensor_size)
+            self.device_mesh = init_device_mesh(
+                self.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor")
+            )
+            for group in (
+                *self.device_mesh.get_all_groups(),
+                self._data_group,
+            ):  # which do not take after the group of all
                 _set_pg_timeout(timedelta(seconds=timeout_secs), group)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dpo.errors import InputError
-from dpo.parallel.mesh import Grid
+from dpo.parallel.mesh import Mesh
 from dpo.parallel.tensor_parallel import cut_modules, find_plan
 from dpo.system.host_memory import host_memory
 
 
-def distribute(model: Any, grid: Grid, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
-    """Spread a model over the processes of a grid, one unit per transformer block.
+def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
+    """Spread a model over the processes of a mesh, one unit per transformer block.
 
     Rank 0's weights are the ones that count; the other ranks' may be on the meta device. Each unit is sent by rank 0,
     cut along `tensor` and sharded before the next, so that a process never holds more than its shards and one unit.
@@ -32,22 +32,24 @@ def distribute(model: Any, grid: Grid, *, block_name: str | None, compute_dtype:
     for a class that the model does not have, and for a model that cannot be cut along `tensor`.
     """
     blocks = find_blocks(model, block_name)
-    plan = find_plan(model) if grid.tensor_size > 1 else {}
-    mesh = grid.mesh["replicate", "shard"] if grid.data_size > grid.shard_size else grid.mesh["shard"]
+    plan = find_plan(model) if mesh.tensor_size > 1 else {}
+    fsdp_mesh = (
+        mesh.device_mesh["replicate", "shard"] if mesh.data_size > mesh.shard_size else mesh.device_mesh["shard"]
+    )
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # one group of tensor-parallel processes in the weights' own dtype needs nothing of FSDP
-    sharded = grid.tensor_size == 1 or grid.data_size > 1 or compute_dtype != model.dtype
+    sharded = mesh.tensor_size == 1 or mesh.data_size > 1 or compute_dtype != model.dtype
     specs = _agree_on_tensors(model)
     names = {module: name for name, module in model.named_modules()}
     done: set[torch.nn.Module] = set()
     for unit in (*reversed(blocks), model):  # a block inside a block comes first
         within = {*unit.modules()} - done
         modules = {names[module]: module for module in unit.modules() if module in within}
-        _receive(modules, specs, grid)
+        _receive(modules, specs, mesh)
         if plan:
-            cut_modules(modules, plan, grid.mesh["tensor"])
+            cut_modules(modules, plan, mesh.device_mesh["tensor"])
         if sharded:
-            fully_shard(unit, mesh=mesh, mp_policy=policy)
+            fully_shard(unit, mesh=fsdp_mesh, mp_policy=policy)
         done |= within
     if sharded:
         model.compute_dtype = compute_dtype
@@ -95,7 +97,7 @@ def _agree_on_tensors(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return theirs
 
 
-def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], grid: Grid) -> None:
+def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh) -> None:
     """Parameters and buffers of these modules become rank 0's, on this process's device; tied ones stay tied."""
     received: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, module in modules.items():
@@ -105,16 +107,16 @@ def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple],
                     continue
                 if tensor not in received:
                     shape, dtype = specs[f"{prefix}.{key}".lstrip(".")]
-                    received[tensor] = _from_rank_0(tensor, shape, dtype, grid)
+                    received[tensor] = _from_rank_0(tensor, shape, dtype, mesh)
                 kind[key] = received[tensor]
 
 
-def _from_rank_0(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, grid: Grid) -> torch.Tensor:
-    if grid.rank == 0:
-        data = tensor.detach().to(grid.device).contiguous()
+def _from_rank_0(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, mesh: Mesh) -> torch.Tensor:
+    if mesh.rank == 0:
+        data = tensor.detach().to(mesh.device).contiguous()
     else:
-        data = torch.empty(shape, dtype=dtype, device=grid.device)
-    if grid.world_size > 1:
+        data = torch.empty(shape, dtype=dtype, device=mesh.device)
+    if mesh.world_size > 1:
         dist.broadcast(data, src=0)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(data, requires_grad=tensor.requires_grad)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from dpo.parallel.mesh import Grid, from_rank_0
+from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import _from_rank_0
 
 
@@ -18,11 +18,11 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def hold_the_same(model: torch.nn.Module, other: torch.nn.Module, grid: Grid) -> bool:
+def hold_the_same(model: torch.nn.Module, other: torch.nn.Module, mesh: Mesh) -> bool:
     """Whether all weights of `other` are those of `model` in its own dtype, on every process; each has its part."""
     ours, theirs = (list(map(_local, m.parameters())) for m in (model, other))
     same = len(ours) == len(theirs) and all(torch.equal(a.to(b), b) for a, b in zip(ours, theirs, strict=True))
-    return not grid.any(not same)
+    return not mesh.any(not same)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,11 +57,11 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
     return visit(state)
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, grid: Grid) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:
     """Load rank 0's whole state dict, None elsewhere; each process keeps copies of what belongs to its shards."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(isinstance(parameter, DTensor) for parameter in parameters):
-        state = _cut_optimizer_state(parameters, state, grid)
+        state = _cut_optimizer_state(parameters, state, mesh)
     else:
         state = from_rank_0(state)
     optimizer.load_state_dict(state)
@@ -70,7 +70,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | Non
 
 
 def _cut_optimizer_state(
-    parameters: Sequence[torch.Tensor], state: dict[str, Any] | None, grid: Grid
+    parameters: Sequence[torch.Tensor], state: dict[str, Any] | None, mesh: Mesh
 ) -> dict[str, Any]:
     """A state dict of this process's shards, from rank 0's of whole tensors."""
     whole = {} if state is None else {i: dict(values) for i, values in state["state"].items()}
@@ -82,8 +82,8 @@ def _cut_optimizer_state(
     for i, values in sent["state"].items():
         for key, value in values.items():
             if isinstance(value, _Shaped):
-                own = whole[i][key].to(grid.device, copy=True) if grid.rank == 0 else None
-                values[key] = _place_like(parameters[i], own, value.dtype, grid)
+                own = whole[i][key].to(mesh.device, copy=True) if mesh.rank == 0 else None
+                values[key] = _place_like(parameters[i], own, value.dtype, mesh)
     return sent
 
 
@@ -93,9 +93,9 @@ class _Shaped(NamedTuple):
     dtype: torch.dtype
 
 
-def _place_like(parameter: DTensor, whole: torch.Tensor | None, dtype: torch.dtype, grid: Grid) -> DTensor:
+def _place_like(parameter: DTensor, whole: torch.Tensor | None, dtype: torch.dtype, mesh: Mesh) -> DTensor:
     """Rank 0's `whole` tensor, cut over the processes as `parameter` is."""
-    data = _from_rank_0(whole, parameter.shape, dtype, grid)
-    mesh = parameter.device_mesh
-    replicated = DTensor.from_local(data, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    data = _from_rank_0(whole, parameter.shape, dtype, mesh)
+    device_mesh = parameter.device_mesh
+    replicated = DTensor.from_local(data, device_mesh, [Replicate()] * device_mesh.ndim, run_check=False)
     return replicated.redistribute(placements=parameter.placements)

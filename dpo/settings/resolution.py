@@ -66,20 +66,20 @@ def count_processes(config: DictConfig) -> Processes:
     from dpo.losses import LOSSES
     from dpo.settings.keys import COUNT, Processes
     from dpo.settings.validation import flatten
-    from dpo.system.rank_env import find_seat
+    from dpo.system.rank_env import find_rank_env
 
-    trainer, seat, gpus, values = find_trainer(config), find_seat(), torch.cuda.device_count(), flatten(config)
+    trainer, rank_env, gpus, values = find_trainer(config), find_rank_env(), torch.cuda.device_count(), flatten(config)
     asked, tensor_size = values.get("world_size"), values.get("tensor_parallel_size")
     size = 1
-    if seat is not None:
-        size = seat.world_size
+    if rank_env is not None:
+        size = rank_env.world_size
     elif trainer.multi_process:
         size = asked if COUNT.holds(asked) else max(1, gpus)
     return Processes(
         size,
         trainer.tensor_size(config, size) if tensor_size is None or COUNT.holds(tensor_size) else 1,
         several=trainer.multi_process,
-        launched=seat is not None,
+        launched=rank_env is not None,
         gpus=gpus,
         cuts_layers=trainer.cuts_layers,
         can_sample=trainer.can_sample,

@@ -24,7 +24,7 @@ import tqdm
 from dpo.errors import InputError, RunError
 from dpo.system.malloc import keep_freed_memory, raise_open_file_limit, return_freed_memory
 from dpo.system.process_group import init_distributed
-from dpo.system.rank_env import Seat, _number, find_seat
+from dpo.system.rank_env import RankEnv, _number, find_rank_env
 from dpo.system.redaction import redact
 from dpo.system.signals import ASKED, Stopped, ctrl_c_ignored, on_stop_signals
 
@@ -49,17 +49,17 @@ def launch(
 ) -> None:
     """Run `worker(rank, world_size, *args)` in `world_size` processes that meet in a process group.
 
-    A process with a seat (`find_seat`) runs its own worker and ends with it; else the processes are started here, at
-    `port` (None: a free one). NCCL joins them, one GPU each, or gloo on the CPU; without `process_group` the worker is
+    A process that a launcher started (`find_rank_env`) runs its own worker and ends with it; else the processes are
+    started here, at `port` (None: a free one). NCCL joins them, one GPU each, or gloo on the CPU; without `process_group` the worker is
     called here. A collective that waits longer than `timeout_secs` fails. Raises InputError for bad input that a
     worker found, Stopped if the run was asked to stop, and WorkerFailed.
     """
     raise_open_file_limit()
-    seat = find_seat()
-    if seat is not None:
-        status, message = _work(seat, worker, args, timeout_secs)
+    rank_env = find_rank_env()
+    if rank_env is not None:
+        status, message = _work(rank_env, worker, args, timeout_secs)
         if status:
-            if status == BAD_INPUT and seat.rank != 0:
+            if status == BAD_INPUT and rank_env.rank != 0:
                 time.sleep(GRACE_SECS)  # every rank may have found it: rank 0 says it, and this one is ended meanwhile
             if message:
                 message = redact(f"error: {message}" if status == BAD_INPUT else message)
@@ -94,7 +94,7 @@ def _backend(local_rank: int) -> str:
 # --- in a worker ---------------------------------------------------------------------------------------------------
 
 
-def _work(seat: Seat, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
+def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
     """Join the group, work, leave it; exit status and what went wrong.
 
     At the store each rank notes that it failed, or that it lost contact; so those that lost contact can tell who did
@@ -104,18 +104,18 @@ def _work(seat: Seat, worker: Callable[..., None], args: tuple, timeout_secs: fl
     tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore that outlives a killed worker
     store = None
     try:
-        store = _meet(seat, timeout_secs)
+        store = _meet(rank_env, timeout_secs)
         init_distributed(
-            seat.rank,
-            seat.world_size,
-            backend=_backend(seat.local_rank),
+            rank_env.rank,
+            rank_env.world_size,
+            backend=_backend(rank_env.local_rank),
             timeout=timedelta(seconds=timeout_secs),
             store=dist.PrefixStore("group", store),
-            local_rank=seat.local_rank,
+            local_rank=rank_env.local_rank,
         )
         status = 0
         try:
-            worker(seat.rank, seat.world_size, *args)
+            worker(rank_env.rank, rank_env.world_size, *args)
         except Stopped as stopped:  # all ranks together
             status = stopped.status
         dist.destroy_process_group()
@@ -125,34 +125,38 @@ def _work(seat: Seat, worker: Callable[..., None], args: tuple, timeout_secs: fl
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             status, message = FAILED, traceback.format_exc()
     except RunError as error:
-        note, status, message = "failed", FAILED, f"rank {seat.rank}: {error}\n"
+        note, status, message = "failed", FAILED, f"rank {rank_env.rank}: {error}\n"
     except KeyboardInterrupt:
         note, status, message = "failed", 128 + signal.SIGINT, "interrupted"
     except Exception as error:
         lost = isinstance(error, dist.DistError) or "/gloo/" in str(error)  # most likely because another rank failed
         note, status = ("lost", LOST_CONTACT) if lost else ("failed", FAILED)
-        message = f"rank {seat.rank} {'lost contact' if lost else 'failed'}:\n{traceback.format_exc()}"
+        message = f"rank {rank_env.rank} {'lost contact' if lost else 'failed'}:\n{traceback.format_exc()}"
     if store is not None:
-        message += _compare_notes(store, seat, note, timeout_secs)
+        message += _compare_notes(store, rank_env, note, timeout_secs)
     return status, message
 
 
-def _meet(seat: Seat, timeout_secs: float) -> dist.Store:
+def _meet(rank_env: RankEnv, timeout_secs: float) -> dist.Store:
     """The store at which all ranks of a run meet; a new one for every restart of torchrun."""
     store = dist.TCPStore(
-        seat.address, seat.port, is_master=seat.hosts, wait_for_workers=False, timeout=timedelta(seconds=timeout_secs)
+        rank_env.address,
+        rank_env.port,
+        is_master=rank_env.hosts,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_secs),
     )
     return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def _compare_notes(store: dist.Store, seat: Seat, note: str, timeout_secs: float) -> str:
+def _compare_notes(store: dist.Store, rank_env: RankEnv, note: str, timeout_secs: float) -> str:
     """Leave a note on how this rank ended; if it lost contact, wait a while and name the ranks that did not."""
     try:
-        store.set(f"{note} {seat.rank}", "")
+        store.set(f"{note} {rank_env.rank}", "")
         if note != "lost":
             return ""
         time.sleep(GRACE_SECS)
-        others = [rank for rank in range(seat.world_size) if not store.check([f"lost {rank}"])]
+        others = [rank for rank in range(rank_env.world_size) if not store.check([f"lost {rank}"])]
         failed = [rank for rank in others if store.check([f"failed {rank}"])]
     except dist.DistError as error:
         return f"nor does the store answer, which rank 0's machine serves: {error}\n"
@@ -178,13 +182,13 @@ def _leave(status: int) -> None:
     os._exit(status)
 
 
-def _run_worker(seat: Seat, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
+def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
     faulthandler.enable()  # a stuck worker is ended by SIGABRT and shows where it was
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # no orphan, however the parent dies
     if os.getppid() != parent:
         os._exit(FAILED)
-    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(seat.local_rank), str(seat.world_size)
-    status, message = _work(seat, worker, args, timeout_secs)
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.local_rank), str(rank_env.world_size)
+    status, message = _work(rank_env, worker, args, timeout_secs)
     pipe.send(message[-20_000:])  # fits into the pipe's buffer: nobody reads it before this process has ended
     _leave(status)
 
@@ -203,8 +207,10 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
     try:
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            seat = Seat(rank, world_size, local_rank=rank, address="127.0.0.1", port=store.port)
-            process = context.Process(target=_run_worker, args=(seat, os.getpid(), sender, worker, args, timeout_secs))
+            rank_env = RankEnv(rank, world_size, local_rank=rank, address="127.0.0.1", port=store.port)
+            process = context.Process(
+                target=_run_worker, args=(rank_env, os.getpid(), sender, worker, args, timeout_secs)
+            )
             with ctrl_c_ignored():
                 process.start()
             sender.close()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dpo.errors import InputError
 
 
-class Seat(NamedTuple):
+class RankEnv(NamedTuple):
     """A process's place among those of a run, and where they meet."""
 
     rank: int
@@ -22,8 +22,8 @@ class Seat(NamedTuple):
     hosts: bool = False  # whether it serves the store at which all meet
 
 
-def find_seat(environ: Mapping[str, str] | None = None) -> Seat | None:
-    """The seat that torchrun or Slurm (several tasks of one `srun`) gave this process; None if nobody did.
+def find_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
+    """What torchrun or Slurm (several tasks of one `srun`) set for this process; None if neither launched it.
 
     Raises InputError for variables that are missing or no numbers.
     """
@@ -33,12 +33,12 @@ def find_seat(environ: Mapping[str, str] | None = None) -> Seat | None:
         rank = number("RANK")
         hosts = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         address, port = environ.get("MASTER_ADDR", "localhost"), number("MASTER_PORT", 29500)
-        return Seat(rank, number("WORLD_SIZE"), number("LOCAL_RANK", rank), address, port, hosts)
+        return RankEnv(rank, number("WORLD_SIZE"), number("LOCAL_RANK", rank), address, port, hosts)
     if number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not SLURM_NTASKS, which a batch script has too
         rank, local_rank = number("SLURM_PROCID"), number("SLURM_LOCALID")
         port = number("MASTER_PORT", 20_000 + number("SLURM_JOB_ID") % 20_000)
         address = environ.get("MASTER_ADDR") or _first_node(environ)
-        return Seat(rank, number("SLURM_STEP_NUM_TASKS"), local_rank, address, port, hosts=rank == 0)
+        return RankEnv(rank, number("SLURM_STEP_NUM_TASKS"), local_rank, address, port, hosts=rank == 0)
     return None
 
 

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 from dpo.errors import RunError
-from dpo.parallel.mesh import Grid
+from dpo.parallel.mesh import Mesh
 from dpo.training.batches import GlobalBatch
 
 POLICIES = ("raise", "skip")
@@ -27,8 +27,8 @@ class NonFinite(RunError):
 class Guard:
     """Stands between the gradient and the optimizer."""
 
-    def __init__(self, run_dir: Path, grid: Grid, *, policy: str, say: Callable[[str], None]) -> None:
-        self.run_dir, self.grid, self.policy, self.say = run_dir, grid, policy, say
+    def __init__(self, run_dir: Path, mesh: Mesh, *, policy: str, log: Callable[[str], None]) -> None:
+        self.run_dir, self.mesh, self.policy, self.log = run_dir, mesh, policy, log
         self.skipped = 0
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
 
@@ -41,7 +41,7 @@ class Guard:
         if math.isfinite(grad_norm) and values["loss/train"].isfinite().all():
             return True
         folder = self.run_dir / f"nonfinite-{update}"
-        if self.grid.rank == 0:
+        if self.mesh.rank == 0:
             self._write(folder, batch, values)
         self.skipped += 1
         loss = values["loss/train"].mean()
@@ -50,7 +50,7 @@ class Guard:
             raise NonFinite(f"{what}; it was not made; nan_policy=skip would go on without it")
         if self.skipped > MAX_SKIPPED:
             raise NonFinite(f"{what}; {MAX_SKIPPED} updates were skipped before")
-        self.say(f"warning: {what}; it was skipped")
+        self.log(f"warning: {what}; it was skipped")
         return False
 
     def watch(self, metrics: Mapping[str, float], *, update: int) -> None:
@@ -58,7 +58,7 @@ class Guard:
         for name, before in self._before.items():
             value, usual = metrics[name], median(before) if len(before) >= 20 else float("inf")
             if value > SPIKE * usual > 0:
-                self.say(f"warning: update {update}: {name} {value:.4g} is {value / usual:.0f} times its median before")
+                self.log(f"warning: update {update}: {name} {value:.4g} is {value / usual:.0f} times its median before")
             if math.isfinite(value):
                 before.append(value)
 

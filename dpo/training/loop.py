@@ -24,7 +24,7 @@ from dpo.losses import LOSSES
 from dpo.models.generation import before_each_forward, fed_prompts, sample_batches, sample_rows
 from dpo.models.loading import loaded, loaded_reference
 from dpo.models.pretrained import DTYPES, check_positions, remarks
-from dpo.parallel.mesh import Grid
+from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import accumulate, release_gathered
 from dpo.parallel.state import full_tensor
 from dpo.reporting.files import Sample
@@ -65,7 +65,7 @@ class Trainer:
         self.config, self.seed, self.run_dir = config, seed, Path(run_dir)
         self.rank, self.world_size = rank, world_size
         tensor_size = self.tensor_size(config, world_size)
-        self.grid = Grid(
+        self.mesh = Mesh(
             rank,
             world_size,
             shard_size=config.fsdp_shard_size,
@@ -86,9 +86,9 @@ class Trainer:
             self.progress.line(note)
         self.optimizer = self.make_optimizer()
         self.scheduler = warmup(self.optimizer, config.warmup_steps)
-        longest, say = self.data.report.longest(config.max_length), self.progress.line
+        longest, log = self.data.report.longest(config.max_length), self.progress.line
         models = self.policy, self.reference_model
-        self.objective = make_objective(config, *models, self.grid, self.compute_dtype, longest=longest, say=say)
+        self.objective = make_objective(config, *models, self.mesh, self.compute_dtype, longest=longest, log=log)
         self.eval_every = config.eval_every - config.eval_every % config.batch_size
         self.example_counter, self.batch_counter, self.evaluated_at = 0, 0, -1
         if self.eval_every != config.eval_every:
@@ -97,11 +97,11 @@ class Trainer:
                 f"evaluating every {self.eval_every} examples"
             )
         self.batches = Batches.of(
-            config, self.data, self.objective.layout, rank=self.grid.data_rank, size=self.grid.data_size, seed=seed
+            config, self.data, self.objective.layout, rank=self.mesh.data_rank, size=self.mesh.data_size, seed=seed
         )
         self.eval_batches = list(self.batches.test(config.eval_batch_size, n_examples=config.n_eval_examples))
-        self.checkpoints = Checkpoints(self.run_dir, self.grid, keep=config.keep_checkpoints, say=self.progress.line)
-        self.guard = Guard(self.run_dir, self.grid, policy=config.nan_policy, say=self.progress.line)
+        self.checkpoints = Checkpoints(self.run_dir, self.mesh, keep=config.keep_checkpoints, log=self.progress.line)
+        self.guard = Guard(self.run_dir, self.mesh, policy=config.nan_policy, log=self.progress.line)
         self._asked_to_stop: list[int] = []  # signals that this process had
         self.stop_is_agreed = False  # by all processes, once any of them had one
         self.logger_state: dict[str, Any] = {}
@@ -199,7 +199,7 @@ class Trainer:
 
     def _stop_if_asked(self) -> None:
         """Raises Stopped on every process if any of them had a signal."""
-        if self.grid.any(bool(self._asked_to_stop)):
+        if self.mesh.any(bool(self._asked_to_stop)):
             raise Stopped(*self._asked_to_stop[:1])
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
@@ -214,7 +214,7 @@ class Trainer:
             microbatch = microbatch.to(self.objective.device)
             losses, metrics = losses_of(microbatch, known)
             # the mean over the global batch, of which FSDP will take the mean over processes
-            (losses.sum() * self.grid.data_size / self.config.batch_size).backward()
+            (losses.sum() * self.mesh.data_size / self.config.batch_size).backward()
             parts.append((microbatch.rows, metrics))
         release_gathered(self.reference_model)
         # everything that the host asks of the device in an update, and that processes agree on: waits for the device
@@ -309,7 +309,7 @@ class Trainer:
         over = partial(self.progress.over, total=n_batches, what="sample")
         self.policy.eval()
         texts = [
-            sample_batches(model, self._continuations, over(batches), self.grid) for model in self._sampled_models()
+            sample_batches(model, self._continuations, over(batches), self.mesh) for model in self._sampled_models()
         ]
         policy, reference = texts if len(texts) > 1 else (texts[0], [None] * len(texts[0]))
         prompts = [prompt for batch in batches for prompt in fed_prompts(batch, self.data.encode)]
@@ -324,7 +324,7 @@ class Trainer:
         seed, max_length = [self.seed, self.example_counter], self.config.max_length
         most = max_length - batch["prompt_input_ids"].shape[1]
         with before_each_forward(model, lambda token: self._before_token(token, most)):
-            return sample_rows(model, batch, self.tokenizer, self.grid, max_length=max_length, seed=seed)
+            return sample_rows(model, batch, self.tokenizer, self.mesh, max_length=max_length, seed=seed)
 
     def _before_token(self, number: int, most: int) -> None:
         self._stop_if_asked()
@@ -383,8 +383,8 @@ class Trainer:
         if not self.config.self_test:
             return
         first = self.eval_batches[0].batch
-        rows = {key: value[: 2 * self.grid.data_size] for key, value in first.items()}
-        [microbatch] = self.objective.layout.split(rows, 1, rank=self.grid.data_rank, size=self.grid.data_size)
+        rows = {key: value[: 2 * self.mesh.data_size] for key, value in first.items()}
+        [microbatch] = self.objective.layout.split(rows, 1, rank=self.mesh.data_rank, size=self.mesh.data_size)
         notes = self_test(
             self.policy,
             self.reference_model,
@@ -392,7 +392,7 @@ class Trainer:
             loss_name=self.config.loss.name,
             loss_options=loss_options(self.config.loss),
             same_dtype=self.compute_dtype == self.config.model.reference_dtype,
-            repeats_to=DTYPES[self.config.model.autocast or self.compute_dtype] if self.grid.tensor_size > 1 else None,
+            repeats_to=DTYPES[self.config.model.autocast or self.compute_dtype] if self.mesh.tensor_size > 1 else None,
         )
         for note in notes:
             self.progress.line(note)

@@ -37,7 +37,7 @@ REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over 
 LOOKED_AT = 50  # global batches among which the largest microbatch is sought
 
 
-class Need(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """Bytes of one process at its peak, by what they are for."""
 
     policy: int
@@ -57,7 +57,7 @@ class Need(NamedTuple):
         return sum(self)
 
 
-class Ledger(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Follows the storages of all tensors that operations inside it make."""
 
     def __init__(self, held: Iterable[torch.Tensor], *, vocabulary: int | None = None) -> None:
@@ -68,12 +68,12 @@ class Ledger(TorchDispatchMode):
         self._kinds = {tensor.untyped_storage()._cdata: "held" for tensor in held}
 
     @classmethod
-    def of(cls, model: Any) -> Ledger:
+    def of(cls, model: Any) -> MemoryTracker:
         """One that tells a model's gradients and logits from its activations."""
-        ledger = cls((*model.parameters(), *model.buffers()), vocabulary=model.get_output_embeddings().weight.shape[0])
+        tracker = cls((*model.parameters(), *model.buffers()), vocabulary=model.get_output_embeddings().weight.shape[0])
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(ledger._is_gradient)
-        return ledger
+            parameter.register_post_accumulate_grad_hook(tracker._is_gradient)
+        return tracker
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
@@ -127,7 +127,7 @@ class Plan(NamedTuple):
         return cls(world_size, tensor_size, shard_size, dtype)
 
 
-def predict(config: DictConfig, plan: Plan, data: TrainingData) -> Need:
+def predict(config: DictConfig, plan: Plan, data: TrainingData) -> MemoryEstimate:
     """What a process needs at its peak. Under tensor parallelism activations are those of whole layers: too many."""
     fake = FakeTensorMode()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -152,14 +152,14 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> Need:
     return max((_with_activations(*phase, plan, device) for phase in phases), key=lambda need: need.total)
 
 
-def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu: bool) -> Need:
+def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu: bool) -> MemoryEstimate:
     """All but activations, and what is kept for them."""
     model, compute = config.model, DTYPES[plan.compute_dtype]
     n = sum(p.numel() for p in policy.parameters()) // (plan.shard_size * plan.tensor_size)
     weights, states, temporary = n * DTYPES[model.policy_dtype].itemsize, *_states_of(config.optimizer)
     root, *blocks = _units(policy, model.block_name) if plan.shard_size > 1 else [0, 0]
     largest = max(blocks)
-    return Need(
+    return MemoryEstimate(
         policy=weights,
         gradients=weights,
         optimizer=int(weights * states),
@@ -174,7 +174,7 @@ def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu:
     )
 
 
-def _with_activations(need: Need, peak: Counter[str], plan: Plan, device: str) -> Need:
+def _with_activations(need: MemoryEstimate, peak: Counter[str], plan: Plan, device: str) -> MemoryEstimate:
     """What a phase needs whose activations are these."""
     comes_and_goes = need.gradients + need.optimizer + peak["activations"] + peak["logits"]
     kept = int(KEPT * comes_and_goes) if device == "cpu" and plan.world_size == 1 else 0
@@ -202,18 +202,18 @@ def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:
     return microbatch.map(lambda tensor: fake.from_tensor(tensor).to(device)).inputs
 
 
-def _run(policy: Any, layout: Layout, inputs: Any, autocast: str | None, n_backwards: int) -> Ledger:
+def _run(policy: Any, layout: Layout, inputs: Any, autocast: str | None, n_backwards: int) -> MemoryTracker:
     """Forward and backward, twice if gradients are added up, for then the second finds them there; 0: forward alone."""
     device = policy.device.type
-    ledger = Ledger.of(policy)
-    with ledger, torch.set_grad_enabled(n_backwards > 0):
+    tracker = MemoryTracker.of(policy)
+    with tracker, torch.set_grad_enabled(n_backwards > 0):
         for _ in range(max(1, n_backwards)):
             with torch.autocast(device, dtype=DTYPES.get(autocast), enabled=autocast is not None):
                 logps = layout.forward(policy, inputs)
             if n_backwards:
                 sum(logps).sum().backward()
             del logps
-    return ledger
+    return tracker
 
 
 def _states_of(optimizer: str) -> tuple[float, float]:
@@ -223,9 +223,9 @@ def _states_of(optimizer: str) -> tuple[float, float]:
     small = OPTIMIZERS[optimizer]([parameter], lr=0.1, foreach=True)  # as on a GPU
     small.step()
     states = [v for v in small.state[parameter].values() if isinstance(v, torch.Tensor)]
-    with Ledger([parameter, parameter.grad, *states]) as ledger:
+    with MemoryTracker([parameter, parameter.grad, *states]) as tracker:
         small.step()
-    return sum(v.nbytes for v in states) / parameter.nbytes, ledger.peak.total() / parameter.nbytes
+    return sum(v.nbytes for v in states) / parameter.nbytes, tracker.peak.total() / parameter.nbytes
 
 
 def _units(policy: Any, block_name: str | None) -> list[int]:

@@ -18,7 +18,7 @@ from dpo.data.tokenization import Batch
 from dpo.losses import LOSSES
 from dpo.models.layouts import Layout, Logps, Longest, Microbatch, choose_layout
 from dpo.models.pretrained import DTYPES
-from dpo.parallel.mesh import Grid, from_rank_0
+from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import hold_the_same
 from dpo.training.batches import GlobalBatch
@@ -43,13 +43,13 @@ class Objective:
     def __init__(
         self,
         layout: Layout,
-        grid: Grid,
+        mesh: Mesh,
         *,
         device: torch.device,
         autocast: torch.dtype | None,
         models_are_equal: bool = False,
     ) -> None:
-        self.layout, self.grid, self.device, self.autocast = layout, grid, device, autocast
+        self.layout, self.mesh, self.device, self.autocast = layout, mesh, device, autocast
         self.models_are_equal = models_are_equal
         self.reference_logps = ReferenceLogps()
 
@@ -114,7 +114,7 @@ class Objective:
         self, parts: Parts, keys: Sequence[tuple[bytes, ...]], scalars: Mapping[str, torch.Tensor] | None = None
     ) -> Reduced:
         """The metrics of all examples on every process, and the sums of `scalars` over the processes."""
-        reduced = reduce_parts(parts, len(keys), self.grid.add, counts=self.grid.counts, scalars=scalars or {})
+        reduced = reduce_parts(parts, len(keys), self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
         reference = [reduced.examples.pop(name) for name in REFERENCE if name in reduced.examples]
         if reference:
             self.reference_logps.add(keys, torch.stack(reference, dim=1))
@@ -127,7 +127,7 @@ class Objective:
             (microbatch.rows, dict(zip(REFERENCE, self.forward(reference_model, microbatch), strict=True)))
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches)
         ]
-        reduced = reduce_parts(parts, len(batch.keys), self.grid.add, counts=self.grid.counts)
+        reduced = reduce_parts(parts, len(batch.keys), self.mesh.add, counts=self.mesh.counts)
         return torch.stack(list(reduced.examples.values()), dim=1)
 
     def score_all(self, reference_model: torch.nn.Module, batches: Iterable[GlobalBatch], path: Path) -> str:
@@ -135,10 +135,10 @@ class Objective:
 
         Raises InputError if the file holds something else than the reference gives now.
         """
-        read = read_logps(path) if self.grid.rank == 0 and path.exists() else LogpTable()
+        read = read_logps(path) if self.mesh.rank == 0 and path.exists() else LogpTable()
         read, seed = from_rank_0((read, secrets.randbits(32)))
         n_scored = self.reference_logps.score_all(batches, partial(self.score, reference_model), read, seed=seed)
-        if self.grid.rank == 0:
+        if self.mesh.rank == 0:
             self.reference_logps.save(path)
         return f"{n_scored:,} pairs scored by the reference, {len(read):,} responses read from {path}"
 
@@ -147,11 +147,11 @@ def make_objective(
     config: DictConfig,
     policy: Any,
     reference_model: Any,
-    grid: Grid,
+    mesh: Mesh,
     compute_dtype: str,
     *,
     longest: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Objective:
     """The objective with the layout that both models take; `say` is told why it is not the one asked for.
 
@@ -170,11 +170,11 @@ def make_objective(
                 max_length=config.max_length,
                 compute_dtype=autocast or DTYPES[dtype],
                 longest=Longest.of(longest, max(config.batch_size, config.eval_batch_size), config.max_length),
-                vetoed=grid.any,
+                vetoed=mesh.any,
             )
         release_gathered(model)
         if note:
-            say(note)
+            log(note)
             break
-    equal = reference_model is not None and hold_the_same(policy, reference_model, grid)
-    return Objective(layout, grid, device=device, autocast=autocast, models_are_equal=equal)
+    equal = reference_model is not None and hold_the_same(policy, reference_model, mesh)
+    return Objective(layout, mesh, device=device, autocast=autocast, models_are_equal=equal)

@@ -62,7 +62,7 @@ def start_slurm(setting: Setting, common: tuple[str, ...]) -> list[Run]:
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
     own = (*common, "trainer=FSDPTrainer", "n_examples=8", f"local_run_dir={setting.folder}/slurm")
     seats = [{**place, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-    return [Run(setting, f"slurm-{rank}", *own, **seat) for rank, seat in enumerate(seats)]
+    return [Run(setting, f"slurm-{rank}", *own, **rank_env) for rank, rank_env in enumerate(seats)]
 
 
 def ended(runs: list[Any]) -> str | None:

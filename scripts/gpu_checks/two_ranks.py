@@ -52,11 +52,11 @@ def start_pair(setting: Setting, trainer: str, first: str, *overrides: str, name
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     name = name or trainer
-    seat = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rank_env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     where = f"local_run_dir={setting.folder}/{name}-0"
     ranks = []
     for rank in range(2):
-        place = {**seat, "RANK": str(rank), "LOCAL_RANK": str(rank), **WITHOUT_TF32}
+        place = {**rank_env, "RANK": str(rank), "LOCAL_RANK": str(rank), **WITHOUT_TF32}
         settings = (*overrides, f"trainer={trainer}", where)
         ranks.append(Run(setting, f"{name}-{rank}", *settings, first=f"{__spec__.name}:{first}", **place))
     return ranks

@@ -23,7 +23,7 @@ def test_a_pair_is_one_row_whose_responses_restart_after_the_prompt():
     assert packed.scored.tolist() == [2, 3, 4, 2, 5]  # the prompt's last token predicts the first of both
     assert packed.targets.tolist() == [10, 11, 9, 20, 9]
     assert packed.slots.tolist() == [0, 1, 2, 3, 4]
-    assert packed.choices.tolist() == [[0], [1]]
+    assert packed.response_index.tolist() == [[0], [1]]
     assert packed.shape == (2, 3)
 
 
@@ -76,13 +76,13 @@ def test_what_several_pairs_share_is_there_once():
     prompt, a, b, c = (1, 2), (10, 9), (20, 9), (30, 9)
     packed = pack([Example(prompt, (a, b)), Example(prompt, (a, c)), Example(prompt, (b, c))], row_tokens=100)
     assert packed.input_ids.tolist() == [[1, 2, 10, 20, 30]]
-    assert packed.choices.tolist() == [[0, 0, 1], [1, 2, 2]]
+    assert packed.response_index.tolist() == [[0, 0, 1], [1, 2, 2]]
 
 
 def test_identical_responses_are_one():
     packed = pack([Example((1,), ((10, 9), (10, 9)))], row_tokens=100)
     assert packed.input_ids.tolist() == [[1, 10]]
-    assert packed.choices.tolist() == [[0], [0]]
+    assert packed.response_index.tolist() == [[0], [0]]
 
 
 def test_a_prompt_with_more_responses_than_a_row_takes_is_repeated():
@@ -173,7 +173,7 @@ def test_a_pack_scores_every_distinct_response_of_every_prompt_once(examples, ro
         sequences.setdefault(number, []).append((place, seen, target))
     for i, example in enumerate(examples):
         for side, ids_of in enumerate(example.responses):
-            scored = sequences[packed.choices[side, i].item()]
+            scored = sequences[packed.response_index[side, i].item()]
             expected = [(k, [*example.prompt, *ids_of[:k]], token) for k, token in enumerate(ids_of)]
             assert scored == expected
     assert Counter(packed.slots.tolist()).most_common(1)[0][1] == 1

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.packing import Packed
 from dpo.parallel.device_map import choose_device_map, move_less
-from dpo.parallel.mesh import Grid
+from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import find_blocks
 from dpo.training.metrics import reduce_parts
 from dpo.training.objective import Objective
@@ -64,7 +64,7 @@ def test_log_probabilities_losses_metrics_and_gradient_norm_are_on_the_first_dev
     [microbatch] = LAYOUTS[layout].split(batch_of(rows=4), 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         policy, reference = (spread(family, monkeypatch) for _ in range(2))
-        objective = Objective(LAYOUTS[layout], Grid(), device=FIRST, autocast=None)
+        objective = Objective(LAYOUTS[layout], Mesh(), device=FIRST, autocast=None)
         microbatch = microbatch.map(fake.from_tensor).to(FIRST)
 
         losses, metrics = objective.losses(policy, reference, microbatch, None, split="train", loss_config=DPO)

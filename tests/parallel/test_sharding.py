@@ -1,4 +1,4 @@
-"""Several real processes on the CPU, through gloo: the numbers, samples and files of one process, whatever their grid.
+"""Several real processes on the CPU, through gloo: the numbers, samples and files of one process, whatever their mesh.
 (The golden runs are in test_golden.py, failing processes in test_launching.py.)"""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import model_loaders
 from dpo.models.logprobs import concatenated_forward
 from dpo.parallel import sharding
-from dpo.parallel.mesh import Grid
+from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
 from dpo.parallel.state import full_state, full_tensor
 from dpo.settings.validation import NEED_WHOLE_TENSORS
@@ -45,7 +45,7 @@ GRIDS = {  # processes, and what the command line says
     "hybrid": (4, {"shard_size": 2}, ("trainer=FSDPTrainer", "fsdp_shard_size=2")),
 }
 IN_CI = [
-    pytest.param(grid, marks=[pytest.mark.slow] if grid in ("hybrid", "cut and sharded") else []) for grid in GRIDS
+    pytest.param(mesh, marks=[pytest.mark.slow] if mesh in ("hybrid", "cut and sharded") else []) for mesh in GRIDS
 ]
 TINY = (
     f"model.name_or_path={GOLDEN / 'tiny-llama'}",
@@ -65,10 +65,10 @@ TWO = ("trainer=FSDPTrainer", "world_size=2")
 
 
 def compare_every_family(rank: int, world_size: int, sizes: dict) -> None:
-    grid = Grid(rank, world_size, **sizes)
+    mesh = Mesh(rank, world_size, **sizes)
     for family in FAMILIES:
-        compare_with_one_process(family, grid)
-    compare_with_one_process("llama", grid, activation_checkpointing=True)
+        compare_with_one_process(family, mesh)
+    compare_with_one_process("llama", mesh, activation_checkpointing=True)
 
 
 def loss_of(model: torch.nn.Module, batch: dict) -> torch.Tensor:
@@ -80,7 +80,7 @@ def is_tied(model: Any) -> bool:
     return model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def compare_with_one_process(family: str, grid: Grid, *, activation_checkpointing: bool = False) -> None:
+def compare_with_one_process(family: str, mesh: Mesh, *, activation_checkpointing: bool = False) -> None:
     batch, whole = batch_of(rows=4), build(family)
     expected = loss_of(whole, batch)
     expected.backward()
@@ -88,19 +88,19 @@ def compare_with_one_process(family: str, grid: Grid, *, activation_checkpointin
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
 
     # only rank 0 has weights, and rotary frequencies that are not persistent
-    model = build(family, on_meta=grid.rank != 0)
+    model = build(family, on_meta=mesh.rank != 0)
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model = distribute(model, grid, block_name=None, compute_dtype=torch.float32)
+    model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
     for layout in (Padded(), SharedPrefix({"full_attention": None}, max_length=32)):
-        [microbatch] = layout.split(batch, 1, rank=grid.data_rank, size=grid.data_size)
+        [microbatch] = layout.split(batch, 1, rank=mesh.data_rank, size=mesh.data_size)
         model.zero_grad()
         chosen, rejected = layout.forward(model, microbatch.inputs)
         loss = (chosen - 0.5 * rejected).sum() / len(batch["chosen_input_ids"])
-        (loss * grid.data_size).backward()
+        (loss * mesh.data_size).backward()
 
         assert model.training
-        assert torch.allclose(grid.add(loss.detach()[None] * grid.counts)[0], expected, rtol=1e-6), family
+        assert torch.allclose(mesh.add(loss.detach()[None] * mesh.counts)[0], expected, rtol=1e-6), family
         for name, parameter in model.named_parameters():
             assert torch.equal(full_tensor(parameter.detach()), whole.get_parameter(name)), f"{family} {name}"
             off = (full_tensor(parameter.grad) - gradients[name]).norm() / gradients[name].norm()
@@ -112,23 +112,23 @@ def compare_with_one_process(family: str, grid: Grid, *, activation_checkpointin
     with torch.no_grad():
         for parameter in model.parameters():
             getattr(parameter, "_local_tensor", parameter).add_(1)
-    if grid.rank == 0:
+    if mesh.rank == 0:
         assert all(torch.equal(saved[name], whole.get_parameter(name)) for name, _ in whole.named_parameters()), family
 
 
-@pytest.mark.parametrize("grid", IN_CI)
-def test_loss_and_gradients_are_those_of_one_process_to_1e5(grid):
-    processes, sizes, _ = GRIDS[grid]
+@pytest.mark.parametrize("mesh", IN_CI)
+def test_loss_and_gradients_are_those_of_one_process_to_1e5(mesh):
+    processes, sizes, _ = GRIDS[mesh]
     launch(compare_every_family, processes, sizes, process_group=True)
 
 
 def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None:
-    grid, batch = Grid(rank, world_size, **sizes), batch_of(rows=4)
-    rows = slice(grid.data_rank * 4 // grid.data_size, (grid.data_rank + 1) * 4 // grid.data_size)
+    mesh, batch = Mesh(rank, world_size, **sizes), batch_of(rows=4)
+    rows = slice(mesh.data_rank * 4 // mesh.data_size, (mesh.data_rank + 1) * 4 // mesh.data_size)
     for name in sorted(OPTIMIZERS.keys() - set(NEED_WHOLE_TENSORS)):
         whole = build("llama")
         model = build("llama", on_meta=rank != 0)
-        model = distribute(model, grid, block_name=None, compute_dtype=torch.float32)
+        model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
         for part, of_batch in ((whole, batch), (model, {key: value[rows] for key, value in batch.items()})):
             optimizer = OPTIMIZERS[name](part.parameters(), lr=1e-3)
             loss_of(part, of_batch).backward()
@@ -144,14 +144,14 @@ def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None
             )
 
 
-@pytest.mark.parametrize("grid", ["sharded", "cut"])
-def test_every_optimizer_that_the_config_allows_updates_shards(grid):
-    launch(update_with_every_optimizer, 2, GRIDS[grid][1], process_group=True)
+@pytest.mark.parametrize("mesh", ["sharded", "cut"])
+def test_every_optimizer_that_the_config_allows_updates_shards(mesh):
+    launch(update_with_every_optimizer, 2, GRIDS[mesh][1], process_group=True)
 
 
 def send_different_models(rank: int, world_size: int) -> None:
     family = ("llama", "gpt-neox")[rank]
-    distribute(build(family), Grid(rank, world_size), block_name=None, compute_dtype=torch.float32)
+    distribute(build(family), Mesh(rank, world_size), block_name=None, compute_dtype=torch.float32)
 
 
 def test_processes_that_see_different_models_are_told_so():
@@ -161,8 +161,8 @@ def test_processes_that_see_different_models_are_told_so():
 
 def time_out_in_every_group(rank: int, world_size: int) -> None:
     for sizes in ({"shard_size": 1}, {"tensor_size": 2}):
-        grid = Grid(rank, world_size, **sizes, timeout_secs=77)
-        groups = (dist.group.WORLD, *grid.mesh.get_all_groups(), grid._data_group)
+        mesh = Mesh(rank, world_size, **sizes, timeout_secs=77)
+        groups = (dist.group.WORLD, *mesh.device_mesh.get_all_groups(), mesh._data_group)
         backends = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
         assert {backend.options._timeout.total_seconds() for backend in backends} == {77}
 
@@ -175,7 +175,7 @@ def know_the_gathered_size(rank: int, world_size: int) -> None:
     for sizes in ({}, {"tensor_size": 2}):
         model = build("llama", on_meta=rank != 0)
         whole = sum(p.numel() for p in model.parameters())
-        model = distribute(model, Grid(rank, world_size, **sizes), block_name=None, compute_dtype=torch.bfloat16)
+        model = distribute(model, Mesh(rank, world_size, **sizes), block_name=None, compute_dtype=torch.bfloat16)
         slices = sum(p.to_local().numel() for p in model.parameters()) if sizes else whole
         # float32 weights are gathered in bfloat16; slices of 101 rows are not equal
         assert sharding.gathered_size(model) == pytest.approx(2 * slices, rel=0.03)
@@ -201,7 +201,7 @@ def test_what_the_gpus_allocator_keeps_counts_as_free(monkeypatch):
 def use_no_more_memory_than_shards(rank: int, world_size: int, sizes: dict) -> None:
     model = distribute(
         build("llama", on_meta=rank != 0),
-        Grid(rank, world_size, **sizes),
+        Mesh(rank, world_size, **sizes),
         block_name=None,
         compute_dtype=torch.float32,
     )
@@ -211,9 +211,9 @@ def use_no_more_memory_than_shards(rank: int, world_size: int, sizes: dict) -> N
         assert held <= whole * 0.6 or local.ndim == 1, f"{name} holds {held} of {whole} bytes"
 
 
-@pytest.mark.parametrize("grid", ["sharded", "cut"])
-def test_a_process_keeps_its_shards_alone(grid):
-    launch(use_no_more_memory_than_shards, 2, GRIDS[grid][1], process_group=True)
+@pytest.mark.parametrize("mesh", ["sharded", "cut"])
+def test_a_process_keeps_its_shards_alone(mesh):
+    launch(use_no_more_memory_than_shards, 2, GRIDS[mesh][1], process_group=True)
 
 
 def resident_memory(field: str) -> int:
@@ -229,7 +229,7 @@ def distribute_a_larger_model(rank: int, world_size: int) -> None:
     size = sum(p.numel() * 4 for p in model.parameters())  # 172 MB
     before = resident_memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    distribute(model, Grid(rank, world_size), block_name=None, compute_dtype=torch.float32)
+    distribute(model, Mesh(rank, world_size), block_name=None, compute_dtype=torch.float32)
     peak, after = resident_memory("VmHWM") - before, resident_memory("VmRSS") - before
     wanted = ((0.3, -0.3), (0.8, 0.7))[rank]  # rank 0 gives half of its model away, rank 1 gets half of one
     assert (peak / size < wanted[0], after / size < wanted[1]) == (True, True), f"{peak / size:.2f} {after / size:.2f}"
@@ -309,9 +309,9 @@ def flat(state: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, value in items for k, v in flat(value, f"{prefix}/{key}").items()}
 
 
-@pytest.mark.parametrize("grid", IN_CI)
-def test_samples_metrics_and_checkpoints_are_those_of_one_process(grid, greedy_model, of_one_process, tmp_path):
-    processes, _, overrides = GRIDS[grid]
+@pytest.mark.parametrize("mesh", IN_CI)
+def test_samples_metrics_and_checkpoints_are_those_of_one_process(mesh, greedy_model, of_one_process, tmp_path):
+    processes, _, overrides = GRIDS[mesh]
     overrides = (*overrides, f"model.name_or_path={greedy_model}")
     launch(sample_train_and_save, processes, tmp_path, overrides, process_group=True)
 
@@ -543,8 +543,8 @@ def test_the_whole_model_is_no_block(tmp_path):
 
 
 def test_a_sweep_under_a_launcher_is_refused(tmp_path):
-    seat = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    result = train("-m", *TINY, "trainer=FSDPTrainer", "lr=1e-3,1e-4", f"local_run_dir={tmp_path / 'run'}", **seat)
+    rank_env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    result = train("-m", *TINY, "trainer=FSDPTrainer", "lr=1e-3,1e-4", f"local_run_dir={tmp_path / 'run'}", **rank_env)
     assert result.returncode == 2
     assert "a sweep (-m) starts its own processes" in result.stderr
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo.errors import InputError
 from dpo.models.logprobs import concatenated_forward
-from dpo.parallel.mesh import Grid
+from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
 from dpo.parallel.tensor_parallel import STYLES, check_tensor_parallel, cut_modules, find_plan
 from dpo.system.launching import launch
@@ -83,7 +83,7 @@ def count_all_reduces(rank, world_size):
         model = build("llama", on_meta=rank != 0)  # of two blocks
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        model = distribute(model, Grid(rank, world_size, tensor_size=2), block_name=None, compute_dtype=torch.float32)
+        model = distribute(model, Mesh(rank, world_size, tensor_size=2), block_name=None, compute_dtype=torch.float32)
         chosen, _ = concatenated_forward(model, batch_of(rows=4))
         with Collectives() as collectives:
             chosen.sum().backward()

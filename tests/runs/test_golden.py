@@ -90,11 +90,11 @@ def over_grids() -> Iterator[Any]:
         for name, settings in OTHERWISE.items():
             marks = [] if (run, name) in EVERYWHERE else [pytest.mark.slow]
             yield pytest.param(run, settings, marks=marks, id=f"{run}, {name}")
-        for grid, overrides in GRIDS.items():
+        for mesh, overrides in GRIDS.items():
             for accumulation in (1, 2):
-                marks = [] if (run, grid, accumulation) in EVERYWHERE else [pytest.mark.slow]
+                marks = [] if (run, mesh, accumulation) in EVERYWHERE else [pytest.mark.slow]
                 settings = (*overrides, f"gradient_accumulation_steps={accumulation}")
-                yield pytest.param(run, settings, marks=marks, id=f"{run}, {grid}, accumulation {accumulation}")
+                yield pytest.param(run, settings, marks=marks, id=f"{run}, {mesh}, accumulation {accumulation}")
 
 
 @pytest.mark.parametrize(("run", "overrides"), over_grids())

@@ -114,9 +114,9 @@ def test_secrets_reach_no_file_and_no_log(command, tmp_path):
     assert wrong.returncode == 2
     assert "hunter2secret" not in wrong.stdout + wrong.stderr
     assert secrets["HF_TOKEN"] not in wrong.stdout + wrong.stderr
-    seat = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(get_open_port())}
+    rank_env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(get_open_port())}
     archive = ("trainer=FSDPTrainer", "model.archive=/nowhere/${oc.env:HF_TOKEN}")
-    launched = train(*command("launched", *archive), **secrets, **seat)
+    launched = train(*command("launched", *archive), **secrets, **rank_env)
     assert launched.returncode == 2
     assert "model.archive=/nowhere/REDACTED is neither a policy.pt" in launched.stderr
     swept = train("-m", *command("swept", f"exp_name={secrets['HF_TOKEN']}"), **secrets)

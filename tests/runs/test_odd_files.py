@@ -383,9 +383,9 @@ def test_a_schedulers_state_sets_only_what_it_has(tmp_path, states):
     saved = {"scheduler": {**scheduler.state_dict(), "step": 3, "last_epoch": 2}, "random": states["random"]}
     checkpoint = tmp_path / "step-8"
     write_checkpoint(checkpoint, saved.items(), step_idx=8, metrics=None, facts={})
-    from dpo.parallel.mesh import Grid
+    from dpo.parallel.mesh import Mesh
 
-    checkpoints = Checkpoints(tmp_path, Grid(0, 1), keep=None, say=print)
+    checkpoints = Checkpoints(tmp_path, Mesh(0, 1), keep=None, log=print)
     checkpoints.restore(checkpoint, {"scheduler": scheduler})
     optimizer.step()
     scheduler.step()

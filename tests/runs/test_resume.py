@@ -477,10 +477,10 @@ GRIDS = {
 EVERYWHERE = ("sharded",)  # `make test` runs these
 
 
-@pytest.mark.parametrize("grid", [pytest.param(g, marks=[] if g in EVERYWHERE else [pytest.mark.slow]) for g in GRIDS])
-def test_a_run_in_several_processes_continues_bit_for_bit(grid, command, tmp_path):
-    settings = (*GRIDS[grid], "n_examples=16", "eval_batch_size=8", "n_eval_examples=8", "optimizer=AdamW")
-    if "package" not in grid:
+@pytest.mark.parametrize("mesh", [pytest.param(g, marks=[] if g in EVERYWHERE else [pytest.mark.slow]) for g in GRIDS])
+def test_a_run_in_several_processes_continues_bit_for_bit(mesh, command, tmp_path):
+    settings = (*GRIDS[mesh], "n_examples=16", "eval_batch_size=8", "n_eval_examples=8", "optimizer=AdamW")
+    if "package" not in mesh:
         settings += ("sample_during_eval=true", "n_eval_model_samples=8")
     whole = train(*command("whole", *settings))
     assert whole.returncode == 0, whole.stderr
@@ -497,8 +497,8 @@ def test_a_run_continues_with_other_processes_and_another_trainer_to_rounding(ru
     settings = ("eval_batch_size=8", "n_eval_examples=8", "model.block_name=null")
     run("whole", *settings)
     run("run", *settings, "n_examples=8")
-    for n_examples, grid in ((16, GRIDS["sharded"]), (24, ("trainer=TensorParallelTrainer", "world_size=2"))):
-        result = train(*command("run", *settings, *grid, f"n_examples={n_examples}", "resume=auto"))
+    for n_examples, mesh in ((16, GRIDS["sharded"]), (24, ("trainer=TensorParallelTrainer", "world_size=2"))):
+        result = train(*command("run", *settings, *mesh, f"n_examples={n_examples}", "resume=auto"))
         assert result.returncode == 0, result.stderr
 
     logs = [metrics_of(tmp_path / name, "train") for name in ("whole", "run")]

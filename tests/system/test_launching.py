@@ -20,7 +20,7 @@ from support.runs import ROOT, assert_gone
 from dpo.errors import InputError
 from dpo.system import launching
 from dpo.system.launching import End, WorkerFailed, launch
-from dpo.system.rank_env import Seat, find_seat
+from dpo.system.rank_env import RankEnv, find_rank_env
 from dpo.system.signals import Stopped
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
@@ -154,26 +154,26 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n
 
 
 @pytest.mark.parametrize(
-    ("environ", "seat"),
+    ("environ", "rank_env"),
     [
         ({}, None),
-        (TORCHRUN, Seat(3, 8, 1, "node0", 29500)),
-        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}, Seat(0, 8, 0, "node0", 29500, hosts=True)),
-        ({**TORCHRUN, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, Seat(0, 8, 1, "node0", 29500)),
-        (SLURM, Seat(5, 8, 2, "gpu03", 23456)),
-        ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "1"}, Seat(5, 8, 2, "head", 1)),
+        (TORCHRUN, RankEnv(3, 8, 1, "node0", 29500)),
+        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}, RankEnv(0, 8, 0, "node0", 29500, hosts=True)),
+        ({**TORCHRUN, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, RankEnv(0, 8, 1, "node0", 29500)),
+        (SLURM, RankEnv(5, 8, 2, "gpu03", 23456)),
+        ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "1"}, RankEnv(5, 8, 2, "head", 1)),
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # the batch script itself, before any srun
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),  # srun of one task that starts its own workers
-        ({**SLURM, **TORCHRUN}, Seat(3, 8, 1, "node0", 29500)),
+        ({**SLURM, **TORCHRUN}, RankEnv(3, 8, 1, "node0", 29500)),
     ],
 )
-def test_a_launcher_gives_a_seat(environ, seat):
-    assert find_seat(environ) == seat
+def test_a_launcher_gives_a_seat(environ, rank_env):
+    assert find_rank_env(environ) == rank_env
 
 
 def test_a_seat_is_found_in_the_environment_as_it_is_now(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "2"})  # as `datasets` does it
-    assert find_seat().rank == 1
+    assert find_rank_env().rank == 1
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_seat_is_found_in_the_environment_as_it_is_now(monkeypatch):
     [("node7", "node7"), ("gpu[03-05,9]", "gpu03"), ("a1,b[2-3]", "a1"), ("n-1-[12,15]", "n-1-12")],
 )
 def test_slurm_tasks_meet_on_the_first_node(nodes, first):
-    assert find_seat({**SLURM, "SLURM_STEP_NODELIST": nodes}).address == first
+    assert find_rank_env({**SLURM, "SLURM_STEP_NODELIST": nodes}).address == first
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_slurm_tasks_meet_on_the_first_node(nodes, first):
 )
 def test_a_launcher_that_makes_no_sense_is_one_sentence(environ, message):
     with pytest.raises(InputError, match=message):
-        find_seat(environ)
+        find_rank_env(environ)
 
 
 def test_tasks_of_a_slurm_step_join(tmp_path):

@@ -108,7 +108,7 @@ def test_every_rank_stops(command, tmp_path):
 
 def test_a_spike_is_a_warning(tmp_path):
     said = []
-    guard = Guard(tmp_path, None, policy="raise", say=said.append)
+    guard = Guard(tmp_path, None, policy="raise", log=said.append)
     for update in range(30):
         guard.watch({"loss/train": 0.7, "grad_norm": 1.0 + 0.01 * update}, update=update)
     assert said == []

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.errors import InputError
 from dpo.losses import LOSSES
-from dpo.training.memory import Ledger, Plan, predict, suggest
+from dpo.training.memory import MemoryTracker, Plan, predict, suggest
 from preference_datasets import load_data
 from trainers import BasicTrainer, FSDPTrainer, TensorParallelTrainer
 
@@ -35,14 +35,14 @@ class Chain(torch.nn.Module):
         return self.head
 
 
-def run_chain(rows: int) -> tuple[Ledger, Chain]:
+def run_chain(rows: int) -> tuple[MemoryTracker, Chain]:
     chain = Chain()
-    with Ledger.of(chain) as ledger:
+    with MemoryTracker.of(chain) as tracker:
         hidden = torch.zeros(rows, 100).requires_grad_()
         logits = chain.head(torch.exp(chain.b(torch.exp(chain.a(hidden)))))
         logits.exp().sum().backward()
         del hidden, logits
-    return ledger, chain
+    return tracker, chain
 
 
 @pytest.mark.parametrize("rows", [7, 1000])
@@ -53,8 +53,8 @@ def test_a_ledger_follows_real_and_fake_tensors_alike(rows):
 
     assert real.peak["logits"] == fake.peak["logits"]
     assert abs(real.peak.total() - fake.peak.total()) <= 4 * 100 * 100  # a gradient is copied once more
-    for ledger, kept in ((real, chain), (fake, fake_chain)):
-        assert +ledger.live == {"gradients": sum(p.nbytes for p in kept.parameters())}
+    for tracker, kept in ((real, chain), (fake, fake_chain)):
+        assert +tracker.live == {"gradients": sum(p.nbytes for p in kept.parameters())}
 
 
 def test_what_is_saved_for_the_backward_pass_is_the_peak():
