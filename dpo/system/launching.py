@@ -50,9 +50,9 @@ def launch(
     """Run `worker(rank, world_size, *args)` in `world_size` processes that meet in a process group.
 
     A process that a launcher started (`find_rank_env`) runs its own worker and ends with it; else the processes are
-    started here, at `port` (None: a free one). NCCL joins them, one GPU each, or gloo on the CPU; without `process_group` the worker is
-    called here. A collective that waits longer than `timeout_secs` fails. Raises InputError for bad input that a
-    worker found, Stopped if the run was asked to stop, and WorkerFailed.
+    started here, at `port` (None: a free one). NCCL joins them, one GPU each, or gloo on the CPU; without
+    `process_group` the worker is called here. A collective that waits longer than `timeout_secs` fails. Raises
+    InputError for bad input that a worker found, Stopped if the run was asked to stop, and WorkerFailed.
     """
     raise_open_file_limit()
     rank_env = find_rank_env()
