@@ -18,19 +18,20 @@ from bs4 import BeautifulSoup, NavigableString
 from omegaconf import DictConfig
 
 from dpo.data import preflight
+from dpo.data.collation import (
+    Batch,
+    get_collate_fn,  # noqa: F401  (the reference has it here)
+    padded_batch,
+    tokenize_batch_element,  # noqa: F401  (the reference has it here)
+)
 from dpo.data.custom import get_own
 from dpo.data.demo import get_demo
-from dpo.data.examples import encode_rows, iterate_rows
+from dpo.data.examples import iterate_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.prompts import Prompt, iterate_prompts
 from dpo.data.schema import PreferenceData, get_field
 from dpo.data.sources import Source, load_rows
-from dpo.data.tokenization import (
-    Batch,
-    TextEncoder,
-    get_collate_fn,  # noqa: F401  (the reference has it here)
-    tokenize_batch_element,  # noqa: F401  (the reference has it here)
-)
+from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 
 HUB_IDS = {
@@ -248,7 +249,7 @@ def get_batch_iterator(
     cache_dir: str | None = None,
     dataset_sources: Mapping[str, Any] | None = None,
 ) -> Iterator[Batch]:
-    """The reference's name for: load the datasets, tokenize, yield batches (see `iterate_rows`).
+    """The reference's name for: load the datasets, tokenize, yield batches (see `iterate_examples`).
 
     Raises InputError if neither `n_epochs` nor `n_examples` is given, or no epoch would fill a single batch.
     """
@@ -261,7 +262,7 @@ def get_batch_iterator(
     if available < batch_size:
         raise InputError(f"the {split} split has {available} examples, too few for one batch of {batch_size}")
     encode = TextEncoder(tokenizer)
-    for rows in iterate_rows(
+    for examples in iterate_examples(
         prompts,
         batch_size=batch_size,
         shuffle=shuffle,
@@ -270,4 +271,4 @@ def get_batch_iterator(
         n_examples=n_examples,
         seed=seed,
     ):
-        yield encode_rows(rows, encode, max_length=max_length, max_prompt_length=max_prompt_length)
+        yield padded_batch(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)

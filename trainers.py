@@ -1,23 +1,341 @@
-"""The three trainers: where policy and reference live. The loop they share is in `dpo/training/loop.py`."""
+"""The trainers: the loop that they share, and where each of them places policy and reference."""
 
 from __future__ import annotations
 
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-from dpo.data.tokenization import Batch, concatenated_inputs  # noqa: F401
-from dpo.losses import _get_batch_logps, preference_loss  # noqa: F401  (the reference has them here)
-from dpo.models.layouts import Logps
+from dpo.checkpoint.resume import facts_of, inputs_of
+from dpo.checkpoint.saver import Checkpoints
+from dpo.checkpoint.state import RunState
+from dpo.data.collation import Batch, concatenated_inputs, find_examples  # noqa: F401  (the reference has one here)
+from dpo.data.preflight import TrainingData
+from dpo.errors import InputError
+from dpo.losses import LOSSES, _get_batch_logps, preference_loss  # noqa: F401  (the reference has two here)
+from dpo.models.layouts import Logps, Microbatch
+from dpo.models.loading import loaded, loaded_reference
+from dpo.models.pretrained import DTYPES, check_positions, remarks
 from dpo.parallel.device_map import choose_device_map, move_less
-from dpo.parallel.sharding import distribute, find_blocks
+from dpo.parallel.mesh import Mesh
+from dpo.parallel.sharding import accumulate, distribute, find_blocks, release_gathered
+from dpo.parallel.state import full_tensor
 from dpo.parallel.tensor_parallel_package import split_over_devices
+from dpo.reporting.anomalies import NonFinite
+from dpo.reporting.events import Callbacks, Evaluation, RunContext, Update
+from dpo.reporting.table import CALLBACKS
+from dpo.reporting.terminal import Progress
 from dpo.settings.files import require, with_defaults
-from dpo.training.loop import Trainer
-from dpo.training.objective import REFERENCE
+from dpo.system.paths import get_local_dir
+from dpo.system.signals import Stopped, on_stop_signals
+from dpo.system.waiting import after_rank_0
+from dpo.training.batches import Batches, GlobalBatch
+from dpo.training.evaluation import Evaluator
+from dpo.training.metrics import peak_memory_gb
+from dpo.training.objective import make_objective
+from dpo.training.optimization import OPTIMIZERS, warmup
+from dpo.training.reference import Reference
+from dpo.training.self_test import self_test
 from preference_datasets import load_data
+
+
+class Trainer:
+    """Trains a policy in this process, which may be one of several; a subclass says where models live.
+
+    `policy` and `reference_model` are models, or functions that load one, the second called when the first is in place.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        config: DictConfig,
+        seed: int,
+        run_dir: str | Path,
+        reference_model: Any = None,
+        rank: int = 0,
+        world_size: int = 1,
+        data: TrainingData | None = None,
+        resume_from: Path | None = None,
+    ) -> None:
+        self.config, self.seed, self.run_dir = config, seed, Path(run_dir)
+        self.rank, self.world_size = rank, world_size
+        self.loss = LOSSES[config.loss.name]
+        if self.loss.reference and reference_model is None:
+            raise InputError(f"loss={config.loss.name} needs a reference model")
+        self.mesh = Mesh(
+            rank,
+            world_size,
+            shard_size=config.fsdp_shard_size,
+            tensor_size=self.tensor_size(config, world_size),
+            timeout_secs=config.collective_timeout_secs,
+        )
+        self.data = data or self.load_data(config, silent=rank != 0)
+        self.tokenizer = self.data.tokenizer
+        self.progress = Progress.of(config, silent=rank != 0)
+        log = self.progress.line
+        self.compute_dtype = (config.model.fsdp_policy_mp if self.multi_process else None) or config.model.policy_dtype
+        self.policy = self._place_policy(policy)
+        self.reference = self._place_reference(reference_model) if self.loss.reference else None
+        for note in self.notes():
+            log(note)
+        self.optimizer = self.make_optimizer()
+        self.scheduler = warmup(self.optimizer, config.warmup_steps)
+        longest = self.data.report.longest(config.max_length)
+        self.objective = make_objective(
+            config, self.policy, self.reference, self.mesh, self.compute_dtype, longest=longest, log=log
+        )
+        data_axis = {"rank": self.mesh.data_rank, "size": self.mesh.data_size}
+        self.batches = Batches(config, self.data, self.objective.layout, seed=seed, **data_axis)
+        self.eval_batches = list(self.batches.test())
+        self.eval_every = config.eval_every - config.eval_every % config.batch_size
+        if self.eval_every != config.eval_every:
+            log(
+                f"warning: eval_every={config.eval_every} is not a multiple of batch_size={config.batch_size}; "
+                f"evaluating every {self.eval_every} examples"
+            )
+        self._asked_to_stop: list[int] = []  # signals that this process had
+        self._stop_is_agreed = False  # by all processes, once any of them had one
+        self.evaluator = Evaluator(
+            config,
+            self.data,
+            self.objective,
+            self.eval_batches,
+            self.mesh,
+            seed=seed,
+            progress=self.progress,
+            check_stop=self._stop_if_any_was_asked,
+        )
+        context = RunContext(config, self.run_dir, rank, self.data, log)
+        self.callbacks = Callbacks({"terminal": self.progress}) + Callbacks.of(CALLBACKS, context)
+        self.checkpoints = Checkpoints(self.run_dir, self.mesh, keep=config.keep_checkpoints, log=log)
+        self.state = RunState(self.reference, checkpoints=self.checkpoints, callbacks=self.callbacks, rank=rank)
+        if resume_from is not None:
+            self.checkpoints.restore(resume_from, self._stateful())
+        self.train_iterator = self.batches.train(skip=self.state.batch_counter)
+        self.callbacks.emit("start")
+
+    def _place_policy(self, policy: Any) -> Any:
+        config, policy = self.config, after_rank_0("the policy's weights", partial(loaded, policy, self.config))
+        self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
+        check_positions(policy, config.max_length)
+        if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
+            policy.gradient_checkpointing_enable({"use_reentrant": False})
+        return self.place(policy, compute_dtype=DTYPES[self.compute_dtype])
+
+    def _place_reference(self, reference_model: Any) -> Reference:
+        load = partial(loaded_reference, reference_model, self.config, with_digest=self.rank == 0)
+        model, digest = after_rank_0("the reference's weights", load)
+        return Reference(self.place(model, compute_dtype=DTYPES[self.config.model.reference_dtype]), digest)
+
+    @property
+    def reference_model(self) -> torch.nn.Module | None:
+        """None if the loss needs no reference, or once all of its log-probabilities are cached."""
+        return self.reference and self.reference.model
+
+    # --- what a subclass says ---------------------------------------------------------------------------------------
+
+    multi_process = False  # whether several processes share a run, joined by a process group
+    cuts_layers = False  # whether tensor_parallel* keys apply
+    can_sample = True
+    can_autocast = True
+    load_data = staticmethod(load_data)
+
+    @staticmethod
+    def tensor_size(config: DictConfig, world_size: int) -> int:
+        """How many processes share each layer."""
+        return 1
+
+    @classmethod
+    def device_map(cls) -> str | dict | None:
+        """Where transformers puts the weights while loading."""
+        raise NotImplementedError
+
+    def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
+        """Distribute a loaded model over devices and processes."""
+        raise NotImplementedError
+
+    def notes(self) -> list[str]:
+        """What to log about the placed models at the start."""
+        wanted, max_length = self.config.model.attn_implementation, self.config.max_length
+        return remarks(self.policy, attention=wanted, max_length=max_length)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.config.optimizer](self.policy.parameters(), lr=self.config.lr)
+
+    # --- the loop --------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train to the end of the data, evaluating and saving when due and after the last update.
+
+        Asked to stop by a signal, it finishes the update (several processes the next), saves, raises Stopped.
+        """
+        self.check_and_score_reference()
+        total, done = self.data.report.updates, self.state.batch_counter
+        with self._ending_in_order():
+            for batch in self.progress.updates(self.train_iterator, total=total, done=done):
+                self.evaluate_and_save_if_due()
+                update = self.train_step(batch)
+                self.callbacks.emit("update", update)
+                self.checkpoints.check()
+                self.stop_if_asked()
+            self.evaluate_and_save_if_due(last=True)
+
+    def train_step(self, batch: GlobalBatch) -> Update:
+        """One update on a global batch, the same on every process."""
+        start, objective = time.perf_counter(), self.objective
+        self.policy.train()
+        cached = objective.cached_reference(batch)
+        losses_of = partial(
+            objective.losses, cached=cached, split="train", loss_config=self.config.loss, to_cache=cached is None
+        )
+        metrics = []
+        for i, microbatch in enumerate(batch.microbatches, start=1):
+            accumulate(self.policy, last=i == len(batch.microbatches))
+            losses, of_examples = losses_of(microbatch)
+            # the mean over the global batch, of which FSDP will take the mean over processes
+            (losses.sum() * self.mesh.data_size / self.config.batch_size).backward()
+            metrics.append((microbatch.indices.to(objective.device, non_blocking=True), of_examples))
+        release_gathered(self.reference_model)
+        # everything that the host asks of the device in an update, and that processes agree on: waits for the device
+        scalars = self._scalars(self.clip_gradient())
+        reduced = objective.reduce(metrics, len(batch.examples), batch.keys, scalars)
+        self._stop_is_agreed = reduced.scalars.pop("stop") > 0
+        lr = self.scheduler.get_last_lr()[0]
+        counters = self.state.count(len(batch.examples))
+        update = Update(*counters, batch.examples, reduced.examples, reduced.means())
+        if self.callbacks.allow(update):
+            self.optimizer.step()
+            self.scheduler.step()
+            objective.models_are_equal = False
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - start
+        speed = {"examples_per_second": len(batch.examples) / seconds, "tokens_per_second": batch.n_tokens / seconds}
+        return update._replace(metrics={**update.metrics, "lr": lr, **speed, "memory/peak_gb": peak_memory_gb()})
+
+    def _scalars(self, grad_norm: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is summed over the processes beside the metrics: all have one norm, any may be asked to stop."""
+        return {
+            "grad_norm": grad_norm if self.rank == 0 else torch.zeros_like(grad_norm),
+            "stop": torch.full_like(grad_norm, bool(self._asked_to_stop)),
+        }
+
+    def clip_gradient(self) -> torch.Tensor:
+        """Clip by global norm; the norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
+        return full_tensor(norm)
+
+    # --- before, between and after updates ---------------------------------------------------------------------------
+
+    def check_and_score_reference(self) -> None:
+        """The step-0 checks before the first update; with `cache_reference_logps=all`, all that the reference gives."""
+        if self.state.batch_counter == 0 and self.config.self_test:  # later the policy is not the reference any more
+            self.self_test()
+        if self.reference is not None and self.config.cache_reference_logps == "all":
+            path = Path(get_local_dir(self.config.local_dirs)) / "reference_logps" / f"{self.reference.digest}.npz"
+            batches = itertools.chain(self.eval_batches, self.batches.train())
+            total = len(self.eval_batches) + self.data.report.updates
+            note = self.objective.score_all(self.progress.over(batches, total=total, what="score"), path)
+            self.progress.line(note)
+            self.reference.free()
+
+    def self_test(self) -> None:
+        """The step-0 checks, on the first two evaluation examples per process."""
+        examples = self.eval_batches[0].examples[: 2 * self.mesh.data_size]
+        rank, size = self.mesh.data_rank, self.mesh.data_size
+        [microbatch] = self.objective.layout.split(examples, 1, rank=rank, size=size)
+        microbatch = microbatch.to(self.objective.device)
+        notes = self_test(
+            self.policy,
+            self.reference_model,
+            lambda model: self.objective.forward(model, microbatch),
+            lengths=microbatch.lengths,
+            loss_config=self.config.loss,
+            same_dtype=self.compute_dtype == self.config.model.reference_dtype,
+            repeats_to=DTYPES[self.config.model.autocast or self.compute_dtype] if self.mesh.tensor_size > 1 else None,
+        )
+        for note in notes:
+            self.progress.line(note)
+
+    def stop_if_asked(self) -> None:
+        """Raises Stopped after an update if any process had a signal; several processes learn of it in the update."""
+        if self._stop_is_agreed or (self.world_size == 1 and self._asked_to_stop):
+            raise Stopped(*self._asked_to_stop[:1])
+
+    def _stop_if_any_was_asked(self) -> None:
+        """Raises Stopped on every process if any of them had a signal; costs a collective."""
+        if self.mesh.any(bool(self._asked_to_stop)):
+            raise Stopped(*self._asked_to_stop[:1])
+
+    @contextmanager
+    def _ending_in_order(self) -> Iterator[None]:
+        """Inside, signals are heard. However it ends, what is to be saved is, and the callbacks learn of it."""
+        with on_stop_signals(self._asked_to_stop.append):
+            try:
+                yield
+                self.checkpoints.finish()
+            except (Stopped, NonFinite) as ending:  # on every process
+                if isinstance(ending, Stopped) and self._has_unsaved():
+                    self.save()
+                self.callbacks.emit("end")  # may take a while to send the rest: before the others end
+                self.checkpoints.finish()
+                raise
+            finally:
+                self.progress.close()
+                if not isinstance(sys.exception(), KeyboardInterrupt):
+                    self.checkpoints.wait()  # whatever else went wrong, a checkpoint in progress is finished
+        self.callbacks.emit("end")
+
+    # --- evaluation and checkpoints --------------------------------------------------------------------------------
+
+    def evaluate_and_save_if_due(self, *, last: bool = False) -> None:
+        """Evaluate, sample and save, each if it is due here and was not done; `last`: all are due."""
+        state, metrics = self.state, None
+        if state.evaluated_at != state.example_counter and (last or self.evaluation_is_due()):
+            metrics = self.evaluator.metrics()
+            wants_samples = self.config.sample_during_eval
+            samples = self.evaluator.samples(n_examples=state.example_counter) if wants_samples else []
+            self.callbacks.emit("evaluation", Evaluation(state.batch_counter, state.example_counter, metrics, samples))
+            state.evaluated_at, state.saved_at = state.example_counter, -1
+        save_every = self.config.save_every or self.eval_every
+        if self._has_unsaved() and (last or state.example_counter % save_every == 0):
+            self.save(metrics=metrics)
+
+    def evaluation_is_due(self) -> bool:
+        examples = self.state.example_counter
+        return examples % self.eval_every == 0 and (examples > 0 or self.config.do_first_eval)
+
+    def _has_unsaved(self) -> bool:
+        return 0 < self.state.example_counter != self.state.saved_at and not self.config.debug
+
+    def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
+        """Save to `output_dir`, or to `step-N` of the run: its LATEST, and its BEST if `metrics` are the best yet."""
+        state, (name, sign) = self.state, self.loss.best
+        if output_dir is None:
+            state.saved_at = state.example_counter
+        self.checkpoints.save(
+            self._stateful(),
+            step_idx=state.example_counter,
+            metrics=metrics,
+            quality=None if metrics is None else sign * metrics[name],
+            facts=lambda: {
+                "updates": state.batch_counter,
+                "evaluated": state.evaluated_at == state.example_counter,
+                "config": facts_of(self.config),
+                **inputs_of(self.data, self.policy.config),
+            },
+            elsewhere=output_dir and Path(output_dir),
+        )
+
+    def _stateful(self) -> dict[str, Any]:
+        return {"policy": self.policy, "optimizer": self.optimizer, "scheduler": self.scheduler, "trainer": self.state}
 
 
 class BasicTrainer(Trainer):
@@ -33,8 +351,6 @@ class BasicTrainer(Trainer):
         require(config)
         super().__init__(policy, config, seed, run_dir, *others, **named)
 
-    load_data = staticmethod(load_data)
-
     @classmethod
     def device_map(cls) -> str | dict | None:
         return choose_device_map(torch.cuda.device_count())
@@ -45,16 +361,31 @@ class BasicTrainer(Trainer):
         return model
 
     def concatenated_forward(self, model: torch.nn.Module, batch: Batch) -> Logps:
-        """(chosen, rejected) log-probabilities, each (rows,), of a batch of this process."""
-        return self.objective.forward(model, self.objective.whole(batch))
+        """(chosen, rejected) log-probabilities, each (B,), of a batch of this process."""
+        return self.objective.forward(model, self._microbatch_of(batch))
 
     def get_batch_metrics(
         self, batch: Batch, loss_config: DictConfig, train: bool = True
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The mean loss of a batch of this process, and detached per-example metrics, each (rows,)."""
-        split, microbatch = "train" if train else "eval", self.objective.whole(batch)
-        losses, metrics = self.objective.losses(*self._models, microbatch, None, split=split, loss_config=loss_config)
-        return losses.mean(), {name: values for name, values in metrics.items() if name not in REFERENCE}
+        """The mean loss of a batch of this process, and detached per-example metrics, each (B,)."""
+        losses, metrics = self.objective.losses(
+            self._microbatch_of(batch),
+            None,
+            split="train" if train else "eval",
+            loss_config=loss_config,
+            to_cache=False,
+        )
+        return losses.mean(), metrics
+
+    def get_batch_samples(self, batch: Batch) -> tuple[list[str], list[str]]:
+        """(policy, reference) continuations of the batch's prompts; none of a reference that is not there."""
+        continue_prompts = partial(self.evaluator.continuations, n_examples=self.state.example_counter)
+        policy, *reference = (continue_prompts(model, batch) for model in self.evaluator.sampled_models())
+        return policy, reference[0] if reference else []
+
+    def _microbatch_of(self, batch: Batch) -> Microbatch:
+        [microbatch] = self.objective.layout.split(find_examples(batch), 1)
+        return microbatch.to(self.objective.device)
 
 
 class FSDPTrainer(BasicTrainer):
@@ -92,7 +423,7 @@ class TensorParallelTrainer(FSDPTrainer):
 
 
 class PackageTensorParallelTrainer(BasicTrainer):
-    """One process; every layer cut over its devices by the package `tensor_parallel`, as the reference did it."""
+    """One process; every layer split over its devices by the package `tensor_parallel`, as the reference did it."""
 
     cuts_layers = True
     can_sample = False

@@ -184,12 +184,12 @@ def run_all(overrides: list[str], updates: int, only: list[str] | None, trl: str
 
 def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, Any]:
     """The pairs of our batches as rows for TRL, in their order, and the settings."""
-    from dpo.data.examples import iterate_rows
+    from dpo.data.examples import iterate_examples
     from preference_datasets import load_data
 
     config = compose([*COMMON, f"local_run_dir={folder}/run", *overrides])
     n_pairs = (updates + 1) * config.batch_size
-    batches = iterate_rows(
+    batches = iterate_examples(
         load_data(config, silent=True).train,
         batch_size=config.batch_size,
         shuffle=True,

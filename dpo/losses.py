@@ -1,20 +1,22 @@
-"""Pure tensor functions: log-probabilities of labels, and the losses on them. Imports nothing of ours.
+"""Pure tensor functions: log-probabilities of labels, the losses on them, and the table of losses.
 
+Imports nothing of ours, and torch only inside functions: the table is read before anything else is loaded.
 Shapes: B examples, T tokens, V vocabulary entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IGNORE_INDEX = -100  # label of a token that is not scored: prompt and padding
 
 
-def _get_batch_logps(logits: torch.Tensor, labels: torch.Tensor, average_log_prob: bool = False) -> torch.Tensor:
+def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = False) -> Tensor:
     """Log-probability of the labels of each row, (B,): the sum over scored tokens, or their mean.
 
     `logits` (B, T, V) predict the *next* token, so position t is scored against `labels[:, t + 1]`; labels (B, T)
@@ -30,51 +32,92 @@ def _get_batch_logps(logits: torch.Tensor, labels: torch.Tensor, average_log_pro
 
 
 def preference_loss(
-    policy_chosen_logps: torch.Tensor,
-    policy_rejected_logps: torch.Tensor,
-    reference_chosen_logps: torch.Tensor,
-    reference_rejected_logps: torch.Tensor,
+    policy_chosen_logps: Tensor,
+    policy_rejected_logps: Tensor,
+    reference_chosen_logps: Tensor,
+    reference_rejected_logps: Tensor,
     beta: float,
     label_smoothing: float = 0.0,
     ipo: bool = False,
     reference_free: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """(losses, chosen rewards, rejected rewards), each (B,), from summed log-probabilities (B,).
 
     DPO: eq. 7 of arXiv 2305.18290; with `label_smoothing` eps in [0, 0.5), conservative DPO, which assumes that a
     fraction eps of the pairs is flipped (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036.
     `reference_free` takes the reference as uniform in the loss; the rewards still use it. Rewards are detached.
     """
+    from torch.nn.functional import logsigmoid
+
     h = policy_chosen_logps - policy_rejected_logps
     if not reference_free:
         h = h - (reference_chosen_logps - reference_rejected_logps)
     if ipo:
         losses = (h - 1 / (2 * beta)) ** 2
     else:
-        losses = -F.logsigmoid(beta * h) * (1 - label_smoothing) - F.logsigmoid(-beta * h) * label_smoothing
+        losses = -logsigmoid(beta * h) * (1 - label_smoothing) - logsigmoid(-beta * h) * label_smoothing
     chosen_rewards = beta * (policy_chosen_logps - reference_chosen_logps).detach()
     rejected_rewards = beta * (policy_rejected_logps - reference_rejected_logps).detach()
     return losses, chosen_rewards, rejected_rewards
 
 
-def _dpo(*logps: torch.Tensor, beta: float, label_smoothing: float, reference_free: bool):
-    return preference_loss(*logps, beta, label_smoothing, reference_free=reference_free)
+class Scores(NamedTuple):
+    """What a loss is given: summed log-probabilities of B examples, and how many tokens were summed, each (B,).
+
+    `chosen` is the SFT target under a loss that is not pairwise, which has no `rejected`.
+    """
+
+    chosen: Tensor
+    chosen_lengths: Tensor
+    rejected: Tensor | None = None
+    rejected_lengths: Tensor | None = None
+    reference_chosen: Tensor | None = None
+    reference_rejected: Tensor | None = None
 
 
-def _ipo(*logps: torch.Tensor, beta: float):
-    return preference_loss(*logps, beta, ipo=True)
+class Losses(NamedTuple):
+    """What a loss gives, each (B,). Rewards are detached; a loss that is not pairwise has none."""
+
+    losses: Tensor
+    chosen_rewards: Tensor | None = None
+    rejected_rewards: Tensor | None = None
+
+
+def _sft(scores: Scores) -> Losses:
+    return Losses(-scores.chosen)
+
+
+def _dpo(scores: Scores, *, beta: float, label_smoothing: float, reference_free: bool) -> Losses:
+    return Losses(*preference_loss(*_pair(scores), beta, label_smoothing, reference_free=reference_free))
+
+
+def _ipo(scores: Scores, *, beta: float) -> Losses:
+    return Losses(*preference_loss(*_pair(scores), beta, ipo=True))
+
+
+def _pair(scores: Scores) -> tuple[Any, Any, Any, Any]:
+    return scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What the trainer asks of a loss. `on_pairs` is None for SFT, whose loss is minus the target's log-probability;
-    otherwise it maps four (B,) log-probabilities and the keys of `config/loss/NAME.yaml` to losses and rewards."""
+    """A loss and what it needs. `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options."""
 
-    on_pairs: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None
+    fn: Callable[..., Losses]
+    pairwise: bool = True  # trains on pairs; else on SFT targets
+    reference: bool = True  # needs the reference's log-probabilities
+    best: tuple[str, int] = (
+        "rewards_eval/accuracies",
+        +1,
+    )  # the metric by which checkpoints are ranked; +1: higher wins
 
-    @property
-    def uses_reference(self) -> bool:
-        return self.on_pairs is not None
+    def __call__(self, scores: Scores, config: Mapping[str, Any]) -> Losses:
+        """The losses under `config.loss`."""
+        return self.fn(scores, **{key: value for key, value in config.items() if key != "name"})
 
 
-LOSSES = {"sft": Loss(None), "dpo": Loss(_dpo), "ipo": Loss(_ipo)}
+LOSSES = {
+    "sft": Loss(_sft, pairwise=False, reference=False, best=("loss/eval", -1)),
+    "dpo": Loss(_dpo),
+    "ipo": Loss(_ipo),
+}

@@ -13,7 +13,8 @@ import pytest
 from support.runs import write_rows
 
 import preference_datasets
-from dpo.data.examples import encode_rows, iterate_rows
+from dpo.data.collation import padded_batch
+from dpo.data.examples import iterate_examples
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from preference_datasets import Prompt, extract_anthropic_prompt, get_batch_iterator, get_dataset, strip_html_tags
@@ -268,8 +269,8 @@ def batches_of(prompts: list[Prompt], tokenizer, **changes) -> list[dict]:
         "seed": 0,
     }
     encode = TextEncoder(tokenizer)
-    batches = iterate_rows(prompts, **{**options, **changes})
-    return [encode_rows(rows, encode, max_length=64, max_prompt_length=32) for rows in batches]
+    batches = iterate_examples(prompts, **{**options, **changes})
+    return [padded_batch(rows, encode, max_length=64, max_prompt_length=32) for rows in batches]
 
 
 def order_of(prompts: list[Prompt], tokenizer, **options) -> list[list[str]]:

@@ -468,10 +468,10 @@ def test_an_update_reads_from_the_device_once(make_trainer, monkeypatch):
         trainer.train_step(batch)
         monkeypatch.undo()
         first, *later = places
-        assert first == "dpo/reporting/metrics.py:reduce_parts"  # everything at once; what comes later is on the host
-        assert later.count("dpo/reporting/metrics.py:reduce_parts") == 1  # the scalars as floats
+        assert first == "dpo/reporting/metrics.py:reduce_metrics"  # everything at once; what comes later is on the host
+        assert later.count("dpo/reporting/metrics.py:reduce_metrics") == 1  # the scalars as floats
         assert {*later} == {
-            "dpo/reporting/metrics.py:reduce_parts",
+            "dpo/reporting/metrics.py:reduce_metrics",
             "dpo/reporting/metrics.py:means",
             "dpo/training/reference.py:add",
             "dpo/training/anomalies.py:allows",

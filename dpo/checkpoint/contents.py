@@ -104,14 +104,43 @@ PARTS = {
         "example_counter": COUNT,
         "batch_counter": COUNT,
         "evaluated_at": FROM_MINUS_1,
-        "skipped": COUNT,
+        "saved_at": FROM_MINUS_1,
         "reference": TEXT_OR_NONE,
-        "checkpoints": {"saved_at": FROM_MINUS_1, "best": NUMBER, "best_at": FROM_MINUS_1},
-        "reference_logps": {"keys": KEYS, "logps": VALUES},
-        "logger": {"log_bytes": Maybe(Each(TEXT, COUNT)), "wandb_id": Maybe(TEXT), "run_dir": Maybe(TEXT)},
+        "reference_logps": Maybe({"keys": KEYS, "logps": VALUES}),
+        "checkpoints": {"best": NUMBER, "best_at": FROM_MINUS_1},
+        "callbacks": {
+            "nonfinite": {"skipped": COUNT},
+            "files": Maybe({"log_bytes": Each(TEXT, COUNT)}),
+            "wandb": Maybe({"wandb_id": TEXT, "run_dir": TEXT}),
+        },
     },
     "random": {"states": [{"python": OF_PYTHON, "numpy": OF_NUMPY, "torch": OF_TORCH, "cuda": [BYTES]}]},
 }
+
+
+OLD_TRAINER = {  # before 2026-11-22
+    "example_counter": COUNT,
+    "batch_counter": COUNT,
+    "evaluated_at": FROM_MINUS_1,
+    "skipped": COUNT,
+    "reference": TEXT_OR_NONE,
+    "checkpoints": {"saved_at": FROM_MINUS_1, "best": NUMBER, "best_at": FROM_MINUS_1},
+    "reference_logps": {"keys": KEYS, "logps": VALUES},
+    "logger": {"log_bytes": Maybe(Each(TEXT, COUNT)), "wandb_id": Maybe(TEXT), "run_dir": Maybe(TEXT)},
+}
+
+
+def as_now(name: str, state: Any) -> Any:
+    """The state of a part as this version writes it, whatever version wrote it."""
+    if name != "trainer" or find_odd(state, OLD_TRAINER):
+        return state
+    logger = state["logger"]
+    callbacks = {"nonfinite": {"skipped": state["skipped"]}}
+    if "log_bytes" in logger:
+        callbacks["files"] = {"log_bytes": logger["log_bytes"]}
+    if "wandb_id" in logger and "run_dir" in logger:
+        callbacks["wandb"] = {"wandb_id": logger["wandb_id"], "run_dir": logger["run_dir"]}
+    return {**state, "saved_at": state["checkpoints"]["saved_at"], "callbacks": callbacks}
 
 
 def find_odd(value: Any, shape: Any, place: str = "") -> str | None:

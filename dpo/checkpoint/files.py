@@ -24,7 +24,7 @@ import torch
 
 from dpo.checkpoint.checksums import HashedFile, find_wrong, no_progress, parts_of
 from dpo.checkpoint.contents import MANIFEST as MANIFEST_SHAPE
-from dpo.checkpoint.contents import find_odd, find_odd_part
+from dpo.checkpoint.contents import as_now, find_odd, find_odd_part
 from dpo.errors import InputError, RunError
 from dpo.system.plain_files import check_link, check_readable, remove
 
@@ -191,7 +191,7 @@ def check_contents(directory: Path, progress: Callable[[], None] = no_progress) 
 def read_part(directory: Path, name: str) -> Any:
     """The state of a part, of the types and under the keys that it must have, as `read_state` gives it."""
     path = directory / f"{name}.pt"
-    state = read_state(path)
+    state = as_now(name, read_state(path))
     if odd := find_odd_part(name, state):
         raise DamagedCheckpoint(f"{path} is no state of a run: {odd}")
     return state

@@ -68,7 +68,7 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None]) -> None:
         self.run_dir, self.mesh, self.keep, self.log = run_dir, mesh, keep, log
-        self.saved_at = self.best_at = -1  # examples
+        self.best_at = -1  # examples
         self.best = -math.inf  # quality of the checkpoint that BEST names
         self._writer = BackgroundWriter()
         self._n_meetings = 0
@@ -79,7 +79,7 @@ class Checkpoints:
         *,
         step_idx: int,
         metrics: Mapping | None,
-        quality: float,
+        quality: float | None,
         facts: Callable[[], Mapping],
         elsewhere: Path | None = None,
     ) -> None:
@@ -90,8 +90,8 @@ class Checkpoints:
         self._writer.wait()  # one at a time, also in memory
         links = []
         if elsewhere is None:
-            links, self.saved_at = ["LATEST"], step_idx
-            if quality > self.best:  # never so for NaN
+            links = ["LATEST"]
+            if quality is not None and quality > self.best:  # never so for NaN
                 self.best, self.best_at = quality, step_idx
                 links.append("BEST")
         background = self.mesh.rank == 0 and 2 * _size_of(stateful["optimizer"]) < host_memory().available
@@ -151,11 +151,10 @@ class Checkpoints:
         self.log(f"saved {directory}")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"saved_at": self.saved_at, "best": self.best, "best_at": self.best_at}
+        return {"best": self.best, "best_at": self.best_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's `state_dict()`. The best of a run that was elsewhere does not count here."""
-        self.saved_at = state["saved_at"]
         if (self.run_dir / f"step-{state['best_at']}").exists():
             self.best, self.best_at = state["best"], state["best_at"]
 

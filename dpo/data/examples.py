@@ -1,42 +1,50 @@
-"""One example: token ids of a prompt and its responses, and its name by content."""
+"""The examples of a run: their order, and each as the token ids that a model is fed. Knows no tensor and no process."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dpo.data.prompts import Prompt
-from dpo.data.tokenization import Batch, TextEncoder, collate, encode_example, find_pad_token
-from dpo.losses import IGNORE_INDEX
+from dpo.data.tokenization import TextEncoder, encode_texts
 
 KEY_BYTES = 16
 
 
+class TextExample(NamedTuple):
+    """An example as text: a pair, or an SFT target."""
+
+    prompt: Prompt
+    index: int  # its place among the prompt's examples
+    texts: dict[str, str]  # chosen (under SFT the target) and, of a pair, rejected
+
+
 class Example(NamedTuple):
-    """Token ids of a prompt and its responses (chosen, rejected; under SFT the target), EOS included."""
+    """An example as a model is fed it: token ids after truncation, EOS included."""
 
     prompt: tuple[int, ...]
-    responses: tuple[tuple[int, ...], ...]
+    responses: tuple[tuple[int, ...], ...]  # chosen, rejected; under SFT the target
+    id: tuple[int, int] | None = None  # the prompt's place in its split, the example's place in the prompt
 
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of each response with its prompt."""
+        return sum(len(self.prompt) + len(response) for response in self.responses)
 
-def find_examples(batch: Batch) -> list[Example]:
-    """The examples of a padded batch; prompts are what is labelled -100."""
-    sides = [side for side in ("chosen", "rejected") if f"{side}_input_ids" in batch]
-    responses, prompts = [], []
-    for side in sides:
-        ids, mask, labels = (batch[f"{side}_{key}"] for key in ("input_ids", "attention_mask", "labels"))
-        lengths = mask.sum(1).tolist()
-        starts = ((labels == IGNORE_INDEX) & (mask == 1)).sum(1).tolist()
-        rows = [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]
-        prompts.append([tuple(row[:start]) for row, start in zip(rows, starts, strict=True)])
-        responses.append([tuple(row[start:]) for row, start in zip(rows, starts, strict=True)])
-    assert all(p == prompts[0] for p in prompts), "chosen and rejected have one prompt"
-    return [Example(p, r) for p, r in zip(prompts[0], zip(*responses, strict=True), strict=True)]
+    @property
+    def n_scored(self) -> tuple[int, ...]:
+        """Tokens of each response that something predicts: without a prompt nothing predicts the first."""
+        return tuple(len(response) - (not self.prompt) for response in self.responses)
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """The `content_key` of each response."""
+        return tuple(content_key(self.prompt, response) for response in self.responses)
 
 
 def content_key(prompt: Sequence[int], response: Sequence[int]) -> bytes:
@@ -46,10 +54,13 @@ def content_key(prompt: Sequence[int], response: Sequence[int]) -> bytes:
     return digest.digest()
 
 
-Row = tuple[Prompt, dict[str, str]]  # a prompt with the texts of one example
+def examples_of(prompt: Prompt, *, sft_mode: bool) -> Iterator[TextExample]:
+    """The examples of a prompt: its SFT target, or every pair."""
+    for index, texts in enumerate(prompt.examples(sft_mode)):
+        yield TextExample(prompt, index, texts)
 
 
-def iterate_rows(
+def iterate_examples(
     prompts: Sequence[Prompt],
     *,
     batch_size: int,
@@ -58,7 +69,7 @@ def iterate_rows(
     n_epochs: int | None,
     n_examples: int | None,
     seed: int,
-) -> Iterator[list[Row]]:
+) -> Iterator[list[TextExample]]:
     """The examples of each batch in the reference's order, until `n_epochs` or `n_examples` is reached.
 
     Each epoch shuffles the order left by the one before, prompt by prompt; all pairs of a prompt follow each other.
@@ -70,31 +81,39 @@ def iterate_rows(
     while n_epochs is None or epoch < n_epochs:
         if shuffle:
             random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(order)
-        rows: list[Row] = []
-        for prompt, texts in ((p, texts) for p in map(prompts.__getitem__, order) for texts in p.examples(sft_mode)):
-            rows.append((prompt, texts))
-            seen += 1
-            if len(rows) == batch_size:
-                yield rows
-                rows = []
-                if n_examples is not None and seen >= n_examples:
-                    return
+        batch: list[TextExample] = []
+        for prompt in map(prompts.__getitem__, order):
+            for example in examples_of(prompt, sft_mode=sft_mode):
+                batch.append(example)
+                seen += 1
+                if len(batch) == batch_size:
+                    yield batch
+                    batch = []
+                    if n_examples is not None and seen >= n_examples:
+                        return
         epoch += 1
 
 
-def encode_rows(rows: Sequence[Row], encode: TextEncoder, *, max_length: int, max_prompt_length: int) -> Batch:
-    """Tokenize, truncate and pad the rows of a batch."""
-    encode.prime(text for prompt, texts in rows for text in (prompt.text, *texts.values()))
-    encoded = [
-        encode_example(
+def prime(examples: Iterable[TextExample], encode: TextEncoder) -> None:
+    """Tokenize all their texts in one call."""
+    encode.prime(text for example in examples for text in (example.prompt.text, *example.texts.values()))
+
+
+def encode_examples(
+    examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
+) -> list[Example]:
+    """Tokenize and truncate. Raises InputError for a text that contains EOS."""
+    prime(examples, encode)
+    encoded = []
+    for prompt, index, texts in examples:
+        ids, responses = encode_texts(
             prompt.text,
-            texts,
+            list(texts.values()),
             encode,
             truncation_mode=prompt.truncation_mode,
             max_length=max_length,
             max_prompt_length=max_prompt_length,
             rendered=prompt.rendered,
         )
-        for prompt, texts in rows
-    ]
-    return collate(encoded, find_pad_token(encode.tokenizer))
+        encoded.append(Example(tuple(ids), tuple(map(tuple, responses)), (prompt.number, index)))
+    return encoded

@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpo.data.examples import Row
+from dpo.data.examples import TextExample, examples_of, prime
 from dpo.data.prompts import Prompt, PromptFile, StoredPrompts, iterate_prompts, store_prompts
 from dpo.data.schema import PreferenceData
 from dpo.data.tokenization import TextEncoder, truncate
@@ -41,7 +41,6 @@ class SplitReport:
     empty_responses: int = 0  # examples with a response of nothing but whitespace and EOS
     duplicated_pairs: int | None = 0  # a pair that an earlier pair of its prompt repeats
     contradictory_pairs: int | None = 0  # a pair whose reverse is also there
-    texts_with_eos: int = 0  # distinct texts; any is an error
     joined_words: int = 0  # examples with a response whose first word runs into the prompt's last: no space between
     joined_example: str = ""  # where they meet, in the first of these
     tokenized: int = 0  # examples over which the rest is counted
@@ -121,17 +120,17 @@ def inspect_split(
         guilty |= _find_eos(prompt, examples, encode)
         report.examples += len(examples)
         ends.append(report.examples)
-    _refuse_eos(report, guilty, encode)
+    _refuse_eos(guilty, encode)
     drawn: Sequence[int] = range(report.examples)
     if report.examples > sample_size:
         drawn = random.Random(0).sample(drawn, sample_size)
-    rows = [_find_row(prompts, ends, number, sft_mode) for number in drawn]
-    encode.prime(text for prompt, texts in rows for text in (prompt.text, *texts.values()))
-    report.token_digest = _token_digest(rows, encode)
-    report.tokenized = len(rows)
-    lengths = [_count_tokens(report, row, encode, max_length, max_prompt_length) for row in rows]
+    sample = [_find_example(prompts, ends, number, sft_mode) for number in drawn]
+    prime(sample, encode)
+    report.token_digest = _token_digest(sample, encode)
+    report.tokenized = len(sample)
+    lengths = [_count_tokens(report, example, encode, max_length, max_prompt_length) for example in sample]
     if lengths:
-        report.mean_chosen_tokens = mean(row[0] for row in lengths)
+        report.mean_chosen_tokens = mean(counts[0] for counts in lengths)
     if sft_mode:
         report.duplicated_pairs = report.contradictory_pairs = report.identical_pairs = None
     elif lengths:
@@ -178,9 +177,8 @@ def _find_eos(prompt: Prompt, examples: Sequence[dict[str, str]], encode: TextEn
     return {text: prompt.text for text in distinct if eos in text and eos_id in encode(text)}
 
 
-def _refuse_eos(report: SplitReport, guilty: Mapping[str, str], encode: TextEncoder) -> None:
+def _refuse_eos(guilty: Mapping[str, str], encode: TextEncoder) -> None:
     """Raises InputError if there are texts with EOS."""
-    report.texts_with_eos = len(guilty)
     if guilty:
         text, prompt_text = next(iter(guilty.items()))
         raise InputError(
@@ -190,27 +188,26 @@ def _refuse_eos(report: SplitReport, guilty: Mapping[str, str], encode: TextEnco
         )
 
 
-def _token_digest(rows: Sequence[Row], encode: TextEncoder) -> str:
+def _token_digest(examples: Sequence[TextExample], encode: TextEncoder) -> str:
     """What tells a tokenizer that gives other ids, whatever its files are called or which version wrote them."""
     tokenizer = encode.tokenizer
     digest = hashlib.sha256(repr((tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))).encode())
-    for prompt, texts in rows:
+    for prompt, _, texts in examples:
         digest.update(repr([encode(text) for text in (prompt.text, *texts.values())]).encode())
     return digest.hexdigest()
 
 
-def _find_row(prompts: Sequence[Prompt], ends: Sequence[int], number: int, sft_mode: bool) -> Row:
+def _find_example(prompts: Sequence[Prompt], ends: Sequence[int], number: int, sft_mode: bool) -> TextExample:
     """Example `number` of all, where prompt i has those up to `ends[i]`."""
     place = bisect_right(ends, number)
-    prompt = prompts[place]
-    return prompt, prompt.examples(sft_mode)[number - (ends[place - 1] if place else 0)]
+    return list(examples_of(prompts[place], sft_mode=sft_mode))[number - (ends[place - 1] if place else 0)]
 
 
 def _count_tokens(
-    report: SplitReport, row: Row, encode: TextEncoder, max_length: int, max_prompt: int
+    report: SplitReport, example: TextExample, encode: TextEncoder, max_length: int, max_prompt: int
 ) -> tuple[int, ...]:
     """Add one example's counts to the report; token counts of its responses as they will be scored."""
-    prompt, texts = row
+    prompt, _, texts = example
     eos = encode.tokenizer.eos_token_id
     prompt_ids, full = encode(prompt.text), [encode(text) for text in texts.values()]
     cut_prompt, cut = truncate(
@@ -352,7 +349,7 @@ def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *,
         list(config.datasets),
         tokenizer,
         get_dataset=get_dataset,
-        sft_mode=not LOSSES[config.loss.name].uses_reference,
+        sft_mode=not LOSSES[config.loss.name].pairwise,
         batch_size=config.batch_size,
         eval_batch_size=config.eval_batch_size,
         max_length=config.max_length,

@@ -1,4 +1,4 @@
-"""From texts to one padded batch: token ids, truncation, labels, collation. Knows no dataset and no process."""
+"""From texts to token ids: a tokenizer that remembers, EOS, truncation. Knows no dataset and no process."""
 
 from __future__ import annotations
 
@@ -6,40 +6,13 @@ import hashlib
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import Any, Literal, NotRequired, TypedDict
-
-import torch
-from torch.nn.utils.rnn import pad_sequence
+from typing import Any, Literal
 
 from dpo.errors import InputError
-from dpo.losses import IGNORE_INDEX
 
 TruncationMode = Literal["keep_start", "keep_end"]
-
-
-class Batch(TypedDict):
-    """Rows of a collated batch. In SFT mode the `rejected` keys are absent and `chosen` holds the SFT target.
-
-    Texts: `chosen` is prompt plus response. Tensors (rows, tokens), int64: chosen and rejected padded on the right,
-    prompt on the left (as generation wants it), with the pad token, 0 in masks and -100 in labels.
-    """
-
-    prompt: list[str]
-    chosen: list[str]
-    chosen_response_only: list[str]
-    chosen_input_ids: torch.Tensor
-    chosen_attention_mask: torch.Tensor
-    chosen_labels: torch.Tensor
-    prompt_input_ids: torch.Tensor
-    prompt_attention_mask: torch.Tensor
-    rejected: NotRequired[list[str]]
-    rejected_response_only: NotRequired[list[str]]
-    rejected_input_ids: NotRequired[torch.Tensor]
-    rejected_attention_mask: NotRequired[torch.Tensor]
-    rejected_labels: NotRequired[torch.Tensor]
 
 
 class TextEncoder:
@@ -146,123 +119,19 @@ def encode_with_eos(encode: TextEncoder, text: str, *, rendered: bool = False) -
     return [*ids, eos]
 
 
-def encode_example(
+def encode_texts(
     prompt: str,
-    responses: dict[str, str],
+    responses: Sequence[str],
     encode: TextEncoder,
     *,
     truncation_mode: TruncationMode,
     max_length: int,
     max_prompt_length: int,
     rendered: bool = False,
-) -> dict[str, Any]:
-    """One row of a batch before padding. `responses` maps `chosen` (and `rejected`) to texts; see `Batch`."""
+) -> tuple[list[int], list[list[int]]]:
+    """Token ids of a prompt and of its responses, EOS appended, truncated together."""
     prompt_ids = encode(prompt)
     if encode.tokenizer.eos_token_id in prompt_ids and not rendered:
         raise InputError(f"EOS token {encode.tokenizer.eos_token!r} inside a prompt: {prompt!r}")
-    response_ids = [encode_with_eos(encode, text, rendered=rendered) for text in responses.values()]
-    prompt_ids, response_ids = truncate(prompt_ids, response_ids, truncation_mode, max_length, max_prompt_length)
-
-    row: dict[str, Any] = {"prompt": prompt}
-    for (name, text), ids in zip(responses.items(), response_ids, strict=True):
-        row[name] = prompt + text
-        row[f"{name}_response_only"] = text
-        row[f"{name}_input_ids"] = prompt_ids + ids
-        row[f"{name}_attention_mask"] = [1] * (len(prompt_ids) + len(ids))
-        row[f"{name}_labels"] = [IGNORE_INDEX] * len(prompt_ids) + ids
-    row["prompt_input_ids"] = prompt_ids
-    row["prompt_attention_mask"] = [1] * len(prompt_ids)
-    return row
-
-
-def tokenize_batch_element(
-    prompt: str,
-    chosen: str,
-    rejected: str,
-    truncation_mode: TruncationMode,
-    tokenizer: Any,
-    max_length: int,
-    max_prompt_length: int,
-) -> dict[str, Any]:
-    """The reference's name for one tokenized pair: texts, and lists of ids, masks and labels (see `Batch`).
-
-    Prompt and responses are tokenized separately, without special tokens; EOS is appended to each response; prompt
-    tokens are labelled -100. Raises InputError if a text already contains EOS or the truncation mode is unknown.
-    """
-    if truncation_mode not in ("keep_start", "keep_end"):
-        raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
-    return encode_example(
-        prompt,
-        {"chosen": chosen, "rejected": rejected},
-        TextEncoder(tokenizer),
-        truncation_mode=truncation_mode,
-        max_length=max_length,
-        max_prompt_length=max_prompt_length,
-    )
-
-
-def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> Batch:
-    """Rows of lists padded to one batch of int64 tensors on the CPU; what is no list of tokens stays a list."""
-    pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
-    batch: dict[str, Any] = {}
-    for key in rows[0]:
-        values = [row[key] for row in rows]
-        kind = next((suffix for suffix in pad_values if key.endswith(suffix)), None)
-        if kind is None:
-            batch[key] = values
-            continue
-        side = "left" if key.startswith("prompt") else "right"
-        tensors = [torch.tensor(value, dtype=torch.int64) for value in values]
-        batch[key] = pad_sequence(tensors, batch_first=True, padding_value=pad_values[kind], padding_side=side)
-    return batch  # type: ignore[return-value]
-
-
-def find_pad_token(tokenizer: Any) -> int:
-    """The id of the token to pad with: EOS, as in the reference, for a tokenizer that has none of its own.
-
-    Raises InputError if it has neither.
-    """
-    if tokenizer.pad_token_id is not None:
-        return tokenizer.pad_token_id
-    if tokenizer.eos_token_id is None:
-        raise InputError("the tokenizer has neither a pad token nor EOS to pad with: set tokenizer.pad_token")
-    return tokenizer.eos_token_id
-
-
-def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], Batch]:
-    """The reference's name for a function from tokenized rows to a padded `Batch`."""
-    return partial(collate, pad_token_id=find_pad_token(tokenizer))
-
-
-def concatenated_inputs(batch: Batch) -> dict[str, torch.Tensor]:
-    """Chosen rows, then rejected rows, padded to one length: `concatenated_{input_ids,attention_mask,labels}`."""
-    length = max(batch["chosen_input_ids"].shape[1], batch["rejected_input_ids"].shape[1])
-    pad_values = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
-    return {
-        f"concatenated_{key}": torch.cat(
-            [pad_to_length(batch[f"{side}_{key}"], length, value) for side in ("chosen", "rejected")]
-        )
-        for key, value in pad_values.items()
-    }
-
-
-def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, device: str | torch.device) -> dict:
-    """Part `rank` of `world_size` equal parts of a batch's rows, tensors moved to `device`.
-
-    Raises ValueError if the rows don't divide: the reference dropped the remainder in silence.
-    """
-    rows = len(next(iter(batch.values())))
-    if rows % world_size:
-        raise ValueError(f"{rows} rows cannot be cut into {world_size} equal parts")
-    part = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
-    return {k: v[part].to(device) if isinstance(v, torch.Tensor) else v[part] for k, v in batch.items()}
-
-
-def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
-    """Pad `tensor` on the right of `dim` up to `length`; a tensor that is long enough comes back as it is."""
-    missing = length - tensor.size(dim)
-    if missing <= 0:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=dim)
+    response_ids = [encode_with_eos(encode, text, rendered=rendered) for text in responses]
+    return truncate(prompt_ids, response_ids, truncation_mode, max_length, max_prompt_length)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from dpo.data.tokenization import Batch, TextEncoder, slice_and_move_batch_for_device
+from dpo.data.collation import Batch, slice_and_move_batch_for_device
+from dpo.data.examples import Example
+from dpo.data.prompts import Prompt
+from dpo.data.tokenization import TextEncoder
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights
 from dpo.system.arithmetic import for_generation
@@ -75,11 +78,12 @@ def sample_rows(model: Any, batch: Batch, tokenizer: Any, mesh: Mesh, *, max_len
 CUT = "[...]"  # what a prompt lost
 
 
-def fed_prompts(batch: Batch, encode: TextEncoder) -> list[str]:
-    """A batch's prompts as the model sees them: of a truncated one what is left, and CUT."""
+def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: TextEncoder) -> list[str]:
+    """The prompts of examples as the model is fed them: of a truncated one what is left, and CUT."""
     texts = []
-    for text, ids, mask in zip(batch["prompt"], batch["prompt_input_ids"], batch["prompt_attention_mask"], strict=True):
-        fed, whole = ids[mask.bool()].tolist(), encode(text)
+    for example in examples:
+        text = prompts[example.id[0]].text
+        fed, whole = list(example.prompt), encode(text)
         if fed == whole:
             texts.append(text)
         elif whole[: len(fed)] == fed:

@@ -4,28 +4,48 @@ same numbers from a fraction of the tokens (see `dpo/models/packing.py`). Which 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from dpo.data.examples import find_examples
-from dpo.data.tokenization import Batch, collate, concatenated_inputs
+from dpo.data.examples import Example
 from dpo.losses import IGNORE_INDEX
-from dpo.models.logprobs import chosen_logps, concatenated_forward, packed_logps, token_logps
-from dpo.models.packing import Packed, cut_evenly, pack
+from dpo.models.logprobs import packed_logps, sequence_logps, token_logps
+from dpo.models.packing import Packed, pack, split_evenly
 from dpo.parallel.sharding import run_as_forward
 from dpo.system.arithmetic import without_tf32
 
-FED = ("_input_ids", "_attention_mask", "_labels")
 Logps = tuple[torch.Tensor, ...]  # (chosen, rejected), or under SFT (chosen,): each (B,)
+
+
+@dataclass
+class PaddedRows:
+    """Every response in a row after its prompt: first all chosen (under SFT the targets), then all rejected."""
+
+    input_ids: torch.Tensor  # (sides * B, T), int64 as the others
+    attention_mask: torch.Tensor
+    labels: torch.Tensor  # IGNORE_INDEX where nothing is scored
+    sides: int
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PaddedRows:
+        """Every tensor changed: moved or pinned."""
+        return PaddedRows(change(self.input_ids), change(self.attention_mask), change(self.labels), self.sides)
 
 
 class Microbatch(NamedTuple):
     """What one forward takes."""
 
-    rows: torch.Tensor  # (n,) int64: which examples of the global batch
-    inputs: Batch | Packed
+    indices: torch.Tensor  # (B,) int64: which examples of the global batch
+    lengths: torch.Tensor  # (sides, B) int64: scored tokens of each response
+    inputs: PaddedRows | Packed
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], indices: Sequence[int], inputs: PaddedRows | Packed) -> Microbatch:
+        lengths = [examples[i].n_scored for i in indices]
+        return cls(torch.tensor(indices), torch.tensor(lengths).T, inputs)
 
     def to(self, device: torch.device | str) -> Microbatch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -33,35 +53,43 @@ class Microbatch(NamedTuple):
     @property
     def n_tokens(self) -> int:
         """Tokens that a forward pushes, padding too."""
-        if isinstance(self.inputs, Packed):
-            return self.inputs.input_ids.numel()
-        sides = [self.inputs[key] for key in ("chosen_input_ids", "rejected_input_ids") if key in self.inputs]
-        return sum(len(side) for side in sides) * max(side.shape[1] for side in sides)
+        return self.inputs.input_ids.numel()
 
     def pin_memory(self) -> Microbatch:
         return self.map(torch.Tensor.pin_memory)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
-        """Every tensor changed: moved, pinned, ..."""
-        if isinstance(self.inputs, Packed):
-            return Microbatch(change(self.rows), self.inputs.map(change))
-        return Microbatch(change(self.rows), {key: change(value) for key, value in self.inputs.items()})
+        """Every tensor changed: moved or pinned."""
+        return Microbatch(change(self.indices), change(self.lengths), self.inputs.map(change))
 
 
 class Padded:
     """Every response in a row of its own after its prompt, padded to the longest of the global batch."""
 
-    def split(self, batch: Batch, parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
+    def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         """The global batch in `parts * size` microbatches; of these number `rank`, `rank + size`, ..."""
-        tensors = {key: value for key, value in batch.items() if key.endswith(FED) and not key.startswith("prompt")}
-        cuts = torch.arange(len(batch["chosen_input_ids"])).tensor_split(parts * size)[rank::size]
-        return [Microbatch(rows, {k: v[rows] for k, v in tensors.items()}) for rows in cuts]
+        length = max(len(e.prompt) + len(response) for e in examples for response in e.responses)
+        shares = np.array_split(np.arange(len(examples)), parts * size)[rank::size]
+        return [Microbatch.of(examples, share.tolist(), pad([examples[i] for i in share], length)) for share in shares]
 
-    def forward(self, model: torch.nn.Module, inputs: Batch) -> Logps:
+    def forward(self, model: torch.nn.Module, inputs: PaddedRows) -> Logps:
         """Log-probabilities of each example's responses, on the device of the inputs."""
-        paired = "rejected_input_ids" in inputs
-        logps = concatenated_forward(model, inputs) if paired else (chosen_logps(model, inputs),)
-        return tuple(values.to(inputs["chosen_input_ids"].device) for values in logps)
+        logps = sequence_logps(model, inputs.input_ids, inputs.attention_mask, inputs.labels)  # (sides * B,)
+        return logps.to(inputs.input_ids.device).chunk(inputs.sides)
+
+
+def pad(examples: Sequence[Example], length: int) -> PaddedRows:
+    """Rows of `length` tokens, padded on the right with token 0: the mask hides it."""
+    sides = len(examples[0].responses)
+    input_ids, attention_mask = np.zeros((2, sides * len(examples), length), dtype=np.int64)
+    labels = np.full_like(input_ids, IGNORE_INDEX)
+    rows = [(example.prompt, example.responses[side]) for side in range(sides) for example in examples]
+    for i, (prompt, response) in enumerate(rows):
+        start, end = len(prompt), len(prompt) + len(response)
+        input_ids[i, :end] = (*prompt, *response)
+        attention_mask[i, :end] = 1
+        labels[i, start:end] = response
+    return PaddedRows(*map(torch.from_numpy, (input_ids, attention_mask, labels)), sides)
 
 
 class SharedPrefix:
@@ -73,16 +101,12 @@ class SharedPrefix:
         self.windows, self.row_tokens = windows, row_tokens(max_length)
         self.alignment = alignment
 
-    def split(self, batch: Batch, parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
-        examples = find_examples(batch)
-        cuts = cut_evenly(examples, parts * size)[rank::size]  # neighbours, equally long, run at the same time
-        return [
-            Microbatch(
-                torch.tensor(rows),
-                pack([examples[i] for i in rows], row_tokens=self.row_tokens, alignment=self.alignment),
-            )
-            for rows in cuts
-        ]
+    def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
+        shares = split_evenly(examples, parts * size)[rank::size]  # neighbours, equally long, run at the same time
+        return [Microbatch.of(examples, share, self.pack([examples[i] for i in share])) for share in shares]
+
+    def pack(self, examples: Sequence[Example]) -> Packed:
+        return pack(examples, row_tokens=self.row_tokens, alignment=self.alignment)
 
     def forward(self, model: torch.nn.Module, inputs: Packed) -> Logps:
         """Log-probabilities of each example's responses, on the device of the inputs."""
@@ -216,10 +240,10 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
     model.eval()
     try:
         with without_tf32():
-            for batch, plain, row in ways:
-                inputs = Microbatch(torch.arange(2), batch).to(device).inputs
-                packed = pack(find_examples(batch), row_tokens=2 * n, alignment=layout.alignment, length=row)
-                expected = torch.stack(plain(model, inputs))
+            for pairs, plain, row in ways:
+                [padded] = Padded().split(pairs, 1)
+                packed = pack(pairs, row_tokens=2 * n, alignment=layout.alignment, length=row)
+                expected = torch.stack(plain(model, padded.to(device).inputs))
                 difference = (torch.stack(layout.forward(model, packed.map(lambda x: x.to(device)))) - expected).abs()
                 if not (difference <= tolerance * expected.abs()).all():
                     off = (difference / expected.abs()).max().item()
@@ -233,29 +257,24 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
     return None
 
 
-def _plain_logps(model: Any, batch: Batch) -> Logps:
+def _plain_logps(model: Any, rows: PaddedRows) -> Logps:
     """What `Padded` gives, with logits only where a token is scored: all of long rows take much memory."""
-    return run_as_forward(model, _scored_logps, concatenated_inputs(batch)).chunk(2)
+    return run_as_forward(model, _scored_logps, rows).chunk(rows.sides)
 
 
-def _scored_logps(model: Any, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    ids, mask, labels = (rows[f"concatenated_{key}"] for key in ("input_ids", "attention_mask", "labels"))
-    hidden = model.base_model(ids, attention_mask=mask, use_cache=False).last_hidden_state  # (R, L, H)
+def _scored_logps(model: Any, rows: PaddedRows) -> torch.Tensor:
+    labels = rows.labels
+    hidden = model.base_model(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).last_hidden_state
     row, column = (labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
     logps = token_logps(model, hidden[row.to(hidden.device), column.to(hidden.device)], labels[row, column + 1])
     return logps.new_zeros(len(labels)).index_add_(0, row.to(logps.device), logps).to(labels.device)
 
 
-def _two_pairs(vocabulary: int, *lengths: tuple[int, int, int]) -> Batch:
+def _two_pairs(vocabulary: int, *lengths: tuple[int, int, int]) -> list[Example]:
     """Random tokens; a prompt, a chosen and a rejected response of these lengths each."""
     generator = torch.Generator().manual_seed(0)
-    rows = []
-    for n, *of_responses in lengths:
-        prompt, *responses = (torch.randint(vocabulary, (k,), generator=generator).tolist() for k in (n, *of_responses))
-        row = {}
-        for side, response in zip(("chosen", "rejected"), responses, strict=True):
-            row[f"{side}_input_ids"] = prompt + response
-            row[f"{side}_attention_mask"] = [1] * len(prompt + response)
-            row[f"{side}_labels"] = [IGNORE_INDEX] * n + response
-        rows.append(row)
-    return collate(rows, pad_token_id=0)
+
+    def draw(n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(vocabulary, (n,), generator=generator).tolist())
+
+    return [Example(draw(prompt), (draw(chosen), draw(rejected))) for prompt, chosen, rejected in lengths]

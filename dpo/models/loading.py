@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,6 @@ from dpo.models.weights import read_archive
 from dpo.parallel.sharding import find_blocks
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.system.paths import get_cache_dir
-from dpo.training.reference import model_digest
 
 
 def source_of(config: DictConfig) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def model_loaders(
     archive = config.model.archive
     policy = partial(load, config.model.policy_dtype, archive if resume_from is None else str(resume_from))
     reference = partial(load, config.model.reference_dtype, archive)
-    return policy, reference if LOSSES[config.loss.name].uses_reference else None
+    return policy, reference if LOSSES[config.loss.name].reference else None
 
 
 def loaded(model: Any, config: DictConfig) -> Any:
@@ -100,3 +101,13 @@ def loaded_reference(model: Any, config: DictConfig, *, with_digest: bool) -> tu
     """The frozen reference, and a digest of it if it is wanted, which takes a pass over its weights."""
     model, settings = loaded(model, config).eval(), config.model
     return model, model_digest(model, settings.autocast or settings.reference_dtype) if with_digest else None
+
+
+def model_digest(model: Any, dtype: str) -> str:
+    """A digest of all that a model's log-probabilities depend on but tokens: weights, architecture, compute dtype."""
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]

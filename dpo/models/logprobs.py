@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dpo.data.tokenization import Batch, concatenated_inputs
 from dpo.losses import _get_batch_logps
 from dpo.models import cpu_attention
 from dpo.models.packing import Packed, tree_block_mask, tree_mask
@@ -24,33 +23,9 @@ def sequence_logps(
     return _get_batch_logps(logits, labels.to(logits.device))
 
 
-def chosen_logps(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Log-probabilities of the chosen responses (SFT: of the targets), (B,)."""
-    return sequence_logps(model, batch["chosen_input_ids"], batch["chosen_attention_mask"], batch["chosen_labels"])
-
-
-def concatenated_forward(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(chosen, rejected) log-probabilities, each (B,), from one forward over both: FSDP gathers weights once."""
-    rows = concatenated_inputs(batch)
-    logps = sequence_logps(
-        model, rows["concatenated_input_ids"], rows["concatenated_attention_mask"], rows["concatenated_labels"]
-    )
-    chosen, rejected = logps.chunk(2)
-    return chosen, rejected
-
-
 def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
     """Summed log-probabilities of the U responses of `packed`, (U,): what `sequence_logps` gives for each alone."""
-    if model.config._attn_implementation == "flex_attention":
-        masks = {kind: tree_block_mask(packed, window=window) for kind, window in windows.items()}
-    else:
-        if packed.input_ids.device.type == "cpu":
-            cpu_attention.register()
-        dtype = model.get_input_embeddings().weight.dtype
-        device = packed.input_ids.device.type
-        if model.config._attn_implementation == "sdpa" and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)  # in which it computes: else the mask is cast in every layer
-        masks = {kind: _additive(tree_mask(packed, window=window), dtype) for kind, window in windows.items()}
+    masks = _masks(model, packed, windows)
     hidden = model.base_model(
         packed.input_ids,
         attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
@@ -62,6 +37,19 @@ def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None]) 
     n_responses, longest = packed.shape
     table = logps.new_zeros(n_responses * longest).index_put((packed.slots.to(logps.device),), logps)
     return table.view(n_responses, longest).sum(-1)
+
+
+def _masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Any]:
+    """The mask of each kind of attention layer, as the model's attention takes it."""
+    attention, device = model.config._attn_implementation, packed.input_ids.device.type
+    if attention == "flex_attention":
+        return packed.masks(attention, lambda: {k: tree_block_mask(packed, window=w) for k, w in windows.items()})
+    if device == "cpu":
+        cpu_attention.register()
+    dtype = model.get_input_embeddings().weight.dtype
+    if attention == "sdpa" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)  # in which it computes: else the mask is cast in every layer
+    return packed.masks(dtype, lambda: {k: _additive(tree_mask(packed, window=w), dtype) for k, w in windows.items()})
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

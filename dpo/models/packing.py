@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ ATTENTION_LENGTH = 2048  # measured on a small model
 NONE = -1  # tree of padding; branch of a prompt
 
 
-class Packed(NamedTuple):
+@dataclass
+class Packed:
     """R rows of L tokens, several trees in each, and where the log-probabilities of U responses are found in them.
 
     All int64. N is the number of scored tokens, T the most of one response, B the number of examples.
@@ -37,10 +39,18 @@ class Packed(NamedTuple):
     slots: torch.Tensor  # (N,): response * T + place in the response
     response_index: torch.Tensor  # (sides, B): the response that an example has as chosen, as rejected
     shape: tuple[int, int]  # (U, T)
+    _masks: tuple[Any, Any] | None = None  # what they were made for, and they
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
         """Every tensor changed: moved or pinned."""
-        return Packed(*(change(tensor) for tensor in self[:-1]), self.shape)
+        tensors = (getattr(self, field.name) for field in fields(self)[:-2])
+        return Packed(*map(change, tensors), self.shape)
+
+    def masks(self, purpose: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives for a purpose, made once: policy and reference often share it. Only the last is kept."""
+        if self._masks is None or self._masks[0] != purpose:
+            self._masks = (purpose, make())
+        return self._masks[1]
 
 
 def count_tokens(example: Example) -> int:
@@ -48,8 +58,8 @@ def count_tokens(example: Example) -> int:
     return len(example.prompt) + sum(len(r) - 1 for r in set(example.responses))
 
 
-def cut_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
-    """Numbers of the examples in `parts` lists of about equally many fed tokens, long examples first; none is empty.
+def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
+    """Indices of the examples in `parts` lists of about equally many fed tokens, long examples first; none is empty.
 
     Examples of one prompt stay neighbours, so that few prompts are run in two lists.
     """
@@ -61,7 +71,7 @@ def cut_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
     seen: set[tuple] = set()
     costs = []
     for i in order:
-        prompt, responses = examples[i]
+        prompt, responses, _ = examples[i]
         new = [r for r in dict.fromkeys(responses) if (prompt, r) not in seen]
         costs.append(sum(len(r) - 1 for r in new) + (0 if prompt in seen else len(prompt)))
         seen |= {prompt, *((prompt, r) for r in new)}
@@ -88,13 +98,13 @@ def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, le
     """
     indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> response -> number
     count = 0
-    for prompt, responses in examples:
+    for prompt, responses, _ in examples:
         for response in responses:
             known = indices.setdefault(prompt, {})
             if response not in known:
                 known[response] = count
                 count += 1
-    response_index = [[indices[p][response] for response in responses] for p, responses in examples]
+    response_index = [[indices[p][response] for response in responses] for p, responses, _ in examples]
     trees = [tree for prompt, known in indices.items() for tree in _trees(prompt, known, row_tokens)]
     trees.sort(key=lambda tree: -tree.length)
     lengths = _row_lengths(trees, alignment) if length is None else [-(-length // alignment) * alignment]

@@ -5,35 +5,29 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.run_directory import LOG_FILES, create_run_dir
 
 
-class Sample(NamedTuple):
-    """A prompt with what policy and reference (None for SFT) continued it with."""
+class FileLogger(Callback):
+    """`metrics.jsonl`, `samples.jsonl` and `samples.txt` in the run directory; every line is flushed at once.
 
-    prompt: str
-    policy: str
-    reference: str | None
-
-
-class FileLogger:
-    """`metrics.jsonl`, `samples.jsonl` and `samples.txt` in the run directory; every line, flushed at once.
-
-    What is no finite number is null, as JSON wants it.
-    The directory is made if it is not there. What lies in the files beyond a `state` is cut off: it was logged after
-    the checkpoint and will be again.
+    What is not a finite number is null, as JSON wants it. The directory is made if it is not there. Lines that were
+    logged after the checkpoint from which a run continues are cut off: they will be logged again.
     """
 
-    def __init__(self, run_dir: Path, state: Mapping[str, Any] | None = None) -> None:
-        self.run_dir = run_dir
-        create_run_dir(str(run_dir), continued=True)
-        sizes = (state or {}).get("log_bytes", {})
-        for name in (name for name in LOG_FILES if name in sizes):  # a checkpoint may name any file
-            path, size = run_dir / name, sizes[name]
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.run_dir = context.run_dir
+        self._sizes: Mapping[str, int] = {}  # of the files, at the checkpoint
+
+    def on_start(self) -> None:
+        create_run_dir(str(self.run_dir), continued=True)
+        for name in (name for name in LOG_FILES if name in self._sizes):  # a checkpoint may name any file
+            path, size = self.run_dir / name, self._sizes[name]
             found = path.stat().st_size if path.exists() else 0
             if found < size:
                 print(f"warning: {path} lacks lines that were logged before the checkpoint")
@@ -52,6 +46,9 @@ class FileLogger:
                     sizes[name] = file.seek(0, os.SEEK_END)
         return {"log_bytes": sizes}
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sizes = state.get("log_bytes", {})
+
     def _append(self, name: str, lines: Iterable[str]) -> None:
         path = self.run_dir / name
         with path.open("ab+") as file:
@@ -62,23 +59,25 @@ class FileLogger:
                     print(f"warning: {path} ended in the middle of a line, which is removed", flush=True)
             file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
-    def log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = {"split": split, "examples": examples, "updates": updates, **finite}
-        self._append("metrics.jsonl", [json.dumps(line)])
+    def on_update(self, update: Update) -> None:
+        self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
 
-    def log_samples(self, samples: Sequence[Sample], *, examples: int) -> None:
-        self._append(
-            "samples.jsonl",
-            (json.dumps({"examples": examples, **s._asdict()}, ensure_ascii=False) for s in samples),
-        )
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        examples = evaluation.n_examples
+        self._log("eval", evaluation.metrics, examples=examples, updates=evaluation.n_updates)
+        if not evaluation.samples:
+            return
+        records = ({"examples": examples, **sample._asdict()} for sample in evaluation.samples)
+        self._append("samples.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
         lines = []
-        for sample in samples:
+        for sample in evaluation.samples:
             lines += [f"{'=' * 30} after {examples} examples {'=' * 30}", sample.prompt.strip()]
             lines += ["--- policy ---", sample.policy.strip()]
             lines += ["--- reference ---", sample.reference.strip()] if sample.reference is not None else []
             lines.append("")
         self._append("samples.txt", lines)
 
-    def close(self) -> None:
-        pass
+    def _log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = {"split": split, "examples": examples, "updates": updates, **finite}
+        self._append("metrics.jsonl", [json.dumps(line)])

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import tqdm
+from omegaconf import DictConfig
 
+from dpo.reporting.events import Callback, Evaluation, Update
 from dpo.settings.files import dotted
 
 QUIET_SECS = 30  # between two lines of a log file about an evaluation or sampling that goes on
@@ -84,7 +86,7 @@ class Task:
         return "  ".join(filter(None, [*facts, self.note, self.left()]))
 
 
-class Progress:
+class Progress(Callback):
     """A bar on a terminal. In a log file lines: of updates one at most every `interval` seconds, of anything else that
     takes long one every half a minute. `each` says how many examples an item of a task has, if that is known."""
 
@@ -94,8 +96,14 @@ class Progress:
         self._open: list[tuple[Task, Any]] = []  # tasks inside of tasks, and their bars
         self._last_update = float("-inf")
 
+    @classmethod
+    def of(cls, config: DictConfig, *, silent: bool) -> Progress:
+        """As a config says."""
+        each = {"update": config.batch_size, **dict.fromkeys(("evaluate", "sample"), config.eval_batch_size)}
+        return cls(interval=config.minimum_log_interval_secs, silent=silent, each=each)
+
     def updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
-        """Iterate over the batches of updates, `done` of the `total` before; `train` says what each of them gave."""
+        """Iterate over the batches of updates, `done` of the `total` before. `on_update` follows each."""
         with self._showing("update", total=total, done=done, leave=True):
             yield from items
 
@@ -107,18 +115,21 @@ class Progress:
                 task.done, task.part, task.note = task.done + 1, 0.0, ""
                 self._show()
 
-    def train(self, metrics: Mapping[str, float], *, updates: int) -> None:
-        """What the update gave with which so many were made."""
+    def on_update(self, update: Update) -> None:
         if self.silent:
             return
+        metrics = update.metrics
         facts = [f"{name} {number(metrics[key], n)}" for key, (name, n) in SHOWN.items() if key in metrics]
         task, _ = self._open[-1]
-        task.done, task.note = updates, "  ".join([*facts, f"{number(metrics['examples_per_second'])} ex/s"])
+        task.done, task.note = update.number, "  ".join([*facts, f"{number(metrics['examples_per_second'])} ex/s"])
         if self.show_bar:
             self._draw()
         elif time.monotonic() - self._last_update >= self.interval:
             self._last_update = time.monotonic()
             self.line(str(task))
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self.line(table(f"evaluation after {evaluation.n_examples:,} examples", evaluation.metrics))
 
     def part(self, done: int, total: int, what: str) -> None:
         """So much of the item at hand is done, for instance of the tokens of its continuations."""

@@ -5,50 +5,50 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from dpo.errors import InputError
-from dpo.reporting.files import Sample
+from dpo.reporting.events import Callback, Evaluation, RunContext, Update
+from dpo.system.redaction import redact
 
 FINISH_SECS = 300  # that W&B may take to send the rest at the end
 
 
-class WandbLogger:
-    """Weights & Biases, under the reference's names; training metrics at most every `interval` seconds.
+class WandbLogger(Callback):
+    """Weights & Biases, under the reference's names; training metrics at most every `minimum_log_interval_secs`.
 
     Steps are `counters/examples` (a metric, not W&B's own step), so that a run rolled back to an earlier checkpoint
     can log the same counts again and loses nothing. The system's own records go with it. A run never waits or fails for
     W&B: what cannot be sent stays on the disk (`wandb sync`), and `metrics.jsonl` has everything.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        project: str,
-        entity: str | None,
-        config: Mapping,
-        run_dir: Path,
-        interval: float,
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self._run_id: str | None = None  # of the run to continue
+        self._last_train = float("-inf")
+        self._lost = False
+
+    @classmethod
+    def is_wanted(cls, context: RunContext) -> bool:
+        return super().is_wanted(context) and context.config.wandb.enabled and not context.config.debug
+
+    def on_start(self) -> None:
         import wandb
 
         self._table, self._errors = wandb.Table, (wandb.Error, OSError)
-        self.run_dir, self.interval = run_dir, interval
-        self._last_train = float("-inf")
-        self._lost = False
-        is_own = bool(state) and state.get("run_dir") == str(run_dir.resolve())  # not that of a run it continues
+        config = self.context.config
         settings = {
-            "name": name,
-            "project": project,
-            "entity": entity,
-            "config": dict(config),
-            "dir": str(run_dir),
-            "id": state["wandb_id"] if is_own else None,
+            "name": redact(config.exp_name),
+            "project": redact(config.wandb.project),
+            "entity": redact(config.wandb.entity),
+            "config": redact(OmegaConf.to_container(config, resolve=True)),
+            "dir": str(self.context.run_dir),
+            "id": self._run_id,
             "resume": "allow",
         }
         try:
@@ -79,24 +79,25 @@ class WandbLogger:
             print(f"W&B: {offline}, so logging offline; upload with: wandb sync {Path(run.dir).parent}")
         return run
 
-    def log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
+    def on_update(self, update: Update) -> None:
         now = time.monotonic()
-        if split == "train":
-            if now - self._last_train < self.interval:
-                return
+        if now - self._last_train >= self.context.config.minimum_log_interval_secs:
             self._last_train = now
-        self._send({**metrics, "counters/examples": examples, "counters/updates": updates})
+            self._send(update.metrics, examples=update.n_examples, updates=update.number)
 
-    def log_samples(self, samples: Sequence[Sample], *, examples: int) -> None:
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        examples = evaluation.n_examples
+        self._send(evaluation.metrics, examples=examples, updates=evaluation.n_updates)
         tables = {}
         for who in ("policy", "reference"):
-            rows = [[examples, s.prompt, getattr(s, who)] for s in samples if getattr(s, who) is not None]
+            rows = [[examples, s.prompt, getattr(s, who)] for s in evaluation.samples if getattr(s, who) is not None]
             if rows:
                 tables[f"{who}_samples"] = self._table(columns=["step", "prompt", "sample"], data=rows)
-        self._send({**tables, "counters/examples": examples})
+        if tables:
+            self._unless_lost(self.run.log, {**tables, "counters/examples": examples})
 
-    def _send(self, values: Mapping[str, Any]) -> None:
-        self._unless_lost(self.run.log, values)
+    def _send(self, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
+        self._unless_lost(self.run.log, {**metrics, "counters/examples": examples, "counters/updates": updates})
 
     def _unless_lost(self, send: Callable, *arguments: Any) -> None:
         if self._lost:
@@ -105,10 +106,17 @@ class WandbLogger:
             send(*arguments)
         except self._errors as error:
             self._lost = True
-            print(f"warning: W&B takes no more ({type(error).__name__}: {error}); metrics.jsonl goes on", flush=True)
+            print(
+                f"warning: W&B logging disabled after an error ({type(error).__name__}: {error}); metrics.jsonl is still written",
+                flush=True,
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"wandb_id": self.run.id, "run_dir": str(self.run_dir.resolve())}
+        return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve())}
 
-    def close(self) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("run_dir") == str(self.context.run_dir.resolve()):  # not that of a run it continues
+            self._run_id = state["wandb_id"]
+
+    def on_end(self) -> None:
         self._unless_lost(self.run.finish)

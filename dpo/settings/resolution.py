@@ -18,8 +18,8 @@ def find_config_problems(config: DictConfig) -> list[str]:
     from dpo.losses import LOSSES
     from dpo.models.layouts import LAYOUTS
     from dpo.models.pretrained import ATTENTION, DTYPES
+    from dpo.reporting.anomalies import POLICIES
     from dpo.settings.validation import find_problems
-    from dpo.training.anomalies import POLICIES
     from dpo.training.optimization import OPTIMIZERS
     from dpo.training.reference import CACHING
     from preference_datasets import BUILT_IN
@@ -84,5 +84,5 @@ def count_processes(config: DictConfig) -> Processes:
         cuts_layers=trainer.cuts_layers,
         can_sample=trainer.can_sample,
         can_autocast=trainer.can_autocast,
-        uses_reference=_named(LOSSES, values.get("loss.name"), LOSSES["dpo"]).uses_reference,
+        uses_reference=_named(LOSSES, values.get("loss.name"), LOSSES["dpo"]).reference,
     )

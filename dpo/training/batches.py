@@ -12,10 +12,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from omegaconf import DictConfig
 
-from dpo.data.examples import Row, content_key, encode_rows, find_examples, iterate_rows
+from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.prompts import Prompt
-from dpo.data.tokenization import Batch
 from dpo.losses import LOSSES
 from dpo.models.layouts import Layout, Microbatch
 
@@ -26,16 +25,20 @@ Result = TypeVar("Result")
 class GlobalBatch(NamedTuple):
     """One batch of all processes, and this process's part of it."""
 
-    batch: Batch
-    rows: Sequence[Row]  # the texts
-    keys: list[tuple[bytes, ...]]  # of each example's responses under their prompt, by content
+    examples: list[Example]
     microbatches: list[Microbatch]
+    keys: list[tuple[bytes, ...]]  # of each example's responses, by content; empty where no reference scores them
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all responses with their prompts."""
+        return sum(example.n_tokens for example in self.examples)
 
 
 def prefetch(
     items: Iterable[Item], prepare: Callable[[Item], Result], *, workers: int, ahead: int = 2
 ) -> Iterator[Result]:
-    """`prepare(item)` of each item in order, up to `ahead` of them early, in `workers` threads (0: none, in time).
+    """`prepare(item)` of each item in order, up to `ahead` of them early, in `workers` threads (0: in this thread).
 
     Tokenizers and tensor operations let other threads run. What `prepare` raises is raised where its result is due.
     """
@@ -57,80 +60,42 @@ def prefetch(
 
 
 class Batches:
-    """The batches of a run, each prepared for process `rank` of the `size` that see different rows."""
+    """The batches of a run as a config says, each prepared for process `rank` of the `size` that see different rows."""
 
     def __init__(
-        self,
-        data: TrainingData,
-        layout: Layout,
-        *,
-        rank: int,
-        size: int,
-        sft_mode: bool,
-        seed: int,
-        num_workers: int,
-        max_length: int,
-        max_prompt_length: int,
+        self, config: DictConfig, data: TrainingData, layout: Layout, *, seed: int, rank: int = 0, size: int = 1
     ) -> None:
-        self.data, self.layout, self.rank, self.size = data, layout, rank, size
-        self.sft_mode, self.seed, self.num_workers = sft_mode, seed, num_workers
-        self.max_length, self.max_prompt_length = max_length, max_prompt_length
+        self.config, self.data, self.layout, self.seed = config, data, layout, seed
+        self.rank, self.size = rank, size
+        self.loss = LOSSES[config.loss.name]
 
-    @classmethod
-    def of(cls, config: DictConfig, data: TrainingData, layout: Layout, *, rank: int, size: int, seed: int) -> Batches:
-        """Sizes and loss as a config says."""
-        return cls(
-            data,
-            layout,
-            rank=rank,
-            size=size,
-            sft_mode=not LOSSES[config.loss.name].uses_reference,
-            seed=seed,
-            num_workers=config.num_workers,
-            max_length=config.max_length,
-            max_prompt_length=config.max_prompt_length,
-        )
-
-    def train(
-        self, batch_size: int, *, parts: int, n_epochs: int | None, n_examples: int | None, skip: int = 0
-    ) -> Iterator[GlobalBatch]:
-        """Batches in `parts` microbatches per process, in the reference's order and until its stop rule.
+    def train(self, *, skip: int = 0) -> Iterator[GlobalBatch]:
+        """Training batches in the reference's order and until its stop rule.
 
         The first `skip` are not prepared: a run that continues had them.
         """
-        return self._iterate(self.data.train, batch_size, parts, n_epochs, n_examples, skip)
+        config = self.config
+        limits = {"n_epochs": config.n_epochs, "n_examples": config.n_examples}
+        return self._iterate(self.data.train, config.batch_size, config.gradient_accumulation_steps, limits, skip)
 
-    def test(self, batch_size: int, *, n_examples: int) -> Iterator[GlobalBatch]:
-        """Batches of one microbatch per process."""
-        return self._iterate(self.data.test, batch_size, 1, None, n_examples)
+    def test(self) -> Iterator[GlobalBatch]:
+        """Evaluation batches, one microbatch per process."""
+        limits = {"n_epochs": None, "n_examples": self.config.n_eval_examples}
+        return self._iterate(self.data.test, self.config.eval_batch_size, 1, limits)
 
     def _iterate(
-        self,
-        prompts: Sequence[Prompt],
-        batch_size: int,
-        parts: int,
-        n_epochs: int | None,
-        n_examples: int | None,
-        skip: int = 0,
+        self, prompts: Sequence[Prompt], batch_size: int, n_microbatches: int, limits: dict, skip: int = 0
     ) -> Iterator[GlobalBatch]:
-        rows = iterate_rows(
-            prompts,
-            batch_size=batch_size,
-            shuffle=True,
-            sft_mode=self.sft_mode,
-            n_epochs=n_epochs,
-            n_examples=n_examples,
-            seed=self.seed,
+        examples = iterate_examples(
+            prompts, batch_size=batch_size, shuffle=True, sft_mode=not self.loss.pairwise, seed=self.seed, **limits
         )
-        rows = itertools.islice(rows, skip, None)
-        return prefetch(rows, partial(self._prepare, parts=parts), workers=self.num_workers)
+        prepare = partial(self._prepare, n_microbatches=n_microbatches)
+        return prefetch(itertools.islice(examples, skip, None), prepare, workers=self.config.num_workers)
 
-    def _prepare(self, rows: Sequence[Row], *, parts: int) -> GlobalBatch:
-        batch = encode_rows(
-            rows, self.data.encode, max_length=self.max_length, max_prompt_length=self.max_prompt_length
-        )
-        keys = [tuple(content_key(e.prompt, response) for response in e.responses) for e in find_examples(batch)]
-        microbatches = self.layout.split(batch, parts, rank=self.rank, size=self.size)
+    def _prepare(self, texts: Sequence[TextExample], *, n_microbatches: int) -> GlobalBatch:
+        lengths = {"max_length": self.config.max_length, "max_prompt_length": self.config.max_prompt_length}
+        examples = encode_examples(texts, self.data.encode, **lengths)
+        microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=self.size)
         if torch.cuda.is_available():  # from pinned memory the copy does not wait
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
-        return GlobalBatch(batch, rows, keys, microbatches)
+        return GlobalBatch(examples, microbatches, [e.keys for e in examples] if self.loss.reference else [])

@@ -163,7 +163,7 @@ def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu:
         policy=weights,
         gradients=weights,
         optimizer=int(weights * states),
-        reference=n * DTYPES[model.reference_dtype].itemsize if LOSSES[config.loss.name].uses_reference else 0,
+        reference=n * DTYPES[model.reference_dtype].itemsize if LOSSES[config.loss.name].reference else 0,
         gathered=(root + 2 * largest) * compute.itemsize // plan.tensor_size,  # of blocks that which runs and the next
         reduced=max(root, largest) * REDUCED // plan.tensor_size,
         update=int(weights * temporary) if on_gpu and plan.world_size == 1 else 0,  # shards are updated one by one
@@ -185,15 +185,15 @@ def _largest_microbatches(
     config: DictConfig, plan: Plan, data: TrainingData, layout: Layout
 ) -> tuple[Microbatch, Microbatch]:
     """The microbatches with most tokens: of the run's first batches, and of its evaluations."""
-    parts = config.gradient_accumulation_steps
+    limit = min(config.n_examples or 10**9, LOOKED_AT * config.batch_size)
+    first = OmegaConf.merge(config, {"n_examples": limit})
     trained: list[Microbatch] = []
     evaluated: list[Microbatch] = []
     for rank in range(min(plan.data_size, 4)):
-        batches = Batches.of(config, data, layout, rank=rank, size=plan.data_size, seed=config.seed)
-        limit = min(config.n_examples or 10**9, LOOKED_AT * config.batch_size)
-        for batch in batches.train(config.batch_size, parts=parts, n_epochs=config.n_epochs, n_examples=limit):
+        batches = Batches(first, data, layout, seed=config.seed, rank=rank, size=plan.data_size)
+        for batch in batches.train():
             trained += batch.microbatches
-        for batch in batches.test(config.eval_batch_size, n_examples=config.n_eval_examples):
+        for batch in batches.test():
             evaluated += batch.microbatches
     return max(trained, key=lambda m: m.n_tokens), max(evaluated, key=lambda m: m.n_tokens)
 

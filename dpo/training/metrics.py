@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-Parts = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]  # rows of the global batch (n,), metrics (n,) each
+# of each microbatch: indices of its examples in the global batch (n,), and their metrics, (n,) each
+MicrobatchMetrics = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 
 class Reduced(NamedTuple):
@@ -25,9 +26,9 @@ class Reduced(NamedTuple):
         return dict(zip(self.examples, means.tolist(), strict=True)) | self.scalars
 
 
-def reduce_parts(
-    parts: Parts,
-    n_rows: int,
+def reduce_metrics(
+    metrics: MicrobatchMetrics,
+    n_examples: int,
     add: Callable[[torch.Tensor], torch.Tensor],
     *,
     counts: bool = True,
@@ -36,16 +37,16 @@ def reduce_parts(
     """Metrics of all microbatches and processes: one collective and one copy to the host, which waits for the device.
 
     `add` sums a tensor over the processes, which hold zeros where another has values. Of processes that see the same
-    rows one `counts`. `scalars` are summed as they are.
+    examples one `counts`. `scalars` are summed as they are.
     """
-    names = list(parts[0][1])
-    values = torch.cat([torch.stack(list(metrics.values()), dim=1) for _, metrics in parts])  # (rows here, names)
-    table = values.new_zeros(n_rows, len(names))
+    names = list(metrics[0][1])
+    values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (examples here, names)
+    table = values.new_zeros(n_examples, len(names))
     if counts:
-        table.index_copy_(0, torch.cat([rows for rows, _ in parts]), values)
+        table.index_copy_(0, torch.cat([indices for indices, _ in metrics]), values)
     sums = add(torch.cat([table.flatten(), *(value.detach().to(table).reshape(1) for value in scalars.values())]))
     sums = sums.cpu()
-    columns = sums[: table.numel()].view(n_rows, len(names)).unbind(1)
+    columns = sums[: table.numel()].view(n_examples, len(names)).unbind(1)
     return Reduced(
         dict(zip(names, columns, strict=True)), dict(zip(scalars, sums[table.numel() :].tolist(), strict=True))
     )

@@ -7,161 +7,161 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-from dpo.data.tokenization import Batch
-from dpo.losses import LOSSES
+from dpo.losses import LOSSES, Scores
 from dpo.models.layouts import Layout, Logps, Longest, Microbatch, choose_layout
 from dpo.models.pretrained import DTYPES
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import hold_the_same
 from dpo.training.batches import GlobalBatch
-from dpo.training.metrics import Parts, Reduced, reduce_parts
-from dpo.training.reference import LogpTable, ReferenceLogps, read_logps
+from dpo.training.metrics import MicrobatchMetrics, Reduced, reduce_metrics
+from dpo.training.reference import LogpTable, Reference, read_logps
 
-Metrics = dict[str, torch.Tensor]  # per example, each (rows,)
-REFERENCE = ("reference/chosen", "reference/rejected")  # columns beside the metrics, to be remembered
-
-
-def loss_options(loss_config: Mapping[str, Any]) -> dict[str, float | bool]:
-    """The keys of `config/loss/NAME.yaml` other than its name."""
-    return {key: value for key, value in loss_config.items() if key != "name"}
+Metrics = dict[str, torch.Tensor]  # per example, each (B,)
+REFERENCE = ("reference/chosen", "reference/rejected")  # columns beside the metrics, to be cached
 
 
 class Objective:
-    """`autocast` is the dtype in which float32 weights are multiplied, None for their own.
+    """The loss of a policy, whose gradient an update follows.
 
-    As long as the `models_are_equal`, no pair is ranked right: rewards then differ by what dtypes round, if at all.
+    `autocast` is the dtype in which float32 weights are multiplied, None for their own. As long as the
+    `models_are_equal`, no pair is ranked right: rewards then differ by what dtypes round, if at all.
     """
 
     def __init__(
         self,
+        policy: torch.nn.Module,
+        reference: Reference | None,
         layout: Layout,
         mesh: Mesh,
         *,
-        device: torch.device,
-        autocast: torch.dtype | None,
+        autocast: torch.dtype | None = None,
         models_are_equal: bool = False,
     ) -> None:
-        self.layout, self.mesh, self.device, self.autocast = layout, mesh, device, autocast
-        self.models_are_equal = models_are_equal
-        self.reference_logps = ReferenceLogps()
+        self.policy, self.reference, self.layout, self.mesh = policy, reference, layout, mesh
+        self.autocast, self.models_are_equal = autocast, models_are_equal
+        self.device = next(policy.parameters()).device
 
     def forward(self, model: torch.nn.Module, microbatch: Microbatch) -> Logps:
-        """Log-probabilities of each example's responses: (chosen, rejected) or, under SFT, (chosen,)."""
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            return self.layout.forward(model, microbatch.to(self.device).inputs)
+        """Log-probabilities of each example's responses: (chosen, rejected) or, under SFT, (chosen,).
 
-    def whole(self, batch: Batch) -> Microbatch:
-        """All rows of a batch of this process as one microbatch."""
-        [microbatch] = self.layout.split(batch, 1)
-        return microbatch
+        The microbatch is on the device.
+        """
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            return self.layout.forward(model, microbatch.inputs)
 
     def losses(
         self,
-        policy: torch.nn.Module,
-        reference_model: torch.nn.Module | None,
         microbatch: Microbatch,
-        known: torch.Tensor | None,
+        cached: torch.Tensor | None,
         *,
         split: str,
         loss_config: Mapping[str, Any],
+        to_cache: bool,
     ) -> tuple[torch.Tensor, Metrics]:
-        """Losses of the examples, (rows,), and their detached metrics.
+        """Losses of the examples, (B,), and their detached metrics.
 
-        `known` are the reference's log-probabilities of the whole global batch, as `known_reference` gives them.
+        `cached` are the reference's log-probabilities of the whole global batch, as `cached_reference` gives them.
+        With `to_cache` the reference's log-probabilities are among the metrics, under REFERENCE.
         """
         loss, microbatch = LOSSES[loss_config["name"]], microbatch.to(self.device)
-        if not loss.uses_reference:
-            [chosen] = self.forward(policy, microbatch)
-            losses, metrics = -chosen, {}
-        else:
-            if known is not None:
-                reference = known[microbatch.rows].unbind(1)
-            else:  # before the policy's forward, whose activations stay
-                with torch.no_grad():
-                    reference = self.forward(reference_model, microbatch)
-            chosen, rejected = self.forward(policy, microbatch)
-            reference = tuple(r.to(chosen) for r in reference)
-            losses, chosen_rewards, rejected_rewards = loss.on_pairs(
-                chosen, rejected, *reference, **loss_options(loss_config)
-            )
-            ranked_right = (chosen_rewards > rejected_rewards) & (not self.models_are_equal)
-            metrics = {
-                f"rewards_{split}/chosen": chosen_rewards,
-                f"rewards_{split}/rejected": rejected_rewards,
-                f"rewards_{split}/accuracies": ranked_right.to(chosen_rewards),
-                f"rewards_{split}/margins": chosen_rewards - rejected_rewards,
-                f"logps_{split}/rejected": rejected.detach(),
-                **dict(zip(REFERENCE, reference, strict=True)),
-            }
-        return losses, metrics | {f"logps_{split}/chosen": chosen.detach(), f"loss/{split}": losses.detach()}
+        reference: Logps = ()
+        if loss.reference and cached is not None:
+            reference = cached[microbatch.indices].unbind(1)
+        elif loss.reference:  # before the policy's forward, whose activations stay
+            with torch.no_grad():
+                reference = self.forward(self.reference.model, microbatch)
+        logps = self.forward(self.policy, microbatch)
+        reference = tuple(r.to(logps[0]) for r in reference)
+        scores = Scores(*(x for pair in zip(logps, microbatch.lengths, strict=True) for x in pair))
+        if reference:
+            scores = scores._replace(reference_chosen=reference[0], reference_rejected=reference[1])
+        losses, *rewards = loss(scores, loss_config)
+        metrics = _reward_metrics(split, *rewards, equal=self.models_are_equal) if loss.pairwise else {}
+        if loss.pairwise:
+            metrics[f"logps_{split}/rejected"] = scores.rejected.detach()
+        metrics |= dict(zip(REFERENCE, reference, strict=True)) if reference and to_cache else {}
+        return losses, metrics | {f"logps_{split}/chosen": scores.chosen.detach(), f"loss/{split}": losses.detach()}
 
-    def known_reference(self, batch: GlobalBatch) -> torch.Tensor | None:
-        """The reference's log-probabilities of a global batch on the device, (B, 2) float64, if all are known."""
-        known = self.reference_logps.find(batch.keys)
-        if known is None or self.device.type != "cuda":
-            return known
-        return known.pin_memory().to(self.device, non_blocking=True)
+    def cached_reference(self, batch: GlobalBatch) -> torch.Tensor | None:
+        """The reference's log-probabilities of a global batch on the device, (B, 2) float64, if all are cached."""
+        cached = self.reference.logps.find(batch.keys) if self.reference else None
+        if cached is None or self.device.type != "cuda":
+            return cached
+        return cached.pin_memory().to(self.device, non_blocking=True)
 
     def reduce(
-        self, parts: Parts, keys: Sequence[tuple[bytes, ...]], scalars: Mapping[str, torch.Tensor] | None = None
+        self,
+        metrics: MicrobatchMetrics,
+        n_examples: int,
+        keys: Sequence[tuple[bytes, ...]],
+        scalars: Mapping[str, torch.Tensor] | None = None,
     ) -> Reduced:
         """The metrics of all examples on every process, and the sums of `scalars` over the processes."""
-        reduced = reduce_parts(parts, len(keys), self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
-        reference = [reduced.examples.pop(name) for name in REFERENCE if name in reduced.examples]
-        if reference:
-            self.reference_logps.add(keys, torch.stack(reference, dim=1))
+        reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
+        scored = [reduced.examples.pop(name) for name in REFERENCE if name in reduced.examples]
+        if scored:
+            self.reference.logps.add(keys, torch.stack(scored, dim=1))
         return reduced
 
     @torch.no_grad()
-    def score(self, reference_model: torch.nn.Module, batch: GlobalBatch) -> torch.Tensor:
+    def score(self, batch: GlobalBatch) -> torch.Tensor:
         """The reference's log-probabilities of a global batch, (B, 2), on every process."""
-        parts = [
-            (microbatch.rows, dict(zip(REFERENCE, self.forward(reference_model, microbatch), strict=True)))
+        metrics = [
+            (microbatch.indices, dict(zip(REFERENCE, self.forward(self.reference.model, microbatch), strict=True)))
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches)
         ]
-        reduced = reduce_parts(parts, len(batch.keys), self.mesh.add, counts=self.mesh.counts)
+        reduced = reduce_metrics(metrics, len(batch.examples), self.mesh.add, counts=self.mesh.counts)
         return torch.stack(list(reduced.examples.values()), dim=1)
 
-    def score_all(self, reference_model: torch.nn.Module, batches: Iterable[GlobalBatch], path: Path) -> str:
-        """Know all pairs of the batches, from the file at `path` or scored now, and write the file; a line about it.
+    def score_all(self, batches: Iterable[GlobalBatch], path: Path) -> str:
+        """Cache all pairs of the batches, from the file at `path` or scored now, and write the file; a line about it.
 
         Raises InputError if the file holds something else than the reference gives now.
         """
         read = read_logps(path) if self.mesh.rank == 0 and path.exists() else LogpTable()
         read, seed = from_rank_0((read, secrets.randbits(32)))
-        n_scored = self.reference_logps.score_all(batches, partial(self.score, reference_model), read, seed=seed)
+        n_scored = self.reference.logps.score_all(batches, self.score, read, seed=seed)
         if self.mesh.rank == 0:
-            self.reference_logps.save(path)
+            self.reference.logps.save(path)
         return f"{n_scored:,} pairs scored by the reference, {len(read):,} responses read from {path}"
+
+
+def _reward_metrics(split: str, chosen: torch.Tensor, rejected: torch.Tensor, *, equal: bool) -> Metrics:
+    ranked_right = (chosen > rejected) & (not equal)
+    return {
+        f"rewards_{split}/chosen": chosen,
+        f"rewards_{split}/rejected": rejected,
+        f"rewards_{split}/accuracies": ranked_right.to(chosen),
+        f"rewards_{split}/margins": chosen - rejected,
+    }
 
 
 def make_objective(
     config: DictConfig,
     policy: Any,
-    reference_model: Any,
+    reference: Reference | None,
     mesh: Mesh,
     compute_dtype: str,
     *,
     longest: int,
     log: Callable[[str], None],
 ) -> Objective:
-    """The objective with the layout that both models take; `say` is told why it is not the one asked for.
+    """The objective with the layout that both models take; `log` gets the reason if it is not the one asked for.
 
     `longest` are the most tokens that a prompt has with one response.
     """
     autocast = DTYPES[config.model.autocast] if config.model.autocast else None
     device = next(policy.parameters()).device
     tried = [(policy, compute_dtype)]
-    if reference_model is not None and type(reference_model) is not type(policy):  # which may take less
-        tried.append((reference_model, config.model.reference_dtype))
+    if reference is not None and type(reference.model) is not type(policy):  # which may take less
+        tried.append((reference.model, config.model.reference_dtype))
     for model, dtype in tried:
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             layout, note = choose_layout(
@@ -176,5 +176,5 @@ def make_objective(
         if note:
             log(note)
             break
-    equal = reference_model is not None and hold_the_same(policy, reference_model, mesh)
-    return Objective(layout, mesh, device=device, autocast=autocast, models_are_equal=equal)
+    equal = reference is not None and hold_the_same(policy, reference.model, mesh)
+    return Objective(policy, reference, layout, mesh, autocast=autocast, models_are_equal=equal)

@@ -5,14 +5,12 @@ A file of them serves another run with the same reference and data: another beta
 
 from __future__ import annotations
 
-import hashlib
-import json
+import gc
 import math
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,16 +23,6 @@ from dpo.training.batches import GlobalBatch
 CACHING = ("as_needed", "all")
 KEY = np.dtype(f"S{KEY_BYTES}")  # compares byte by byte; what it leaves off when printed are zeros at the end
 TOLERANCE = 1e-2  # relative, of a stored log-probability: rounding in half precision, not another model
-
-
-def model_digest(model: Any, dtype: str) -> str:
-    """A digest of all that a model's log-probabilities depend on but tokens: weights, architecture, compute dtype."""
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:32]
 
 
 def read_logps(path: Path) -> LogpTable:
@@ -126,7 +114,7 @@ class LogpTable:
 
 
 class ReferenceLogps:
-    """What is known of the reference so far, by `content_key`."""
+    """What the reference gave so far, by `content_key`."""
 
     def __init__(self) -> None:
         self._known = LogpTable()
@@ -212,3 +200,18 @@ def _compare(keys: Sequence[tuple[bytes, ...]], values: torch.Tensor, read: Logp
     if any(abs(was - now) > TOLERANCE * max(1.0, abs(now)) for was, now in pairs):
         worst = max(abs(was - now) for was, now in pairs)
         raise InputError(f"stored reference log-probabilities are off by up to {worst:.3g}: remove their file")
+
+
+class Reference:
+    """The frozen reference: a model, and what it gave so far. Without a model all of a run's pairs are cached."""
+
+    def __init__(self, model: torch.nn.Module, digest: str | None) -> None:
+        self.model: torch.nn.Module | None = model
+        self.digest = digest  # see `model_digest`; on rank 0 alone
+        self.logps = ReferenceLogps()
+
+    def free(self) -> None:
+        """Give the model's memory back."""
+        self.model = None
+        gc.collect()  # a sharded model is part of reference cycles
+        torch.cuda.empty_cache()

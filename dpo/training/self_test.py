@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dpo.errors import InputError
-from dpo.losses import LOSSES
+from dpo.losses import LOSSES, Scores
 
 ULPS = 8  # by which a forward may differ from the same again
 
@@ -20,17 +20,19 @@ def self_test(
     reference: torch.nn.Module | None,
     forward: Callable[[torch.nn.Module], tuple[torch.Tensor, ...]],
     *,
-    loss_name: str,
-    loss_options: Mapping[str, Any],
+    lengths: torch.Tensor,
+    loss_config: Mapping[str, Any],
     same_dtype: bool,
     repeats_to: torch.dtype | None = None,
 ) -> list[str]:
-    """Check policy and reference (None for SFT); what is worth saying. Leaves the policy in train mode.
+    """Check policy and reference (None: the loss needs none); lines to print. Leaves the policy in train mode.
 
-    `forward` gives a model's log-probabilities, (chosen, rejected) or (chosen,), of a few examples.
+    `forward` gives a model's log-probabilities, (chosen, rejected) or (chosen,), of a few examples; `lengths` are
+    their scored tokens, (sides, B).
     Log-probabilities are finite, train-mode and eval-mode forwards agree to rounding (in `repeats_to` if a forward
     may not repeat itself better), and, when policy and reference have the same dtype, rewards are 0 and the loss is
-    the one at h = 0 (ln 2 for DPO). Raises InputError that names the failed check and its likely cause.
+    that of a reference equal to the policy (ln 2 for DPO). Raises InputError that names the failed check and its
+    likely cause.
     """
     policy.eval()
     in_eval = forward(policy)
@@ -53,9 +55,16 @@ def self_test(
     if reference is None:
         return ["self-test passed: finite log-probabilities, dropout off"]
 
-    options = dict(loss_options)
-    expected = _loss_at_zero(loss_name, options)
-    losses, *rewards = LOSSES[loss_name].on_pairs(*in_train, *of_reference, **options)
+    name, beta = loss_config["name"], loss_config.get("beta", 1.0)
+    scores = Scores(in_train[0], lengths[0], in_train[1], lengths[1], *of_reference)
+    equal = scores._replace(reference_chosen=in_train[0], reference_rejected=in_train[1])
+    expected = LOSSES[name](equal, loss_config).losses.mean().item()
+    if not math.isfinite(expected):
+        raise InputError(
+            f"self-test: the {name} loss of equal models is {expected} with loss.beta={beta}, which float32 cannot "
+            f"hold: choose one nearer to 0.1"
+        )
+    losses, *rewards = LOSSES[name](scores, loss_config)
     reward = max(r.abs().max().item() for r in rewards)
     if not same_dtype:
         return [
@@ -63,30 +72,13 @@ def self_test(
             f"the policy, so the first rewards are rounding errors of up to {reward:.2g}; for 0 set "
             f"model.reference_dtype to the policy's"
         ]
-    tolerance = 1e-4 * options["beta"] * max(1.0, scale)
+    tolerance = 1e-4 * beta * max(1.0, scale)
     loss = losses.mean().item()
     if reward > tolerance:
         raise InputError(
             f"self-test: first rewards reach {reward:.3g} instead of 0, so policy and reference do not hold the same "
             f"weights; was only one of them loaded from model.archive? (self_test=false goes on regardless)"
         )
-    if expected is not None and not math.isclose(loss, expected, rel_tol=1e-3, abs_tol=tolerance):
-        raise InputError(f"self-test: the first {loss_name} loss is {loss:.6g} instead of {expected:.6g}")
+    if not math.isclose(loss, expected, rel_tol=1e-3, abs_tol=tolerance):
+        raise InputError(f"self-test: the first {name} loss is {loss:.6g} instead of {expected:.6g}")
     return [f"self-test passed: first loss {loss:.6f}, rewards within {reward:.1g} of 0, dropout off"]
-
-
-def _loss_at_zero(loss_name: str, options: Mapping[str, Any]) -> float | None:
-    """The loss when policy and reference agree; None if it depends on the policy even then.
-
-    Raises InputError if float32 cannot hold it.
-    """
-    if options.get("reference_free"):
-        return None
-    zero = torch.zeros(1)
-    loss = LOSSES[loss_name].on_pairs(zero, zero, zero, zero, **options)[0].item()
-    if not math.isfinite(loss):
-        raise InputError(
-            f"self-test: the {loss_name} loss of equal models is {loss} with loss.beta={options['beta']}, which "
-            f"float32 cannot hold: choose one nearer to 0.1"
-        )
-    return loss

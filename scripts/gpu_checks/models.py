@@ -77,7 +77,7 @@ def build(settings: dict[str, Any], *, dtype: Any, attention: str, device: str) 
 
 def random_pairs(n: int, *, prompt: tuple[int, int], response: tuple[int, int], seed: int = 0) -> dict[str, Any]:
     """A padded batch of `n` pairs of random tokens, prompts and responses of lengths between these."""
-    from dpo.data.tokenization import collate
+    from dpo.data.collation import collate
     from dpo.losses import IGNORE_INDEX
 
     draw = random.Random(seed)

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 from support.runs import GOLDEN, write_rows
 
-from dpo.data.examples import iterate_rows
+from dpo.data.examples import iterate_examples
 from dpo.data.preflight import (
     Preflight,
     SplitReport,
@@ -49,7 +49,7 @@ def test_the_predicted_updates_are_those_that_the_batches_give():
                     if n_epochs is None and n_examples is None:
                         continue  # never ends
                     stop = {"batch_size": batch_size, "n_epochs": n_epochs, "n_examples": n_examples}
-                    batches = iterate_rows(prompts, shuffle=False, sft_mode=True, seed=0, **stop)
+                    batches = iterate_examples(prompts, shuffle=False, sft_mode=True, seed=0, **stop)
                     counted = sum(1 for _ in batches)
                     predicted, _ = count_updates(examples, **stop)
                     if counted != predicted:

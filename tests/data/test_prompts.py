@@ -9,7 +9,7 @@ import pytest
 from support.runs import GOLDEN
 
 from dpo.data import prompts
-from dpo.data.examples import iterate_rows
+from dpo.data.examples import iterate_examples
 from dpo.data.preflight import prepare_data
 from dpo.data.prompts import Prompt, store_prompts
 from dpo.data.tokenizer import load_tokenizer
@@ -80,7 +80,7 @@ def test_digest_and_order_of_three_epochs_are_those_of_lists_of_prompts(names, d
     for source in (data.train, load_prompts(names, "train", dataset_sources={"hh": str(GOLDEN / "words")})):
         seen = hashlib.sha256()
         options = {"batch_size": 4, "shuffle": True, "sft_mode": False, "n_epochs": 3, "n_examples": None, "seed": 7}
-        for rows in iterate_rows(source, **options):
+        for rows in iterate_examples(source, **options):
             for prompt, texts in rows:
                 assert source[prompt.number] == prompt
                 seen.update(repr((prompt.text, texts)).encode())

@@ -14,15 +14,8 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from dpo.data.tokenization import (
-    ENTRY_BYTES,
-    TextEncoder,
-    concatenated_inputs,
-    encode_example,
-    get_collate_fn,
-    tokenize_batch_element,
-    truncate,
-)
+from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_batch_element
+from dpo.data.tokenization import ENTRY_BYTES, TextEncoder, encode_example, truncate
 from dpo.errors import InputError
 
 

@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 
-from dpo.data.tokenization import TextEncoder, get_collate_fn, tokenize_batch_element
+from dpo.data.collation import get_collate_fn, tokenize_batch_element
+from dpo.data.tokenization import TextEncoder
 from dpo.models import generation
 
 

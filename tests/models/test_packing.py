@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpo.data.examples import Example, content_key, find_examples
-from dpo.data.tokenization import collate
-from dpo.models.packing import NONE, count_tokens, cut_evenly, pack, tree_block_mask, tree_mask
+from dpo.data.collation import collate, find_examples
+from dpo.data.examples import Example, content_key
+from dpo.models.packing import NONE, count_tokens, pack, split_evenly, tree_block_mask, tree_mask
 
 PAIR = Example(prompt=(1, 2, 3), responses=((10, 11, 9), (20, 9)))
 
@@ -143,7 +143,7 @@ batches = st.lists(st.builds(lambda p, a, b: Example(p, (a, b)), prompt, respons
 @given(batches, st.data())
 def test_cuts_hold_every_example_once_and_about_equally_many_tokens(examples, data):
     parts = data.draw(st.integers(1, len(examples)))
-    cuts = cut_evenly(examples, parts)
+    cuts = split_evenly(examples, parts)
     assert sorted(i for cut in cuts for i in cut) == list(range(len(examples)))
     assert len(cuts) == parts
     assert all(cuts)

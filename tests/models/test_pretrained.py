@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, build
 from support.runs import GOLDEN
 
-from dpo.data.tokenization import get_collate_fn, tokenize_batch_element
+from dpo.data.collation import get_collate_fn, tokenize_batch_element
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 from dpo.models import logprobs, pretrained

@@ -18,7 +18,7 @@ from dpo.models.packing import Packed
 from dpo.parallel.device_map import choose_device_map, move_less
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import find_blocks
-from dpo.training.metrics import reduce_parts
+from dpo.training.metrics import reduce_metrics
 from dpo.training.objective import Objective
 
 FIRST, LAST = torch.device("cpu:0"), torch.device("cpu:1")
@@ -74,7 +74,7 @@ def test_log_probabilities_losses_metrics_and_gradient_norm_are_on_the_first_dev
         assert {values.device for values in (losses, norm, *metrics.values())} == {FIRST}
         assert {p.device for p in policy.parameters()} == {FIRST, LAST}
         with pytest.raises(StopIteration):  # where it is summed over processes, and no device has differed
-            reduce_parts([(microbatch.rows, metrics)], 4, _stop_on(FIRST), scalars={"grad_norm": norm})
+            reduce_metrics([(microbatch.rows, metrics)], 4, _stop_on(FIRST), scalars={"grad_norm": norm})
 
 
 def _stop_on(device: torch.device) -> Any:

@@ -12,13 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dpo.reporting.metrics import Loggers, NullLogger
 from support.runs import ROOT, run_script, train
 from support.wandb_server import WandbServer
 
-from dpo.reporting.files import FileLogger, Sample
-from dpo.reporting.metrics import Loggers, NullLogger
+from dpo.reporting.events import Sample
+from dpo.reporting.files import FileLogger
 from dpo.reporting.wandb import WandbLogger
-from dpo.training.metrics import peak_memory_gb, reduce_parts
+from dpo.training.metrics import peak_memory_gb, reduce_metrics
 
 
 def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_in_one_collective():
@@ -34,7 +35,7 @@ def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_i
         values[2:4] += torch.tensor([4.0, 1.0])  # another process has example 1
         return values
 
-    reduced = reduce_parts(ours, 5, add, scalars={"grad_norm": torch.tensor(7.0)})
+    reduced = reduce_metrics(ours, 5, add, scalars={"grad_norm": torch.tensor(7.0)})
     assert reduced.examples["loss"].tolist() == [2, 4, 3, 10, 1]  # in the order of the examples
     assert reduced.examples["accuracy"].tolist() == [0, 1, 1, 0, 1]
     means = reduced.means()
@@ -47,14 +48,14 @@ def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_i
 
 def test_of_processes_that_see_the_same_rows_one_counts_and_the_scalars_of_all_are_summed():
     part = [(torch.tensor([0]), {"loss": torch.tensor([3.0])})]
-    peer = reduce_parts(part, 1, lambda values: values, counts=False, scalars={"stop": torch.tensor(1.0)})
+    peer = reduce_metrics(part, 1, lambda values: values, counts=False, scalars={"stop": torch.tensor(1.0)})
     assert peer.examples["loss"].tolist() == [0]
     assert peer.scalars == {"stop": 1}
 
 
 def test_many_equal_values_have_that_value_as_their_mean():
     tenth = torch.full((100_000,), 0.1)  # a float32 running sum would have drifted
-    means = reduce_parts([(torch.arange(100_000), {"x": tenth})], 100_000, lambda values: values).means()
+    means = reduce_metrics([(torch.arange(100_000), {"x": tenth})], 100_000, lambda values: values).means()
     assert means["x"] == pytest.approx(tenth[0].item(), rel=1e-12)
 
 

@@ -19,7 +19,8 @@ from transformers import dynamic_module_utils
 
 import train as main
 from dpo.checkpoint.files import MANIFEST, PARTS, digest_of
-from dpo.data.examples import encode_rows, iterate_rows
+from dpo.data.collation import padded_batch
+from dpo.data.examples import iterate_examples
 from dpo.data.preflight import inspect_split
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
@@ -289,8 +290,8 @@ def test_any_rows_are_refused_in_words_or_make_right_batches(rows, sft_mode, nam
     except InputError:
         return
     order = {"batch_size": 1, "shuffle": True, "n_epochs": 1, "n_examples": None, "seed": 0}
-    for batch_rows in iterate_rows(prompts, sft_mode=sft_mode, **order):
-        batch = encode_rows(batch_rows, encode, **lengths)
+    for batch_rows in iterate_examples(prompts, sft_mode=sft_mode, **order):
+        batch = padded_batch(batch_rows, encode, **lengths)
         for side in ("chosen",) if sft_mode else ("chosen", "rejected"):
             assert batch[f"{side}_input_ids"].shape[1] <= lengths["max_length"]
             assert (batch[f"{side}_labels"] != -100).any()

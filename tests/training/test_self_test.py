@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from dpo.data.tokenization import get_collate_fn, tokenize_batch_element
+from dpo.data.collation import get_collate_fn, tokenize_batch_element
 from dpo.errors import InputError
 from dpo.models.logprobs import chosen_logps, concatenated_forward
 from dpo.training.self_test import self_test

@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
+from dpo.training.anomalies import MAX_SKIPPED, Guard
 from support.runs import metrics_of, train
 
 from dpo.checkpoint.files import read_state
 from dpo.errors import RunError
-from dpo.training.anomalies import MAX_SKIPPED, Guard
 from dpo.training.objective import Objective
 
 SPOILT = ("optimizer=SGD", "lr=1e30", "warmup_steps=0", "max_grad_norm=1e30")  # after one update

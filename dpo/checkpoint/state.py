@@ -1,0 +1,59 @@
+"""What a run needs to continue besides policy, optimizer and scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from dpo.errors import InputError
+
+COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "saved_at")
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class ReferenceState(Protocol):
+    digest: str | None
+    logps: Stateful
+
+
+class RunState:
+    """How far a run is, what the reference gave so far, and the states of whatever else goes on with it."""
+
+    def __init__(self, reference: ReferenceState | None, *, rank: int, **parts: Stateful) -> None:
+        self.example_counter = 0  # examples trained on
+        self.batch_counter = 0  # updates made or left out
+        self.evaluated_at = self.saved_at = -1  # examples; an evaluation makes a checkpoint before it outdated
+        self._reference, self._rank, self._parts = reference, rank, parts
+
+    def count(self, n_examples: int) -> tuple[int, int]:
+        """One more update, of so many examples; (updates, examples) with it."""
+        self.batch_counter += 1
+        self.example_counter += n_examples
+        return self.batch_counter, self.example_counter
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self, name) for name in COUNTERS},
+            "reference": self._reference and self._reference.digest,
+            **({"reference_logps": self._reference.logps.state_dict()} if self._reference else {}),
+            **{name: part.state_dict() for name, part in self._parts.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict()`. Raises InputError if the reference is not what it was."""
+        digest = self._reference and self._reference.digest
+        if self._rank == 0 and state["reference"] != digest:
+            raise InputError(
+                "the reference model has changed since the checkpoint: model.name_or_path or model.archive"
+            )
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        if self._reference:
+            self._reference.logps.load_state_dict(state["reference_logps"])
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])

@@ -1,0 +1,181 @@
+"""The reference's padded batch: what `get_batch_iterator` yields and the trainers' public methods take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NotRequired, TypedDict
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from dpo.data.examples import Example, TextExample, encode_examples
+from dpo.data.tokenization import TextEncoder, TruncationMode, encode_texts
+from dpo.errors import InputError
+from dpo.losses import IGNORE_INDEX
+
+
+class Batch(TypedDict):
+    """Rows of a collated batch. In SFT mode the `rejected` keys are absent and `chosen` holds the SFT target.
+
+    Texts: `chosen` is prompt plus response. Tensors (rows, tokens), int64: chosen and rejected padded on the right,
+    prompt on the left (as generation wants it), with the pad token, 0 in masks and -100 in labels.
+    """
+
+    prompt: list[str]
+    chosen: list[str]
+    chosen_response_only: list[str]
+    chosen_input_ids: torch.Tensor
+    chosen_attention_mask: torch.Tensor
+    chosen_labels: torch.Tensor
+    prompt_input_ids: torch.Tensor
+    prompt_attention_mask: torch.Tensor
+    rejected: NotRequired[list[str]]
+    rejected_response_only: NotRequired[list[str]]
+    rejected_input_ids: NotRequired[torch.Tensor]
+    rejected_attention_mask: NotRequired[torch.Tensor]
+    rejected_labels: NotRequired[torch.Tensor]
+
+
+def batch_element(
+    prompt: str, texts: Mapping[str, str], prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """One element of a `Batch` before padding, from an example's texts and token ids."""
+    element: dict[str, Any] = {"prompt": prompt}
+    for (name, text), ids in zip(texts.items(), responses, strict=True):
+        element[name] = prompt + text
+        element[f"{name}_response_only"] = text
+        element[f"{name}_input_ids"] = [*prompt_ids, *ids]
+        element[f"{name}_attention_mask"] = [1] * (len(prompt_ids) + len(ids))
+        element[f"{name}_labels"] = [IGNORE_INDEX] * len(prompt_ids) + [*ids]
+    element["prompt_input_ids"] = list(prompt_ids)
+    element["prompt_attention_mask"] = [1] * len(prompt_ids)
+    return element
+
+
+def tokenize_batch_element(
+    prompt: str,
+    chosen: str,
+    rejected: str,
+    truncation_mode: TruncationMode,
+    tokenizer: Any,
+    max_length: int,
+    max_prompt_length: int,
+) -> dict[str, Any]:
+    """The reference's name for one tokenized pair: texts, and lists of ids, masks and labels (see `Batch`).
+
+    Prompt and responses are tokenized separately, without special tokens; EOS is appended to each response; prompt
+    tokens are labelled -100. Raises InputError if a text already contains EOS or the truncation mode is unknown.
+    """
+    if truncation_mode not in ("keep_start", "keep_end"):
+        raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
+    texts = {"chosen": chosen, "rejected": rejected}
+    ids, responses = encode_texts(
+        prompt,
+        list(texts.values()),
+        TextEncoder(tokenizer),
+        truncation_mode=truncation_mode,
+        max_length=max_length,
+        max_prompt_length=max_prompt_length,
+    )
+    return batch_element(prompt, texts, ids, responses)
+
+
+def find_examples(batch: Batch) -> list[Example]:
+    """The examples of a padded batch; prompts are what is labelled -100."""
+    sides = [side for side in ("chosen", "rejected") if f"{side}_input_ids" in batch]
+    responses, prompts = [], []
+    for side in sides:
+        ids, mask, labels = (batch[f"{side}_{key}"] for key in ("input_ids", "attention_mask", "labels"))
+        lengths = mask.sum(1).tolist()
+        starts = ((labels == IGNORE_INDEX) & (mask == 1)).sum(1).tolist()
+        rows = [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]
+        prompts.append([tuple(row[:start]) for row, start in zip(rows, starts, strict=True)])
+        responses.append([tuple(row[start:]) for row, start in zip(rows, starts, strict=True)])
+    assert all(p == prompts[0] for p in prompts), "chosen and rejected have one prompt"
+    return [Example(p, r) for p, r in zip(prompts[0], zip(*responses, strict=True), strict=True)]
+
+
+def padded_batch(
+    examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
+) -> Batch:
+    """Tokenize, truncate and pad the examples of a batch."""
+    encoded = encode_examples(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
+    elements = [
+        batch_element(text.prompt.text, text.texts, ids.prompt, ids.responses)
+        for text, ids in zip(examples, encoded, strict=True)
+    ]
+    return collate(elements, find_pad_token(encode.tokenizer))
+
+
+def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, torch.Tensor]:
+    """The prompts of examples, padded on the left as generation wants them: `prompt_{input_ids,attention_mask}`."""
+    elements = [{"prompt_input_ids": list(e.prompt), "prompt_attention_mask": [1] * len(e.prompt)} for e in examples]
+    return collate(elements, find_pad_token(tokenizer))  # type: ignore[return-value]
+
+
+def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> Batch:
+    """Rows of lists padded to one batch of int64 tensors on the CPU; what is no list of tokens stays a list."""
+    pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
+    batch: dict[str, Any] = {}
+    for key in rows[0]:
+        values = [row[key] for row in rows]
+        kind = next((suffix for suffix in pad_values if key.endswith(suffix)), None)
+        if kind is None:
+            batch[key] = values
+            continue
+        side = "left" if key.startswith("prompt") else "right"
+        tensors = [torch.tensor(value, dtype=torch.int64) for value in values]
+        batch[key] = pad_sequence(tensors, batch_first=True, padding_value=pad_values[kind], padding_side=side)
+    return batch  # type: ignore[return-value]
+
+
+def find_pad_token(tokenizer: Any) -> int:
+    """The id of the token to pad with: EOS, as in the reference, for a tokenizer that has none of its own.
+
+    Raises InputError if it has neither.
+    """
+    if tokenizer.pad_token_id is not None:
+        return tokenizer.pad_token_id
+    if tokenizer.eos_token_id is None:
+        raise InputError("the tokenizer has neither a pad token nor EOS to pad with: set tokenizer.pad_token")
+    return tokenizer.eos_token_id
+
+
+def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], Batch]:
+    """The reference's name for a function from tokenized rows to a padded `Batch`."""
+    return partial(collate, pad_token_id=find_pad_token(tokenizer))
+
+
+def concatenated_inputs(batch: Batch) -> dict[str, torch.Tensor]:
+    """Chosen rows, then rejected rows, padded to one length: `concatenated_{input_ids,attention_mask,labels}`."""
+    length = max(batch["chosen_input_ids"].shape[1], batch["rejected_input_ids"].shape[1])
+    pad_values = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
+    return {
+        f"concatenated_{key}": torch.cat(
+            [pad_to_length(batch[f"{side}_{key}"], length, value) for side in ("chosen", "rejected")]
+        )
+        for key, value in pad_values.items()
+    }
+
+
+def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, device: str | torch.device) -> dict:
+    """Part `rank` of `world_size` equal parts of a batch's rows, tensors moved to `device`.
+
+    Raises ValueError if the rows don't divide: the reference dropped the remainder in silence.
+    """
+    rows = len(next(iter(batch.values())))
+    if rows % world_size:
+        raise ValueError(f"{rows} rows cannot be cut into {world_size} equal parts")
+    part = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
+    return {k: v[part].to(device) if isinstance(v, torch.Tensor) else v[part] for k, v in batch.items()}
+
+
+def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
+    """Pad `tensor` on the right of `dim` up to `length`; a tensor that is long enough comes back as it is."""
+    missing = length - tensor.size(dim)
+    if missing <= 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=dim)

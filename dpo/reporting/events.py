@@ -1,0 +1,120 @@
+"""What happens in a run, and what watches it: each callback owns its files and its part of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import DictConfig
+
+from dpo.data.examples import Example
+from dpo.data.preflight import TrainingData
+
+
+class Update(NamedTuple):
+    """An update of the optimizer. Counts include it."""
+
+    number: int
+    n_examples: int  # that the run has trained on
+    examples: Sequence[Example]
+    table: Mapping[str, torch.Tensor]  # metrics of each example, (B,)
+    metrics: Mapping[str, float]  # means over the examples; beside them grad_norm and, once it is made, lr and speed
+
+
+class Sample(NamedTuple):
+    """A prompt with what policy and reference (None for SFT) continued it with."""
+
+    prompt: str
+    policy: str
+    reference: str | None
+
+
+class Evaluation(NamedTuple):
+    """An evaluation after so many updates and examples."""
+
+    n_updates: int
+    n_examples: int
+    metrics: Mapping[str, float]
+    samples: Sequence[Sample]
+
+
+class RunContext(NamedTuple):
+    """What a callback may know of its run."""
+
+    config: DictConfig
+    run_dir: Path
+    rank: int
+    data: TrainingData
+    log: Callable[[str], None]  # prints a line, on rank 0
+
+
+class Callback:
+    """Watches a run. Made before a checkpoint is loaded; `on_start` comes after, and is where files are opened."""
+
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+
+    @classmethod
+    def is_wanted(cls, context: RunContext) -> bool:
+        """Whether this process has one. Most are on rank 0 alone."""
+        return context.rank == 0
+
+    def on_start(self) -> None:
+        """The run starts, or continues from what `load_state_dict` was given."""
+
+    def allows(self, update: Update) -> bool:
+        """Whether the optimizer may make an update, whose gradient is there. All ranks must answer alike."""
+        return True
+
+    def on_update(self, update: Update) -> None:
+        """An update was made, or left out because a callback did not allow it."""
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """The policy was evaluated."""
+
+    def on_end(self) -> None:
+        """The run has ended: by itself, stopped by a signal, or because of a loss that is not finite."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the callback of a continued run needs, for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict()`; not called if the checkpoint has none of this callback."""
+
+
+class Callbacks:
+    """The callbacks of a process by name, told of events in their order."""
+
+    def __init__(self, callbacks: Mapping[str, Callback]) -> None:
+        self.callbacks = dict(callbacks)
+
+    @classmethod
+    def of(cls, table: Mapping[str, type[Callback]], context: RunContext) -> Callbacks:
+        """Those of a table that are wanted."""
+        return cls({name: callback(context) for name, callback in table.items() if callback.is_wanted(context)})
+
+    def __add__(self, others: Callbacks) -> Callbacks:
+        return Callbacks({**self.callbacks, **others.callbacks})
+
+    def emit(self, event: str, *details: Any) -> None:
+        """Call `on_EVENT(*details)` of each."""
+        for callback in self.callbacks.values():
+            getattr(callback, f"on_{event}")(*details)
+
+    def allow(self, update: Update) -> bool:
+        """Whether all allow an update."""
+        answers = [callback.allows(update) for callback in self.callbacks.values()]  # every one is asked
+        return all(answers)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """The states of those that have one."""
+        states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, callback in self.callbacks.items():
+            if name in states:
+                callback.load_state_dict(states[name])

@@ -1,0 +1,14 @@
+"""The callbacks of every run, by the names under which checkpoints hold their states."""
+
+from __future__ import annotations
+
+from dpo.reporting.anomalies import NonFiniteGuard, SpikeWarner
+from dpo.reporting.files import FileLogger
+from dpo.reporting.wandb import WandbLogger
+
+CALLBACKS = {
+    "nonfinite": NonFiniteGuard,
+    "files": FileLogger,
+    "wandb": WandbLogger,
+    "spikes": SpikeWarner,
+}

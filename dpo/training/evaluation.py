@@ -1,0 +1,95 @@
+"""Evaluating a policy on the evaluation batches, and sampling from it and the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from dpo.data.collation import collate_prompts
+from dpo.data.preflight import TrainingData
+from dpo.models.generation import before_each_forward, fed_prompts, sample_batches, sample_rows
+from dpo.parallel.mesh import Mesh
+from dpo.parallel.sharding import release_gathered
+from dpo.reporting.events import Sample
+from dpo.reporting.terminal import Progress
+from dpo.training.batches import GlobalBatch
+from dpo.training.objective import Objective
+
+
+class Evaluator:
+    """Means over the evaluation batches, and continuations of their first prompts.
+
+    `check_stop` is called often, in step on all processes, and may raise.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        data: TrainingData,
+        objective: Objective,
+        batches: list[GlobalBatch],
+        mesh: Mesh,
+        *,
+        seed: int,
+        progress: Progress,
+        check_stop: Callable[[], None],
+    ) -> None:
+        self.config, self.data, self.objective, self.batches, self.mesh = config, data, objective, batches, mesh
+        self.seed, self.progress, self.check_stop = seed, progress, check_stop
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """Means over the examples of the evaluation batches."""
+        objective, n_examples, metrics = self.objective, 0, []
+        objective.policy.eval()
+        cached = [objective.cached_reference(batch) for batch in self.batches]
+        losses_of = partial(
+            objective.losses, split="eval", loss_config=self.config.loss, to_cache=any(c is None for c in cached)
+        )
+        batches = self.progress.over(self.batches, total=len(self.batches), what="evaluate")
+        for batch, reference in zip(batches, cached, strict=True):
+            self.check_stop()
+            for microbatch in batch.microbatches:
+                _, of_examples = losses_of(microbatch, reference)
+                metrics.append((microbatch.indices.to(objective.device) + n_examples, of_examples))
+            n_examples += len(batch.examples)
+        if objective.reference is not None:
+            release_gathered(objective.reference.model)
+        return objective.reduce(metrics, n_examples, [key for batch in self.batches for key in batch.keys]).means()
+
+    def samples(self, *, n_examples: int) -> list[Sample]:
+        """Continuations of the first `n_eval_model_samples` evaluation prompts, in whole batches, at least one.
+
+        `n_examples` that the policy was trained on make the random numbers other ones.
+        """
+        n_batches = max(1, self.config.n_eval_model_samples // self.config.eval_batch_size)
+        examples = [batch.examples for batch in self.batches[:n_batches]]
+        prompts = [collate_prompts(of_batch, self.data.tokenizer) for of_batch in examples]
+        over = partial(self.progress.over, total=n_batches, what="sample")
+        continue_prompts = partial(self.continuations, n_examples=n_examples)
+        self.objective.policy.eval()
+        texts = [sample_batches(model, continue_prompts, over(prompts), self.mesh) for model in self.sampled_models()]
+        policy, reference = texts if len(texts) > 1 else (texts[0], [None] * len(texts[0]))
+        fed = [text for of_batch in examples for text in fed_prompts(of_batch, self.data.test, self.data.encode)]
+        return list(map(Sample, fed, policy, reference))
+
+    def sampled_models(self) -> list[Any]:
+        """Policy and, if it is there, reference."""
+        reference = self.objective.reference
+        return [self.objective.policy] + ([reference.model] if reference and reference.model is not None else [])
+
+    def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[str]:
+        """Continuations of this process's prompts, collated."""
+        seed, max_length = [self.seed, n_examples], self.config.max_length
+        most = max_length - prompts["prompt_input_ids"].shape[1]
+
+        def before_token(index: int) -> None:
+            self.check_stop()
+            self.progress.part(index, most, "token")
+
+        with before_each_forward(model, before_token):
+            return sample_rows(model, prompts, self.data.tokenizer, self.mesh, max_length=max_length, seed=seed)
