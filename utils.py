@@ -14,7 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dpo.data.collation import pad_to_length, slice_and_move_batch_for_device
+from dpo.data.collation import pad_to_length
+from dpo.models.generation import slice_and_move_batch_for_device
 from dpo.errors import InputError, RunError
 from dpo.models.pretrained import disable_dropout
 from dpo.parallel.sharding import get_block_class_from_model

@@ -159,18 +159,6 @@ def concatenated_inputs(batch: Batch) -> dict[str, torch.Tensor]:
     }
 
 
-def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, device: str | torch.device) -> dict:
-    """Part `rank` of `world_size` equal parts of a batch's rows, tensors moved to `device`.
-
-    Raises ValueError if the rows don't divide: the reference dropped the remainder in silence.
-    """
-    rows = len(next(iter(batch.values())))
-    if rows % world_size:
-        raise ValueError(f"{rows} rows cannot be cut into {world_size} equal parts")
-    part = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
-    return {k: v[part].to(device) if isinstance(v, torch.Tensor) else v[part] for k, v in batch.items()}
-
-
 def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
     """Pad `tensor` on the right of `dim` up to `length`; a tensor that is long enough comes back as it is."""
     missing = length - tensor.size(dim)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpo.data.collation import Batch, slice_and_move_batch_for_device
+from dpo.data.collation import Batch
 from dpo.data.examples import Example
 from dpo.data.prompts import Prompt
 from dpo.data.tokenization import TextEncoder
@@ -106,3 +106,15 @@ def sample_batches(
             rows = slice_and_move_batch_for_device(batch, mesh.data_rank, mesh.data_size, "cpu")
             texts += mesh.gather_list(sample_batch(model, rows))
     return texts
+
+
+def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, device: str | torch.device) -> dict:
+    """Part `rank` of `world_size` equal parts of a batch's rows, tensors moved to `device`.
+
+    Raises ValueError if the rows don't divide: the reference dropped the remainder in silence.
+    """
+    rows = len(next(iter(batch.values())))
+    if rows % world_size:
+        raise ValueError(f"{rows} rows cannot be cut into {world_size} equal parts")
+    part = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
+    return {k: v[part].to(device) if isinstance(v, torch.Tensor) else v[part] for k, v in batch.items()}
