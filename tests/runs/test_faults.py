@@ -220,8 +220,8 @@ def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(rows, w
 
 def test_ctrl_c_while_settings_are_checked_ends_at_once_without_a_traceback(rows, tmp_path):
     script = (
-        "import runpy, sys, time, command_line\n"
-        "command_line.parse = lambda arguments: print('checks', flush=True) or time.sleep(600)\n"
+        "import runpy, sys, time, dpo.settings.command_line\n"
+        "dpo.settings.command_line.parse = lambda arguments: print('checks', flush=True) or time.sleep(600)\n"
         "sys.argv[0] = 'train.py'\n"
         "runpy.run_path('train.py', run_name='__main__')"
     )
@@ -233,8 +233,9 @@ def test_ctrl_c_while_settings_are_checked_ends_at_once_without_a_traceback(rows
 
 
 ENDLESS_SAVE = """
-import os, runpy, sys, time, saving, trainers
-saving.write_checkpoint = lambda *_, **__: time.sleep(600)
+import os, runpy, sys, time, trainers
+from dpo.checkpoint import saver
+saver.write_checkpoint = lambda *_, **__: time.sleep(600)
 clip, slow = trainers.BasicTrainer.clip_gradient, int(os.environ["SLOW_UPDATE"])
 trainers.BasicTrainer.clip_gradient = lambda self: time.sleep(600) if self.batch_counter == slow else clip(self)
 sys.argv[0] = "train.py"
