@@ -88,7 +88,9 @@ def run(*arguments: str, cwd: Path, environment: Mapping[str, str], timeout: flo
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def launch(worker: Callable, world_size: int, *args: Any, constants: Mapping[str, Any] | None = None, **options) -> None:
+def launch(
+    worker: Callable, world_size: int, *args: Any, constants: Mapping[str, Any] | None = None, **options
+) -> None:
     """`dpo.system.launching.launch` in a process of its own, whose workers are forked; `constants` of its module are
     changed there. Raises what it raises."""
     receiver, sender = CONTEXT.Pipe(duplex=False)

@@ -269,8 +269,8 @@ def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(
 
 
 def test_of_a_hanging_rank_nccl_aborts_the_victims_and_the_one_that_hangs_is_named(tmp_path, capfd):
+    constants = {"ABORT_SECS": 2}
     with pytest.raises(WorkerFailed, match=r"^rank 0 did not answer within collective_timeout_secs=3\n") as error:
-        constants = {"ABORT_SECS": 2}
         warm.launch(abort_on_rank_1, 2, tmp_path, 5, process_group=True, timeout_secs=3, constants=constants)
     assert "rank 1 was killed by SIGABRT, as NCCL does when a collective takes longer" in str(error.value)
     assert "in hang" in capfd.readouterr().err
@@ -371,7 +371,8 @@ def test_a_rank_of_another_machine_that_fails_is_named(how, ranks, said, tmp_pat
     meet = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = [
         warm.Python(
-            *("-c", FAILING_RANK, str(tmp_path), how), environment=environment_of(PYTHONPATH=TESTS, RANK=str(rank), **meet)
+            *("-c", FAILING_RANK, str(tmp_path), how),
+            environment=environment_of(PYTHONPATH=TESTS, RANK=str(rank), **meet),
         )
         for rank in range(ranks)
     ]
