@@ -8,7 +8,7 @@ import re
 import subprocess
 
 import pytest
-from support.runs import ROOT, run_script
+from support.runs import ROOT, run_python
 
 ROOMS = (
     "errors",
@@ -116,7 +116,7 @@ assert (numpy.random.get_state()[1] == states[2]).all()
 
 
 def test_importing_prints_and_changes_nothing(tmp_path):
-    result = run_script("-c", IMPORT_ALL, *FILES, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    result = run_python("-c", IMPORT_ALL, *FILES, cwd=tmp_path, PYTHONPATH=str(ROOT))
 
     assert result.returncode == 0, result.stderr
     assert (result.stdout, result.stderr) == ("", "")
@@ -127,7 +127,7 @@ def test_checking_a_config_needs_no_torch():
     script = (
         "import sys, dpo.settings.validation; assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()"
     )
-    result = run_script("-c", script, PYTHONPATH=str(ROOT))
+    result = run_python("-c", script, PYTHONPATH=str(ROOT))
     assert result.returncode == 0, result.stderr
 
 

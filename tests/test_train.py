@@ -1,6 +1,6 @@
 """The command line: what it accepts, how it refuses, and what a run leaves behind.
 
-`train` and `run_script` are subprocesses; `main` is the same script in this process, for what does not need its own.
+`train` and `run_python` are subprocesses; `main` is the same script in this process, for what does not need its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
-from support.runs import GOLDEN, ROOT, metrics_of, run_script, train, write_rows
+from support.runs import GOLDEN, ROOT, metrics_of, run_python, train, write_rows
 
 import train as train_script
 
@@ -130,7 +130,7 @@ def test_the_commands_people_type_are_accepted(command):
 
 def test_help_lists_every_key_within_3_seconds_and_without_torch():
     start = time.monotonic()
-    result = run_script("-X", "importtime", SCRIPT, "--help")
+    result = run_python("-X", "importtime", SCRIPT, "--help")
     assert time.monotonic() - start < 3
 
     assert result.returncode == 0
@@ -143,7 +143,7 @@ def test_help_lists_every_key_within_3_seconds_and_without_torch():
 
 
 def test_the_composed_config_can_be_shown_before_it_is_complete():
-    result = run_script(SCRIPT, "--cfg", "job", "loss=ipo", "lr=1e-6")
+    result = run_python(SCRIPT, "--cfg", "job", "loss=ipo", "lr=1e-6")
 
     assert result.returncode == 0, result.stderr
     shown = yaml.safe_load(result.stdout)
@@ -153,7 +153,7 @@ def test_the_composed_config_can_be_shown_before_it_is_complete():
 
 def test_the_shell_completes_group_options_and_keys():
     def completions(line: str) -> list[str]:
-        result = run_script(SCRIPT, "-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
+        result = run_python(SCRIPT, "-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
         assert result.returncode == 0, result.stderr
         return result.stdout.split()
 

@@ -28,6 +28,7 @@ from dpo.system.rank_env import RankEnv, _number, find_rank_env
 from dpo.system.redaction import redact
 from dpo.system.signals import ASKED, Stopped, ctrl_c_ignored, on_stop_signals
 
+START_METHOD = "spawn"  # of workers: CUDA works in no forked process
 BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
 GRACE_SECS = 5  # between a failure and its victims' end: whoever caused it is to exit, and be named, first
 STOP_SECS = 60  # for the others, once a worker has ended by a signal that all were sent
@@ -202,7 +203,7 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     except dist.DistError as error:
         raise InputError(f"port {port} is not free; fsdp_port=null picks one that is") from error
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(START_METHOD)
     pipes, processes = [], []
     try:
         for rank in range(world_size):

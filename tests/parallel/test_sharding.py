@@ -20,6 +20,7 @@ import torch.distributed as dist
 import transformers
 from support.models import FAMILIES, batch_of, build
 from support.runs import GOLDEN, ROOT, metrics_of, run_script, train
+from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,7 +33,6 @@ from dpo.parallel.sharding import distribute
 from dpo.parallel.state import full_state, full_tensor
 from dpo.settings.validation import NEED_WHOLE_TENSORS
 from dpo.system.host_memory import HostMemory
-from dpo.system.launching import launch
 from dpo.system.process_group import get_open_port
 from dpo.system.signals import Stopped
 from dpo.training.optimization import OPTIMIZERS

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from support.models import COMMON, FAMILIES, batch_of, build
+from support.warm import launch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo.errors import InputError
@@ -15,7 +16,6 @@ from dpo.models.logprobs import concatenated_forward
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
 from dpo.parallel.tensor_parallel import STYLES, check_tensor_parallel, cut_modules, find_plan
-from dpo.system.launching import launch
 
 NINE_HEADS = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
 TWO_GROUPS = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from support.faults import Run, ask_to_stop_while_loading, kill_after_update, kill_at_step_of_saving, limit_file_size
-from support.runs import ROOT, assert_gone, metrics_of, small_run, train
+from support.runs import ROOT, assert_gone, environment_of, metrics_of, small_run, train
+from support.warm import Python
 
 from benchmarks.soak import find_differences, workers_of
 from dpo.checkpoint.files import check_complete, find_checkpoints
@@ -139,35 +140,39 @@ def test_asked_to_stop_it_saves_and_exits_with_the_signals_status(number, start,
 # --- in several processes ------------------------------------------------------------------------------------------
 
 
-def start_sharded(rows: Path, run_dir: Path, *overrides: str) -> subprocess.Popen:
-    command = [sys.executable, "train.py", *small_run(rows, run_dir, *SHARDED, *overrides)]
-    return _popen(command)
+def start_sharded(rows: Path, run_dir: Path, *overrides: str) -> Python:
+    return start_python("train.py", *small_run(rows, run_dir, *SHARDED, *overrides))
 
 
-def _popen(command: list[str], **environment: str) -> subprocess.Popen:
+def start_python(*arguments: str, **environment: str) -> Python:
+    """As in a terminal: Ctrl-C goes to the command and all that it starts."""
+    return Python(*arguments, environment=environment_of(**environment), session=True, merge=True)
+
+
+def start_interpreter(*arguments: str, **environment: str) -> subprocess.Popen:
+    """The same with nothing imported; its workers are spawned."""
     return subprocess.Popen(
-        command,
+        [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
+        env=environment_of(**environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # what a terminal does: Ctrl-C goes to the command and all that it starts
+        start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
-def wait_for_updates(run_dir: Path, n: int, process: subprocess.Popen) -> None:
+def wait_for_updates(run_dir: Path, n: int, process: Python | subprocess.Popen) -> None:
     log = run_dir / "metrics.jsonl"
     while not log.exists() or log.read_bytes().count(b'"train"') < n:
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.communicate(timeout=1)[0]
         time.sleep(0.002)
 
 
 def continue_sharded(rows: Path, run_dir: Path, whole: Path) -> None:
-    process = start_sharded(rows, run_dir, "resume=auto")
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    result = train(*small_run(rows, run_dir, *SHARDED, "resume=auto"))
+    assert result.returncode == 0, result.stderr
     assert find_differences(whole, run_dir) == []
 
 
@@ -175,7 +180,7 @@ def continue_sharded(rows: Path, run_dir: Path, whole: Path) -> None:
 def test_a_rank_that_is_killed_ends_the_run_which_continues(rank, rows, whole_sharded, tmp_path):
     process = start_sharded(rows, tmp_path / "run")
     wait_for_updates(tmp_path / "run", 3, process)
-    os.kill(workers_of(process.pid)[rank], signal.SIGKILL)
+    os.kill(children_of(process.pid)[rank], signal.SIGKILL)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1, said
     assert re.search(r"rank \d was killed by SIGKILL", said)
@@ -185,7 +190,7 @@ def test_a_rank_that_is_killed_ends_the_run_which_continues(rank, rows, whole_sh
 def test_a_rank_that_hangs_ends_the_run_within_the_timeout_and_it_continues(rows, whole_sharded, tmp_path):
     process = start_sharded(rows, tmp_path / "run", "collective_timeout_secs=5")
     wait_for_updates(tmp_path / "run", 3, process)
-    os.kill(workers_of(process.pid)[1], signal.SIGSTOP)
+    os.kill(children_of(process.pid)[1], signal.SIGSTOP)
     started = time.monotonic()
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1, said
@@ -207,7 +212,7 @@ def test_the_launcher_passes_a_signal_on_and_all_exit_with_143(rows, whole_shard
 
 
 def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(rows, whole_sharded, tmp_path):
-    process = start_sharded(rows, tmp_path / "run")
+    process = start_interpreter("train.py", *small_run(rows, tmp_path / "run", *SHARDED))
     wait_for_updates(tmp_path / "run", 2, process)
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=60)
@@ -220,12 +225,12 @@ def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(rows, w
 
 def test_ctrl_c_while_settings_are_checked_ends_at_once_without_a_traceback(rows, tmp_path):
     script = (
-        "import runpy, sys, time, command_line\n"
-        "command_line.parse = lambda arguments: print('checks', flush=True) or time.sleep(600)\n"
+        "import runpy, sys, time, dpo.settings.command_line\n"
+        "dpo.settings.command_line.parse = lambda arguments: print('checks', flush=True) or time.sleep(600)\n"
         "sys.argv[0] = 'train.py'\n"
         "runpy.run_path('train.py', run_name='__main__')"
     )
-    process = _popen([sys.executable, "-c", script, *small_run(rows, tmp_path / "run")], PYTHONPATH=str(ROOT))
+    process = start_interpreter("-c", script, *small_run(rows, tmp_path / "run"), PYTHONPATH=str(ROOT))
     assert process.stdout.readline() == "checks\n"
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=20)
@@ -233,8 +238,9 @@ def test_ctrl_c_while_settings_are_checked_ends_at_once_without_a_traceback(rows
 
 
 ENDLESS_SAVE = """
-import os, runpy, sys, time, saving, trainers
-saving.write_checkpoint = lambda *_, **__: time.sleep(600)
+import os, runpy, sys, time, trainers
+from dpo.checkpoint import saver
+saver.write_checkpoint = lambda *_, **__: time.sleep(600)
 clip, slow = trainers.BasicTrainer.clip_gradient, int(os.environ["SLOW_UPDATE"])
 trainers.BasicTrainer.clip_gradient = lambda self: time.sleep(600) if self.batch_counter == slow else clip(self)
 sys.argv[0] = "train.py"
@@ -247,9 +253,7 @@ runpy.run_path("train.py", run_name="__main__")
 )
 def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(eval_every, slow_update, rows, tmp_path):
     overrides = small_run(rows, tmp_path / "run", "n_examples=40000", f"eval_every={eval_every}")
-    process = _popen(
-        [sys.executable, "-c", ENDLESS_SAVE, *overrides], PYTHONPATH=str(ROOT), SLOW_UPDATE=str(slow_update)
-    )
+    process = start_python("-c", ENDLESS_SAVE, *overrides, SLOW_UPDATE=str(slow_update))
     wait_for_updates(tmp_path / "run", 3, process)
     os.killpg(process.pid, signal.SIGINT)
     while "Ctrl-C: stopping" not in process.stdout.readline():
@@ -264,7 +268,7 @@ def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(eval_every, slow_update,
 
 
 def test_workers_end_with_their_parent_and_the_run_continues(rows, whole_sharded, tmp_path):
-    process = start_sharded(rows, tmp_path / "run")
+    process = start_interpreter("train.py", *small_run(rows, tmp_path / "run", *SHARDED))
     wait_for_updates(tmp_path / "run", 3, process)
     workers = workers_of(process.pid)
     process.kill()
@@ -278,8 +282,8 @@ def test_torchrun_restarts_a_crashed_run_which_continues_by_itself(rows, whole_s
     overrides = [
         o for o in small_run(rows, tmp_path / "run", *SHARDED, "resume=auto") if not o.startswith("world_size")
     ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    process = _popen([*torchrun, "train.py", *overrides])
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    process = start_interpreter(*torchrun, "train.py", *overrides)
     wait_for_updates(tmp_path / "run", 3, process)
     [victim, *_] = [pid for pid in children_of(process.pid) if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(victim, signal.SIGKILL)

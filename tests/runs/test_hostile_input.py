@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -14,6 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from support.runs import ROOT, train
 from transformers import dynamic_module_utils
 
@@ -307,16 +310,18 @@ ODD_SETTINGS = st.one_of(
 )
 
 
+@pytest.fixture(scope="module")
+def composed() -> DictConfig:
+    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        return hydra.compose("config", ["exp_name=x", "model.name_or_path=x"])
+
+
 @FUZZ
 @given(
     changes=st.dictionaries(st.sampled_from([k for k in RULES if not k.startswith("loss.")]), ODD_SETTINGS, max_size=5)
 )
-def test_any_config_is_sound_or_gets_sentences(changes):
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        config = hydra.compose("config", ["exp_name=x", "model.name_or_path=x"])
+def test_any_config_is_sound_or_gets_sentences(composed, changes):
+    config = copy.deepcopy(composed)
     for key, value in changes.items():
         try:
             OmegaConf.update(config, key, value)

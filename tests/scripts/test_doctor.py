@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import constants
-from support.runs import run_script
+from support.runs import run_python, run_script
 
 from scripts import doctor
 from scripts.advice import recommend
@@ -42,7 +42,7 @@ def levels(findings: list[Finding]) -> dict[str, str]:
 
 
 def test_text_report_of_this_machine(tmp_path):
-    result = run_script("-m", "scripts.doctor", HF_TOKEN=SECRET, NETRC=str(tmp_path / "none"))
+    result = run_python("-m", "scripts.doctor", HF_TOKEN=SECRET, NETRC=str(tmp_path / "none"))
 
     lines = result.stdout.splitlines()
     findings = {line[9:26].strip(): line.split()[0] for line in lines if line.startswith(("ok", "warning", "problem "))}
@@ -82,7 +82,7 @@ def test_json_report_of_this_machine(tmp_path):
 def test_it_reports_where_torch_does_not_import(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13 is missing')")
 
-    result = run_script("-m", "scripts.doctor", "--json", PYTHONPATH=str(tmp_path))
+    result = run_python("-m", "scripts.doctor", "--json", PYTHONPATH=str(tmp_path))
     report = {f["check"]: f for f in json.loads(result.stdout)["findings"]}
 
     assert result.returncode == 1

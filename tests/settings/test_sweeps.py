@@ -8,7 +8,7 @@ import time
 
 import pytest
 import yaml
-from support.runs import ROOT, run_script, train
+from support.runs import ROOT, run_python, train
 
 from dpo.settings.command_line import parse
 from dpo.settings.files import help_text
@@ -146,7 +146,7 @@ def test_a_sweep_that_ends_early_has_its_table_too_and_without_a_directory_names
 
 def test_help_shows_every_keys_comment_quickly_and_without_torch():
     start = time.monotonic()
-    result = run_script("-X", "importtime", str(ROOT / "train.py"), "--help", "loss=dpo")
+    result = run_python("-X", "importtime", str(ROOT / "train.py"), "--help", "loss=dpo")
     assert time.monotonic() - start < 1.5
     assert result.returncode == 0
     assert not re.search(r"\| +(torch|transformers|datasets|wandb)$", result.stderr, re.MULTILINE)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from support.warm import ROOT, run_train
+from support import warm
+from support.warm import ROOT
 
 GOLDEN = ROOT / "tests" / "golden"
 SHARED = ROOT.parent / "shared"  # real data and more golden runs, on the maintainers' machines only
@@ -26,7 +27,12 @@ def environment_of(**more: str) -> dict[str, str]:
 
 
 def run_script(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` without a terminal."""
+    """`python ARGUMENTS` without a terminal, forked from a process that has imported torch."""
+    return warm.run(*arguments, cwd=cwd, environment=environment_of(**environment), timeout=200)
+
+
+def run_python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The same in a new interpreter, for what is promised of its start."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -43,7 +49,7 @@ def train(*overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.C
     """`python train.py OVERRIDES`, W&B off unless an override or the environment says otherwise."""
     if not any(o.startswith("wandb.enabled") for o in overrides):
         overrides = (*overrides, "wandb.enabled=false")
-    return run_train(overrides, cwd=cwd, environment=environment_of(**environment), timeout=200)
+    return run_script(str(ROOT / "train.py"), *overrides, cwd=cwd, **environment)
 
 
 def metrics_of(run_dir: Path, split: str) -> list[dict]:

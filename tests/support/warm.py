@@ -1,8 +1,14 @@
-"""`python train.py` in processes that start in no time: forked from one that has imported what a run needs."""
+"""Python processes that start in no time, for they are forked from one that has imported what a run needs.
+
+`Python` does what `python ARGUMENTS` does, with an environment, a directory and output of its own, and `launch` what
+`dpo.system.launching.launch` does. The workers that they start are forked too. They cannot show how an interpreter
+starts: what a test promises of imports, of signals before them and of spawned workers needs real processes.
+"""
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -10,29 +16,121 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, TextIO
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["train", "trainers", "dpo.checkpoint.resume", "datasets", "transformers", "hydra", "dpo.training.memory"]
+    [
+        *("train", "trainers", "dpo.checkpoint.resume", "dpo.training.memory", "dpo.models.generation"),
+        *("datasets", "transformers.models.llama", "hydra", "pytest", "torch.distributed.fsdp"),
+    ]
 )
 
 
-def run_train(
-    overrides: tuple[str, ...], *, cwd: Path, environment: dict[str, str], timeout: float
-) -> subprocess.CompletedProcess[str]:
-    """What `python train.py OVERRIDES` prints and exits with."""
+class Python:
+    """`python ARGUMENTS` without a terminal, in a process with the methods of subprocess.Popen.
+
+    `session`: it leads a session, as a command in a terminal does. `merge`: errors go where output goes.
+    """
+
+    def __init__(
+        self, *arguments: str, environment: Mapping[str, str], cwd: Path = ROOT, session=False, merge=False
+    ) -> None:
+        self.args = ["python", *arguments]
+        self._folder = tempfile.TemporaryDirectory()
+        self._out = Path(self._folder.name, "out")
+        self._err = self._out if merge else Path(self._folder.name, "err")
+        for path in (self._out, self._err):
+            path.touch()
+        self.stdout: TextIO = self._out.open()
+        self._process = CONTEXT.Process(
+            target=_main, args=(arguments, Setting(cwd, dict(environment), self._out, self._err, session))
+        )
+        self._process.start()
+        self.pid: int = self._process.pid
+        self.kill = self._process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            self.kill()
+            raise subprocess.TimeoutExpired(self.args, timeout, self._out.read_bytes(), self._err.read_bytes())
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """All that it printed, and its errors, once it has ended."""
+        self.wait(timeout)
+        return self._out.read_text(), self._err.read_text()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def run(*arguments: str, cwd: Path, environment: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """What `python ARGUMENTS` prints and exits with."""
+    process = Python(*arguments, cwd=cwd, environment=environment)
+    out, err = process.communicate(timeout)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def launch(
+    worker: Callable, world_size: int, *args: Any, constants: Mapping[str, Any] | None = None, **options
+) -> None:
+    """`dpo.system.launching.launch` in a process of its own, whose workers are forked; `constants` of its module are
+    changed there. Raises what it raises."""
+    receiver, sender = CONTEXT.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        process = CONTEXT.Process(target=_main, args=(overrides, cwd, environment, out, err))
+        setting = Setting(Path.cwd(), dict(os.environ), Path(folder, "out"), Path(folder, "err"), False)
+        process = CONTEXT.Process(
+            target=_launch, args=(sender, setting, dict(constants or {}), (worker, world_size, *args), options)
+        )
         process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            raise subprocess.TimeoutExpired(["train.py", *overrides], timeout, out.read_bytes(), err.read_bytes())
-        return subprocess.CompletedProcess(["train.py", *overrides], process.exitcode, out.read_text(), err.read_text())
+        sender.close()
+        process.join(200)
+        process.kill()
+        sys.stdout.write(setting.out.read_text())
+        sys.stderr.write(setting.err.read_text())
+    error = receiver.recv() if receiver.poll() else RuntimeError(f"the launcher ended with status {process.exitcode}")
+    if error is not None:
+        raise error
+
+
+# --- in the forked process -----------------------------------------------------------------------------------------
+
+
+class Setting:
+    """What a process has of its own."""
+
+    def __init__(self, cwd: Path, environment: dict[str, str], out: Path, err: Path, session: bool) -> None:
+        self.cwd, self.environment, self.out, self.err, self.session = cwd, environment, out, err, session
+        self.start_method = "spawn" if torch.cuda.is_available() else "fork"  # CUDA works in no forked process
+
+    def take(self) -> None:
+        if self.session:
+            os.setsid()
+        redirect(self.out, self.err)
+        os.chdir(self.cwd)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        torch.set_num_threads(1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # wherever the tests run
+        multiprocessing.process._parent_process = None  # it is nobody's worker
+        importlib.import_module("dpo.system.launching").START_METHOD = self.start_method
 
 
 def redirect(out: Path, err: Path) -> None:
@@ -43,25 +141,52 @@ def redirect(out: Path, err: Path) -> None:
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
 
 
-def _main(overrides: tuple[str, ...], cwd: Path, environment: dict[str, str], out: Path, err: Path) -> None:
-    import torch
-
-    redirect(out, err)
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # wherever the tests run
-    sys.argv = [str(ROOT / "train.py"), *overrides]
+def _main(arguments: tuple[str, ...], setting: Setting) -> None:
+    setting.take()
     status: object = 0
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        _interpret(arguments)
     except SystemExit as ending:
         status = ending.code
     except BaseException:
         traceback.print_exc()
         status = 1
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+    threading._shutdown()  # waits for threads, as an interpreter does
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status if isinstance(status, int) else int(status is not None))
+
+
+def _interpret(arguments: tuple[str, ...]) -> None:
+    """Run a script, or what follows -m or -c."""
+    kind, *rest = arguments
+    sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if kind == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.modules["__main__"] = main = type(sys)("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv = [kind, *rest]
+        runpy.run_path(kind, run_name="__main__")
+
+
+def _launch(result: Connection, setting: Setting, constants: dict[str, Any], arguments: tuple, options: dict) -> None:
+    from dpo.system import launching
+
+    setting.take()
+    for name, value in constants.items():
+        setattr(launching, name, value)
+    try:
+        launching.launch(*arguments, **options)
+        result.send(None)
+    except Exception as error:
+        result.send(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

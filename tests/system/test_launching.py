@@ -1,4 +1,7 @@
-"""Worker processes: where they meet, and that none survives the failure of another. All of them are real."""
+"""Worker processes: where they meet, and that none survives the failure of another. All of them are real.
+
+`launch` spawns its workers, as train.py does; `warm.launch` forks them, where their start is not what is tested.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.runs import ROOT, assert_gone
+from support import warm
+from support.runs import ROOT, assert_gone, environment_of
 
 from dpo.errors import InputError
 from dpo.system import launching
@@ -23,6 +27,7 @@ from dpo.system.launching import End, WorkerFailed, launch
 from dpo.system.rank_env import RankEnv, find_rank_env
 from dpo.system.signals import Stopped
 
+TESTS = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'system'}"  # where processes find this file
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
 
 
@@ -139,7 +144,7 @@ def test_a_port_that_is_taken_is_one_sentence(monkeypatch):
 
 
 def test_what_goes_wrong_while_a_workers_interpreter_ends_fails_no_run(tmp_path):
-    launch(abort_at_the_end, 2, tmp_path, process_group=True)
+    warm.launch(abort_at_the_end, 2, tmp_path, process_group=True)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["3 of 2"] * 2
 
 
@@ -207,17 +212,18 @@ def test_tasks_of_a_slurm_step_join(tmp_path):
     if not 0 <= job < 20_000:
         job = 11_311
     tasks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path)],
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'system'}",
-                "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_PROCID": str(rank),
-                "SLURM_LOCALID": str(rank),
-                "SLURM_STEP_NODELIST": "localhost",
-                "SLURM_JOB_ID": str(job),
-            },
+        warm.Python(
+            "-c",
+            script,
+            str(tmp_path),
+            environment=environment_of(
+                PYTHONPATH=TESTS,
+                SLURM_STEP_NUM_TASKS="2",
+                SLURM_PROCID=str(rank),
+                SLURM_LOCALID=str(rank),
+                SLURM_STEP_NODELIST="localhost",
+                SLURM_JOB_ID=str(job),
+            ),
         )
         for rank in range(2)
     ]
@@ -238,14 +244,14 @@ def test_a_worker_that_raises_ends_all_and_shows_its_traceback(tmp_path):
 
 def test_bad_input_that_a_worker_finds_is_bad_input_of_the_run(tmp_path):
     with pytest.raises(InputError, match=r"^beta=-1 must be above 0$"):
-        launch(fail_on_rank_1, 2, tmp_path, "bad input", process_group=True)
+        warm.launch(fail_on_rank_1, 2, tmp_path, "bad input", process_group=True)
     assert_all_gone(tmp_path)
 
 
 def test_a_worker_that_is_killed_ends_all_and_is_named(tmp_path):
     start = time.monotonic()
     with pytest.raises(WorkerFailed, match="rank 1 was killed by SIGKILL"):
-        launch(fail_on_rank_1, 2, tmp_path, "kill", process_group=True)
+        warm.launch(fail_on_rank_1, 2, tmp_path, "kill", process_group=True)
     assert time.monotonic() - start < 60
     assert_all_gone(tmp_path)
 
@@ -253,7 +259,7 @@ def test_a_worker_that_is_killed_ends_all_and_is_named(tmp_path):
 def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(tmp_path, capfd):
     start = time.monotonic()
     with pytest.raises(WorkerFailed, match="rank 1 did not answer within collective_timeout_secs=4") as error:
-        launch(fail_on_rank_1, 2, tmp_path, "hang", process_group=True, timeout_secs=4)
+        warm.launch(fail_on_rank_1, 2, tmp_path, "hang", process_group=True, timeout_secs=4)
     assert time.monotonic() - start < 60
     assert "rank 0 lost contact" in str(error.value)
     assert "because rank 1 did not answer" in str(error.value)
@@ -262,10 +268,10 @@ def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(
     assert_all_gone(tmp_path)
 
 
-def test_of_a_hanging_rank_nccl_aborts_the_victims_and_the_one_that_hangs_is_named(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(launching, "ABORT_SECS", 2)
+def test_of_a_hanging_rank_nccl_aborts_the_victims_and_the_one_that_hangs_is_named(tmp_path, capfd):
+    constants = {"ABORT_SECS": 2}
     with pytest.raises(WorkerFailed, match=r"^rank 0 did not answer within collective_timeout_secs=3\n") as error:
-        launch(abort_on_rank_1, 2, tmp_path, 5, process_group=True, timeout_secs=3)
+        warm.launch(abort_on_rank_1, 2, tmp_path, 5, process_group=True, timeout_secs=3, constants=constants)
     assert "rank 1 was killed by SIGABRT, as NCCL does when a collective takes longer" in str(error.value)
     assert "in hang" in capfd.readouterr().err
     assert_all_gone(tmp_path)
@@ -273,7 +279,7 @@ def test_of_a_hanging_rank_nccl_aborts_the_victims_and_the_one_that_hangs_is_nam
 
 def test_a_worker_that_aborts_before_a_collective_can_time_out_has_crashed(tmp_path):
     with pytest.raises(WorkerFailed, match=r"^rank 1 was killed by SIGABRT"):
-        launch(abort_on_rank_1, 2, tmp_path, 0, process_group=True, timeout_secs=600)
+        warm.launch(abort_on_rank_1, 2, tmp_path, 0, process_group=True, timeout_secs=600)
     assert_all_gone(tmp_path)
 
 
@@ -318,7 +324,7 @@ def test_a_worker_that_never_joins_ends_all_and_is_named(tmp_path):
 
 def test_a_worker_that_hangs_after_the_others_have_finished_is_not_waited_for(tmp_path):
     with pytest.raises(WorkerFailed, match="rank 1 did not answer"):
-        launch(finish_without_rank_1, 2, tmp_path, process_group=True, timeout_secs=3)
+        warm.launch(finish_without_rank_1, 2, tmp_path, process_group=True, timeout_secs=3)
     assert_all_gone(tmp_path)
 
 
@@ -331,7 +337,7 @@ def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path):
     (tmp_path / "parent.py").write_text(script)
     parent = subprocess.Popen(
         [sys.executable, str(tmp_path / "parent.py"), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'system'}"},
+        env=environment_of(PYTHONPATH=TESTS),
     )
     deadline = time.monotonic() + 60
     while not all((tmp_path / f"pid{rank}").exists() for rank in (0, 1)):
@@ -362,16 +368,12 @@ launch(fail_on_rank_1, 2, pathlib.Path(sys.argv[1]), sys.argv[2], process_group=
 def test_a_rank_of_another_machine_that_fails_is_named(how, ranks, said, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    environ = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'system'}",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-    }
-    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-c", FAILING_RANK, str(tmp_path), how]
+    meet = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = [
-        subprocess.Popen(command, env={**environ, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        warm.Python(
+            *("-c", FAILING_RANK, str(tmp_path), how),
+            environment=environment_of(PYTHONPATH=TESTS, RANK=str(rank), **meet),
+        )
         for rank in range(ranks)
     ]
     errors = [process.communicate(timeout=60)[1] for process in started]

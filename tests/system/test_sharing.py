@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from support import warm
 from support.runs import GOLDEN, ROOT, train, write_rows
 
 import preference_datasets
@@ -68,7 +69,7 @@ def interrupt(number, frame):
 
 
 def test_the_first_process_of_each_machine_makes_it_and_a_signal_reaches_those_that_wait(tmp_path):
-    launch(share_a_word, 3, tmp_path, process_group=True)
+    warm.launch(share_a_word, 3, tmp_path, process_group=True)
 
     got = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert [one for one, *_ in got] == ["0's", "taken: 0's", "taken: 0's"]

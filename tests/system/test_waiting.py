@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.runs import small_run, train
+from support.warm import launch
 
 import train as main
 from benchmarks.step_overhead import compose
@@ -24,7 +25,6 @@ from dpo.checkpoint.files import check_complete
 from dpo.errors import RunError
 from dpo.parallel.mesh import Mesh
 from dpo.system.host_memory import HostMemory
-from dpo.system.launching import launch
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import made_progress, meet_rank_0
 from trainers import BasicTrainer
