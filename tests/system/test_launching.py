@@ -131,10 +131,10 @@ def test_workers_meet_in_one_group(world_size, total, tmp_path):
 def test_a_port_that_is_taken_is_one_sentence(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(InputError, match=f"port {port} is not free; fsdp_port=null"):
+        with pytest.raises(InputError, match=f"port {port} is in use; fsdp_port=null"):
             launch(add_up, 2, None, process_group=True, port=port)
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(InputError, match=f"port {port} is not free"):
+        with pytest.raises(InputError, match=f"port {port} is in use"):
             launch(add_up, 2, None, process_group=True)
 
 

@@ -88,7 +88,7 @@ def test_who_shows_signs_of_life_may_take_longer_than_the_timeout():
 
 
 def test_silence_ends_the_wait():
-    with pytest.raises(dist.DistError, match=r"rank 3 gave no sign of life for 0\.3 s"):
+    with pytest.raises(dist.DistError, match=r"rank 3 sent no heartbeat for 0\.3 s"):
         sharing._wait(dist.HashStore(), {3: "rank 3"}, silence_secs=0.3)
 
 
