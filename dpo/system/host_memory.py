@@ -28,7 +28,8 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
 
 
 def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """(limit, what remains of it) of each cgroup that has one. The file cache counts as used there, but is reclaimable."""
+    """(limit, what remains of it) of each cgroup that has one. The file cache counts as used there, but is
+    reclaimable."""
     paths = [line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")]
     own = [cgroups / path.strip("/") for path in paths]
     for group in (directory for path in own for directory in (path, *path.parents)):

@@ -49,10 +49,10 @@ def launch(
 ) -> None:
     """Run `worker(rank, world_size, *args)` in `world_size` processes that meet in a process group.
 
-    A process that a launcher started (`find_rank_env`) runs its own worker and exits with it. Otherwise the processes are
-    spawned here and meet at `port` (None: a free one): over NCCL with one GPU each, or over gloo on the CPU. Without
-    `process_group` the worker is called in this process. A collective that waits longer than `timeout_secs` fails.
-    Raises InputError for bad input that a worker found, Stopped if the run was asked to stop, and WorkerFailed.
+    A process that a launcher started (`find_rank_env`) runs its own worker and exits with it. Otherwise the processes
+    are spawned here and meet at `port` (None: a free one): over NCCL with one GPU each, or over gloo on the CPU.
+    Without `process_group` the worker is called in this process. A collective that waits longer than `timeout_secs`
+    fails. Raises InputError for bad input that a worker found, Stopped if the run was asked to stop, and WorkerFailed.
     """
     raise_open_file_limit()
     rank_env = find_rank_env()
@@ -60,7 +60,7 @@ def launch(
         status, message = _work(rank_env, worker, args, timeout_secs)
         if status:
             if status == BAD_INPUT and rank_env.rank != 0:
-                time.sleep(GRACE_SECS)  # every rank may have found it: rank 0 reports it, and the launcher ends this one
+                time.sleep(GRACE_SECS)  # all ranks may have found it: rank 0 reports it, this one is ended
             if message:
                 message = redact(f"error: {message}" if status == BAD_INPUT else message)
                 print(message, file=sys.stderr, flush=True)

@@ -19,7 +19,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 def keep_freed_memory() -> None:
     """Let tensors of up to 32 MB reuse freed memory. For a single process on a CPU.
 
-    By default glibc returns it to the system, and each page costs a fault when it is needed again: a tenth of an update.
+    By default glibc returns it to the system, and each page costs a fault when it is needed again: a tenth of an
+    update.
     """
     _set_malloc(M_MMAP_THRESHOLD, 2**25)  # the most that glibc accepts
     _set_malloc(M_TRIM_THRESHOLD, 2**31 - 1)

@@ -80,8 +80,8 @@ def check_free(path: str | Path) -> None:
 
 
 def create_run_dir(path: str, *, continued: bool = False) -> Path:
-    """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`, or if something
-    other than a file is where the run would write one."""
+    """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`, or if
+    something other than a file is where the run would write one."""
     if not continued:
         check_free(path)
     run_dir = Path(path)
@@ -127,7 +127,7 @@ def explaining_full_disk(run_dir: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise RunError(f"{run_dir} cannot be written ({error}): free some space; saved checkpoints are intact") from error
+        raise RunError(f"{run_dir} cannot be written ({error}): free some space; checkpoints are intact") from error
 
 
 @contextmanager

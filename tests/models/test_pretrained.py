@@ -307,4 +307,4 @@ def test_a_max_length_beyond_what_the_model_was_made_for_is_worth_a_line():
 def test_a_block_name_that_the_model_lacks_is_refused_where_blocks_are_not_needed_too(run):
     with pytest.raises(InputError, match="is not a module class of LlamaForCausalLM") as no:
         run("run", "model.block_name=GPTNeoXLayer")
-    assert "LlamaDecoderLayer, and model.block_name=null takes those it names itself" in str(no.value)
+    assert "LlamaDecoderLayer; model.block_name=null uses those it declares itself" in str(no.value)

@@ -345,7 +345,7 @@ def test_a_run_that_continues_elsewhere_knows_its_origin_when_that_is_pruned(run
 def test_a_link_that_a_copy_made_a_directory_is_one_sentence(run, tmp_path):
     run("run", "n_examples=8")
     shutil.copytree(tmp_path / "run", tmp_path / "copy")  # follows links
-    with pytest.raises(InputError, match="LATEST is a directory where a link to a step-N belongs: remove it"):
+    with pytest.raises(InputError, match="LATEST is a directory; a symbolic link to a step-N is expected: remove it"):
         run("copy", "resume=auto")
 
 

@@ -266,7 +266,7 @@ def test_of_a_hanging_rank_nccl_aborts_the_victims_and_the_one_that_hangs_is_nam
     monkeypatch.setattr(launching, "ABORT_SECS", 2)
     with pytest.raises(WorkerFailed, match=r"^rank 0 did not answer within collective_timeout_secs=3\n") as error:
         launch(abort_on_rank_1, 2, tmp_path, 5, process_group=True, timeout_secs=3)
-    assert "rank 1 was killed by SIGABRT, as NCCL does when a collective takes longer" in str(error.value)
+    assert "rank 1 was killed by SIGABRT, as NCCL does when a collective times out" in str(error.value)
     assert "in hang" in capfd.readouterr().err
     assert_all_gone(tmp_path)
 
