@@ -77,7 +77,7 @@ def test_a_manifest_cannot_point_elsewhere(run, tmp_path):
     manifest["files"]["../../secret"] = manifest["files"].pop("policy.pt")
     vouch(file, manifest)
 
-    with pytest.raises(InputError, match=r"manifest\.json is wrong about \.\./\.\./secret, policy\.pt"):
+    with pytest.raises(InputError, match=r"manifest\.json lists the wrong files: \.\./\.\./secret, policy\.pt"):
         run("run", "resume=auto")
 
 

@@ -202,7 +202,7 @@ def test_a_part_that_is_something_else_is_damage_and_the_checkpoint_before_it_co
     run("run", "n_examples=16", "resume=auto")
 
     said = capsys.readouterr().out
-    assert f"warning: skipped: {tmp_path}/run/step-16/{part}.pt is no state of a run: " in said
+    assert f"warning: checkpoint skipped: {tmp_path}/run/step-16/{part}.pt is no state of a run: " in said
     assert f"continuing from {tmp_path}/run/step-8" in said
     assert [line["examples"] for line in metrics_of(tmp_path / "run", "train")] == [4, 8, 12, 16]
 
