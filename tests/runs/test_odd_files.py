@@ -170,7 +170,7 @@ def test_links_that_lead_nowhere_or_round_in_circles_are_no_traceback(tmp_path, 
     with pytest.raises(InputError, match="finds no complete checkpoint"):
         run("run", f"resume={tmp_path}/other/LATEST")
     for place in (f"{tmp_path}/other", "~nobody-of-that-name/x"):
-        with pytest.raises(InputError, match=r"is neither a policy\.pt nor a directory that holds one"):
+        with pytest.raises(InputError, match=r"is neither a policy\.pt nor a directory that contains one"):
             find_archive(place)
 
 
