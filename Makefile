@@ -2,6 +2,7 @@
 # make test   lint and tests
 # make doctor what this machine has, what is wrong with it, what to train with
 # make gpu-check the acceptance run on a GPU, 10 minutes; without one what a CPU can show of it
+# make lock  requirements.lock made anew, after requirements.txt or requirements-dev.txt changed
 # make golden the comparison with the published reference alone, in all layouts of processes
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 IN_PARALLEL := -n auto --maxprocesses 4
 
-.PHONY: demo test lint doctor golden gpu-check format clean-demo
+.PHONY: demo test lint doctor golden gpu-check format lock clean-demo
 
 demo: $(VENV)/.installed
 	$(RUN) -m scripts.demo
@@ -34,6 +35,14 @@ format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# what a fresh environment gets, without the suffix of torch's build (+cpu, +cu130)
+lock:
+	$(PYTHON) -m venv --clear .cache/lock
+	.cache/lock/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	{ echo "# every version the tests ran with, transitive ones too; made by: make lock"; \
+	  .cache/lock/bin/python -m pip freeze --all --exclude pip | sed 's/+.*//'; } > requirements.lock
+	rm -r .cache/lock
+
 clean-demo:
 	rm -rf .cache/demo
 
@@ -41,10 +50,10 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: requirements.txt | $(VENV)/bin/python
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+$(VENV)/.installed: requirements.txt requirements.lock | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt -c requirements.lock
 	touch $@
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c requirements.lock
 	touch $@

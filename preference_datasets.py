@@ -85,7 +85,7 @@ def get_hh(
     data = PreferenceData(truncation_mode="keep_end")
     diverged = 0
     for number, row in enumerate(_progress(load_rows(source, split, cache_dir), "HH", silent), start=1):
-        where = f"row {number} of {source.path} ({split})"
+        where = f"record {number} of {source.path} ({split})"
         chosen, rejected = (get_field(row, key, where) for key in ("chosen", "rejected"))
         try:
             prompt = extract_anthropic_prompt(chosen)
@@ -107,7 +107,7 @@ def get_shp(
     data = PreferenceData(truncation_mode="keep_start")
     scores: dict[str, dict[str, float]] = defaultdict(dict)
     for number, row in enumerate(_progress(load_rows(source, split, cache_dir), "SHP", silent), start=1):
-        where = f"row {number} of {source.path} ({split})"
+        where = f"record {number} of {source.path} ({split})"
         prompt = f"\n\nHuman: {get_field(row, 'history', where)}\n\nAssistant:"
         responses = [" " + get_field(row, f"human_ref_{side}", where) for side in "AB"]
         score_a, score_b = (get_field(row, f"score_{side}", where, (int, float)) for side in "AB")
@@ -163,7 +163,7 @@ def get_se(
     if isinstance(rows, datasets.Dataset):  # ten million rows of HTML: on every core, and cached
         stripped: Any = _strip_in_processes(rows.select(order), source.path)
     else:
-        stripped = (_strip_row(rows[i], f"row {i + 1} of {source.path}") for i in order)
+        stripped = (_strip_row(rows[i], f"record {i + 1} of {source.path}") for i in order)
 
     data = PreferenceData(truncation_mode="keep_start")
     for row in _progress(stripped, "SE", silent):

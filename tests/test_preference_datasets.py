@@ -35,7 +35,7 @@ def test_the_prompt_ends_at_the_last_assistant_marker():
 
 def test_a_dialogue_without_the_marker_is_named(tmp_path):
     good = {"chosen": "\n\nHuman: Hi\n\nAssistant: a", "rejected": "\n\nHuman: Hi\n\nAssistant: b"}
-    with pytest.raises(InputError, match=r"row 2 of .*no '\\n\\nAssistant:' in 'nonsense'"):
+    with pytest.raises(InputError, match=r"record 2 of .*no '\\n\\nAssistant:' in 'nonsense'"):
         load("hh", [good, {"chosen": "nonsense", "rejected": "nonsense"}], tmp_path)
 
 
@@ -94,7 +94,7 @@ def test_shp_target_has_the_highest_score_and_a_repeated_text_counts_with_its_fi
 
 
 def test_an_shp_score_of_zero_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"row 1 of .*score_B=0"):
+    with pytest.raises(InputError, match=r"record 1 of .*score_B=0"):
         load("shp", [shp_row("q", ("x", 4), ("y", 0), 1)], tmp_path)
 
 
@@ -215,7 +215,7 @@ def test_a_bad_se_row_is_named_by_a_worker_too(hub_rows, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("hh", {"chosen": "\n\nAssistant: a"}, "field 'rejected' must be str but is missing; the row has chosen"),
+        ("hh", {"chosen": "\n\nAssistant: a"}, "field 'rejected' must be str but is missing; the record has chosen"),
         ("shp", shp_row("q", ("x", "4"), ("y", 2), 1), "field 'score_A' must be int or float but is str ('4')"),
         ("se", {"question": "q", "answers": [{"text": "a"}]}, "field 'pm_score' must be int or float but is missing"),
         ("se", {"question": "q", "answers": []}, "answers is empty"),
@@ -225,7 +225,7 @@ def test_a_bad_se_row_is_named_by_a_worker_too(hub_rows, monkeypatch):
 def test_a_row_without_its_fields_is_named_with_the_field(tmp_path, name, row, message):
     with pytest.raises(InputError) as error:
         load(name, [row], tmp_path)
-    assert str(error.value).startswith(f"row 1 of {tmp_path}")
+    assert str(error.value).startswith(f"record 1 of {tmp_path}")
     assert message in str(error.value)
 
 

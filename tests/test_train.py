@@ -231,10 +231,10 @@ def bad_input(kind: str, folder: Path) -> tuple[tuple[str, ...], str]:
             return (), rf"{folder}/data has no test split: it needs one of .*; it holds train\.jsonl"
         case "row without a field":
             write_rows(train_file, [*hh_rows(8), {"chosen": "x"}])
-            return (), rf"row 9 of {folder}/data .*field 'rejected' .*missing"
+            return (), rf"record 9 of {folder}/data .*field 'rejected' .*missing"
         case "empty data":
             train_file.write_text("")
-            return (), rf"{train_file} holds no rows"
+            return (), rf"{train_file} holds no records"
         case "fewer rows than a batch":
             return ("batch_size=16",), r"the train split of hh has 8 examples, too few .*batch_size=16"
         case "no such directory":

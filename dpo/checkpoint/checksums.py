@@ -1,7 +1,7 @@
-"""Checksums of files: taken while a file is written, so that none is read for them; compared later, many at once.
+"""Checksums of files: computed while a file is written, so that it is not read again, and verified in parallel.
 
-The SHA-256 of a whole file, which `sha256sum` gives too, can only be computed from beginning to end. So a file's blocks
-of BLOCK bytes have checksums of their own, which all cores compare at once.
+The SHA-256 of a whole file, which `sha256sum` prints too, can only be computed sequentially. So each block of BLOCK
+bytes has a checksum of its own, and all cores verify blocks in parallel.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-BLOCK = 2**26  # bytes; what manifests hold depends on it
-SYNC_EVERY = 2**30  # bytes; so that no single sync, the last one neither, takes as long as the whole file
-IN_THREADS = 2**20  # bytes from which on a thread of its own is worth its start
+BLOCK = 2**26  # bytes; part of the manifest's format
+SYNC_EVERY = 2**30  # bytes; so that the last sync does not have the whole file to write
+IN_THREADS = 2**20  # bytes; smaller pieces are hashed in the calling thread
 
 
 def no_progress() -> None:
-    """What is called after each block if nobody wants to know."""
+    """The default progress callback: does nothing."""
 
 
 class HashedFile:
-    """A new file that can only be appended to, as `torch.save` does, and its checksums."""
+    """A new append-only file, which is all that `torch.save` needs, and its checksums."""
 
     def __init__(self, path: Path, progress: Callable[[], None] = no_progress) -> None:
         self._file, self._progress = path.open("wb"), progress
-        self._threads = ThreadPoolExecutor(3, thread_name_prefix="hash")  # of the whole, of a block, for syncing
+        self._threads = ThreadPoolExecutor(3, thread_name_prefix="hash")  # hash of the file, of the block; sync
         self._whole, self._block = hashlib.sha256(), hashlib.sha256()
         self._blocks: list[str] = []
         self._n_bytes = 0
@@ -42,7 +42,7 @@ class HashedFile:
         self._file.close()
 
     def write(self, data: Any) -> int:
-        """Append bytes; nothing refers to `data` afterwards."""
+        """Append bytes; keeps no reference to `data`."""
         data = memoryview(data).cast("B")
         left = data
         while left:
@@ -76,7 +76,7 @@ class HashedFile:
         self._progress()
 
     def _finish_syncing(self) -> None:
-        """Raise what went wrong in the last sync: the system tells it only once."""
+        """Wait for the last sync and raise its error, which the system reports only once."""
         if self._syncing is not None:
             self._syncing.result()
 
@@ -84,7 +84,7 @@ class HashedFile:
         self._file.flush()
 
     def sync(self) -> tuple[dict[str, Any], list[str]]:
-        """Bring all that was written to the disk; checksum and size, and the checksums of the blocks."""
+        """Sync the file to the disk. Returns its checksum and size, and the checksums of its blocks."""
         self._finish_syncing()
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -93,7 +93,7 @@ class HashedFile:
 
 
 class Part(NamedTuple):
-    """A part of a file and the checksum that it should have."""
+    """A part of a file and its expected checksum."""
 
     path: Path
     start: int
@@ -101,7 +101,7 @@ class Part(NamedTuple):
     sha256: str
 
     def is_right(self) -> bool:
-        """Whether the part is there and has its checksum."""
+        """Whether the part is complete and its checksum matches."""
         digest, left = hashlib.sha256(), self.n_bytes
         buffer = memoryview(bytearray(min(left, 2**20)))
         with self.path.open("rb", buffering=0) as file:
@@ -113,9 +113,9 @@ class Part(NamedTuple):
 
 
 def parts_of(path: Path, n_bytes: int, sha256: str, blocks: Sequence[str] | None) -> list[Part]:
-    """A file of that size as its blocks; as one part if their checksums are not known.
+    """The parts of a file of `n_bytes`: its blocks, or a single part if their checksums are not known.
 
-    Raises ValueError if there are not as many checksums as blocks.
+    Raises ValueError unless there is one checksum per block.
     """
     if blocks is None:
         return [Part(path, 0, n_bytes, sha256)]
@@ -126,7 +126,7 @@ def parts_of(path: Path, n_bytes: int, sha256: str, blocks: Sequence[str] | None
 
 
 def find_wrong(parts: Sequence[Part], progress: Callable[[], None] = no_progress) -> Part | None:
-    """The first part that has not its checksum, of parts that several threads read at a time; None if all have."""
+    """The first part whose checksum does not match, None if all do; several threads read at a time."""
     with ThreadPoolExecutor(thread_name_prefix="verify") as threads:
         answers = [threads.submit(part.is_right) for part in parts]
         try:

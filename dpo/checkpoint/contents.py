@@ -1,7 +1,7 @@
-"""What the parts of a checkpoint must be, types and keys: whoever wrote them, and whatever a checksum says of them.
+"""The types and keys that the parts of a checkpoint must have; checked even if the checksums match.
 
-`find_odd` compares a value with a shape: a `Kind`; a dict of the shapes under its keys, beside which there may be more
-(`Maybe`: not all have it); a list of one shape, of any length; `Each`: one shape under whatever keys.
+`find_odd` compares a value with a shape: a `Kind`; a dict from keys to shapes, where extra keys are allowed and keys of
+a `Maybe` optional; a list of one shape, of any length; `Each`: one shape under any keys.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _takes(setter: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """Whether a random generator takes a state."""
+    """Whether a random generator accepts a state."""
 
     def takes(state: Any) -> bool:
         try:
@@ -54,10 +54,10 @@ def _takes(setter: Callable[[Any], Any]) -> Callable[[Any], bool]:
 
 
 def set_numpy_state(generator: Any, state: Any) -> None:
-    """Give `numpy.random`, or a generator like it, a state as a checkpoint holds it."""
+    """Set the state of `numpy.random`, or of a generator like it, from a checkpoint."""
     kind, keys, place, *rest = state
-    if not (_is_int(place) and 0 <= place <= len(keys)):  # which numpy would take
-        raise ValueError(f"{place} is no place among {len(keys)} keys")
+    if not (_is_int(place) and 0 <= place <= len(keys)):  # numpy would accept it
+        raise ValueError(f"{place} is not an index into {len(keys)} keys")
     generator.set_state((kind, np.array(keys, dtype=np.uint32), place, *rest))
 
 
@@ -66,8 +66,8 @@ COUNT = Kind(lambda v: _is_int(v) and 0 <= v < 2**63, "a count")
 FROM_MINUS_1 = Kind(lambda v: _is_int(v) and -1 <= v < 2**63, "a count, or -1")
 NUMBER = Kind(lambda v: _is_number(v) and not math.isnan(v), "a number")
 FLAG = Kind(lambda v: isinstance(v, bool), "true or false")
-TEXT = Kind(lambda v: isinstance(v, str), "a text")
-TEXT_OR_NONE = Kind(lambda v: v is None or isinstance(v, str), "a text or None")
+TEXT = Kind(lambda v: isinstance(v, str), "a string")
+TEXT_OR_NONE = Kind(lambda v: v is None or isinstance(v, str), "a string or None")
 NONE = Kind(lambda v: v is None, "None")
 TENSOR = Kind(lambda v: isinstance(v, torch.Tensor), "a tensor")
 OF_STATE = Kind(lambda v: v is None or isinstance(v, (torch.Tensor, bool)) or _is_number(v), "a tensor or a number")
@@ -75,7 +75,7 @@ KEYS = Kind(
     lambda v: TENSOR.holds(v) and not v.is_floating_point() and not v.is_complex() and v.shape[1:] == (KEY_BYTES,),
     f"a tensor of rows of {KEY_BYTES} bytes",
 )
-VALUES = Kind(lambda v: TENSOR.holds(v) and v.is_floating_point() and v.ndim == 1, "a tensor of numbers, one a key")
+VALUES = Kind(lambda v: TENSOR.holds(v) and v.is_floating_point() and v.ndim == 1, "a tensor of one number per key")
 BYTES = Kind(lambda v: TENSOR.holds(v) and v.dtype == torch.uint8 and v.ndim == 1, "a tensor of bytes")
 OF_PYTHON = Kind(lambda v: isinstance(v, tuple) and _takes(random.Random().setstate)(v), "a state of Python's random")
 OF_NUMPY = Kind(_takes(lambda v: set_numpy_state(np.random.RandomState(), v)), "a state of numpy's random")
@@ -85,7 +85,7 @@ MANIFEST = {
     "sha256": TEXT,
     "examples": COUNT,
     "files": Each(TEXT, {"sha256": TEXT, "bytes": COUNT}),
-    "blocks": Maybe(Each(TEXT, [TEXT])),  # the first manifests had none
+    "blocks": Maybe(Each(TEXT, [TEXT])),  # absent from the oldest manifests
 }
 FACTS = {
     "updates": COUNT,
@@ -93,7 +93,7 @@ FACTS = {
     "best_at": FROM_MINUS_1,
     "config": Each(TEXT, ANY),
     "data": TEXT,
-    "tokens": Maybe(TEXT),  # the first manifests told nothing of tokenizer and model
+    "tokens": Maybe(TEXT),  # tokenizer and model are absent from the oldest manifests
     "model": Maybe(Each(TEXT, ANY)),
 }
 PARTS = {
@@ -144,7 +144,7 @@ def as_now(name: str, state: Any) -> Any:
 
 
 def find_odd(value: Any, shape: Any, place: str = "") -> str | None:
-    """Where and how a value is not of a shape; None if it is."""
+    """Where and how a value does not match a shape; None if it does."""
     if isinstance(shape, Kind):
         return None if shape.holds(value) else _tell(place, value, shape.wanted)
     if isinstance(shape, list):
@@ -176,7 +176,7 @@ def _tell(place: str, value: Any, wanted: str) -> str:
 
 
 def find_odd_part(name: str, state: Any) -> str | None:
-    """Where the state of a part of a checkpoint is not what it must be; None if nowhere."""
+    """What is wrong with the state of a checkpoint's part; None if nothing is."""
     if odd := find_odd(state, PARTS[name]):
         return odd
     logps = state["reference_logps"] if name == "trainer" else None
@@ -186,25 +186,26 @@ def find_odd_part(name: str, state: Any) -> str | None:
 
 
 def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    """Why a state of the right shape does not belong to this optimizer; None if it does.
+    """Why a state of the right shape does not fit this optimizer; None if it does.
 
-    `optimizer.state_dict()` says how many parameters there are: that of a model in slices tells of the whole model.
+    The parameters are counted in `optimizer.state_dict()`, which is that of the whole model also if each device holds
+    slices.
     """
     ours, theirs = optimizer.state_dict()["param_groups"], state["param_groups"]
     numbers = [[*range(n, n + len(group["params"]))] for n, group in _numbered(ours)]
     if [list(group["params"]) for group in theirs] != numbers:
-        return f"it is of {sum(len(group['params']) for group in theirs)} parameters, not of {sum(map(len, numbers))}"
+        return f"it has {sum(len(group['params']) for group in theirs)} parameters, not {sum(map(len, numbers))}"
     for our, their in zip(ours, theirs, strict=True):
         if odd := [key for key in our if key in their and not _alike(our[key], their[key])]:
-            return f"of its settings {', '.join(odd)} should be {', '.join(str(our[key]) for key in odd)}"
+            return f"its settings {', '.join(odd)} should be {', '.join(str(our[key]) for key in odd)}"
     shapes: list[Any] = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
     if len(shapes) != sum(map(len, numbers)):
-        shapes = [None] * sum(map(len, numbers))  # of slices, which say nothing
+        shapes = [None] * sum(map(len, numbers))  # shapes of slices cannot be compared
     for number, values in state["state"].items():
         if number >= len(shapes):
-            return f"it holds something of parameter {number}, and there are {len(shapes)}"
+            return f"it has state for parameter {number} of only {len(shapes)}"
         if odd := _find_odd_state(type(optimizer), values, shapes[number]):
-            return f"of parameter {number} {odd}"
+            return f"parameter {number}: {odd}"
     return None
 
 
@@ -213,15 +214,15 @@ def _find_odd_state(
 ) -> str | None:
     keys = _keys_of_state(kind, 2 if shape is None else len(shape))
     if set(values) != keys:
-        return f"it holds {', '.join(values)}, not {', '.join(sorted(keys))}"
+        return f"its keys are {', '.join(values)}, not {', '.join(sorted(keys))}"
     for key, value in values.items():
         if shape is not None and isinstance(value, torch.Tensor) and not _spreads_to(value.shape, shape):
-            return f"{key} is {tuple(value.shape)}, not {tuple(shape)}"
+            return f"{key} has shape {tuple(value.shape)}, not {tuple(shape)}"
     return None
 
 
 def _numbered(groups: list[dict[str, Any]]) -> Any:
-    """Each group with how many parameters are before it."""
+    """Yields each group with the number of parameters before it."""
     before = 0
     for group in groups:
         yield before, group
@@ -229,7 +230,7 @@ def _numbered(groups: list[dict[str, Any]]) -> Any:
 
 
 def _alike(ours: Any, theirs: Any) -> bool:
-    """Whether two settings are of one type; numbers are, and nothing is like what may be anything."""
+    """Whether two settings have the same type; all numbers do, and None, lists and tuples match anything."""
     if _is_number(ours):
         return _is_number(theirs)
     return ours is None or theirs is None or isinstance(theirs, type(ours)) or isinstance(ours, (list, tuple))
@@ -237,7 +238,7 @@ def _alike(ours: Any, theirs: Any) -> bool:
 
 @cache
 def _keys_of_state(kind: type[torch.optim.Optimizer], ndim: int) -> set[str]:
-    """What an optimizer of a class keeps of a parameter, by an update of one."""
+    """The keys of an optimizer class's state per parameter, found by updating one."""
     parameter = torch.nn.Parameter(torch.zeros((2,) * ndim))
     parameter.grad = torch.zeros_like(parameter)
     probe = kind([parameter], lr=1.0)
@@ -246,5 +247,5 @@ def _keys_of_state(kind: type[torch.optim.Optimizer], ndim: int) -> set[str]:
 
 
 def _spreads_to(shape: torch.Size, whole: torch.Size) -> bool:
-    """Whether a tensor is as large as its parameter, or one value for all of it, or for each row or column."""
+    """Whether a shape broadcasts to a parameter's: the same, one value in all, or one per row or column."""
     return len(shape) <= len(whole) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))

@@ -1,8 +1,9 @@
 """The files of a checkpoint: complete or absent, checked against their manifest, written in the background, pruned.
 
-A checkpoint is a directory `step-EXAMPLES` of `policy.pt`, `optimizer.pt`, `scheduler.pt`, and, to continue from,
+A checkpoint is a directory `step-EXAMPLES` of `policy.pt`, `optimizer.pt`, `scheduler.pt`, and, for resuming,
 `trainer.pt` and `random.pt`. Each is `{"step_idx": examples, "state": state_dict, "metrics": means or None}`: data.
-`manifest.json` has the size and SHA-256 of each and of its blocks, and facts that a continuation is checked against.
+`manifest.json` has the size and SHA-256 of each file and of its blocks, and facts that a resumed run is checked
+against.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from dpo.system.plain_files import check_link, check_readable, remove
 MANIFEST = "manifest.json"
 PARTS = ("policy", "optimizer", "scheduler", "trainer", "random")
 STEP = re.compile(r"step-(\d+)")
-ALWAYS_KEPT = 2  # newest checkpoints that pruning leaves: one of them may prove damaged
+ALWAYS_KEPT = 2  # newest checkpoints, which pruning never removes: the newest may be corrupt
 
 
 class DamagedCheckpoint(InputError):
-    """A directory that is no complete checkpoint; the message says what is wrong with it."""
+    """A directory that is not a complete checkpoint; the message says why."""
 
 
 def write_checkpoint(
@@ -47,11 +48,11 @@ def write_checkpoint(
     facts: Mapping,
     progress: Callable[[], None] = no_progress,
 ) -> None:
-    """Write `NAME.pt` for each (name, state) and the manifest, under a temporary name that is renamed at the end.
+    """Write `NAME.pt` for each (name, state) and the manifest, into a temporary directory that is renamed at the end.
 
-    Each file is synced before the manifest is written, and each state freed before the next is asked for; `progress` is
-    called after every block of a file. Raises RunError if the disk does not take it; then nothing is left behind, and
-    what was there before still is.
+    Each file is synced before the manifest is written, and each state freed before the next is requested; `progress` is
+    called after every block of a file. Raises RunError if writing fails; then no partial checkpoint remains, and an
+    earlier one at the same step is kept.
     """
     temporary, former = (directory.with_name(f".{directory.name}.{kind}") for kind in ("tmp", "former"))
     try:
@@ -59,7 +60,7 @@ def write_checkpoint(
             remove(temporary)  # left behind by a killed run
             temporary.mkdir(parents=True)
         files, blocks = {}, {}
-        for name, state in states:  # what asking for it raises is no fault of the disk
+        for name, state in states:  # outside _explaining: an error while gathering a state is not the disk's
             part = f"{name}.pt"
             with _explaining(directory), HashedFile(temporary / part, progress) as file:
                 torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, file)
@@ -71,14 +72,14 @@ def write_checkpoint(
                 file.write(json.dumps({**manifest, "sha256": digest_of(manifest)}, indent=1).encode())
                 file.sync()
             sync_directory(temporary)
-            if os.path.lexists(directory):  # saved again at the same step: a rename cannot replace a full directory
+            if os.path.lexists(directory):  # saved again at this step: a rename cannot replace a full directory
                 remove(former)
                 directory.rename(former)
             temporary.rename(directory)
             sync_directory(directory.parent)
         shutil.rmtree(former, ignore_errors=True)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # a disk that is full should not stay so
+        shutil.rmtree(temporary, ignore_errors=True)  # after a failure: frees the space
 
 
 @contextmanager
@@ -88,17 +89,17 @@ def _explaining(directory: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError when a write fails
         cause = error.__context__ if isinstance(error.__context__, OSError) else error  # the writer hides it
         reason = str(cause).strip().split("\n")[0]
-        raise RunError(f"checkpoint {directory} could not be written ({reason}); earlier ones are whole") from error
+        raise RunError(f"checkpoint {directory} could not be written ({reason}); earlier ones are intact") from error
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
-    """The checksum of a manifest's other entries."""
+    """The checksum of a manifest's entries other than `sha256`."""
     entries = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring the names in a directory to the disk."""
+    """Sync a directory's entries to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -107,8 +108,8 @@ def sync_directory(directory: Path) -> None:
 
 
 def point(link: Path, target: Path) -> None:
-    """Make `link` (LATEST, BEST) a symbolic link to `target`, a directory beside it, in one atomic step."""
-    check_link(link)  # a copy that followed links made it a directory
+    """Make `link` (LATEST, BEST) a symbolic link to `target`, a sibling directory, atomically."""
+    check_link(link)  # it is a directory if the run was copied with links followed
     temporary = link.with_name(f".{link.name}.tmp")
     remove(temporary)
     temporary.symlink_to(target.name, target_is_directory=True)
@@ -117,13 +118,13 @@ def point(link: Path, target: Path) -> None:
 
 
 def find_checkpoints(run_dir: Path) -> list[Path]:
-    """The `step-N` of a run, newest first."""
+    """The `step-N` directories of a run, newest first."""
     found = [path for path in run_dir.glob("step-*") if STEP.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
 def tidy(run_dir: Path) -> None:
-    """Clear up after a run that was killed while it wrote; what it had moved aside to save anew comes back."""
+    """Clean up after a run that was killed while writing; a checkpoint it had moved aside to replace is restored."""
     for former in run_dir.glob(".step-*.former"):
         directory = run_dir / former.name.removeprefix(".").removesuffix(".former")
         if not os.path.lexists(directory):
@@ -136,13 +137,13 @@ def tidy(run_dir: Path) -> None:
 
 
 def step_of(directory: Path) -> int:
-    """The examples after which a `step-N` was saved."""
+    """The number of examples after which a `step-N` was saved."""
     return int(directory.name.removeprefix("step-"))
 
 
 def check_complete(directory: Path, progress: Callable[[], None] = no_progress) -> dict[str, Any]:
-    """The manifest of a checkpoint, every byte of which was compared, by several threads; `progress` is called after
-    every block. Raises DamagedCheckpoint if it is not whole."""
+    """The manifest of a checkpoint after verifying every byte, in several threads; `progress` is called after every
+    block. Raises DamagedCheckpoint if the checkpoint is not intact."""
     manifest = _read_manifest(directory)
     blocks = manifest.get("blocks", {})
     parts = []
@@ -150,10 +151,10 @@ def check_complete(directory: Path, progress: Callable[[], None] = no_progress) 
         for name, expected in manifest["files"].items():
             check_readable(directory / name, DamagedCheckpoint)
             if (directory / name).stat().st_size != expected["bytes"]:
-                raise DamagedCheckpoint(f"{directory / name} is not as it was written")
+                raise DamagedCheckpoint(f"{directory / name}: checksum mismatch")
             parts += parts_of(directory / name, expected["bytes"], expected["sha256"], blocks.get(name))
         if wrong := find_wrong(parts, progress):
-            raise DamagedCheckpoint(f"{wrong.path} is not as it was written")
+            raise DamagedCheckpoint(f"{wrong.path}: checksum mismatch")
     except (OSError, ValueError) as error:
         raise _as_damage(directory, error) from error
     return manifest
@@ -171,9 +172,9 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     if odd := find_odd(manifest, MANIFEST_SHAPE):
         raise DamagedCheckpoint(f"{path}: {odd}")
     if manifest["sha256"] != digest_of(manifest):
-        raise DamagedCheckpoint(f"{path} is not as it was written")
+        raise DamagedCheckpoint(f"{path}: checksum mismatch")
     if strange := {f"{part}.pt" for part in PARTS} ^ manifest["files"].keys():
-        raise DamagedCheckpoint(f"{path} is wrong about {', '.join(sorted(strange))}")
+        raise DamagedCheckpoint(f"{path} lists the wrong files: {', '.join(sorted(strange))}")
     return manifest
 
 
@@ -182,26 +183,26 @@ def _as_damage(directory: Path, error: Exception) -> DamagedCheckpoint:
 
 
 def check_contents(directory: Path, progress: Callable[[], None] = no_progress) -> None:
-    """Raises DamagedCheckpoint unless every part holds what such a part does. No tensor is read for it."""
+    """Raises DamagedCheckpoint unless every part has the types and keys it must have. Reads no tensor data."""
     for name in PARTS:
         read_part(directory, name)
         progress()
 
 
 def read_part(directory: Path, name: str) -> Any:
-    """The state of a part, of the types and under the keys that it must have, as `read_state` gives it."""
+    """The state of a part, from `read_state`, checked for the types and keys it must have."""
     path = directory / f"{name}.pt"
     state = as_now(name, read_state(path))
     if odd := find_odd_part(name, state):
-        raise DamagedCheckpoint(f"{path} is no state of a run: {odd}")
+        raise DamagedCheckpoint(f"{path} does not hold the state of a run: {odd}")
     return state
 
 
 def read_state(path: Path) -> Any:
-    """The `state` in a checkpoint's file, read as data. Raises DamagedCheckpoint, whatever else is in it.
+    """The `state` in a checkpoint's file, read as data. Raises DamagedCheckpoint if it holds anything else.
 
-    Tensors are the file's own pages, which the system reads when they are wanted and gives up when memory is short:
-    what stays must be copied, for the file may go.
+    Tensors are memory-mapped: the system reads pages on demand and drops them when memory is short. The caller must
+    copy what it keeps, for the file may be deleted.
     """
     try:
         check_readable(path, DamagedCheckpoint)
@@ -209,17 +210,17 @@ def read_state(path: Path) -> Any:
     except (MemoryError, DamagedCheckpoint):
         raise
     except pickle.UnpicklingError as error:  # its message advises to run the code
-        raise DamagedCheckpoint(f"{path} is damaged or holds more than data, which was not loaded") from error
-    except Exception as error:  # reading bytes that were damaged or made up can raise anything
+        raise DamagedCheckpoint(f"{path} is damaged or holds more than data; nothing was loaded") from error
+    except Exception as error:  # reading damaged or forged bytes can raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise DamagedCheckpoint(f"{path} cannot be read: {reason}") from error
     if not isinstance(content, Mapping) or "state" not in content:
-        raise DamagedCheckpoint(f"{path} holds no 'state'")
+        raise DamagedCheckpoint(f"{path} has no 'state'")
     return content["state"]
 
 
 def _can_be_mapped(path: Path) -> bool:
-    """Whether the bytes of tensors lie in the file as they are: not in torch's format before 1.6, nor compressed."""
+    """Whether tensors are stored uncompressed and can be mapped: not so in torch's format before 1.6."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as file:
@@ -227,30 +228,30 @@ def _can_be_mapped(path: Path) -> bool:
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Remove all checkpoints but the `keep` newest and what BEST and LATEST name; never one of the last two."""
+    """Remove all checkpoints but the `keep` newest and those that BEST and LATEST name; never one of the last two."""
     named = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
     for directory in find_checkpoints(run_dir)[max(keep, ALWAYS_KEPT) :]:
         if os.path.realpath(directory) not in named:
             doomed = directory.with_name(f".{directory.name}.pruned")
             remove(doomed)
-            directory.rename(doomed)  # at no time is there a half of it
-            shutil.rmtree(doomed, ignore_errors=True)  # what is left goes when the run is next continued
+            directory.rename(doomed)  # so that there is never a partial checkpoint
+            shutil.rmtree(doomed, ignore_errors=True)  # leftovers are removed when the run is resumed
 
 
 class BackgroundWriter:
-    """Runs one write at a time in a thread; what goes wrong in it is raised by the next call."""
+    """Runs one write at a time in a thread; the next call raises its exception, if any."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
 
     def start(self, write: Callable[[], None]) -> None:
-        """Begin a write when the one before has ended."""
+        """Begin a write once the previous one has ended."""
         self.wait()
         self._running = self._pool.submit(write)
 
     def check(self) -> None:
-        """Raise what went wrong, if the write has ended."""
+        """Raise the exception of a write that has ended, if any."""
         if self._running is not None and self._running.done():
             self.wait()
 

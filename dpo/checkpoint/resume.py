@@ -1,4 +1,4 @@
-"""Continuing a run: its directory, the checkpoint to continue from, whether config and data are still its own."""
+"""Resuming a run: its directory, the checkpoint to continue from, and the check that config and data are unchanged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dpo.system.redaction import redact
 from dpo.system.run_directory import LOCK, LOG_FILES, ORIGIN, check_free, create_run_dir, lock_run_dir
 from dpo.system.waiting import made_progress
 
-# keys that a continued run may change: where it runs, how it rounds, how long it goes on, what it tells
+# keys that a resumed run may change: where it runs, how it rounds, how long it trains, what it logs
 MAY_CHANGE = (
     *("exp_name", "debug", "local_dirs", "local_run_dir", "wandb.enabled", "wandb.entity", "wandb.project"),
     *("trainer", "world_size", "fsdp_port", "fsdp_shard_size", "tensor_parallel_size", "tensor_parallel.backend"),
@@ -47,11 +47,11 @@ MAY_CHANGE = (
     *("resume", "save_every", "keep_checkpoints", "dry_run"),
 )
 OF_EACH_COMMAND = ("exp_name", "local_dirs", "local_run_dir", "resume", "dry_run")
-FACTS = frozenset(("updates", "evaluated", "best_at", "config", "data"))  # that a manifest tells of its run
-# of a model's config: what says where it came from, and what keys of our own say
+FACTS = frozenset(("updates", "evaluated", "best_at", "config", "data"))  # that a manifest has about its run
+# keys of a model's config that do not say what is computed: its origin, and what keys of our own decide
 VERSION = "transformers_version"
 NOT_COMPUTED = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
-DROPOUT = ("dropout", "pdrop", "layerdrop")  # endings of keys; it is always off
+DROPOUT = ("dropout", "pdrop", "layerdrop")  # endings of keys; dropout is always off
 
 
 class ResumePoint(NamedTuple):
@@ -62,7 +62,7 @@ class ResumePoint(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run's directory, which is this process's alone, and the checkpoint in it from which the run continues."""
+    """A run's directory, locked by this process, and the checkpoint in it from which the run continues."""
 
     directory: Path
     lock: IO
@@ -73,14 +73,14 @@ class Run(NamedTuple):
         return None if self.found is None else self.found.path
 
     def is_finished(self, updates: int) -> bool:
-        """Whether the checkpoint is that of a run of so many updates that was evaluated at its end."""
+        """Whether the checkpoint is after the last of `updates` and includes the final evaluation."""
         if self.found is None:
             return False
         return self.found.manifest["updates"] >= updates and self.found.manifest["evaluated"]
 
 
 def look_at_run(config: DictConfig) -> ResumePoint | None:
-    """The checkpoint that `open_run` would continue from. Raises InputError as that does, and writes nothing."""
+    """The checkpoint that `open_run` would continue from. Raises the same InputErrors, and writes nothing."""
     path = _real(config.local_run_dir)
     if (path / LOCK).exists():
         lock_run_dir(path).close()
@@ -100,10 +100,11 @@ def look_at_run(config: DictConfig) -> ResumePoint | None:
 
 
 def open_run(config: DictConfig) -> Run:
-    """Make or reopen the directory of a run, and find the checkpoint from which it continues, if it does.
+    """Create or reopen the directory of a run, and find the checkpoint from which it continues, if any.
 
-    A run that continues elsewhere begins with that checkpoint and the logs. Raises InputError if the directory holds
-    another run or is in use, if there is no checkpoint where one was named, and if the config is not that of its run.
+    A run that continues in another directory starts with copies of that checkpoint and of the logs. Raises InputError
+    if the directory holds another run or is locked, if a named checkpoint is missing, and if the config is not its
+    run's.
     """
     if config.resume is None:
         return _claim(config, continued=False)
@@ -112,7 +113,7 @@ def open_run(config: DictConfig) -> Run:
         return _continue_here(config, source)
     found = _find_whole(source, config)
     begun = _is_begun(path, found)
-    if begun and find_checkpoints(path):  # the command was given before
+    if begun and find_checkpoints(path):  # the same command was run before
         return _continue_here(config, path)
     run = _claim(config, continued=begun)
     _begin_with(found, run.directory)
@@ -125,7 +126,7 @@ def _claim(config: DictConfig, *, continued: bool) -> Run:
 
 
 def _continue_here(config: DictConfig, source: Path) -> Run:
-    """Go on in the run's own directory, or start there if `auto` finds nothing."""
+    """Continue in the run's own directory, or start there if `auto` finds nothing."""
     run = _claim(config, continued=True)
     tidy(run.directory)
     found = _find_whole(source, config)
@@ -152,23 +153,23 @@ def _source(config: DictConfig) -> Path:
 
 
 def _real(path: str) -> Path:
-    return Path(os.path.realpath(path))  # of a link that leads to itself too, where `Path.resolve` raises
+    return Path(os.path.realpath(path))  # Path.resolve raises for a link that leads to itself
 
 
 def _is_of(source: Path, run_dir: Path) -> bool:
-    """Whether a source is the run in this directory, or a checkpoint of it."""
+    """Whether a source is the run in this directory or one of its checkpoints."""
     return source == run_dir or (_is_named(source) and source.parent == run_dir)
 
 
 def _is_named(source: Path) -> bool:
-    """Whether a path is one checkpoint, not a run's directory."""
+    """Whether a path names a single checkpoint, not a run's directory."""
     return STEP.fullmatch(source.name) is not None
 
 
 def _find_whole(source: Path, config: DictConfig) -> ResumePoint | None:
-    """A run's newest complete checkpoint, or the one that is named; None if `auto` finds none at all.
+    """A run's newest complete checkpoint, or the named one; None if `auto` finds no checkpoint at all.
 
-    Raises InputError if no checkpoint is complete, and if the config is not that of its run.
+    Raises InputError if checkpoints exist but none is complete, and if the config is not that of the run.
     """
     candidates = [source] if _is_named(source) else find_checkpoints(source)
     reasons = ""
@@ -181,7 +182,7 @@ def _find_whole(source: Path, config: DictConfig) -> ResumePoint | None:
                 raise DamagedCheckpoint(f"{path / MANIFEST}: {odd}")
             check_contents(path, made_progress)
         except DamagedCheckpoint as error:
-            print(f"warning: skipped: {error}")
+            print(f"warning: checkpoint skipped: {error}")
             reasons += f"; {error}"
         else:
             check_fits(manifest, facts_of(config), where=path)
@@ -190,12 +191,12 @@ def _find_whole(source: Path, config: DictConfig) -> ResumePoint | None:
         return None
     raise InputError(
         f"resume={config.resume} finds no complete checkpoint{reasons[:1000]}; give a run's directory or one of its "
-        f"step-N, or start a run from weights alone with model.archive"
+        f"step-N, or start a new run from weights with model.archive"
     )
 
 
 def _is_begun(run_dir: Path, found: ResumePoint) -> bool:
-    """Whether the directory holds a run that continues this checkpoint, or was to."""
+    """Whether the directory holds a run that continues this checkpoint, or had begun to."""
     origin = run_dir / ORIGIN
     check_writable(origin)
     return origin.exists() and origin.read_bytes() == found.manifest["sha256"].encode()
@@ -205,13 +206,13 @@ def _refuse_going_back(found: ResumePoint, resume: str) -> None:
     newest = find_checkpoints(found.path.parent)[0]
     if newest != found.path:
         raise InputError(
-            f"resume={resume} would overwrite what its run saved later ({newest.name}); give another local_run_dir, "
-            f"to which checkpoint and logs are copied"
+            f"resume={resume} would overwrite a later checkpoint of its run ({newest.name}); give another "
+            f"local_run_dir, to which checkpoint and logs are copied"
         )
 
 
 def _move_damaged_aside(found: ResumePoint, run_dir: Path) -> None:
-    """Newer checkpoints, which are damaged, shall neither count when pruning nor come first again."""
+    """Rename newer checkpoints, which are damaged, so that neither pruning nor the next resume considers them."""
     for path in find_checkpoints(run_dir):
         if step_of(path) > step_of(found.path):
             names = (path.with_name(f"damaged-{path.name}" + f".{n}" * (n > 0)) for n in itertools.count())
@@ -220,12 +221,12 @@ def _move_damaged_aside(found: ResumePoint, run_dir: Path) -> None:
 
 def _move_logs_aside(run_dir: Path) -> None:
     for log in (run_dir / name for name in LOG_FILES if (run_dir / name).exists()):
-        print(f"{run_dir} holds no checkpoint, so the run starts again; {log.name} becomes {log.name}.old")
+        print(f"{run_dir} holds no checkpoint, so the run starts over; {log.name} becomes {log.name}.old")
         log.replace(f"{log}.old")
 
 
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
-    """Raises InputError that names each key whose change would make the continuation another run."""
+    """Raises InputError that names each changed key that a resumed run may not change."""
     was = manifest["config"]
     differs = {key: f"{key}={config.get(key)} (was {was[key]})" for key in was if was[key] != config.get(key)}
     changed = [text for key, text in differs.items() if key not in MAY_CHANGE]
@@ -233,7 +234,7 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
         print(f"continuing with {', '.join(allowed)}")
     if changed:
         raise InputError(
-            f"{where} is of a run with another config: {', '.join(changed)}; give the same to continue it, or "
+            f"{where} is of a run with another config: {', '.join(changed)}; use the same values to continue it, or "
             f"start a new run from its weights with model.archive={where}"
         )
 
@@ -246,15 +247,14 @@ def check_inputs(found: ResumePoint | None, data: TrainingData, model_config: An
     as_before = f"restore it, or start a new run with model.archive={found.path}"
     if was["data"] != now["data"]:
         raise InputError(
-            f"the training data has changed since {found.path}: what was seen and what is left cannot be told "
-            f"apart; {as_before}"
+            f"the training data has changed since {found.path}, so it is unknown which examples remain; {as_before}"
         )
-    if was.get("tokens", now["tokens"]) != now["tokens"]:  # older checkpoints do not tell
+    if was.get("tokens", now["tokens"]) != now["tokens"]:  # absent from older checkpoints
         raise InputError(
-            f"the tokenizer has changed since {found.path}: it gives the same texts other token ids; {as_before}"
+            f"the tokenizer has changed since {found.path}: it encodes the same texts differently; {as_before}"
         )
     before, after = was.get("model", {}), now["model"]
-    keys = before.keys() & after.keys() - {VERSION}  # one transformers may have keys that another does not
+    keys = before.keys() & after.keys() - {VERSION}  # versions of transformers differ in their keys
     if before.get(VERSION) == after[VERSION]:
         keys = before.keys() | after.keys()
     values = {key: (after.get(key), before.get(key)) for key in keys}
@@ -266,12 +266,12 @@ def check_inputs(found: ResumePoint | None, data: TrainingData, model_config: An
 
 
 def inputs_of(data: TrainingData, model_config: Any) -> dict[str, Any]:
-    """What `check_inputs` compares, for a manifest."""
+    """The facts that `check_inputs` compares, for a manifest."""
     return {"data": data.digest, "tokens": data.report.train.token_digest, "model": model_facts(model_config)}
 
 
 def model_facts(model_config: Any) -> dict[str, Any]:
-    """A model's config as far as it says what is computed: dotted keys, values as JSON has them."""
+    """The entries of a model's config that affect what is computed: dotted keys, JSON values."""
     facts = dotted(json.loads(model_config.to_json_string(use_diff=False)))
     return {key: value for key, value in facts if not any(map(_is_no_fact, key.split(".")))}
 
@@ -281,12 +281,12 @@ def _is_no_fact(key: str) -> bool:
 
 
 def facts_of(config: DictConfig) -> dict[str, Any]:
-    """The config as a manifest holds it: dotted keys, secrets left out."""
+    """The config for a manifest: dotted keys, secrets redacted."""
     return redact({key: value for key, value in flatten(config).items() if key != "dataset_sources"})
 
 
 def _point_again(run: Run) -> None:
-    """Set LATEST and BEST as the checkpoint has them: a run may be killed between its rename and the links."""
+    """Set LATEST and BEST to match the checkpoint: a run may be killed between the rename and setting the links."""
     point(run.directory / "LATEST", run.found.path)
     best = run.directory / f"step-{run.found.manifest['best_at']}"
     if best.exists():
@@ -294,7 +294,7 @@ def _point_again(run: Run) -> None:
 
 
 def _begin_with(found: ResumePoint, run_dir: Path) -> None:
-    """Another run's logs and checkpoint, this last and whole or not at all, after a note of which checkpoint it is."""
+    """Copy another run's logs and then its checkpoint, which is complete or absent, after recording which one it is."""
     (run_dir / ORIGIN).write_text(found.manifest["sha256"])
     for log in (found.path.parent / name for name in LOG_FILES):
         if log.exists():
@@ -314,7 +314,7 @@ def _begin_with(found: ResumePoint, run_dir: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file under another name, for it never changes; a copy of it on another file system."""
+    """A hard link, since the file never changes; a copy if the target is on another file system."""
     try:
         os.link(source, target)
     except OSError:
@@ -322,7 +322,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """A copy that is on the disk."""
+    """A copy that is synced to the disk."""
     with source.open("rb") as file, HashedFile(target, made_progress) as copy:
         shutil.copyfileobj(file, copy, BLOCK)
         copy.sync()

@@ -1,4 +1,4 @@
-"""Saving a run while it goes on, and giving its parts back what was saved."""
+"""Saves the state of a run during training, and restores it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dpo.system.waiting import made_progress, meet_rank_0
 
 
 def random_state() -> dict[str, Any]:
-    """Python's, numpy's and torch's states of this process, in types that a checkpoint may hold."""
+    """The random states of Python, numpy and torch in this process, in types that a checkpoint may hold."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -40,7 +40,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Continue where `random_state` was. As many GPUs as there are now get theirs."""
+    """Restore a `random_state()`, and that of as many GPUs as this process has now."""
     random.setstate(state["python"])
     set_numpy_state(np.random, state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -49,13 +49,13 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _size_of(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of an optimizer's state and of the parameters it updates."""
+    """Bytes of an optimizer's state and its parameters."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return sum(t.numel() * t.element_size() for t in (*parameters, *tensors_in(list(optimizer.state.values()))))
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """A state with the settings that a torch before did not have. Raises DamagedCheckpoint for another optimizer's."""
+    """The state with settings added that an older torch did not have. Raises DamagedCheckpoint if it does not fit."""
     if misfit := find_misfit(optimizer, state):
         raise DamagedCheckpoint(f"{checkpoint / 'optimizer.pt'} does not fit {type(optimizer).__name__}: {misfit}")
     ours = optimizer.state_dict()["param_groups"]
@@ -64,7 +64,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], check
 
 
 class Checkpoints:
-    """Saves a run's states: gathered on rank 0, written in the background where its memory holds a copy."""
+    """Saves a run's states: gathered on rank 0, and written in the background if its memory can hold a copy."""
 
     def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None]) -> None:
         self.run_dir, self.mesh, self.keep, self.log = run_dir, mesh, keep, log
@@ -85,19 +85,20 @@ class Checkpoints:
     ) -> None:
         """Save each part's state dict and the random states of all processes; every process must call it.
 
-        The directory is `step-N`, which then is LATEST, and BEST if its quality is; or `elsewhere`, which is neither.
+        The directory is `step-N`, which becomes LATEST, and BEST if its quality is highest; or `elsewhere`, without
+        links.
         """
-        self._writer.wait()  # one at a time, also in memory
+        self._writer.wait()  # hold at most one copy in memory
         links = []
         if elsewhere is None:
             links = ["LATEST"]
-            if quality is not None and quality > self.best:  # never so for NaN
+            if quality is not None and quality > self.best:  # false for NaN
                 self.best, self.best_at = quality, step_idx
                 links.append("BEST")
         background = self.mesh.rank == 0 and 2 * _size_of(stateful["optimizer"]) < host_memory().available
         states = self._gather(stateful, copy=background)
         if self.mesh.rank != 0:
-            for _ in states:  # collectives, one by one
+            for _ in states:  # take part in the collectives
                 pass
             return
         directory = elsewhere or self.run_dir / f"step-{step_idx}"
@@ -105,7 +106,7 @@ class Checkpoints:
         write = partial(self._commit, directory, links=links, **content)
         if background:
             self._writer.start(partial(write, list(states)))
-            if elsewhere:  # who asked for it may look there at once
+            if elsewhere:  # the caller may read it at once
                 self._writer.wait()
         else:
             write(states)
@@ -117,13 +118,13 @@ class Checkpoints:
 
     def _gather(self, stateful: Mapping[str, Any], *, copy: bool) -> Iterator[tuple[str, Any]]:
         for name, part in stateful.items():
-            self._meet()  # rank 0 may still write what came before
+            self._meet()  # rank 0 may still be writing the previous part
             yield name, full_state(part.state_dict(), copy=copy)
         self._meet()
         yield "random", {"states": self.mesh.gather_all(random_state())}
 
     def restore(self, checkpoint: Path, stateful: Mapping[str, Any]) -> None:
-        """Load each part's state but the policy's, whose weights come before it is spread; then the random states.
+        """Load each part's state, then the random states. Not the policy's, which is loaded before it is distributed.
 
         Every process must call it.
         """
@@ -133,7 +134,7 @@ class Checkpoints:
             state = read_part(checkpoint, name) if self.mesh.rank == 0 else None
             if name == "optimizer":
                 load_optimizer(part, state and _of_optimizer(part, state, checkpoint), self.mesh)
-            elif name == "scheduler":  # whose state dict becomes its attributes, whatever they are
+            elif name == "scheduler":  # it would set any key of the state as an attribute
                 known = part.state_dict()
                 part.load_state_dict({k: v for k, v in from_rank_0(state).items() if k in known})
             else:
@@ -154,20 +155,20 @@ class Checkpoints:
         return {"best": self.best, "best_at": self.best_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's `state_dict()`. The best of a run that was elsewhere does not count here."""
+        """Restore a `state_dict()`. The best checkpoint of a run in another directory does not count here."""
         if (self.run_dir / f"step-{state['best_at']}").exists():
             self.best, self.best_at = state["best"], state["best_at"]
 
     def check(self) -> None:
-        """Raise what went wrong in the background."""
+        """Raise the error of the background write, if any."""
         self._writer.check()
 
     def wait(self) -> None:
-        """Return when this process writes nothing."""
+        """Return once this process is not writing."""
         self._writer.wait()
 
     def finish(self) -> None:
-        """Return on every process when none writes anything."""
+        """Return on every process once none is writing."""
         self.wait()
         self._meet()
         self.mesh.any(False)

@@ -1,4 +1,4 @@
-"""The user's own preference data: rows in the standard format (text or chat messages) to prompts and pairs."""
+"""Custom preference data: records in the standard format (text or chat messages) to prompts and pairs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Messages = list[dict[str, str]]
 def get_own(
     rows: Iterable[Mapping[str, Any]], origin: str, tokenizer: Any, columns: Mapping[str, str] = MappingProxyType({})
 ) -> PreferenceData:
-    """Rows `{prompt, chosen, rejected}`, or `{chosen, rejected}` that share their beginning, as preference data.
+    """Records `{prompt, chosen, rejected}`, or `{chosen, rejected}` with a common beginning, as preference data.
 
-    Fields are texts, or lists of chat messages `{role, content}` rendered with the tokenizer's chat template; all
-    rows must be of one kind. `columns` says what fields are called in the rows, if otherwise. A text prompt beside
-    messages must be one of those that they share (UltraFeedback).
-    Raises InputError that names the row and `origin`.
+    Fields are strings, or lists of chat messages `{role, content}` rendered with the tokenizer's chat template; all
+    records must be of one kind. `columns` maps our field names to those of the records. With messages, a prompt that is
+    a string must be the content of a message that chosen and rejected share (UltraFeedback).
+    Raises InputError that names the record and `origin`.
     """
     data: PreferenceData | None = None
     if unknown := columns.keys() - set(COLUMNS):
-        raise InputError(f"columns name {', '.join(sorted(unknown))}, which is none of {', '.join(COLUMNS)}")
+        raise InputError(f"columns has unknown names {', '.join(sorted(unknown))}; the names are {', '.join(COLUMNS)}")
     for number, row in enumerate(rows, start=1):
-        where = f"row {number} of {origin}"
+        where = f"record {number} of {origin}"
         chosen, rejected = (get_field(row, columns.get(key, key), where, (str, list)) for key in ("chosen", "rejected"))
         key = columns.get("prompt", "prompt")
         has_prompt = "prompt" in columns or row.get(key) is not None
@@ -41,21 +41,21 @@ def get_own(
         if data is None:
             data = PreferenceData(truncation_mode="keep_start", rendered=chat)
         elif data.rendered != chat:
-            raise InputError(f"{where}: the rows before it hold {'text' if chat else 'chat messages'}; use one kind")
+            raise InputError(f"{where}: earlier records hold {'text' if chat else 'chat messages'}; use one kind")
         texts = _from_messages(prompt, chosen, rejected, tokenizer, where) if chat else (prompt, chosen, rejected)
         if texts[0] is None:
             texts = split_shared_prompt(chosen, rejected)
         if not texts[0]:
-            raise InputError(f"{where}: the prompt is empty, so the first response token has nothing to follow")
+            raise InputError(f"{where}: the prompt is empty, so the first response token has no context")
         data.add_pair(*texts)
     return data if data is not None else PreferenceData(truncation_mode="keep_start")
 
 
 def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """(prompt, chosen, rejected) of two texts that begin alike.
+    """(prompt, chosen, rejected) of two texts with a common beginning.
 
-    A dialogue with a shared `\\n\\nAssistant:` is cut at the last one, as in HH. Otherwise the prompt is the shared
-    beginning up to the last whitespace, so that no word is cut in two and each response starts with its space.
+    A dialogue with a shared `\\n\\nAssistant:` is split at the last one, as in HH. Otherwise the prompt is the common
+    beginning up to the last whitespace, so that no word is split and each response starts with its space.
     """
     shared = _common_start(chosen, rejected)
     cut = shared.rfind(ASSISTANT)
@@ -67,7 +67,7 @@ def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 
 def _common_start(*texts: str) -> str:
-    first, last = min(texts), max(texts)  # in sorting order; what these two share, all share
+    first, last = min(texts), max(texts)  # in lexicographic order: what these two share, all share
     return next((first[:i] for i, character in enumerate(first) if character != last[i]), first)
 
 
@@ -82,7 +82,7 @@ def _from_messages(
     if not isinstance(prompt, list):
         text, whole, prompt = prompt, chosen, _shared_messages(chosen, rejected)
         if text is not None and all(message["content"] != text for message in prompt):
-            raise InputError(f"{where}: the prompt is a text that no message shared by chosen and rejected repeats")
+            raise InputError(f"{where}: the prompt is not the content of any message that chosen and rejected share")
         chosen, rejected = whole[len(prompt) :], rejected[len(prompt) :]
     if not (prompt and chosen and rejected):
         raise InputError(f"{where}: prompt, chosen and rejected need at least one message each")
@@ -90,7 +90,7 @@ def _from_messages(
 
 
 def _shared_messages(chosen: Messages, rejected: Messages) -> Messages:
-    """The messages with which both dialogues begin, leaving each at least one of its own."""
+    """The messages that both dialogues begin with; each keeps at least one of its own."""
     shared = []
     for a, b in zip(chosen[:-1], rejected[:-1], strict=False):
         if a != b:
@@ -101,14 +101,14 @@ def _shared_messages(chosen: Messages, rejected: Messages) -> Messages:
 
 def _render(prompt: Messages, chosen: Messages, rejected: Messages, tokenizer: Any, where: str) -> tuple[str, str, str]:
     if not getattr(tokenizer, "chat_template", None):
-        raise InputError(f"{where} holds chat messages, but the tokenizer has no chat template; give texts instead")
+        raise InputError(f"{where} holds chat messages, but the tokenizer has no chat template: use text instead")
     try:
         bare = tokenizer.apply_chat_template(prompt, tokenize=False)
         opened = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         dialogues = [tokenizer.apply_chat_template(prompt + r, tokenize=False) for r in (chosen, rejected)]
-    except (jinja2.TemplateError, TypeError, ValueError) as error:  # what a template may do with odd content
-        raise InputError(f"{where}: the tokenizer's chat template refuses these messages: {error}") from error
-    # some templates open a turn with more than a finished turn shows (a thinking tag, say): keep what both show
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on odd content
+        raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
+    # some generation prompts contain more than a finished turn does (a thinking tag, say): keep what they share
     shared = _common_start(opened, *dialogues)
     if not shared.startswith(bare):
         raise InputError(f"{where}: the chat template renders the prompt differently once a response follows it")
@@ -117,6 +117,6 @@ def _render(prompt: Messages, chosen: Messages, rejected: Messages, tokenizer: A
 
 
 def _without_final_eos(text: str, eos: str | None) -> str:
-    """Templates that end a turn with EOS: drop it, for tokenization appends EOS to every response."""
+    """Drop the EOS with which some templates end a turn: tokenization appends EOS to every response."""
     stripped = text.rstrip()
     return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text

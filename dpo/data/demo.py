@@ -1,8 +1,8 @@
 """`datasets=[demo]`: small made-up dialogues in HH's format, the same on every machine.
 
-Somebody asks where a thing is. The better answer is courteous, the worse one curt; both name the thing and the
-place, are put together from many phrases of like length, so that no constant string tells them apart.
-The SFT target is either of the two, as likely: SFT teaches both manners, and DPO has something to choose from.
+Someone asks where a thing is. The better answer is courteous, the worse one curt. Both name the thing and the place,
+and are composed of many phrases of similar length, so that no constant string tells them apart. The SFT target is
+either of the two with equal probability: SFT teaches both manners, and DPO then has to prefer one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shape every dataset takes, and the check of a row's fields on the way to it."""
+"""The common form of all datasets, and the check of a record's fields."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from dpo.data.tokenization import TruncationMode
 from dpo.errors import InputError
 
-HALF_PAIR = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Entry(TypedDict):
@@ -20,15 +20,15 @@ class Entry(TypedDict):
 
 
 class PreferenceData(dict[str, Entry]):
-    """`{prompt: {responses, pairs, sft_target}}`, and how its texts are to be tokenized."""
+    """`{prompt: {responses, pairs, sft_target}}`, and how to tokenize its texts."""
 
     def __init__(self, *, truncation_mode: TruncationMode, rendered: bool = False) -> None:
         super().__init__()
         self.truncation_mode = truncation_mode
-        self.rendered = rendered  # by a chat template, so EOS in a prompt ends a turn
+        self.rendered = rendered  # by a chat template: EOS in a prompt is the end of a turn
 
     def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
-        """Add two responses, of which number `better` (0 or 1) is preferred; it becomes the prompt's SFT target."""
+        """Add two responses; the one with index `better` (0 or 1) is preferred and becomes the prompt's SFT target."""
         entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
         n = len(entry["responses"])
         entry["responses"] += [first, second]
@@ -36,7 +36,7 @@ class PreferenceData(dict[str, Entry]):
         entry["sft_target"] = (first, second)[better]
 
     def hold_out(self, split: str) -> PreferenceData:
-        """The train or test part of data that came without splits: a tenth of the prompts, at least one, is test."""
+        """The train or test split of data without splits: a tenth of the prompts, at least one, is test."""
         prompts = list(self)
         random.Random(42).shuffle(prompts)
         n_test = max(1, len(prompts) // 10)
@@ -47,13 +47,14 @@ class PreferenceData(dict[str, Entry]):
 
 
 def get_field(row: Mapping[str, Any], key: str, where: str, kind: type | tuple[type, ...] = str) -> Any:
-    """`row[key]`; raises InputError that names the row (`where`) if it is missing, of another type or no Unicode."""
+    """`row[key]`; raises InputError that names the record (`where`) if it is missing, of another type or not
+    Unicode."""
     value = row.get(key) if isinstance(row, Mapping) else None
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         found = f"{type(value).__name__} ({str(value)[:80]!r})" if value is not None else "missing"
         present = ", ".join(map(str, row)) if isinstance(row, Mapping) else repr(row)[:80]
-        raise InputError(f"{where}: field {key!r} must be {wanted} but is {found}; the row has {present}")
-    if isinstance(value, str) and HALF_PAIR.search(value):
-        raise InputError(f"{where}: field {key!r} holds half of a UTF-16 pair, which is no character: {value[:80]!r}")
+        raise InputError(f"{where}: field {key!r} must be {wanted} but is {found}; the record has {present}")
+    if isinstance(value, str) and SURROGATE.search(value):
+        raise InputError(f"{where}: field {key!r} has an unpaired UTF-16 surrogate (invalid text): {value[:80]!r}")
     return value

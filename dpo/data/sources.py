@@ -1,4 +1,4 @@
-"""Where rows come from: a local directory of split files, one local file, or the Hub. Knows no dataset's columns."""
+"""Where records come from: a local directory of split files, one local file, or the Hub. Knows no dataset's columns."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 
 @dataclass(frozen=True)
 class Source:
-    """A local path or a Hub id, with an optional Hub revision (branch, tag or commit), and what its columns are called
-    if not as we call them."""
+    """A local path or a Hub id, with an optional Hub revision (branch, tag or commit), and a map from our names of
+    columns to the source's."""
 
     path: str
     revision: str | None = None
@@ -53,7 +53,7 @@ class Source:
 
 
 def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Mapping[str, Any]]:
-    """The rows of a split; all rows of a source that is one file. Raises InputError for what is not there."""
+    """The records of a split; all records of a source that is one file. Raises InputError if they are not there."""
     path = source.local
     if path is None:
         return _load_from_hub(source, split, cache_dir)
@@ -62,13 +62,13 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
     files = _split_files(path, split) if path.is_dir() else [path]
     rows = [row for file in files for row in _read(file)]
     if not rows:
-        raise InputError(f"{', '.join(map(str, files))} holds no rows")
+        raise InputError(f"{', '.join(map(str, files))} holds no records")
     return rows
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """`SPLIT.SUFFIX` or shards `SPLIT-*.SUFFIX`, in the folder or its `data/`, as the Hub lays them out."""
-    found = []  # every set of files that could be meant
+    """`SPLIT.SUFFIX` or shards `SPLIT-*.SUFFIX`, in the folder or its `data/`, as on the Hub."""
+    found = []  # every set of files that matches
     for place in (folder, folder / "data"):
         for suffix in SUFFIXES:
             found += [sorted(place.glob(f"{split}{suffix}")), sorted(place.glob(f"{split}-*{suffix}"))]
@@ -99,7 +99,7 @@ def _read(file: Path) -> Iterator[Mapping[str, Any]]:
         raise error if isinstance(error, InputError) else InputError(f"{file} cannot be read: {error}") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            raise InputError(f"row {number} of {file} is {type(row).__name__}, not an object with fields")
+            raise InputError(f"record {number} of {file} is {type(row).__name__}, not an object with fields")
     return iter(rows)
 
 
@@ -110,7 +110,7 @@ def _parse_json(lines: Any, file: Path) -> Iterator[Any]:
         if text.lstrip().startswith("["):
             yield from json.loads(text)
             return
-        lines = text.split("\n")  # splitlines would also cut at U+2028 and the like inside strings
+        lines = text.split("\n")  # splitlines would also split at U+2028 and the like inside strings
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -13,7 +13,7 @@ from dpo.errors import InputError
 
 @contextlib.contextmanager
 def explaining_load_errors(what: str, name: str):
-    """Turn the many ways in which a hub or a directory lacks something into one sentence."""
+    """Turn the many errors of loading from the Hub or a directory into one sentence."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -21,15 +21,15 @@ def explaining_load_errors(what: str, name: str):
             raise
         if "trust_remote_code" in str(error):
             raise InputError(
-                f"{what} {name!r} brings Python code of its own, which is not run: read it, and then set "
+                f"{what} {name!r} contains Python code, which is not run by default: read it, then set "
                 f"model.trust_remote_code=true"
             ) from error
         reason = " ".join(str(error).split())[:300]
-        raise InputError(f"{what} {name!r} cannot be loaded; give a local directory or a Hub id: {reason}") from error
+        raise InputError(f"{what} {name!r} cannot be loaded: give a local directory or a Hub id: {reason}") from error
 
 
 def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer; its pad token is EOS if it has none. Raises InputError if it has no EOS."""
+    """The tokenizer, with EOS as its pad token if it has none. Raises InputError if it has no EOS token."""
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name, cache_dir=cache_dir, trust_remote_code=trust_remote_code

@@ -1,8 +1,8 @@
-"""Attention in bfloat16 on a CPU under a mask of our own: what torch's kernel gives, in less than half of its time.
+"""Masked attention in bfloat16 on a CPU: what torch's kernel computes, in less than half of its time.
 
-That kernel multiplies bfloat16 there no faster than float32, and all columns whatever the mask. Here all products are
-of bfloat16, and only over columns that the mask lets through; softmax and sums over queries are in float32. As torch's,
-it keeps nothing of the size of the mask for the backward pass.
+On a CPU torch's kernel multiplies bfloat16 no faster than float32, and computes all columns whatever the mask. Here all
+products are in bfloat16, and only over columns that the mask allows; softmax and sums over queries are in float32. Like
+torch's, it saves nothing of the mask's size for the backward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = 96  # queries at a time: their scores stay in the processor's cache
 
 
 def register() -> None:
-    """Let models with `attn_implementation="sdpa"` use it where it applies."""
+    """Make models with `attn_implementation="sdpa"` use it where it applies."""
     AttentionInterface.register("sdpa", attention_forward)
 
 
@@ -32,7 +32,7 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' "sdpa", (R, L, H, D) for (R, H, L, D); ours if it is bfloat16 on a CPU under an additive mask."""
+    """transformers' "sdpa", (R, L, H, D) for (R, H, L, D); ours for bfloat16 on a CPU with an additive mask."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     masked = attention_mask is not None and attention_mask.is_floating_point() and not attention_mask.requires_grad
     plain = not dropout and all(kwargs.get(key) is None for key in ("position_bias", "cache", "softcap"))
@@ -45,7 +45,7 @@ def attention_forward(
     return masked_attention(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
 
 
-# operators, so that torch.compile does not look inside: it would compile anew for every length
+# custom operators, so that torch.compile does not trace into them: it would recompile for every length
 
 
 @torch.library.custom_op("dpo::masked_attention", mutates_args=())
@@ -54,7 +54,7 @@ def masked_attention(
 ) -> torch.Tensor:
     """softmax(scale * query @ key.T + mask) @ value: (R, H, L, D) for (R, H, L, D), (R, K, L, D), (R, K, L, D).
 
-    The mask is (R or 1, 1, L, L); H / K queries in a row share a key and a value.
+    The mask is (R or 1, 1, L, L); H / K consecutive query heads share a key and a value head.
     """
     out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=value.dtype)
     with torch.autocast("cpu", enabled=False):
@@ -76,7 +76,7 @@ def masked_attention_backward(
     mask: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value, sums over queries in float32."""
+    """Gradients of query, key and value; sums over queries are in float32."""
     grads = [torch.zeros(x.shape) for x in (query, key, value)]
     with torch.autocast("cpu", enabled=False):
         g, q, grad_query = (_grouped(x, key) for x in (grad, query, grads[0]))
@@ -107,7 +107,7 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: 
 
 
 def _blocks(mask: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows of a block, and the columns from the first to the last that any of them sees; all if none sees one."""
+    """Yields the rows of each block, and the columns from the first to the last that any of them sees; all if none."""
     seen = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L)
     for start in range(0, len(seen), BLOCK):
         rows = slice(start, start + BLOCK)

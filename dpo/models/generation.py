@@ -1,4 +1,4 @@
-"""Continuations of prompts, sampled from a model, in one process or in step with others."""
+"""Samples continuations of prompts from a model, in one process or in lockstep with others."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dpo.system.arithmetic import for_generation
 
 @torch.no_grad()
 def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: int, in_step: bool = False) -> list[str]:
-    """One sampled continuation per prompt, up to `max_length` tokens with the prompt. Leaves the random state alone.
+    """One sampled continuation per prompt, up to `max_length` tokens including the prompt. Keeps the random state.
 
-    `in_step`: several processes share the model's shards, so each goes on until the last has finished its rows.
+    `in_step`: several processes hold the model's shards, so each continues until the last has finished.
     """
     prompt_ids = batch["prompt_input_ids"]
     devices = range(torch.cuda.device_count())
@@ -32,7 +32,7 @@ def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: i
         ids = model.generate(
             prompt_ids,
             attention_mask=batch["prompt_attention_mask"],
-            max_new_tokens=max_length - prompt_ids.shape[1],  # over what the model's generation config may say
+            max_new_tokens=max_length - prompt_ids.shape[1],  # overrides the model's generation config
             do_sample=True,
             synced_gpus=in_step,
             pad_token_id=tokenizer.pad_token_id,
@@ -42,7 +42,7 @@ def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: i
 
 @contextmanager
 def _attention_of_generation(model: Any) -> Iterator[None]:
-    """FlexAttention is fast only compiled, which generation is not: inside, SDPA stands in for it."""
+    """Inside, SDPA replaces FlexAttention, which is fast only if compiled, as generation is not."""
     if model.config._attn_implementation != "flex_attention":
         yield
         return
@@ -55,9 +55,9 @@ def _attention_of_generation(model: Any) -> Iterator[None]:
 
 @contextmanager
 def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None]:
-    """Inside, `act` is called with 0, 1, ... before each forward of the model, which generation has one of per token.
+    """Inside, `act` is called with 0, 1, ... before each forward of the model; generation runs one per token.
 
-    Processes in step call it in step, so all may raise there together.
+    Processes in lockstep call it in lockstep, so all can raise there together.
     """
     numbers = itertools.count()
     handle = model.register_forward_pre_hook(lambda *_: act(next(numbers)), prepend=True)  # before weights are gathered
@@ -68,18 +68,18 @@ def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None
 
 
 def sample_rows(model: Any, batch: Batch, tokenizer: Any, mesh: Mesh, *, max_length: int, seed: list[int]) -> list[str]:
-    """A continuation of each prompt of this process's rows; `seed` is made its own by its rank."""
+    """A continuation of each prompt of this process's part of a batch; its rank is mixed into `seed`."""
     device = next(model.parameters()).device
     rows = {key: batch[key].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
     own_seed = np.random.SeedSequence([*seed, mesh.data_rank]).generate_state(1)[0]
     return sample(model, rows, tokenizer, max_length=max_length, seed=int(own_seed), in_step=mesh.world_size > 1)
 
 
-CUT = "[...]"  # what a prompt lost
+CUT = "[...]"  # replaces the truncated part of a prompt
 
 
 def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: TextEncoder) -> list[str]:
-    """The prompts of examples as the model is fed them: of a truncated one what is left, and CUT."""
+    """The prompts of examples as the model sees them: a truncated one with CUT in place of what was removed."""
     texts = []
     for example in examples:
         text = prompts[example.id[0]].text
@@ -96,9 +96,9 @@ def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: 
 def sample_batches(
     model: Any, sample_batch: Callable[[Any, Batch], list[str]], batches: Iterable[Batch], mesh: Mesh
 ) -> list[str]:
-    """Continuations of all prompts of global batches, in their order, with the model's weights gathered once.
+    """Continuations of all prompts of global batches, in order, with the model's weights gathered once.
 
-    `sample_batch` gives those of this process's rows.
+    `sample_batch` returns those of this process's part of a batch.
     """
     texts = []
     with gathered_weights(model):

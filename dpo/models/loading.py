@@ -1,4 +1,4 @@
-"""Which models a config means, and loading them: each in its turn, so that no host holds two before they are spread."""
+"""Loads the models that a config names, one at a time, so that no host holds two before they are distributed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpo.system.paths import get_cache_dir
 
 
 def source_of(config: DictConfig) -> dict[str, Any]:
-    """Where a config's model comes from, as `load_config` and its siblings take it."""
+    """The arguments of `load_config` and its siblings that say where the model comes from."""
     model = config.model
     return {
         "name": model.name_or_path,
@@ -31,7 +31,7 @@ def source_of(config: DictConfig) -> dict[str, Any]:
 
 
 def find_model_config(config: DictConfig) -> Any:
-    """transformers' config of the model. Raises InputError if it is not there."""
+    """The model's transformers config. Raises InputError if it cannot be loaded."""
     return load_config(**source_of(config))
 
 
@@ -42,12 +42,12 @@ def find_structure(config: DictConfig, dtype: str, device: str = "meta") -> Any:
 
 
 def check_model(config: DictConfig, trainer: Any, world_size: int) -> None:
-    """Raises InputError for a model that is not there, and for layers that cannot be cut as asked."""
+    """Raises InputError for a model that cannot be loaded, or whose layers cannot be sharded as configured."""
     check_tensor_parallel(find_model_config(config), trainer.tensor_size(config, world_size))
 
 
 def check_parts(config: DictConfig, trainer: Any, world_size: int) -> None:
-    """Raises InputError as loading would, for what shows without a model's own weights."""
+    """Raises the InputErrors of loading that can be found without reading the model's own weights."""
     check_model(config, trainer, world_size)
     model, structure = config.model, find_structure(config, config.model.policy_dtype)
     if model.block_name:
@@ -60,9 +60,9 @@ def check_parts(config: DictConfig, trainer: Any, world_size: int) -> None:
 def model_loaders(
     config: DictConfig, trainer: Any, rank: int, world_size: int, resume_from: Path | None = None
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-    """Functions that load the policy and the reference (None if the loss needs none) for a trainer of that class.
+    """Functions that load the policy and the reference (None if the loss needs none) for a trainer class.
 
-    Ranks other than 0 leave the weights to rank 0. Raises InputError as `check_model` does.
+    Ranks other than 0 load no weights. Raises InputError as `check_model` does.
     """
     check_model(config, trainer, world_size)
 
@@ -86,9 +86,9 @@ def model_loaders(
 
 
 def loaded(model: Any, config: DictConfig) -> Any:
-    """A model as it is, or what a function that loads one gives; its blocks compiled if the config says so.
+    """A model, or the one that a function loads; its blocks compiled if the config says so.
 
-    Raises InputError if it has no block of the class that the config names, also where blocks are not needed.
+    Raises InputError if it has no block of the class that the config names, even if blocks are not needed.
     """
     model = model if isinstance(model, torch.nn.Module) else model()
     blocks = find_blocks(model, config.model.block_name) if config.model.block_name or config.compile else []
@@ -98,7 +98,7 @@ def loaded(model: Any, config: DictConfig) -> Any:
 
 
 def loaded_reference(model: Any, config: DictConfig, *, with_digest: bool) -> tuple[Any, str | None]:
-    """The frozen reference, and a digest of it if it is wanted, which takes a pass over its weights."""
+    """The frozen reference, and its digest if wanted, which takes a pass over its weights."""
     model, settings = loaded(model, config).eval(), config.model
     return model, model_digest(model, settings.autocast or settings.reference_dtype) if with_digest else None
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of responses: of padded rows, and of packed ones."""
+"""Log-probabilities of responses, from padded rows and from packed ones."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dpo.models.packing import Packed, tree_block_mask, tree_mask
 def sequence_logps(
     model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Summed log-probabilities of the labelled tokens, (B,), softmax in float32 at least, for (B, T) inputs."""
+    """Summed log-probabilities of the labelled tokens, (B,), for (B, T) inputs; softmax in float32 or higher."""
     logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits  # (B, T, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return _get_batch_logps(logits, labels.to(logits.device))
 
 
 def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
-    """Summed log-probabilities of the U responses of `packed`, (U,): what `sequence_logps` gives for each alone."""
+    """Summed log-probabilities of the U responses of `packed`, (U,): equal to `sequence_logps` of each alone."""
     masks = _masks(model, packed, windows)
     hidden = model.base_model(
         packed.input_ids,
@@ -48,19 +48,19 @@ def _masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dic
         cpu_attention.register()
     dtype = model.get_input_embeddings().weight.dtype
     if attention == "sdpa" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)  # in which it computes: else the mask is cast in every layer
+        dtype = torch.get_autocast_dtype(device)  # the compute dtype; otherwise every layer casts the mask
     return packed.masks(dtype, lambda: {k: _additive(tree_mask(packed, window=w), dtype) for k, w in windows.items()})
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where the mask allows, the lowest number elsewhere: quicker than bool in the CPU's attention."""
+    """0 where the mask is true, the dtype's minimum elsewhere: faster than bool in attention on a CPU."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 class _PickedLogSoftmax(torch.autograd.Function):
-    """`logits.log_softmax(-1)` at the targets, in float32 at least, (N,) for (N, V).
+    """`logits.log_softmax(-1)` at the targets, in float32 or higher, (N,) for (N, V).
 
-    Made a few rows at a time and again in the backward pass, so that there is no second tensor of that size.
+    Computed a few rows at a time, and recomputed in the backward pass, so that no second tensor of size (N, V) exists.
     """
 
     @staticmethod
@@ -74,7 +74,7 @@ class _PickedLogSoftmax(torch.autograd.Function):
         logits, targets = ctx.saved_tensors
         for rows, target, grad_row in _in_pieces(logits, targets[:, None], grad[:, None]):
             grad_rows = _log_softmax(rows).exp_().mul_(-grad_row).scatter_add_(1, target, grad_row)
-            rows.copy_(grad_rows)  # in place: nobody else has the logits
+            rows.copy_(grad_rows)  # in place: nothing else uses the logits
         return logits, None
 
 
@@ -83,20 +83,20 @@ def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """On a CPU as many rows of all tensors at a time as its cache holds, elsewhere all."""
+    """On a CPU, as many rows of all tensors at a time as fit its cache; elsewhere all rows."""
     n_rows = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
     return zip(*(tensor.split(n_rows) for tensor in (logits, *others)), strict=True)
 
 
-LOGITS_AT_ONCE = 2**25  # numbers, 134 MB in float32
+LOGITS_AT_ONCE = 2**25  # logits, 134 MB in float32
 
-IN_CACHE = 2**20  # of them
+IN_CACHE = 2**20  # logits
 
 
 def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of `targets` (N,) from hidden states (N, H), by chunks of rows.
+    """Log-probabilities of `targets` (N,) from hidden states (N, H), in chunks of rows.
 
-    The backward pass computes the logits of a chunk anew, but for the last, which it needs at once.
+    The backward pass recomputes the logits of every chunk but the last, with which it begins.
     """
     head, scale = model.get_output_embeddings(), logit_scale(model.config)
 
@@ -112,7 +112,7 @@ def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torc
 
 
 def logit_scale(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What models do to the logits after their head."""
+    """The function that a model applies to its head's logits."""
     config = config.get_text_config()
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         return lambda logits: torch.tanh(logits / cap) * cap

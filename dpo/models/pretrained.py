@@ -1,4 +1,4 @@
-"""Loading tokenizer and models, log-probabilities of a batch, sampling. Knows no config and no process group."""
+"""Loads pretrained models. Knows neither our config nor process groups."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_config(
     name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False
 ) -> transformers.PretrainedConfig:
-    """A model's config. Raises InputError if it is not there."""
+    """A model's transformers config. Raises InputError if it cannot be loaded."""
     with explaining_load_errors("model", name):
         return transformers.AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
 
 
 def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
-    """What is wanted; eager attention for a model that has no SDPA (GPT-J, Gemma 2) if that is wanted.
+    """The wanted attention implementation; eager instead of SDPA for a model without it (GPT-J, Gemma 2).
 
-    Raises InputError for FlashAttention that is not there.
+    Raises InputError if FlashAttention is wanted and not available.
     """
     if wanted == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
         raise InputError(
-            "model.attn_implementation=flash_attention_2 needs a GPU and the package flash_attn, which do not work "
-            "here: use sdpa"
+            "model.attn_implementation=flash_attention_2 needs a GPU and the package flash_attn, which are not "
+            "available here: use sdpa"
         )
-    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: the model brings its code
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: the model has its own code
     lacks_sdpa = model_class is not None and not model_class._supports_sdpa
     return "eager" if wanted == "sdpa" and lacks_sdpa else wanted
 
@@ -48,7 +48,7 @@ def load_structure(
     trust_remote_code: bool = False,
     device: str = "meta",
 ) -> transformers.PreTrainedModel:
-    """The model of `load_model` without its weights, on the meta device: no memory, to be filled by another process."""
+    """The model of `load_model` without its weights, on the meta device: takes no memory; rank 0 sends the weights."""
     config = load_config(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     attention = choose_attention(config, attn_implementation)
     with explaining_load_errors("model", name), torch.device(device):
@@ -71,10 +71,10 @@ def load_model(
     cache_dir: str | None = None,
     trust_remote_code: bool = False,
 ) -> transformers.PreTrainedModel:
-    """A causal language model in `dtype` with dropout off, its weights from `archive` (a `policy.pt`) if given.
+    """A causal language model in `dtype` with dropout off, with the weights of `archive` (a `policy.pt`) if given.
 
-    `random_init` builds the architecture from its config alone, the same weights for the same seed.
-    Raises InputError for a model that is not there, lacks weights, or does not fit the archive.
+    `random_init` takes only the architecture and draws the weights from the seed.
+    Raises InputError if the model cannot be loaded, lacks weights, or does not fit the archive.
     """
     found = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
     config = load_config(name, **found)
@@ -105,9 +105,9 @@ def _random_model(config: Any, *, dtype: torch.dtype, seed: int, **made: Any) ->
 def _model_of_archive(
     name: str, archive: str, found: Mapping[str, Any], *, device_map: str | dict | None, **made: Any
 ) -> transformers.PreTrainedModel:
-    """The model that `from_pretrained` gives, had its directory the archive's weights; its own are not read.
+    """The model that `from_pretrained` would load if its directory held the archive's weights; its own are not read.
 
-    Transformers places and casts them one by one, so that there is no second copy of them.
+    transformers casts and places them one by one, so that there is no second copy.
     """
     structure = load_structure(name, **found, **made)
     weights = read_archive(archive, structure)
@@ -122,7 +122,7 @@ def _model_of_archive(
     )
     del weights
     _refuse_gaps(name, loading)
-    for tensor in (*model.parameters(), *model.buffers()):  # what was neither cast nor moved still is the file's pages
+    for tensor in (*model.parameters(), *model.buffers()):  # neither cast nor moved: still mapped
         if tensor.untyped_storage().data_ptr() in in_file:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
     model.name_or_path = model.config.name_or_path = name
@@ -134,15 +134,15 @@ def _model_of_archive(
 
 
 def _refuse_gaps(name: str, loading: Mapping[str, Any]) -> None:
-    if loading["missing_keys"]:  # transformers would leave these random and go on
+    if loading["missing_keys"]:  # transformers would initialize these randomly and continue
         missing = ", ".join(sorted(loading["missing_keys"])[:5])
         raise InputError(f"model {name!r} has no weights for {missing}; were they saved with another class?")
 
 
 def check_positions(model: Any, max_length: int) -> None:
-    """Raises InputError if the model has learned positions (GPT-2) and too few of them: it would end in an IndexError.
+    """Raises InputError if the model has learned positions (GPT-2) and too few of them, which would be an IndexError.
 
-    Rotary positions have no end, and pass.
+    Rotary positions have no limit.
     """
     limit = getattr(model.config, "max_position_embeddings", None)
     tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not model.get_input_embeddings())
@@ -151,7 +151,7 @@ def check_positions(model: Any, max_length: int) -> None:
 
 
 def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
-    """What is worth saying of a model that was to have this attention and take rows of this length."""
+    """Notes to print about a model for which this attention and `max_length` were requested."""
     name, used = type(model).__name__, model.config._attn_implementation
     limit = getattr(model.config, "max_position_embeddings", None)
     found = [] if used == attention else [f"{name} does not support {attention}; using {used} attention"]
@@ -161,13 +161,13 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Turn dropout off for good, in train mode too.
+    """Turn dropout off permanently, also in train mode.
 
     Many transformers models apply dropout functionally, from a float attribute of the module or of its config
     (`attention_dropout`, `resid_pdrop`, `layerdrop`, ...), so zeroing the `nn.Dropout` modules alone is not enough.
     """
     holders: list[Any] = list(model.modules())
-    # a config is shared by many modules and may nest others (multimodal models): zero each one once
+    # many modules share a config, which may contain others (multimodal models): zero each once
     configs = {id(c): c for m in holders for c in (getattr(m, "config", None),) if c is not None}
     for config in list(configs.values()):
         configs.update({id(c): c for c in vars(config).values() if hasattr(c, "to_dict")})

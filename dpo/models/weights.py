@@ -18,13 +18,13 @@ RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head
 
 
 def find_archive(archive: str) -> Path:
-    """The `policy.pt` that `model.archive` means: the file, its directory, or a run's directory (its LATEST)."""
+    """The `policy.pt` that `model.archive` names: the file, its directory, or a run's directory (its LATEST)."""
     path = Path(os.path.expanduser(archive))
     candidates = [path, path / "policy.pt", path / "LATEST" / "policy.pt"]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise InputError(f"model.archive={archive} is neither a policy.pt nor a directory that holds one")
+    raise InputError(f"model.archive={archive} is neither a policy.pt nor a directory that contains one")
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -34,34 +34,34 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     except DamagedCheckpoint as error:
         raise InputError(f"model.archive={path} is not a policy.pt (which is data, never code): {error}") from error
     if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-        raise InputError(f"model.archive={path} is not a policy.pt: its 'state' is not one of named tensors")
+        raise InputError(f"model.archive={path} is not a policy.pt: its 'state' does not map names to tensors")
     return dict(state)
 
 
 def read_archive(archive: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights in a `policy.pt`, ours or the published reference's, by today's names; read as data, never executed.
+    """The weights in a `policy.pt`, ours or the published reference's, under their current names; read as data.
 
-    Of the `model` that they belong into only names and shapes are looked at.
-    Raises InputError if it is missing, not such a file, or of another architecture.
+    Of `model`, which they are for, only names and shapes are used.
+    Raises InputError if the file is missing, is not a `policy.pt`, or is of another architecture.
     """
     path = find_archive(archive)
     state = _read_weights(path)
-    expected = model.state_dict(keep_vars=True)  # in which tied weights are one object
+    expected = model.state_dict(keep_vars=True)  # tied weights are one object
     state = {RENAMED[k] if k in RENAMED and RENAMED[k] in expected else k: v for k, v in state.items()}
     state = {k: v for k, v in state.items() if k in expected or not OBSOLETE_BUFFER.search(k)}
     unknown = sorted(state.keys() - expected.keys())
     shared = {id(expected[k]) for k in state if k in expected}  # tied weights may be stored under one name
     missing = sorted(k for k in expected.keys() - state.keys() if id(expected[k]) not in shared)
     reshaped = [
-        f"{k} is {tuple(state[k].shape)} there and {tuple(expected[k].shape)} here"
+        f"{k} is {tuple(state[k].shape)} in the file and {tuple(expected[k].shape)} in the model"
         for k in state
         if k in expected and state[k].shape != expected[k].shape
     ]
     if unknown or missing or reshaped:
-        details = [f"unknown: {', '.join(unknown[:3])}"] * bool(unknown)
+        details = [f"unexpected: {', '.join(unknown[:3])}"] * bool(unknown)
         details += [f"missing: {', '.join(missing[:3])}"] * bool(missing) + reshaped[:2]
         raise InputError(
-            f"model.archive={path} is of another architecture than the model "
+            f"model.archive={path} does not match the architecture of the model "
             f"({type(model).__name__}): {'; '.join(details)}"
         )
     return state

@@ -1,7 +1,7 @@
-"""A model whose layers lie on several GPUs of one process, as transformers' `device_map` spreads them.
+"""A model whose layers are spread over several GPUs of one process by transformers' `device_map`.
 
-accelerate's hooks move each layer's inputs to its GPU. By themselves they would also bring the logits of all tokens
-back to the first GPU, and copy the attention mask to another GPU once for every layer there.
+accelerate's hooks move each layer's inputs to its GPU. By default they also move the logits of all tokens back to the
+first GPU, and copy the attention mask to another GPU once for every layer on it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def choose_device_map(gpus: int) -> str | dict[str, int] | None:
-    """Where transformers puts the weights while loading: spread over all GPUs, on the only one, or on the CPU."""
+    """Where transformers loads the weights: spread over all GPUs, on the only one, or on the CPU."""
     return None if gpus == 0 else {"": 0} if gpus == 1 else "balanced"
 
 
 def move_less(model: Any, blocks: list[torch.nn.Module]) -> None:
-    """Let the outputs of a spread model stay where they are computed, and copy what its blocks share once per GPU."""
+    """Keep a spread model's outputs where they are computed, and copy inputs that its blocks share once per GPU."""
     model._hf_hook.io_same_device = False
-    copies = WeakTensorKeyDictionary()  # of tensors that are still in use: {device: copy}
+    copies = WeakTensorKeyDictionary()  # {tensor still in use: {device: copy}}
 
     def copied(value: Any, device: torch.device) -> Any:
         if not isinstance(value, torch.Tensor) or value.device == device or value.requires_grad:

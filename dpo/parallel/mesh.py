@@ -1,4 +1,4 @@
-"""How the processes of a run share its models and its rows, and what they tell each other."""
+"""The device mesh: how the processes of a run share models and examples, and their collectives."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 
 class Mesh:
-    """How the processes of a run share its models and its rows.
+    """How the processes of a run share models and examples.
 
     Ranks fill a mesh of `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours (usually on one
-    machine) share most. Along `tensor` a layer is cut (tensor parallelism); along `shard` parameters, gradients and
-    optimizer state are (FSDP); along `replicate` whole copies of these are kept equal. Processes that differ in
-    `tensor` only see the same rows.
+    machine) communicate most. Along `tensor` each layer is sharded (tensor parallelism); along `shard` parameters,
+    gradients and optimizer state are (FSDP); along `replicate` they are replicated and kept equal. Ranks that differ
+    only in `tensor` see the same examples.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Mesh:
     ) -> None:
         self.rank, self.world_size, self.tensor_size = rank, world_size, tensor_size
         self.data_rank, self.data_size = rank // tensor_size, world_size // tensor_size
-        self.counts = rank % tensor_size == 0  # one of those that see the same rows does
+        self.counts = rank % tensor_size == 0  # true on one of the ranks that see the same examples
         self.shard_size = shard_size or self.data_size
         self._data_group = None  # all processes
         if tensor_size > 1:
@@ -42,26 +42,24 @@ class Mesh:
         if dist.is_initialized():
             if torch.cuda.is_available():
                 self.device = torch.device("cuda", torch.cuda.current_device())
-            # its advice, to flatten axes, does not apply to shards of slices
+            # its advice to flatten axes does not apply to tensors that both FSDP and tensor parallelism shard
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             sizes = (self.data_size // self.shard_size, self.shard_size, tensor_size)
             self.device_mesh = init_device_mesh(
                 self.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor")
             )
-            for group in (
-                *self.device_mesh.get_all_groups(),
-                self._data_group,
-            ):  # which do not take after the group of all
+            # subgroups do not inherit the timeout of the default group
+            for group in (*self.device_mesh.get_all_groups(), self._data_group):
                 _set_pg_timeout(timedelta(seconds=timeout_secs), group)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of the values of all processes."""
+        """The sum of the values over all processes."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def any(self, here: bool) -> bool:
-        """Whether `here` is true in any process."""
+        """Whether `here` is true on any process."""
         if self.world_size == 1:
             return here
         answer = torch.tensor(int(here), device=self.device)
@@ -77,7 +75,7 @@ class Mesh:
         return values
 
     def gather_list(self, values: list) -> list:
-        """The lists of all rows, in the order of the rows."""
+        """The lists of all data ranks joined, in the order of the batch."""
         if self.data_size == 1:
             return values
         parts: list[Any] = [None] * self.data_size
@@ -86,7 +84,7 @@ class Mesh:
 
 
 def from_rank_0(value: Any) -> Any:
-    """What rank 0 gives; `value` in a process that is alone."""
+    """Rank 0's value; `value` itself without other processes."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = [value]

@@ -1,6 +1,6 @@
-"""Models over processes: which process holds which shard and which rows, weights from rank 0, gathering.
+"""Distributes a finished model over the processes of a mesh: weights from rank 0, FSDP shards, gathering.
 
-The trainers call these as functions on a finished model. With one process every collective is skipped.
+The trainers call these as functions on a model. With one process every collective is skipped.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dpo.system.host_memory import host_memory
 
 
 def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
-    """Spread a model over the processes of a mesh, one unit per transformer block.
+    """Distribute a model over the processes of a mesh, one FSDP unit per transformer block.
 
-    Rank 0's weights are the ones that count; the other ranks' may be on the meta device. Each unit is sent by rank 0,
-    cut along `tensor` and sharded before the next, so that a process never holds more than its shards and one unit.
-    Blocks are the modules of class `block_name`, or what the model itself says must not be split; embeddings and head,
-    tied or not, share the root's unit. Computes in `compute_dtype` and reduces gradients in float32. Raises InputError
-    for a class that the model does not have, and for a model that cannot be cut along `tensor`.
+    Rank 0's weights are broadcast; those of other ranks may be on the meta device. Each unit is broadcast, sharded
+    along `tensor` and then by FSDP before the next one, so that a process never holds more than its shards and one
+    unit. Blocks are the modules of class `block_name`, or those the model declares unsplittable; embeddings and head,
+    tied or not, belong to the root's unit. Computes in `compute_dtype` and reduces gradients in float32. Raises
+    InputError for a class that the model does not have, and for a model that cannot be sharded along `tensor`.
     """
     blocks = find_blocks(model, block_name)
     plan = find_plan(model) if mesh.tensor_size > 1 else {}
@@ -37,7 +37,7 @@ def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype:
         mesh.device_mesh["replicate", "shard"] if mesh.data_size > mesh.shard_size else mesh.device_mesh["shard"]
     )
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    # one group of tensor-parallel processes in the weights' own dtype needs nothing of FSDP
+    # a single tensor-parallel group that computes in the weights' own dtype does not need FSDP
     sharded = mesh.tensor_size == 1 or mesh.data_size > 1 or compute_dtype != model.dtype
     specs = _agree_on_tensors(model)
     names = {module: name for name, module in model.named_modules()}
@@ -63,26 +63,26 @@ def _apply(model: Any, function: Callable, *args: Any) -> Any:
 
 
 def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
-    """`function(model, *args)`, with the weights of the root's unit gathered once, as in the model's own forward."""
+    """`function(model, *args)` with the root unit's weights gathered once, as in the model's own forward."""
     return model.apply_to_itself(function, *args) if isinstance(model, FSDPModule) else function(model, *args)
 
 
 def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
-    """The transformer blocks: of class `block_name`, or what the model itself says must not be split.
+    """The transformer blocks: the modules of class `block_name`, or those the model declares unsplittable.
 
     Raises InputError for a class that the model does not have.
     """
     names = [block_name] if block_name else sorted(model._no_split_modules or ())
     if not names:
-        raise InputError(f"{type(model).__name__} does not name its blocks; set model.block_name to their class")
+        raise InputError(f"{type(model).__name__} does not declare its blocks; set model.block_name to their class")
     classes = tuple(get_block_class_from_model(model, name) for name in names)
     if isinstance(model, classes):
-        raise InputError(f"model.block_name={block_name} is the whole model; null takes the blocks it names itself")
+        raise InputError(f"model.block_name={block_name} is the whole model; null uses the blocks it declares itself")
     return [module for module in model.modules() if isinstance(module, classes)]
 
 
 def _agree_on_tensors(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of rank 0's parameters and buffers by name; with them come its settings for sampling."""
+    """Shape and dtype of rank 0's parameters and buffers by name; also copies its generation config."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}
     sent = [own, getattr(model, "generation_config", None)]
@@ -91,14 +91,14 @@ def _agree_on_tensors(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
     odd = sorted(n for n in own.keys() | theirs.keys() if own.get(n, (None,))[0] != theirs.get(n, (None,))[0])
     if odd:
         raise InputError(
-            f"rank {dist.get_rank()} and rank 0 see different models at the same name ({', '.join(odd[:3])}); "
-            f"give every machine the same files"
+            f"rank {dist.get_rank()} and rank 0 load different models under the same name ({', '.join(odd[:3])}); "
+            f"put the same files on every machine"
         )
     return theirs
 
 
 def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh) -> None:
-    """Parameters and buffers of these modules become rank 0's, on this process's device; tied ones stay tied."""
+    """Replace parameters and buffers of these modules with rank 0's, on this process's device; tied ones stay tied."""
     received: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, module in modules.items():
         for kind in (module._parameters, module._buffers):
@@ -124,24 +124,24 @@ def _from_rank_0(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dt
 
 
 def accumulate(model: torch.nn.Module, *, last: bool) -> None:
-    """Say whether the next backward is the `last` of an update: once per update is enough for gathering the root's
-    unit, embeddings and head, and for adding up the gradients of copies (`replicate`)."""
+    """Declare whether the next backward is the `last` of an update. Only after the last is the root unit (embeddings
+    and head) resharded, and are gradients reduced over `replicate`."""
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last, recurse=False)
         model.set_requires_all_reduce(last)
 
 
 def release_gathered(model: torch.nn.Module | None) -> None:
-    """Keep the shards alone of what a forward without a backward left gathered: the root's unit."""
+    """Reshard the root unit, which a forward without a backward leaves gathered."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 @contextmanager
 def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
-    """Inside, every process holds the weights of all shards, if they fit into its memory; whether they do.
+    """Inside, every process holds all weights, if they fit into its memory. Yields whether they do.
 
-    Sampling runs a forward per token: without this each of them would gather every block anew.
+    Sampling runs a forward per token, each of which would otherwise gather every block again.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
@@ -158,14 +158,14 @@ def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
     finally:
         for unit in units:
             unit.reshard()
-            unit.set_reshard_after_forward(unit is not model, recurse=False)  # the root's are wanted again at once
+            unit.set_reshard_after_forward(unit is not model, recurse=False)  # the backward starts with the root's
 
 
 def _fits(model: torch.nn.Module) -> bool:
     """Whether the gathered weights take at most half of the free memory of every process's device."""
     device = next(model.parameters()).device
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what the allocator keeps for later does not count as free
+        torch.cuda.empty_cache()  # memory that the allocator caches does not count as free
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = host_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -175,14 +175,14 @@ def _fits(model: torch.nn.Module) -> bool:
 
 
 def gathered_size(model: Any) -> int:
-    """Bytes of the weights of a sharded model that a process holds when all shards are gathered: in the dtype that it
-    computes in, and of what is cut along `tensor` a slice."""
+    """Bytes that a process holds when all FSDP shards are gathered: in the compute dtype, and only this process's slice
+    of parameters that are sharded along `tensor`."""
     return sum(p.numel() // _n_slices(p) for p in model.parameters()) * model.compute_dtype.itemsize
 
 
 def _n_slices(parameter: torch.Tensor) -> int:
-    """In how many slices a parameter is cut along `tensor`; its numel is that of the whole."""
-    if not isinstance(parameter, DTensor):  # of a unit that is gathered
+    """Into how many slices a parameter is sharded along `tensor`; its numel is that of the whole."""
+    if not isinstance(parameter, DTensor):  # its unit is gathered
         return 1
     axes = zip(parameter.device_mesh.mesh_dim_names, parameter.device_mesh.shape, parameter.placements, strict=True)
     return next((size for axis, size, placement in axes if axis == "tensor" and placement.is_shard()), 1)
@@ -199,5 +199,5 @@ def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) ->
     repeated = {type(m[0]).__name__ for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)}
     raise InputError(
         f"model.block_name={block_class_name} is not a module class of {type(model).__name__}; "
-        f"its repeated blocks are {', '.join(sorted(repeated))}, and model.block_name=null takes those it names itself"
+        f"its repeated blocks are {', '.join(sorted(repeated))}; model.block_name=null uses those it declares itself"
     )

@@ -1,4 +1,4 @@
-"""Whole tensors of sharded models and optimizers, and back."""
+"""Gathers the state of sharded models and optimizers into whole tensors, and shards it again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hold_the_same(model: torch.nn.Module, other: torch.nn.Module, mesh: Mesh) -> bool:
-    """Whether all weights of `other` are those of `model` in its own dtype, on every process; each has its part."""
+    """Whether all weights of `other` equal those of `model`, cast to its dtype; every process compares its shards."""
     ours, theirs = (list(map(_local, m.parameters())) for m in (model, other))
     same = len(ours) == len(theirs) and all(torch.equal(a.to(b), b) for a, b in zip(ours, theirs, strict=True))
     return not mesh.any(not same)
@@ -33,7 +33,7 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
     """A state dict with every sharded tensor gathered, on the CPU; every process must call it.
 
     One tensor at a time, so that no device holds the whole model; ranks other than 0 drop what they gathered. With
-    `copy` nothing in it changes when training goes on; tied tensors stay one.
+    `copy` the result does not change while training continues; tied tensors stay tied.
     """
     keep = not dist.is_initialized() or dist.get_rank() == 0
     copies: dict[tuple, torch.Tensor] = {}
@@ -47,7 +47,7 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
                 return gathered.cpu()
             own = value.to_local() if isinstance(value, DTensor) else value
             if gathered.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
-                return gathered  # made by gathering, unless one process has all of it
+                return gathered  # new memory; without gathering it would be the parameter's own
             place = (gathered.data_ptr(), gathered.shape, gathered.stride(), gathered.dtype)
             if place not in copies:
                 copies[place] = gathered.clone()
@@ -58,23 +58,23 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:
-    """Load rank 0's whole state dict, None elsewhere; each process keeps copies of what belongs to its shards."""
+    """Load rank 0's whole state dict (None on other ranks); each process keeps copies of its own shards."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         state = _cut_optimizer_state(parameters, state, mesh)
     else:
         state = from_rank_0(state)
     optimizer.load_state_dict(state)
-    for values in optimizer.state.values():  # on a CPU these may still be pages of the file that was read
+    for values in optimizer.state.values():  # on a CPU these may still be mapped from the file
         values.update({key: v.clone() for key, v in values.items() if type(v) is torch.Tensor and v.is_cpu})
 
 
 def _cut_optimizer_state(
     parameters: Sequence[torch.Tensor], state: dict[str, Any] | None, mesh: Mesh
 ) -> dict[str, Any]:
-    """A state dict of this process's shards, from rank 0's of whole tensors."""
+    """This process's shards of rank 0's state dict of whole tensors."""
     whole = {} if state is None else {i: dict(values) for i, values in state["state"].items()}
-    for i, values in whole.items():  # what is as large as its parameter travels alone
+    for i, values in whole.items():  # tensors as large as their parameter are sent one by one
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameters[i].shape:
                 state["state"][i][key] = _Shaped(value.dtype)
@@ -88,13 +88,13 @@ def _cut_optimizer_state(
 
 
 class _Shaped(NamedTuple):
-    """Stands for a tensor of the shape of its parameter."""
+    """A placeholder for a tensor of its parameter's shape."""
 
     dtype: torch.dtype
 
 
 def _place_like(parameter: DTensor, whole: torch.Tensor | None, dtype: torch.dtype, mesh: Mesh) -> DTensor:
-    """Rank 0's `whole` tensor, cut over the processes as `parameter` is."""
+    """Rank 0's `whole` tensor, sharded like `parameter`."""
     data = _from_rank_0(whole, parameter.shape, dtype, mesh)
     device_mesh = parameter.device_mesh
     replicated = DTensor.from_local(data, device_mesh, [Replicate()] * device_mesh.ndim, run_check=False)

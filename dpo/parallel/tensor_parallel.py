@@ -1,9 +1,9 @@
 """Tensor parallelism: every process of a group holds a slice of each large matrix and computes its part of the layer.
 
-A plan names the modules to cut and how (a style); it comes from the model itself or from `PLANS`. Parameters become
-DTensors, so that gradients, clipping, optimizer and checkpoints know what each process holds; inside a module's forward
-they are plain local tensors, so that a layer costs no more than its one collective (Shoeybi et al. 2019, arXiv
-1909.08053).
+A plan maps module names to styles, which say how to shard them; it comes from the model itself or from `PLANS`.
+Parameters become DTensors, so that gradients, clipping, optimizer and checkpoints know what each process holds. Inside
+a module's forward they are plain local tensors, so that a layer costs no more than its one collective (Shoeybi et al.
+2019, arXiv 1909.08053).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ WHOLE, SUMMED, LAST = Replicate(), Partial(), Shard(-1)
 
 
 class Style(NamedTuple):
-    """How one module is cut over the group. Activations are (..., features)."""
+    """How one module is sharded over the group. Activations are (..., features)."""
 
-    cut: str | None  # the features that are cut: "out", "in", the "rows" of an embedding, or None
-    enter: Callable[[torch.Tensor, DeviceMesh], torch.Tensor] | None = None  # its input, before the local forward
-    leave: Callable[[torch.Tensor, DeviceMesh, int], torch.Tensor] | None = None  # its output; the int: full width
-    grad_is_partial: bool = False  # an uncut parameter that meets only this process's slice of the activations
-    divided: str | None = None  # an attribute that says how much there is, to be divided by the group's size
+    cut: str | None  # what is sharded: "out" features, "in" features, the "rows" of an embedding, or None
+    enter: Callable[[torch.Tensor, DeviceMesh], torch.Tensor] | None = None  # applied to the input of the local forward
+    leave: Callable[[torch.Tensor, DeviceMesh, int], torch.Tensor] | None = None  # to its output; the int: full width
+    grad_is_partial: bool = False  # a replicated parameter that sees only this process's slice of the activations
+    divided: str | None = None  # an attribute that holds a size, to be divided by the group's size
 
 
 def _convert(x: torch.Tensor, mesh: DeviceMesh, have: Any, want: Any, *, grad: Any = None, width: int = 0) -> Any:
-    """A local tensor laid out as `have` turned into one laid out as `want`, whose gradient arrives as `grad`."""
+    """A local tensor of placement `have` converted to placement `want`; its gradient has placement `grad`."""
     shape = (*x.shape[:-1], width) if width else None  # slices may differ in width by one chunk
     stride = torch.empty(shape, device="meta").stride() if shape else None
     have, want = (Shard(x.ndim - 1) if layout == LAST else layout for layout in (have, want))
@@ -43,25 +43,25 @@ def _convert(x: torch.Tensor, mesh: DeviceMesh, have: Any, want: Any, *, grad: A
 
 
 def _copied(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A whole input of which every process computes other features: its gradients add up."""
+    """A whole input from which every process computes different features: its gradients are summed."""
     return _convert(x, mesh, WHOLE, WHOLE, grad=SUMMED)
 
 
 class _SharedInput:
-    """Lets modules that take the same input (queries, keys and values) convert it once, so that the gradients of all
-    are added up before the one collective."""
+    """Lets modules with the same input (queries, keys and values) convert it once, so that their gradients are summed
+    before the one collective."""
 
     def __init__(self) -> None:
-        self.takers = 0  # modules that share
+        self.takers = 0  # modules that share the input
         self._given = self._converted = None
-        self._left = 0  # takers that have not had it
+        self._left = 0  # takers that have not received it
 
     def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if self._given is not x:
             self._given, self._converted, self._left = x, _copied(x, mesh), self.takers
         converted, self._left = self._converted, self._left - 1
         if self._left == 0:
-            self._given = self._converted = None  # and what they hold
+            self._given = self._converted = None  # frees them
         return converted
 
 
@@ -78,7 +78,7 @@ def _gathered(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
 
 
 def _own_heads_of_three(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    """GPT-2 puts queries, keys and values beside each other in one matrix: gather them, keep this process's heads."""
+    """GPT-2 has queries, keys and values side by side in one matrix: gather them, keep this process's heads."""
     y = _convert(y, mesh, LAST, WHOLE, grad=SUMMED, width=width)
     parts = y.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :]  # (..., 3, heads / group * head size)
     return parts.flatten(-2)
@@ -97,7 +97,7 @@ STYLES = {
     "gptj_attention": Style(None, divided="num_attention_heads"),
 }
 
-# families whose models name no plan; transformers' names of styles, and fused_qkv and the two attentions
+# for families without a plan in transformers; its names of styles, plus fused_qkv and the two attentions
 PLANS = {
     "gpt2": {
         "transformer.h.*.attn": "gpt2_attention",
@@ -119,19 +119,20 @@ PLANS = {
 
 
 def check_tensor_parallel(config: Any, size: int) -> None:
-    """Raises InputError if attention heads cannot be shared out evenly to `size` processes. Needs only the config."""
+    """Raises InputError if attention heads cannot be divided evenly among `size` processes. Needs only the config."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
             fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise InputError(
                 f"tensor_parallel_size={size} does not divide the model's {name}={heads}; "
-                f"sizes that do: {fitting}; or use trainer=FSDPTrainer, which cuts any model"
+                f"sizes that do: {fitting}; or use trainer=FSDPTrainer, which shards any model"
             )
 
 
 def find_plan(model: Any) -> dict[str, Style]:
-    """Style of each module to cut, by its full name. Raises InputError for a model we cannot cut correctly."""
+    """The style of each module to shard, by full name. Raises InputError for a model that cannot be sharded
+    correctly."""
     kind = model.config.model_type
     named = PLANS.get(kind) or dict(getattr(model, "_tp_plan", None) or {})
     if not named:
@@ -139,7 +140,7 @@ def find_plan(model: Any) -> dict[str, Style]:
     by_module = {module: name for name, module in model.named_modules()}
     embedding, head = by_module[model.get_input_embeddings()], by_module[model.get_output_embeddings()]
     named = {embedding: "embedding_rowwise", **named}
-    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:  # one matrix, so one cut
+    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:  # one matrix, sharded one way
         named |= {embedding: "embedding_rowwise", head: "colwise_gather_output"}
     unknown = sorted(set(named.values()) - STYLES.keys())
     if unknown:
@@ -154,24 +155,25 @@ def find_plan(model: Any) -> dict[str, Style]:
 
 
 def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> None:
-    """A parameter beside modules whose output is a slice may see slices too: without a style it would train wrongly."""
+    """Raises InputError for parameters without a style next to modules whose output is a slice: they may see slices
+    too, and would train on wrong gradients."""
     slicing = (STYLES["colwise"], STYLES["fused_qkv"])
     beside = {name.rpartition(".")[0] for name, style in plan.items() if style in slicing and name not in ignore}
     for name, module in model.named_modules():
         has_own = next(module.parameters(recurse=False), None) is not None
         if has_own and name not in plan and (name in beside or name.rpartition(".")[0] in beside):
             raise InputError(
-                f"the tensor-parallel plan of {type(model).__name__} does not say how to cut {name}; "
+                f"the tensor-parallel plan of {type(model).__name__} does not say how to shard {name}; "
                 f"use trainer=FSDPTrainer"
             )
 
 
 def cut_modules(modules: Mapping[str, torch.nn.Module], plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
-    """Give each process of `mesh` its slice of the modules' own parameters, and let forward compute with the slices.
+    """Give each process of `mesh` its slice of the modules' own parameters, and make forward compute with the slices.
 
-    `modules` are by full name and hold whole parameters; tied ones must come in one call, to stay tied.
+    `modules` maps full names to modules with whole parameters; tied ones must be in the same call to stay tied.
     """
-    slices: dict[Any, torch.nn.Parameter] = {}  # by the whole ones, which it keeps alive: no id is reused
+    slices: dict[Any, torch.nn.Parameter] = {}  # by whole parameter, which it keeps alive so that no id is reused
     inputs: dict[str, _SharedInput] = defaultdict(_SharedInput)  # by the parent of the modules that share one
     for name, module in modules.items():
         style = plan.get(name, STYLES["replicate"])
@@ -193,7 +195,7 @@ def cut_modules(modules: Mapping[str, torch.nn.Module], plan: Mapping[str, Style
 def _compute_with_slices(module: torch.nn.Module, style: Style, mesh: DeviceMesh, width: int) -> None:
     forward, rank = module.forward, mesh.get_local_rank()
     if style.cut == "out" and hasattr(module, "nf"):
-        module.nf = module.weight.to_local().shape[1]  # transformers' Conv1D shapes its output by this
+        module.nf = module.weight.to_local().shape[1]  # the output width of transformers' Conv1D
     if style.cut == "rows":
         forward = _lookup_of_own_rows(module, mesh)
 
@@ -208,7 +210,8 @@ def _compute_with_slices(module: torch.nn.Module, style: Style, mesh: DeviceMesh
 
 
 def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
-    """The dim of a parameter that is cut. Linear weights are (out, in), transformers' Conv1D has (in, out)."""
+    """The dim along which a parameter is sharded. Linear weights are (out, in), those of transformers' Conv1D (in,
+    out)."""
     if style.cut is None or (name == "bias" and style.cut == "in"):
         return None
     transposed = hasattr(module, "nf")
@@ -216,7 +219,7 @@ def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
 
 
 def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> torch.nn.Parameter:
-    """This process's slice, in memory of its own so that the whole parameter can be freed."""
+    """This process's slice, copied so that the whole parameter can be freed."""
     placement = WHOLE if dim is None else Shard(dim)
     whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     local = whole.to_local()
@@ -230,7 +233,7 @@ def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> 
 
 @contextmanager
 def _local_parameters(module: torch.nn.Module, style: Style, rank: int) -> Iterator[None]:
-    """The module's parameters as plain local tensors, whose gradients find back to the DTensors."""
+    """Inside, the module's parameters are plain local tensors, whose gradients flow back to the DTensors."""
     held = dict(module._parameters)
     for name, parameter in held.items():
         if parameter is None:
@@ -238,7 +241,7 @@ def _local_parameters(module: torch.nn.Module, style: Style, rank: int) -> Itera
         partial = style.grad_is_partial or (name == "bias" and style.cut == "in")
         local = parameter.to_local(grad_placements=[SUMMED] if partial else None)
         if name == "bias" and style.cut == "in":
-            local = local * (rank == 0)  # the outputs are added up: the bias must be in one of them
+            local = local * (rank == 0)  # outputs are summed over ranks: only one may add the bias
         module._parameters[name] = local
     try:
         yield
@@ -247,9 +250,9 @@ def _local_parameters(module: torch.nn.Module, style: Style, rank: int) -> Itera
 
 
 def _lookup_of_own_rows(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callable:
-    """Embeddings of the tokens whose rows lie here, zeros for the others; the padding index moves along."""
+    """Embeddings of the tokens whose rows this process holds, zeros for the others; shifts the padding index."""
     lookup, rows = module.forward, module.weight.to_local().shape[0]
-    first = mesh.get_local_rank() * -(-module.weight.shape[0] // mesh.size())  # as torch.chunk cuts
+    first = mesh.get_local_rank() * -(-module.weight.shape[0] // mesh.size())  # as torch.chunk splits
     padding = module.padding_idx
     module.padding_idx = padding - first if padding is not None and 0 <= padding - first < rows else None
 

@@ -1,7 +1,7 @@
-"""Tensor parallelism by the package `tensor_parallel` 2.0.0: one process, several devices, a thread for each.
+"""Tensor parallelism with the package `tensor_parallel` 2.0.0: one process, several devices, a thread for each.
 
-The package's rules say how GPT-2, GPT-NeoX and Llama are cut; what transformers 5 or training needs otherwise is
-corrected here. Sampling and activation checkpointing are beyond it. Nothing else of ours knows the package.
+The package's rules say how GPT-2, GPT-NeoX and Llama are sharded; they are corrected here for transformers 5 and for
+training. It supports neither sampling nor activation checkpointing. No other module of ours knows the package.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ATTENTION = ("eager", "sdpa")
 
 
 def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> SplitModel:
-    """The model cut over two or more devices of this process; `model` itself, best on the CPU, stays as it is.
+    """The model sharded over two or more devices of this process; `model` itself, best on the CPU, is not changed.
 
-    Raises InputError if the package does not import, and for a model that it cannot cut.
+    Raises InputError if the package cannot be imported, and for a model that it cannot shard.
     """
     _check(model, len(devices))
     check_tensor_parallel(model.config, len(devices))
     try:
         importlib.import_module("tensor_parallel")
-    except ImportError as error:  # often for pkg_resources, which setuptools 82 no longer has
+    except ImportError as error:  # often of pkg_resources, which setuptools 82 removed
         raise _refusal(
-            f"needs the package tensor_parallel, which does not import ({error})",
+            f"needs the package tensor_parallel, which cannot be imported ({error})",
             "pip install tensor_parallel==2.0.0 'setuptools>=77,<82'",
         ) from error
     return SplitModel(model, [torch.device(device) for device in devices])
@@ -46,24 +46,25 @@ def _refusal(problem: str, fix: str) -> InputError:
 def _check(model: Any, n_devices: int) -> None:
     config, family, attention = model.config, model.config.model_type, model.config._attn_implementation
     if n_devices < 2:
-        raise _refusal(f"cuts a model over two devices or more, and here is {n_devices}", "set tensor_parallel_size=2")
+        raise _refusal(f"needs two or more devices, and {n_devices} is available", "set tensor_parallel_size=2")
     if family not in FAMILIES:
-        raise _refusal(f"cannot cut {family}", f"use a model of {', '.join(FAMILIES)}")
+        raise _refusal(f"cannot shard {family}", f"use a model of {', '.join(FAMILIES)}")
     if attention not in ATTENTION:
-        raise _refusal(f"cannot cut {attention} attention", f"set model.attn_implementation={' or '.join(ATTENTION)}")
+        raise _refusal(f"cannot shard {attention} attention", f"set model.attn_implementation={' or '.join(ATTENTION)}")
     if family == "llama" and (config.attention_bias or config.mlp_bias):
-        raise _refusal("cannot cut a Llama with biases", "use another model")
+        raise _refusal("cannot shard a Llama with biases", "use another model")
     if family == "llama" and config.head_dim * config.num_attention_heads != config.hidden_size:
-        raise _refusal(f"cannot cut heads of head_dim={config.head_dim} that do not fill hidden_size", "use another")
+        problem = f"cannot shard a Llama whose head_dim={config.head_dim} times its heads is not hidden_size"
+        raise _refusal(problem, "use another model")
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        # backward would compute a part of one device again, and wait for the others' parts for ever
-        raise _refusal("cannot compute activations again", "set activation_checkpointing=false")
+        # backward would recompute one device's part and wait forever for those of the others
+        raise _refusal("cannot recompute activations", "set activation_checkpointing=false")
 
 
 class SplitModel(torch.nn.Module):
     """A model of which each device holds a slice; `state_dict()` is that of the whole model.
 
-    `parameters()` hold every number once, so that norm, clipping and elementwise updates are those of the whole model.
+    `parameters()` hold each weight once, so that norm, clipping and elementwise updates are those of the whole model.
     """
 
     def __init__(self, model: Any, devices: Sequence[torch.device]) -> None:
@@ -72,7 +73,8 @@ class SplitModel(torch.nn.Module):
         super().__init__()
         self.config = model.config
         names = {tensor: name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
-        self.names = {alias: names[tensor] for alias, tensor in model.state_dict(keep_vars=True).items()}  # tied: two
+        # tied weights have two aliases
+        self.names = {alias: names[tensor] for alias, tensor in model.state_dict(keep_vars=True).items()}
         self.parameter_names = [name for name, _ in model.named_parameters()]
         rules, alone = _rules(model, devices)
         by_pattern = rules.state_rules.items()
@@ -88,17 +90,17 @@ class SplitModel(torch.nn.Module):
         return self.cut(*args, **kwargs)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Names, shapes and order of the model that was cut; matrices that were cut come joined, on the CPU."""
+        """The whole model's state dict: its names, shapes and order, with sharded matrices joined, on the CPU."""
         whole = self._whole({})
         return {alias: whole[name] for alias, name in self.names.items()}
 
     def keep_whole_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer's state dicts be those of an optimizer over the `parameters()` of the model that was cut.
+        """Make the optimizer's state dicts those of an optimizer over the `parameters()` of the whole model.
 
-        Raises InputError for Adafactor, whose updates look at whole rows and columns and not at each number alone.
+        Raises InputError for Adafactor, whose updates depend on whole rows and columns, not on single elements.
         """
         if isinstance(optimizer, torch.optim.Adafactor):
-            raise _refusal("does not give Adafactor the whole matrices it needs", "use another optimizer")
+            raise _refusal("does not support Adafactor, which needs whole matrices", "use another optimizer")
         optimizer.register_state_dict_post_hook(self._whole_optimizer_state)
         optimizer.register_load_state_dict_pre_hook(self._cut_optimizer_state)
 
@@ -107,19 +109,19 @@ class SplitModel(torch.nn.Module):
         for key, first in next(iter(optimizer.state.values()), {}).items():
             values = self._whole({p: state[key] for p, state in optimizer.state.items()}) if first.ndim else {}
             for i, state in whole.items():
-                state[key] = values.get(self.parameter_names[i], first)  # a number like `step` is the same for all
+                state[key] = values.get(self.parameter_names[i], first)  # a scalar like `step` is the same for all
         groups = [group | {"params": list(range(len(self.parameter_names)))} for group in cut["param_groups"]]
         return cut | {"state": whole, "param_groups": groups}
 
     def _cut_optimizer_state(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
-        """What each parameter of the devices has of the whole state; norms lie in one flat parameter per device."""
+        """Each device parameter's part of the whole state; norms are in one flat parameter per device."""
         states = {name: whole["state"].get(i, {}) for i, name in enumerate(self.parameter_names)}
         cut: dict[torch.Tensor, dict[str, Any]] = {}
         for name, state in states.items():
             for rank, part in enumerate(self._parts(name)):
                 rule = self.rules[name]
                 cut[part] = {
-                    key: (rule(value, rank=rank) if rule and value.ndim else value).clone()  # `step` grows in place
+                    key: (rule(value, rank=rank) if rule and value.ndim else value).clone()  # `step` changes in place
                     for key, value in state.items()
                 }
         flat = self.cut.sharding_manager
@@ -135,7 +137,7 @@ class SplitModel(torch.nn.Module):
 
     @torch.no_grad()
     def _whole(self, instead: Mapping[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The whole tensors by name, made of other values than the parameters' own where some are given."""
+        """The whole tensors by name, with the values in `instead` in place of the parameters' own."""
         own = {parameter: parameter.data for parameter in instead}
         try:
             for parameter, values in instead.items():
@@ -152,13 +154,13 @@ class SplitModel(torch.nn.Module):
         return [attrgetter(name)(shard) for shard in self.cut.module_shards]
 
     def _forget_gathered(self) -> None:
-        """The package spreads norms over the devices and gathers them in forward, but would train with what it last
-        gathered in an evaluation, which passes no gradient on."""
+        """Make the package gather norms anew. It shards them and gathers them in forward, but would train with those it
+        gathered in the last evaluation, through which no gradient flows."""
         self.cut.sharding_manager._last_versions = None
 
 
 def _flatten(values: Sequence[torch.Tensor], rank: int, n_devices: int, like: torch.Tensor) -> torch.Tensor:
-    """The piece that device `rank` has of each value, one after the other and padded, as the package lays them out."""
+    """Device `rank`'s piece of each value, concatenated and padded, as the package lays them out."""
     if not values[0].ndim:
         return values[0].clone()
     flat = torch.zeros_like(like, requires_grad=False)
@@ -175,19 +177,19 @@ def _rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
 
     n, head = len(devices), r".*lm_head"
     rules = PREDEFINED_CONFIGS[model.config.model_type](model.config, devices)
-    # The package gives each device 1/n of such a bias. Each part gets the whole gradient: the norm counts it n times,
-    # and an update of Adam or RMSprop is n times as long. So the first device keeps all of it, the others zeros.
+    # The package gives each device 1/n of such a bias. Each part gets the whole gradient, so the norm counts it n times
+    # and an update of Adam or RMSprop is n times too long. So the first device keeps all of it, the others zeros.
     alone = LegacyStateAction(lambda bias, rank: bias * (rank == 0), lambda parts: parts[0])
     states = {pattern: alone if isinstance(rule, Scale) else rule for pattern, rule in rules.state_rules.items()}
     states[re.compile(rf"{head}\.weight$")] = Split(n, dim=1)  # as the embeddings, with which it may be tied
     names = [name for name, _ in model.named_parameters()]
     rules.state_rules = {p: rule for p, rule in states.items() if any(map(p.search, names))}  # it warns of unused ones
-    # On CPUs the package adds in the order in which the threads arrive, so that no two runs are alike.
+    # On CPUs the package sums in the order in which threads arrive, so results differ from run to run.
     added = "sum" if devices[0].type == "cuda" else CollectiveOperation(n, lambda *parts: [sum(parts)] * n)
     outputs = rules.output_rules | {re.compile(f"{head}$"): {0: "sum"}}
-    # the second output was a cache once; now it is attention weights, which nobody needs
+    # the second output used to be a cache; now it is attention weights, which are not needed
     rules.output_rules = {p: {0: added if rule[0] == "sum" else rule[0]} for p, rule in outputs.items()}
     rules.input_rules = {re.compile(f"{head}$"): {0: "split -1"}}
-    if model.config.model_type != "gpt2":  # the others take their sizes from the weights
+    if model.config.model_type != "gpt2":  # the other families take their sizes from the weights
         rules.attr_rules = {}
     return rules, alone

@@ -1,4 +1,4 @@
-"""How much memory this machine, container or job leaves to this process, and how much it holds."""
+"""How much memory this machine, container or job leaves to this process, and how much the process holds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 class HostMemory(NamedTuple):
-    """Bytes; `available` is what can be allocated without swapping and without being killed for it."""
+    """In bytes; `available` is what can be allocated without swapping or being killed."""
 
     total: int
     available: int
 
 
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
-    """The machine's memory, or of the cgroups (version 2) above this process the one that allows least."""
+    """The machine's memory, or the tightest limit among the cgroups (version 2) of this process."""
     lines = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
     total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     limits = list(_limits(proc, cgroups))
@@ -28,12 +28,13 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
 
 
 def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """(limit, what it leaves) of each cgroup that has one. File caches count as used there, but are given up first."""
+    """(limit, what remains of it) of each cgroup that has one. The file cache counts as used there, but is
+    reclaimable."""
     paths = [line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")]
     own = [cgroups / path.strip("/") for path in paths]
     for group in (directory for path in own for directory in (path, *path.parents)):
         if not group.is_relative_to(cgroups) or not (group / "memory.max").exists():
-            continue  # the machine's root has no limit
+            continue  # the root cgroup has no limit
         limit = (group / "memory.max").read_text().strip()
         if limit != "max":
             used = int((group / "memory.current").read_text())
@@ -47,6 +48,6 @@ def resident_memory() -> int:
 
 
 def give_back_freed_memory() -> None:
-    """Return to the system what lies free between what is held, too: by itself glibc returns the heap's end alone."""
+    """Return all free heap pages to the system; by itself glibc returns only those at the end of the heap."""
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Processes: started here, or by torchrun or Slurm; joined into one group; ended together when one of them fails."""
+"""Starts the processes of a run, or joins those of torchrun or Slurm, and ends them all when one fails."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from dpo.system.signals import ASKED, Stopped, ctrl_c_ignored, on_stop_signals
 
 START_METHOD = "spawn"  # of workers: CUDA works in no forked process
 BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
-GRACE_SECS = 5  # between a failure and its victims' end: whoever caused it is to exit, and be named, first
-STOP_SECS = 60  # for the others, once a worker has ended by a signal that all were sent
-ABORTED = -signal.SIGABRT  # how NCCL's watchdog ends a rank whose collective took too long
-ABORT_SECS = 60  # between the ends of several ranks by it: they may wait in different collectives
+GRACE_SECS = 5  # delay before a rank that lost contact exits, so that the rank that caused it exits first and is named
+STOP_SECS = 60  # for the other workers to exit, once one has exited on a signal that all were sent
+ABORTED = -signal.SIGABRT  # how NCCL's watchdog kills a rank whose collective timed out
+ABORT_SECS = 60  # between such kills on different ranks: they may wait in different collectives
 
 
 class WorkerFailed(RunError):
-    """A worker did not finish; the message names its rank and has its traceback."""
+    """A worker did not finish; the message has its rank and traceback."""
 
 
 def launch(
@@ -50,10 +50,10 @@ def launch(
 ) -> None:
     """Run `worker(rank, world_size, *args)` in `world_size` processes that meet in a process group.
 
-    A process that a launcher started (`find_rank_env`) runs its own worker and ends with it; else the processes are
-    started here, at `port` (None: a free one). NCCL joins them, one GPU each, or gloo on the CPU; without
-    `process_group` the worker is called here. A collective that waits longer than `timeout_secs` fails. Raises
-    InputError for bad input that a worker found, Stopped if the run was asked to stop, and WorkerFailed.
+    A process that a launcher started (`find_rank_env`) runs its own worker and exits with it. Otherwise the processes
+    are spawned here and meet at `port` (None: a free one): over NCCL with one GPU each, or over gloo on the CPU.
+    Without `process_group` the worker is called in this process. A collective that waits longer than `timeout_secs`
+    fails. Raises InputError for bad input that a worker found, Stopped if the run was asked to stop, and WorkerFailed.
     """
     raise_open_file_limit()
     rank_env = find_rank_env()
@@ -61,7 +61,7 @@ def launch(
         status, message = _work(rank_env, worker, args, timeout_secs)
         if status:
             if status == BAD_INPUT and rank_env.rank != 0:
-                time.sleep(GRACE_SECS)  # every rank may have found it: rank 0 says it, and this one is ended meanwhile
+                time.sleep(GRACE_SECS)  # all ranks may have found it: rank 0 reports it, this one is ended
             if message:
                 message = redact(f"error: {message}" if status == BAD_INPUT else message)
                 print(message, file=sys.stderr, flush=True)
@@ -84,9 +84,9 @@ def _backend(local_rank: int) -> str:
     if not torch.cuda.is_available():
         return "gloo"
     gpus = torch.cuda.device_count()
-    if local_rank >= gpus > 1:  # one: Slurm may show each task its own alone
+    if local_rank >= gpus > 1:  # with one GPU visible, Slurm may have given each task its own
         raise InputError(
-            f"this machine has {gpus} GPUs and was given more processes: lower world_size (or torchrun's "
+            f"this machine has {gpus} GPUs, too few for one per process: lower world_size (or torchrun's "
             f"--nproc-per-node), or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     return "nccl"
@@ -96,13 +96,13 @@ def _backend(local_rank: int) -> str:
 
 
 def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
-    """Join the group, work, leave it; exit status and what went wrong.
+    """Join the group, run the worker, leave the group. Returns the exit status and the error message.
 
-    At the store each rank notes that it failed, or that it lost contact; so those that lost contact can tell who did
-    not, after a while in which the guilty have ended: theirs is to be the first end that anyone sees.
+    Each rank records in the store that it failed, or that it lost contact. A rank that lost contact waits, so that the
+    rank that caused it exits first, then reads the records to name it.
     """
     return_freed_memory()
-    tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore that outlives a killed worker
+    tqdm.tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore that outlives a killed worker
     store = None
     try:
         store = _meet(rank_env, timeout_secs)
@@ -130,7 +130,7 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
     except KeyboardInterrupt:
         note, status, message = "failed", 128 + signal.SIGINT, "interrupted"
     except Exception as error:
-        lost = isinstance(error, dist.DistError) or "/gloo/" in str(error)  # most likely because another rank failed
+        lost = isinstance(error, dist.DistError) or "/gloo/" in str(error)  # probably because another rank failed
         note, status = ("lost", LOST_CONTACT) if lost else ("failed", FAILED)
         message = f"rank {rank_env.rank} {'lost contact' if lost else 'failed'}:\n{traceback.format_exc()}"
     if store is not None:
@@ -139,7 +139,7 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
 
 
 def _meet(rank_env: RankEnv, timeout_secs: float) -> dist.Store:
-    """The store at which all ranks of a run meet; a new one for every restart of torchrun."""
+    """The rendezvous store of this run's ranks; a new one for every restart by torchrun."""
     store = dist.TCPStore(
         rank_env.address,
         rank_env.port,
@@ -151,7 +151,7 @@ def _meet(rank_env: RankEnv, timeout_secs: float) -> dist.Store:
 
 
 def _compare_notes(store: dist.Store, rank_env: RankEnv, note: str, timeout_secs: float) -> str:
-    """Leave a note on how this rank ended; if it lost contact, wait a while and name the ranks that did not."""
+    """Record in the store how this rank ended; if it lost contact, wait and name the ranks that did not."""
     try:
         store.set(f"{note} {rank_env.rank}", "")
         if note != "lost":
@@ -160,7 +160,7 @@ def _compare_notes(store: dist.Store, rank_env: RankEnv, note: str, timeout_secs
         others = [rank for rank in range(rank_env.world_size) if not store.check([f"lost {rank}"])]
         failed = [rank for rank in others if store.check([f"failed {rank}"])]
     except dist.DistError as error:
-        return f"nor does the store answer, which rank 0's machine serves: {error}\n"
+        return f"rank 0's rendezvous store is also unreachable: {error}\n"
     if not others:
         return ""
     if failed:
@@ -173,10 +173,10 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _leave(status: int) -> None:
-    """End this process at once, done or not, without an end of the interpreter.
+    """Exit now, without finalizing the interpreter.
 
-    Other threads may be stuck in a collective. And a group that a mesh still holds has threads that free the tensors of
-    the last collectives: one that needs the interpreter for that while it ends aborts the process.
+    Other threads may be stuck in a collective. A process group that a mesh still references has threads that free the
+    tensors of the last collectives; one that needs the interpreter while it finalizes aborts the process.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -184,13 +184,13 @@ def _leave(status: int) -> None:
 
 
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
-    faulthandler.enable()  # a stuck worker is ended by SIGABRT and shows where it was
+    faulthandler.enable()  # a stuck worker is killed by SIGABRT and prints its stack
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # no orphan, however the parent dies
     if os.getppid() != parent:
         os._exit(FAILED)
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.local_rank), str(rank_env.world_size)
     status, message = _work(rank_env, worker, args, timeout_secs)
-    pipe.send(message[-20_000:])  # fits into the pipe's buffer: nobody reads it before this process has ended
+    pipe.send(message[-20_000:])  # fits into the pipe's buffer: the parent reads it after this process has exited
     _leave(status)
 
 
@@ -199,10 +199,10 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
 
 def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
     """Start the workers, wait for them, and leave none behind."""
-    try:  # served from here, so that the port is taken before anyone is told of it
+    try:  # the parent serves the store, so the port is bound before any worker is told of it
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     except dist.DistError as error:
-        raise InputError(f"port {port} is not free; fsdp_port=null picks one that is") from error
+        raise InputError(f"port {port} is in use; fsdp_port=null picks a free one") from error
     context = multiprocessing.get_context(START_METHOD)
     pipes, processes = [], []
     try:
@@ -242,11 +242,11 @@ class End(Enum):
 
 
 def _classify(status: int, *, asked: list[int], timed_out: bool) -> End:
-    """What an exit status means. `asked` are the signals that the parent had; `timed_out`: the run is
-    older than a collective may take, so NCCL may have ended a worker whose collective took longer."""
+    """What an exit status means. `asked` are the signals that the parent received; `timed_out`: the run has lasted
+    longer than the collective timeout, so NCCL may have killed a worker whose collective timed out."""
     if status == 0:
         return End.DONE
-    if status == ASKED or (asked and -status in (signal.SIGTERM, *asked)):  # by its default if not yet training
+    if status == ASKED or (asked and -status in (signal.SIGTERM, *asked)):  # killed by it, if not training yet
         return End.STOPPED
     if status == LOST_CONTACT or (status == ABORTED and (timed_out or asked)):
         return End.LOST_CONTACT
@@ -254,7 +254,7 @@ def _classify(status: int, *, asked: list[int], timed_out: bool) -> End:
 
 
 def _patience(ends: Collection[End], *, aborted: bool, timeout_secs: float) -> float:
-    """Seconds that the other workers have once some ended in these ways."""
+    """Seconds that the other workers get to exit, given how some have ended."""
     if End.FAILED in ends:
         return 1
     if End.STOPPED in ends:
@@ -265,9 +265,9 @@ def _patience(ends: Collection[End], *, aborted: bool, timeout_secs: float) -> f
 
 
 def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int], *, began: float) -> None:
-    """Return when all workers are done. Raises for the first that failed, or for those that never ended.
+    """Return when all workers are done. Raises for the first that failed, or for those that never exited.
 
-    `asked` are the signals that the parent had, `began` is when the workers started.
+    `asked` are the signals that the parent received, `began` is when the workers started.
     """
     running, ends, deadline = dict(enumerate(processes)), {}, None
     while running:
@@ -284,11 +284,11 @@ def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int
         deadline = time.monotonic() + _patience(ends.values(), aborted=aborted, timeout_secs=timeout_secs)
     kinds = {*ends.values()}
     if End.STOPPED in kinds and End.FAILED not in kinds and (asked or not (running or End.LOST_CONTACT in kinds)):
-        raise Stopped(*asked[:1])  # the others wait for those that stopped, in calls that no signal interrupts
+        raise Stopped(*asked[:1])  # the rest are waiting for the stopped ones in calls that no signal interrupts
     if not running and kinds <= {End.DONE}:
         return
     if kinds <= {End.DONE, End.LOST_CONTACT}:
-        for process in running.values():  # nobody else is to blame: these shall show where they are
+        for process in running.values():  # the hang is in one of these: make them print their stacks
             os.kill(process.pid, signal.SIGABRT)
         wait([p.sentinel for p in running.values()], GRACE_SECS)
     statuses = {rank: processes[rank].exitcode for rank, end in ends.items() if end != End.DONE}
@@ -299,8 +299,8 @@ def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int
 def _cause(
     statuses: Mapping[int, int], messages: Mapping[int, str], stuck: list[int], lost: set[int], timeout_secs: float
 ) -> Exception:
-    """What the exit statuses and last words of workers that did not finish, in the order of their ends, say about the
-    cause; the `lost` lost contact."""
+    """The exception that explains why workers did not finish, from their exit statuses and last messages, both in the
+    order in which they exited. Ranks in `lost` lost contact."""
     guilty = [rank for rank in statuses if rank not in lost]
     if guilty:
         rank = next((r for r in guilty if statuses[r] == BAD_INPUT), guilty[0])
@@ -308,7 +308,7 @@ def _cause(
             return InputError(messages[rank])
         return WorkerFailed(messages[rank] or f"rank {rank} {_describe(statuses[rank])}")
     blame = [f"{_ranks(stuck)} did not answer within collective_timeout_secs={timeout_secs:g}"] * bool(stuck)
-    aborted = "was killed by SIGABRT, as NCCL does when a collective takes longer"
+    aborted = "was killed by SIGABRT, as NCCL does when a collective times out"
     return WorkerFailed("\n".join([*blame, *(messages[rank] or f"rank {rank} {aborted}" for rank in statuses)]))
 
 
@@ -323,4 +323,4 @@ def _describe(status: int) -> str:
     if status >= 0:
         return f"exited with status {status} and no message"
     name = signal.Signals(-status).name
-    return f"was killed by {name}" + (", as the system does when memory runs out" if name == "SIGKILL" else "")
+    return f"was killed by {name}" + (", as the kernel does when memory runs out" if name == "SIGKILL" else "")

@@ -1,4 +1,4 @@
-"""How this process takes and returns memory and files."""
+"""Allocator settings and limits of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def raise_open_file_limit() -> None:
-    """Many workers with many tensors in shared memory run out of the soft limit; the hard one is ours to take."""
+    """Raise the soft limit on open files to the hard one: workers that share many tensors exceed the soft limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -17,19 +17,20 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Let tensors of up to 32 MB reuse what was freed, as one process on a CPU can afford.
+    """Let tensors of up to 32 MB reuse freed memory. For a single process on a CPU.
 
-    glibc would return it to the system, and every page that comes from there anew costs a fault: a tenth of an update.
+    By default glibc returns it to the system, and each page costs a fault when it is needed again: a tenth of an
+    update.
     """
-    _set_malloc(M_MMAP_THRESHOLD, 2**25)  # the most that glibc takes
+    _set_malloc(M_MMAP_THRESHOLD, 2**25)  # the most that glibc accepts
     _set_malloc(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def return_freed_memory() -> None:
-    """Give large freed tensors back to the system at once.
+    """Return large freed tensors to the system immediately.
 
-    glibc keeps them, in ever larger pieces; among the tensors that sharding gathers and frees at every block, that
-    holds as much memory as the whole model would have taken.
+    By default glibc comes to keep ever larger ones. Sharding gathers and frees tensors at every block, so what glibc
+    keeps would grow to the size of the whole model.
     """
     _set_malloc(M_MMAP_THRESHOLD, 2**20)
 

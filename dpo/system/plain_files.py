@@ -1,4 +1,4 @@
-"""Files that are files: who opens a FIFO waits for ever, and what is written to a link goes elsewhere."""
+"""Checks that a path is a regular file: opening a FIFO blocks forever, and writing through a link goes elsewhere."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ KINDS = {
 
 
 def check_readable(path: Path, error: type[InputError] = InputError) -> None:
-    """Raises `error` if there is something that is no file, nor a link to one, and OSError if there is nothing."""
+    """Raises `error` if the path is neither a file nor a link to one, and OSError if nothing is there."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
-        raise error(f"{path} is {KINDS[stat.S_IFMT(mode)]} where a file belongs")
+        raise error(f"{path} is {KINDS[stat.S_IFMT(mode)]}; a regular file is expected")
 
 
 def check_writable(path: Path) -> None:
-    """Raises InputError if there is something that is no file itself: writing would wait, fail or go elsewhere."""
+    """Raises InputError if the path exists and is not itself a file: writing would block, fail or go elsewhere."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISREG(mode):
-        raise InputError(f"{path} is {KINDS[stat.S_IFMT(mode)]} where a file belongs: move it away")
+        raise InputError(f"{path} is {KINDS[stat.S_IFMT(mode)]}; a regular file is expected: move it away")
 
 
 def check_link(path: Path) -> None:
-    """Raises InputError if there is something that is no symbolic link."""
+    """Raises InputError if the path exists and is not a symbolic link."""
     if os.path.lexists(path) and not path.is_symlink():
         kind = KINDS.get(stat.S_IFMT(path.lstat().st_mode), "a file")
-        raise InputError(f"{path} is {kind} where a link to a step-N belongs: remove it")
+        raise InputError(f"{path} is {kind}; a symbolic link to a step-N is expected: remove it")
 
 
 def remove(path: Path) -> None:
-    """Remove whatever is there: a directory with all that is in it, but nothing that a link leads to."""
+    """Remove whatever is there: a directory with its contents; a link, but not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def get_open_port() -> int:
-    """A TCP port that is free on this machine now."""
+    """A TCP port that is currently free on this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
         server.bind(("", 0))
         return server.getsockname()[1]
@@ -27,16 +27,16 @@ def init_distributed(
     store: dist.Store | None = None,
     local_rank: int | None = None,
 ) -> None:
-    """Join the default process group, at `store` or where `MASTER_ADDR` and `MASTER_PORT` in the environment say.
+    """Join the default process group, through `store` or the environment's `MASTER_ADDR` and `MASTER_PORT`.
 
-    `timeout` is how long a collective may wait; None leaves it to torch. `local_rank`, by default `rank`, is the
-    process's among those of its machine: the GPU it takes under NCCL.
+    `timeout` is how long a collective may wait; None is torch's default. `local_rank`, by default `rank`, is the rank
+    within the machine, and under NCCL the index of its GPU.
     """
     if store is None:
         os.environ.setdefault("MASTER_ADDR", master_addr)
         os.environ.setdefault("MASTER_PORT", str(port))
     device = None
-    if backend == "nccl":  # first, or NCCL takes GPU 0 for every rank
+    if backend == "nccl":  # before joining, or NCCL takes GPU 0 on every rank
         device = torch.device("cuda", (rank if local_rank is None else local_rank) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store, device_id=device)

@@ -1,4 +1,4 @@
-"""Secrets: what looks like one is replaced before anything is written down or printed. Imports no torch."""
+"""Replaces what looks like a secret before anything is written or printed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ SECRET_KEY = re.compile(
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may hold @ and /
 URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
-ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be left open
+ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be unclosed
 KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # of an override
 REFERENCE = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # in an override's value
 
 
 def is_secret(name: Any) -> bool:
-    """Whether a key is called as secrets are: `api_key`, `authToken`, `db.password`."""
+    """Whether a key is named like a secret: `api_key`, `authToken`, `db.password`."""
     return SECRET_KEY.search(HUMP.sub("_", str(name).rpartition(".")[2])) is not None
 
 
 def secrets_in(overrides: list[str]) -> list[str]:
-    """Values of secrets in a command line, well formed or not. A reference (`${oc.env:NAME}`) is none."""
+    """The values of secrets in a command line, well-formed or not. A reference (`${oc.env:NAME}`) is not a secret."""
     values, goes_on = [], False
     for override in overrides:
         key = KEY.match(override)
@@ -37,8 +37,8 @@ def secrets_in(overrides: list[str]) -> list[str]:
 
 
 def redact(value: Any) -> Any:
-    """`value` with what looks like a secret replaced: keys that name one, also as KEY=VALUE in a text, credentials
-    inside URLs, and whatever the environment holds under such a name. A reference (`${oc.env:NAME}`) is none."""
+    """`value` with secrets replaced: values of keys named like one, also as KEY=VALUE in a string; credentials in URLs;
+    values of environment variables named like one. A reference (`${oc.env:NAME}`) is not a secret."""
     if isinstance(value, dict):
         return {k: "REDACTED" if is_secret(k) and v else redact(v) for k, v in value.items()}
     if isinstance(value, list):

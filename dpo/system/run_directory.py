@@ -1,4 +1,4 @@
-"""The directory of a run: created once, never shared by two runs, with the config and the environment written down."""
+"""The directory of a run: created once, never shared by two runs, with a record of config and environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dpo.system.redaction import redact
 
 LOCK = ".lock"
 LOG_FILES = ("metrics.jsonl", "samples.jsonl", "samples.txt")
-ORIGIN = ".continues"  # of a run that continues another: the checksum of that one's manifest
+ORIGIN = ".continues"  # in a run that continues another one: the checksum of the other's manifest
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN, *LOG_FILES)
 PACKAGES = (
     "torch",
@@ -39,7 +39,7 @@ PACKAGES = (
 
 
 def _git(*arguments: str) -> str:
-    """What git prints about our own checkout; nothing on a machine without git or outside a checkout."""
+    """Git's output for our own checkout; empty without git or outside a checkout."""
     try:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -48,7 +48,7 @@ def _git(*arguments: str) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, devices and the git commit: what somebody needs to run it again. No environment variables."""
+    """Versions, devices and the git commit: what it takes to repeat the run. No environment variables."""
     commit = _git("rev-parse", "HEAD")
     return {
         "python": platform.python_version(),
@@ -63,13 +63,13 @@ def environment() -> dict[str, Any]:
 
 
 def check_free(path: str | Path) -> None:
-    """Raises InputError if a directory holds a run, or could not be written."""
+    """Raises InputError if a directory holds a run or is not writable."""
     run_dir = Path(path)
     held = [name for name in ("metrics.jsonl", "LATEST") if os.path.lexists(run_dir / name)]
     if held:
         raise InputError(
-            f"local_run_dir={path} already holds a run ({', '.join(held)}); choose another, move it away, or continue "
-            f"it with resume=auto"
+            f"local_run_dir={path} already holds a run ({', '.join(held)}): choose another directory, move this one "
+            f"away, or continue the run with resume=auto"
         )
     with _explaining(path):
         place = next(place for place in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(place))
@@ -80,8 +80,8 @@ def check_free(path: str | Path) -> None:
 
 
 def create_run_dir(path: str, *, continued: bool = False) -> Path:
-    """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`, and if what is
-    to be written there is something else than a file."""
+    """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`, or if
+    something other than a file is where the run would write one."""
     if not continued:
         check_free(path)
     run_dir = Path(path)
@@ -103,9 +103,9 @@ def write_record(run_dir: Path, config: dict[str, Any]) -> None:
 
 
 def lock_run_dir(run_dir: Path) -> IO:
-    """Keep other processes out for as long as this one holds the file that is returned; the system frees it.
+    """Lock the directory for as long as the returned file is open; the system releases the lock when this process ends.
 
-    Raises InputError if another process holds it.
+    Raises InputError if another process holds the lock.
     """
     with _explaining(run_dir):
         file = (run_dir / LOCK).open("a")
@@ -113,21 +113,21 @@ def lock_run_dir(run_dir: Path) -> IO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise InputError(f"local_run_dir={run_dir} is in use by a run that goes on: stop that one first") from error
-    except OSError as error:  # some network file systems know no locks
-        print(f"warning: {run_dir} cannot be locked ({error}): start no second run there")
+        raise InputError(f"local_run_dir={run_dir} is locked by a running process: stop it first") from error
+    except OSError as error:  # some network file systems have no locks
+        print(f"warning: {run_dir} cannot be locked ({error}): do not start a second run there")
     return file
 
 
 @contextmanager
 def explaining_full_disk(run_dir: str | Path) -> Iterator[None]:
-    """Raise RunError if a disk is full inside."""
+    """Inside, a full disk raises RunError."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise RunError(f"{run_dir} cannot be written ({error}); what was saved is whole; free some space") from error
+        raise RunError(f"{run_dir} cannot be written ({error}): free some space; checkpoints are intact") from error
 
 
 @contextmanager
@@ -136,5 +136,5 @@ def _explaining(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(
-            f"local_run_dir={path} cannot be written: {error}; give another, or local_dirs from which it is made"
+            f"local_run_dir={path} cannot be written: {error}; choose another, or set local_dirs, where it is created"
         ) from error

@@ -1,4 +1,4 @@
-"""Work that one process of each machine does for all of its machine, while the others wait as long as it takes."""
+"""Work that one process per machine does for all processes of that machine, while they wait for as long as it takes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 def once_per_machine(
     make: Callable[[], T], *, give: Callable[[T], str], take: Callable[[str], T], silence_secs: float
 ) -> T:
-    """What `make` gives in the first process of each machine, and `take(give(made))` in the others.
+    """The result of `make()` in the first process of each machine, and of `take(give(made))` in the others.
 
-    Every process must call it; it returns once all machines are done. Nobody waits in a collective, which has a timeout
-    and lets no signal through: whoever makes says at the store every few seconds that it is alive. Raises DistError
-    where another process failed, or was silent for `silence_secs`.
+    Every process must call it; it returns once all machines are done. No process waits in a collective, which would
+    time out and block signals; the process that makes sends heartbeats through the store instead. Raises DistError if
+    another process failed, or sent none for `silence_secs`.
     """
     if not is_shared():
         return make()
@@ -39,13 +39,13 @@ def once_per_machine(
         return made
     try:
         return take(said[first])
-    except OSError as error:  # /proc may be mounted so that processes do not see into each other
-        print(f"rank {rank} cannot open what rank {first} gives ({error}), and makes its own", flush=True)
+    except OSError as error:  # /proc may be mounted so that processes cannot see each other's files
+        print(f"rank {rank} cannot open the data of rank {first} ({error}), so it loads its own copy", flush=True)
         return make()
 
 
 def _wait(store: dist.Store, keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
-    """What these ranks give when they are done. Raises DistError if one failed or is silent."""
+    """What these ranks give, once all are done. Raises DistError if one failed or fell silent."""
     given: dict[int, str] = {}
     for rank, answer in answers(store, keys, {rank: _signs(key) for rank, key in keys.items()}, silence_secs):
         outcome, _, given[rank] = answer.partition(" ")
@@ -59,8 +59,8 @@ def _signs(key: str) -> str:
 
 
 def _machine() -> str:
-    """What processes have in common that can open each other's files under /proc: the booted system, its namespaces of
-    processes and users, and the user. (Host names may be the same on several machines.)"""
+    """Equal for processes that can open each other's files under /proc: same boot, PID and user namespace, and user.
+    (Different machines may have the same host name.)"""
     booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user")]
     return " ".join([booted, *namespaces, str(os.getuid())])
@@ -73,6 +73,6 @@ def _make(make: Callable[[], T], give: Callable[[T], str], store: dist.Store, ke
         store.set(key, f"done {give(made)}")
         return made
     except BaseException:
-        with suppress(dist.DistError):  # what is raised is what went wrong first
+        with suppress(dist.DistError):  # the first error is the one to raise
             store.set(key, "failed")
         raise

@@ -1,4 +1,4 @@
-"""Being asked to stop: Ctrl-C, SIGTERM and SIGUSR1 end a run with a checkpoint; a second Ctrl-C ends it without."""
+"""Stop signals: Ctrl-C, SIGTERM and SIGUSR1 end a run with a checkpoint; a second Ctrl-C ends it without one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from contextlib import contextmanager, suppress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ABORTED = 128 + signal.SIGINT  # exit status after Ctrl-C, saved or not, as shells expect
-ASKED = 128 + signal.SIGTERM  # of a run that another signal stopped
-SAME_SECS = 1  # between two Ctrl-C that are one: a launcher passes on what the terminal has sent as well
+ASKED = 128 + signal.SIGTERM  # exit status after SIGTERM or SIGUSR1
+SAME_SECS = 1  # a second SIGINT within this time is the same Ctrl-C: terminal and launcher may both send it
 
 
 class Stopped(Exception):
-    """The run was asked to stop by signal `number`, and did; what was trained is saved."""
+    """The run stopped on signal `number`; a checkpoint is saved."""
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
         super().__init__(f"asked to stop by {signal.Signals(number).name}")
@@ -27,7 +27,7 @@ class Stopped(Exception):
 @contextmanager
 def on_stop_signals(act: Callable[[int], object]) -> Iterator[None]:
     """Inside, a signal is acknowledged in one line and calls `act` with its number; a second Ctrl-C raises
-    KeyboardInterrupt. Ctrl-C stays ignored where it is. Only a main thread can hear signals."""
+    KeyboardInterrupt. Ctrl-C stays ignored if it was. Only the main thread can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -54,8 +54,8 @@ def on_stop_signals(act: Callable[[int], object]) -> Iterator[None]:
 
 @contextmanager
 def ctrl_c_ignored() -> Iterator[None]:
-    """Processes that are started inside ignore Ctrl-C, from their first moment: a terminal sends it to all of them, and
-    their parent, which hears it too, tells them what to do."""
+    """Processes started inside ignore Ctrl-C from the start: a terminal sends it to all of them, and only their parent
+    should handle it and forward it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -67,16 +67,16 @@ def ctrl_c_ignored() -> Iterator[None]:
 
 
 def _speaks() -> bool:
-    """Whether this is the one process of the run that says what happens: the one that started the others, or rank 0."""
+    """Whether this is the one process of the run that prints: the parent of the others, or rank 0."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     return multiprocessing.parent_process() is None and rank == "0"
 
 
 def _acknowledge(number: int) -> None:
     ctrl_c = number == signal.SIGINT
-    line = f"{'Ctrl-C' if ctrl_c else signal.Signals(number).name}: stopping, and saving what was trained, if anything"
-    line += "; Ctrl-C again ends at once and saves nothing" if ctrl_c else ""
+    line = f"{'Ctrl-C' if ctrl_c else signal.Signals(number).name}: stopping after saving a checkpoint"
+    line += "; press Ctrl-C again to exit immediately without saving" if ctrl_c else ""
     if os.isatty(1):
-        line = f"\r\x1b[K{line}"  # in place of the bar, which is drawn again below
-    with suppress(OSError):  # who closed the terminal or the log file wants the checkpoint all the more
-        os.write(1, f"{line}\n".encode())  # not print, which the signal may have interrupted
+        line = f"\r\x1b[K{line}"  # replaces the progress bar, which is redrawn below
+    with suppress(OSError):  # a closed terminal or log file must not prevent the checkpoint
+        os.write(1, f"{line}\n".encode())  # not print: the signal may have interrupted one

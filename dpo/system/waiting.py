@@ -1,7 +1,7 @@
-"""Waiting at the store for what another rank does alone, as loading data or writing a checkpoint.
+"""Waiting, through the store, for work that one rank does alone, such as loading data or writing a checkpoint.
 
-In a collective the others would give up after the group's timeout, however far that rank is, and hear no signal. At the
-store they wait as long as it gives signs of life.
+A collective would time out however far that rank has come, and would block signals. Polling the store, the other ranks
+wait for as long as that rank sends heartbeats.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def is_shared() -> bool:
 
 
 def default_store() -> dist.Store:
-    """The store at which all processes of the run have met."""
+    """The rendezvous store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def answers(
     store: dist.Store, keys: Mapping[int, str], signs: Mapping[int, str], silence_secs: float
 ) -> Iterator[tuple[int, str]]:
-    """(rank, what it has set under its key) of these ranks as they come. Under `signs` are keys of counts that grow.
+    """Yields (rank, the value it set under its key) as the ranks answer. `signs` has the key of each rank's heartbeats.
 
-    Raises DistError if a rank neither answers nor gives a sign of life for so long.
+    Raises DistError if a rank neither answers nor sends a heartbeat for `silence_secs`.
     """
-    heard = dict.fromkeys(keys, (0, time.monotonic()))  # number of signs, and when the last one came
+    heard = dict.fromkeys(keys, (0, time.monotonic()))  # count of heartbeats, and when the last one came
     missing, pause = dict(keys), 0.005
     while missing:
         for rank, key in list(missing.items()):
@@ -47,19 +47,19 @@ def answers(
             elif (count := store.add(signs[rank], 0)) != heard[rank][0]:
                 heard[rank] = count, time.monotonic()
             elif time.monotonic() - heard[rank][1] > silence_secs:
-                raise dist.DistError(f"rank {rank} gave no sign of life for {silence_secs:g} s")
+                raise dist.DistError(f"rank {rank} sent no heartbeat for {silence_secs:g} s")
         if missing:
-            time.sleep(pause)  # in Python, so that a signal is heard
+            time.sleep(pause)  # in Python, so that signals are handled
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
 @contextmanager
 def signs_of_life(store: dist.Store, key: str, beat_secs: float) -> Iterator[None]:
-    """Inside, a count at the store grows again and again."""
+    """Inside, a thread sends heartbeats: it increments a counter in the store every `beat_secs`."""
     done = threading.Event()
 
     def beat() -> None:
-        with suppress(dist.DistError):  # without a store the others end by themselves
+        with suppress(dist.DistError):  # without a store the other ranks fail by themselves
             while not done.wait(beat_secs):
                 store.add(key, 1)
 
@@ -73,15 +73,15 @@ def signs_of_life(store: dist.Store, key: str, beat_secs: float) -> Iterator[Non
 
 
 def made_progress() -> None:
-    """Rank 0 has done another piece of what it does alone."""
+    """Tell the ranks that wait for rank 0 that it has made progress."""
     if is_shared():
         default_store().add(PROGRESS, 1)
 
 
 def meet_rank_0(place: str) -> None:
-    """Return when rank 0 has come to this place, which nobody has named before; rank 0 does not wait.
+    """Return once rank 0 has reached `place`, a name used only once; rank 0 does not wait.
 
-    Raises DistError if rank 0 neither comes nor makes progress for as long as a collective may take.
+    Raises DistError if rank 0 neither arrives nor makes progress within the collective timeout.
     """
     if not is_shared():
         return
@@ -93,7 +93,7 @@ def meet_rank_0(place: str) -> None:
 
 
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
-    """What `act` gives: on rank 0 at once, which shows that it lives, on the others when rank 0 has done with it."""
+    """Call `act` on rank 0, which sends heartbeats meanwhile, then on the other ranks; return its result."""
     if not is_shared() or dist.get_rank() != 0:
         meet_rank_0(place)
         return act()

@@ -239,7 +239,7 @@ def test_a_manifest_without_checksums_of_blocks_is_one_of_before_and_finds_damag
     assert "blocks" not in check_complete(saved)
     flip(saved / part)
 
-    with pytest.raises(DamagedCheckpoint, match=rf"{part} is not as it was written"):
+    with pytest.raises(DamagedCheckpoint, match=rf"{part}: checksum mismatch"):
         check_complete(saved)
 
 

@@ -85,7 +85,7 @@ def test_texts_without_a_prompt_share_their_beginning(chosen, rejected, expected
 
 
 def test_texts_that_share_nothing_need_a_prompt(tokenizer):
-    with pytest.raises(InputError, match="row 1 of mine: the prompt is empty"):
+    with pytest.raises(InputError, match="record 1 of mine: the prompt is empty"):
         get_own([{"chosen": "yes", "rejected": "no"}], "mine", tokenizer)
 
 
@@ -100,13 +100,13 @@ def test_columns_may_have_other_names(tokenizer, chat):
     messages = {RENAMED[key]: value for key, value in HELLO.items()}
     template = chat(ENDS_TURNS_WITH_EOS)
     assert get_own([messages], "mine", template, RENAMED) == get_own([HELLO], "mine", template)
-    with pytest.raises(InputError, match=r"row 1 of mine: field 'best' must be .* missing; the row has question"):
+    with pytest.raises(InputError, match=r"record 1 of mine: field 'best' must be .* missing; the record has question"):
         get_own([{"question": "Q:"}], "mine", tokenizer, RENAMED)
-    with pytest.raises(InputError, match=r"field 'question' must be .* missing; the row has best, worst"):
+    with pytest.raises(InputError, match=r"field 'question' must be .* missing; the record has best, worst"):
         get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, RENAMED)
     shared = get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, {"chosen": "best", "rejected": "worst"})
     assert list(shared) == ["a"]
-    with pytest.raises(InputError, match="columns name promt, which is none of prompt, chosen, rejected"):
+    with pytest.raises(InputError, match="columns has unknown names promt; the names are prompt, chosen, rejected"):
         get_own(rows, "mine", tokenizer, {"promt": "question"})
     sources = {"hh": {"path": "x", "columns": RENAMED}}
     with pytest.raises(InputError, match=r"dataset_sources\.hh renames columns, and hh has its own"):
@@ -200,20 +200,24 @@ COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
         (
             [{**HELLO, "chosen": [assistant("Hello<|endoftext|>")]}],
             ENDS_TURNS_WITH_EOS,
-            "row 1 of mine: a message contains the EOS token '<|endoftext|>'",
+            "record 1 of mine: a message contains the EOS token '<|endoftext|>'",
         ),
-        ([HELLO], None, "row 1 of mine holds chat messages, but the tokenizer has no chat template"),
-        ([HELLO], REFUSES, "row 1 of mine: the tokenizer's chat template refuses these messages: roles must alternate"),
-        ([HELLO], COUNTS, "row 1 of mine: the chat template renders the prompt differently"),
+        ([HELLO], None, "record 1 of mine holds chat messages, but the tokenizer has no chat template"),
+        (
+            [HELLO],
+            REFUSES,
+            "record 1 of mine: the tokenizer's chat template rejects these messages: roles must alternate",
+        ),
+        ([HELLO], COUNTS, "record 1 of mine: the chat template renders the prompt differently"),
         (
             [HELLO, {"prompt": "a", "chosen": " b", "rejected": " c"}],
             ENDS_TURNS_WITH_EOS,
-            "row 2 of mine: the rows before it hold chat messages; use one kind",
+            "record 2 of mine: earlier records hold chat messages; use one kind",
         ),
         (
             [{"prompt": "a", "chosen": " b", "rejected": " c"}, HELLO],
             ENDS_TURNS_WITH_EOS,
-            "row 2 of mine: the rows before it hold text; use one kind",
+            "record 2 of mine: earlier records hold text; use one kind",
         ),
         ([{**HELLO, "rejected": "Go away"}], ENDS_TURNS_WITH_EOS, "must all be text or all be chat messages"),
         ([{**HELLO, "chosen": []}], ENDS_TURNS_WITH_EOS, "need at least one message each"),

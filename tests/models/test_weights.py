@@ -87,7 +87,7 @@ def test_another_architecture_is_refused_and_the_model_is_left_as_it_was(tmp_pat
         (build("gpt2").state_dict(), r"LlamaForCausalLM\): unknown: .*missing: "),
         (one_layer_less, r"missing: model\.layers\.1\."),
         (state | {"model.extra.weight": torch.zeros(1)}, r"unknown: model\.extra\.weight"),  # strict both ways
-        (other_shape, r"lm_head\.weight is \(41, 16\) there and \(40, 16\) here"),
+        (other_shape, r"lm_head\.weight is \(41, 16\) in the file and \(40, 16\) in the model"),
     ):
         model = build("llama", seed=2)
         with pytest.raises(InputError, match=message):
@@ -148,5 +148,5 @@ def test_an_archive_may_be_named_by_its_file_its_directory_or_its_run(tmp_path):
     for name in (run / "step-64" / "policy.pt", run / "step-64", run / "LATEST", run):
         assert find_archive(str(name)).resolve() == run / "step-64" / "policy.pt"
     for nothing in (tmp_path, tmp_path / "nowhere", run / "step-128"):
-        with pytest.raises(InputError, match=f"{nothing} is neither a policy.pt nor a directory that holds one"):
+        with pytest.raises(InputError, match=f"{nothing} is neither a policy.pt nor a directory that contains one"):
             find_archive(str(nothing))

@@ -155,7 +155,7 @@ def send_different_models(rank: int, world_size: int) -> None:
 
 
 def test_processes_that_see_different_models_are_told_so():
-    with pytest.raises(Exception, match="rank 1 and rank 0 see different models"):
+    with pytest.raises(Exception, match="rank 1 and rank 0 load different models"):
         launch(send_different_models, 2, process_group=True)
 
 
@@ -538,7 +538,7 @@ def test_the_whole_model_is_no_block(tmp_path):
     result = train(*TINY, *TWO, "model.block_name=LlamaForCausalLM", f"local_run_dir={tmp_path / 'run'}")
     assert result.returncode == 2
     assert result.stderr == (
-        "error: model.block_name=LlamaForCausalLM is the whole model; null takes the blocks it names itself\n"
+        "error: model.block_name=LlamaForCausalLM is the whole model; null uses the blocks it declares itself\n"
     )
 
 

@@ -64,7 +64,7 @@ def test_a_style_we_do_not_know_is_refused():
 def test_a_plan_that_forgets_a_parameter_which_sees_slices_is_refused():
     config = transformers.PhiConfig(**{**COMMON, "num_hidden_layers": 1}, qk_layernorm=True)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(InputError, match=r"does not say how to cut model\.layers\.0\.self_attn\.q_layernorm"):
+    with pytest.raises(InputError, match=r"does not say how to shard model\.layers\.0\.self_attn\.q_layernorm"):
         find_plan(model)
 
 

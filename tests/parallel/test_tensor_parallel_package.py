@@ -182,7 +182,7 @@ def test_forwards_agree_bit_for_bit_on_more_devices(family):
 @needs_package
 def test_adafactor_is_refused():
     split = split_over_devices(build("llama"), CPUS)
-    with pytest.raises(InputError, match="give Adafactor the whole matrices it needs; use another optimizer"):
+    with pytest.raises(InputError, match="support Adafactor, which needs whole matrices; use another optimizer"):
         split.keep_whole_state(torch.optim.Adafactor(split.parameters()))
 
 
@@ -196,7 +196,7 @@ def test_a_package_that_does_not_import_is_named_with_the_command_that_helps(mis
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(InputError) as refusal:
         split_over_devices(build("llama"), CPUS)
-    assert f"does not import (import of {missing} halted" in str(refusal.value)
+    assert f"cannot be imported (import of {missing} halted" in str(refusal.value)
     assert "pip install tensor_parallel==2.0.0 'setuptools>=77,<82'" in str(refusal.value)
     assert "tensor_parallel.backend=dtensor" in str(refusal.value)
 
@@ -204,14 +204,14 @@ def test_a_package_that_does_not_import_is_named_with_the_command_that_helps(mis
 @pytest.mark.parametrize(
     ("config", "attention", "devices", "message"),
     [
-        (FAMILIES["qwen2, tied, with biases"](), "eager", 2, "cannot cut qwen2; use a model of gpt2, gpt_neox, llama"),
+        (FAMILIES["qwen2, tied, with biases"](), "eager", 2, "cannot shard qwen2; use a model of gpt2, gpt_neox"),
         (FAMILIES["llama"](), "flex_attention", 2, "set model.attn_implementation=eager or sdpa"),
-        (FAMILIES["llama"](), "eager", 1, "two devices or more, and here is 1; set tensor_parallel_size=2"),
+        (FAMILIES["llama"](), "eager", 1, "needs two or more devices, and 1 is available; set tensor_parallel_size=2"),
         (FAMILIES["llama"](), "eager", 4, "does not divide the model's num_key_value_heads=2"),
         (transformers.GPT2Config(**GPT), "eager", 3, "does not divide the model's num_attention_heads=4"),
-        (transformers.LlamaConfig(**COMMON, attention_bias=True), "eager", 2, "cannot cut a Llama with biases"),
-        (transformers.LlamaConfig(**COMMON, mlp_bias=True), "eager", 2, "cannot cut a Llama with biases"),
-        (transformers.LlamaConfig(**GROUPED, head_dim=12), "eager", 2, "head_dim=12 that do not fill hidden_size"),
+        (transformers.LlamaConfig(**COMMON, attention_bias=True), "eager", 2, "cannot shard a Llama with biases"),
+        (transformers.LlamaConfig(**COMMON, mlp_bias=True), "eager", 2, "cannot shard a Llama with biases"),
+        (transformers.LlamaConfig(**GROUPED, head_dim=12), "eager", 2, "head_dim=12 times its heads is not"),
     ],
 )  # fmt: skip
 def test_what_the_package_cannot_cut_is_refused(config, attention, devices, message):

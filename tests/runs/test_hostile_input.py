@@ -81,7 +81,7 @@ def test_a_manifest_cannot_point_elsewhere(run, tmp_path):
     manifest["files"]["../../secret"] = manifest["files"].pop("policy.pt")
     vouch(file, manifest)
 
-    with pytest.raises(InputError, match=r"manifest\.json is wrong about \.\./\.\./secret, policy\.pt"):
+    with pytest.raises(InputError, match=r"manifest\.json lists the wrong files: \.\./\.\./secret, policy\.pt"):
         run("run", "resume=auto")
 
 
@@ -193,7 +193,7 @@ def test_code_of_a_model_runs_only_if_it_was_asked_for(asked_for, tmp_path, monk
     if asked_for:
         load_config(str(tmp_path), trust_remote_code=True)
     else:
-        with pytest.raises(InputError, match=r"brings Python code of its own.*model\.trust_remote_code=true"):
+        with pytest.raises(InputError, match=r"contains Python code.*model\.trust_remote_code=true"):
             load_config(str(tmp_path))
     assert (tmp_path / "proof").exists() == asked_for
 

@@ -77,7 +77,7 @@ def replace_state(file: Path, change: Callable[[Any], Any]) -> None:
 def test_what_is_no_file_is_not_read_and_a_link_to_a_file_is(kind, tmp_path):
     make(kind, tmp_path / "odd")
     for read in (check_readable, read_logps, read_state):
-        with pytest.raises(InputError, match=f"odd is a {kind} where a file belongs"):
+        with pytest.raises(InputError, match=f"odd is a {kind}; a regular file is expected"):
             read(tmp_path / "odd")
     write_rows(tmp_path / "rows", [{"prompt": "a"}])
     (tmp_path / "link").symlink_to("rows")
@@ -90,7 +90,7 @@ def test_what_a_run_writes_is_a_file_of_its_own_or_the_run_does_not_begin(kind, 
     (tmp_path / "elsewhere").write_text("precious")
     make(kind, tmp_path / name)
     called = "symbolic link" if kind in ("device", "loop") else kind
-    with pytest.raises(InputError, match=f"{name} is a {called} where a file belongs: move it away"):
+    with pytest.raises(InputError, match=f"{name} is a {called}; a regular file is expected: move it away"):
         create_run_dir(str(tmp_path), continued=True)
     assert (tmp_path / "elsewhere").read_text() == "precious"
 
@@ -99,7 +99,7 @@ def test_what_a_run_writes_is_a_file_of_its_own_or_the_run_does_not_begin(kind, 
 def test_a_logger_writes_to_files_alone(name, tmp_path):
     (tmp_path / "elsewhere").write_text("precious")
     (tmp_path / name).symlink_to("elsewhere")
-    with pytest.raises(InputError, match="symbolic link where a file belongs"):
+    with pytest.raises(InputError, match="symbolic link; a regular file is expected"):
         FileLogger(tmp_path, {"log_bytes": {name: 0}})
     assert (tmp_path / "elsewhere").read_text() == "precious"
 
@@ -108,7 +108,7 @@ def test_a_logger_writes_to_files_alone(name, tmp_path):
 @pytest.mark.parametrize("kind", ["directory", "FIFO", "file"])
 def test_what_should_be_a_link_and_is_not_is_said_before_anything_is_computed(link, kind, tmp_path):
     (tmp_path / link).touch() if kind == "file" else make(kind, tmp_path / link)
-    with pytest.raises(InputError, match=f"{link} is a {kind} where a link to a step-N belongs: remove it"):
+    with pytest.raises(InputError, match=f"{link} is a {kind}; a symbolic link to a step-N is expected: remove it"):
         create_run_dir(str(tmp_path), continued=True)
 
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_with_something_else_than_files_is_damaged(kind, name, tmp_
         manifest["files"][name] = {"sha256": hashlib.sha256(b"").hexdigest(), "bytes": (saved / name).stat().st_size}
         (saved / MANIFEST).write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
 
-    with pytest.raises(DamagedCheckpoint, match=f"{name} is a {kind} where a file belongs"):
+    with pytest.raises(DamagedCheckpoint, match=f"{name} is a {kind}; a regular file is expected"):
         check_complete(saved)
 
 
@@ -170,7 +170,7 @@ def test_links_that_lead_nowhere_or_round_in_circles_are_no_traceback(tmp_path, 
     with pytest.raises(InputError, match="finds no complete checkpoint"):
         run("run", f"resume={tmp_path}/other/LATEST")
     for place in (f"{tmp_path}/other", "~nobody-of-that-name/x"):
-        with pytest.raises(InputError, match=r"is neither a policy\.pt nor a directory that holds one"):
+        with pytest.raises(InputError, match=r"is neither a policy\.pt nor a directory that contains one"):
             find_archive(place)
 
 
@@ -181,11 +181,11 @@ def test_a_resume_of_such_a_directory_ends_at_once_and_in_words(command, run, tm
     result = train(*command("run", "resume=auto"))
     assert result.returncode == 2
     [message] = result.stderr.splitlines()
-    assert message == f"error: {tmp_path}/run/samples.jsonl is a directory where a file belongs: move it away"
+    assert message == f"error: {tmp_path}/run/samples.jsonl is a directory a regular file is expected: move it away"
 
     (tmp_path / "run" / "metrics.jsonl").unlink()
     os.mkfifo(tmp_path / "run" / "metrics.jsonl")
-    with pytest.raises(InputError, match=r"metrics\.jsonl is a FIFO where a file belongs"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl is a FIFO a regular file is expected"):
         run("fork", f"resume={tmp_path}/run/step-8")
 
 
@@ -202,7 +202,7 @@ def test_a_part_that_is_something_else_is_damage_and_the_checkpoint_before_it_co
     run("run", "n_examples=16", "resume=auto")
 
     said = capsys.readouterr().out
-    assert f"warning: skipped: {tmp_path}/run/step-16/{part}.pt is no state of a run: " in said
+    assert f"warning: checkpoint skipped: {tmp_path}/run/step-16/{part}.pt is no state of a run: " in said
     assert f"continuing from {tmp_path}/run/step-8" in said
     assert [line["examples"] for line in metrics_of(tmp_path / "run", "train")] == [4, 8, 12, 16]
 
@@ -373,7 +373,7 @@ def test_a_run_that_continues_elsewhere_meets_such_files_there(run, tmp_path):
     run("fork", f"resume={tmp_path}/run/step-8", "n_examples=12")
     (tmp_path / "fork" / ".continues").unlink()
     os.mkfifo(tmp_path / "fork" / ".continues")
-    with pytest.raises(InputError, match=r"\.continues is a FIFO where a file belongs"):
+    with pytest.raises(InputError, match=r"\.continues is a FIFO a regular file is expected"):
         run("fork", f"resume={tmp_path}/run/step-8", "n_examples=16")
 
 

@@ -185,7 +185,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(run, tmp_path, ca
     run("killed", "n_examples=8", "resume=auto")
 
     assert (
-        "holds no checkpoint, so the run starts again; metrics.jsonl becomes metrics.jsonl.old"
+        "holds no checkpoint, so the run starts over; metrics.jsonl becomes metrics.jsonl.old"
         in capsys.readouterr().out
     )
     assert find_differences(tmp_path / "whole", tmp_path / "killed") == []
@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_co
     run("damaged", "resume=auto")
 
     said = capsys.readouterr().out
-    assert f"warning: skipped: {file} is not as it was written" in said
+    assert f"warning: checkpoint skipped: {file}: checksum mismatch" in said
     assert "continuing from" in said
     assert "step-16" in said
     assert find_differences(tmp_path / "run", tmp_path / "damaged") == []
@@ -293,7 +293,7 @@ def test_another_reference_is_noticed(run, tmp_path):
 
 def test_going_back_in_the_same_directory_is_refused(run, tmp_path):
     run("run")
-    with pytest.raises(InputError, match=r"would overwrite what its run saved later \(step-24\)"):
+    with pytest.raises(InputError, match=r"would overwrite a later checkpoint of its run \(step-24\)"):
         run("run", f"resume={tmp_path}/run/step-16")
     assert len(metrics_of(tmp_path / "run", "train")) == 6
 
@@ -345,7 +345,7 @@ def test_a_run_that_continues_elsewhere_knows_its_origin_when_that_is_pruned(run
 def test_a_link_that_a_copy_made_a_directory_is_one_sentence(run, tmp_path):
     run("run", "n_examples=8")
     shutil.copytree(tmp_path / "run", tmp_path / "copy")  # follows links
-    with pytest.raises(InputError, match="LATEST is a directory where a link to a step-N belongs: remove it"):
+    with pytest.raises(InputError, match="LATEST is a directory; a symbolic link to a step-N is expected: remove it"):
         run("copy", "resume=auto")
 
 
@@ -376,7 +376,7 @@ def test_a_changed_tokenizer_is_noticed(loss, run, tmp_path):
     run("run", *settings)
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     swap_in_vocabulary(model, *[token for token in vocabulary if len(token) == 1][10:12])
-    with pytest.raises(InputError, match=r"the tokenizer has changed since .*step-8: it gives the same texts other"):
+    with pytest.raises(InputError, match=r"the tokenizer has changed since .*step-8: it encodes the same texts"):
         run("run", *settings, "resume=auto")
 
 

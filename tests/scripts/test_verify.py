@@ -40,7 +40,7 @@ def test_a_line_for_each_checkpoint_and_status_1_if_one_is_damaged(run_dir, caps
     assert main([str(run_dir), str(run_dir / "step-8")]) == 1  # named twice, told once
     assert capsys.readouterr().out.splitlines() == [
         f"damaged  {run_dir}/step-16 has no manifest",
-        f"damaged  {run_dir}/step-8/optimizer.pt is not as it was written",
+        f"damaged  {run_dir}/step-8/optimizer.pt: checksum mismatch",
     ]
 
 

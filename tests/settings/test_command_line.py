@@ -166,7 +166,8 @@ def test_every_job_of_a_sweep_over_own_files_is_looked_at(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "problem"), [("fifo", "is a FIFO where a file belongs"), ("device", "is a device where a file belongs")]
+    ("kind", "problem"),
+    [("fifo", "is a FIFO; a regular file is expected"), ("device", "is a device; a regular file is expected")],
 )
 def test_own_config_files_that_are_no_files_are_refused(kind, problem, tmp_path):
     file = tmp_path / "x.yaml"

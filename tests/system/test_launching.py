@@ -136,10 +136,10 @@ def test_workers_meet_in_one_group(world_size, total, tmp_path):
 def test_a_port_that_is_taken_is_one_sentence(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(InputError, match=f"port {port} is not free; fsdp_port=null"):
+        with pytest.raises(InputError, match=f"port {port} is in use; fsdp_port=null"):
             launch(add_up, 2, None, process_group=True, port=port)
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(InputError, match=f"port {port} is not free"):
+        with pytest.raises(InputError, match=f"port {port} is in use"):
             launch(add_up, 2, None, process_group=True)
 
 
@@ -272,7 +272,7 @@ def test_of_a_hanging_rank_nccl_aborts_the_victims_and_the_one_that_hangs_is_nam
     constants = {"ABORT_SECS": 2}
     with pytest.raises(WorkerFailed, match=r"^rank 0 did not answer within collective_timeout_secs=3\n") as error:
         warm.launch(abort_on_rank_1, 2, tmp_path, 5, process_group=True, timeout_secs=3, constants=constants)
-    assert "rank 1 was killed by SIGABRT, as NCCL does when a collective takes longer" in str(error.value)
+    assert "rank 1 was killed by SIGABRT, as NCCL does when a collective times out" in str(error.value)
     assert "in hang" in capfd.readouterr().err
     assert_all_gone(tmp_path)
 

@@ -69,7 +69,7 @@ def test_a_directory_with_other_files_is_used(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_an_error_in_words(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot be written: .*Not a directory.*; give another, or local_dirs from"):
+    with pytest.raises(InputError, match=r"cannot be written: .*Not a directory.*; choose another, or set local_dirs"):
         create_run_dir(str(tmp_path / "file" / "run"))
 
 

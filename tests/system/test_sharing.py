@@ -89,7 +89,7 @@ def test_who_shows_signs_of_life_may_take_longer_than_the_timeout():
 
 
 def test_silence_ends_the_wait():
-    with pytest.raises(dist.DistError, match=r"rank 3 gave no sign of life for 0\.3 s"):
+    with pytest.raises(dist.DistError, match=r"rank 3 sent no heartbeat for 0\.3 s"):
         sharing._wait(dist.HashStore(), {3: "rank 3"}, silence_secs=0.3)
 
 
@@ -167,7 +167,8 @@ def test_a_bad_row_ends_all_processes_with_one_sentence(rows, command, tmp_path)
 
     assert result.returncode == 2, result.stderr
     assert [line for line in result.stderr.splitlines() if "error" in line.lower()] == [
-        f"error: row 23 of {tmp_path / 'bad'} (train): field 'rejected' must be str but is missing; the row has chosen"
+        f"error: record 23 of {tmp_path / 'bad'} (train): field 'rejected' must be str but is missing; "
+        "the record has chosen"
     ]
     assert "Traceback" not in result.stderr
 

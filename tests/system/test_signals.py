@@ -26,8 +26,8 @@ def test_a_signal_is_acknowledged_in_one_line_and_acted_on(number, capfd):
         os.kill(os.getpid(), number)
     assert heard == [number]
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    again = "; Ctrl-C again ends at once and saves nothing" if number == signal.SIGINT else ""
-    assert capfd.readouterr() == (f"{name}: stopping, and saving what was trained, if anything{again}\n", "")
+    again = "; press Ctrl-C again to exit immediately without saving" if number == signal.SIGINT else ""
+    assert capfd.readouterr() == (f"{name}: stopping after saving a checkpoint{again}\n", "")
 
 
 def test_ctrl_c_that_a_launcher_passes_on_too_counts_once(capfd):

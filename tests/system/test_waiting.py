@@ -59,7 +59,7 @@ def hang(rank: int, world_size: int) -> None:
 def test_a_rank_0_that_makes_no_progress_is_named():
     with pytest.raises(RunError, match=r"rank 0 did not answer within collective_timeout_secs=5") as raised:
         launch(hang, 2, process_group=True, timeout_secs=TIMEOUT)
-    assert "rank 0 gave no sign of life for 5 s" in str(raised.value)
+    assert "rank 0 sent no heartbeat for 5 s" in str(raised.value)
 
 
 class Part:

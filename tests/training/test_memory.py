@@ -179,7 +179,7 @@ def test_of_several_processes_one_says_what_a_dry_run_finds(run, tmp_path, monke
         (("model.archive=/nowhere",), "model.archive=/nowhere is neither a policy.pt"),
         pytest.param(
             ("model.attn_implementation=flash_attention_2",),
-            "flash_attention_2 needs a GPU and the package flash_attn, which do not work here: use sdpa",
+            "flash_attention_2 needs a GPU and the package flash_attn, which are not available here: use sdpa",
             marks=pytest.mark.skipif(find_spec("flash_attn") is not None, reason="it can be loaded here"),
         ),
     ],
