@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dpo.data.collation import pad_to_length
-from dpo.models.generation import slice_and_move_batch_for_device
 from dpo.errors import InputError, RunError
+from dpo.models.generation import slice_and_move_batch_for_device
 from dpo.models.pretrained import disable_dropout
 from dpo.parallel.sharding import get_block_class_from_model
 from dpo.system.paths import get_local_dir, get_local_run_dir

@@ -109,8 +109,7 @@ def measure(overrides: list[str], updates: int) -> dict[str, Any]:
         shape = shape_of(policy)
         trainer = train.find_trainer(config)(policy, config, config.seed, folder, reference)
         del policy, reference
-        if config.cache_reference_logps == "all":
-            trainer.score_all_then_free_reference()
+        trainer.check_and_score_reference()
         rows = [measure_update(trainer, batch, shape) for batch in trainer.train_iterator][1:]
     return {"rows": rows, "pairs": config.batch_size, "memory_gb": peak_memory_gb()}
 
@@ -118,9 +117,9 @@ def measure(overrides: list[str], updates: int) -> dict[str, Any]:
 def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:
     with_reference = trainer.reference_model is not None
     inputs = [microbatch.inputs for microbatch in batch.microbatches]
-    needed = SharedPrefix({}, max_length=trainer.config.max_length).split(batch.batch, 1)
+    needed = SharedPrefix({}, max_length=trainer.config.max_length).split(batch.examples, 1)
     start = time.perf_counter()
-    metrics = trainer.train_step(batch)
+    metrics = trainer.train_step(batch).metrics
     seconds = time.perf_counter() - start
     return {
         "seconds": seconds,
@@ -198,7 +197,7 @@ def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, A
         n_examples=n_pairs,
         seed=config.seed,
     )
-    rows = [{"prompt": prompt.text, **texts} for batch in batches for prompt, texts in batch]
+    rows = [{"prompt": prompt.text, **texts} for batch in batches for prompt, _, texts in batch]
     (folder / "pairs.json").write_text(json.dumps(rows))
     return {
         "model": config.model.name_or_path,

@@ -10,7 +10,7 @@ import torch
 import yaml
 from support.runs import ROOT
 
-from dpo.losses import LOSSES, _get_batch_logps, preference_loss
+from dpo.losses import LOSSES, Scores, _get_batch_logps, preference_loss
 
 # one pair, log-probabilities (policy chosen, policy rejected, reference chosen, reference rejected):
 # h = (-10 - -13) - (-11 - -12) = 3 - 1 = 2
@@ -100,13 +100,16 @@ def test_every_loss_takes_exactly_the_keys_of_its_config_file():
     assert files.keys() == LOSSES.keys()
     for name, keys in files.items():
         assert keys.pop("name") == name
-        on_pairs = LOSSES[name].on_pairs
-        parameters = inspect.signature(on_pairs).parameters.values() if on_pairs else []
+        parameters = inspect.signature(LOSSES[name].fn).parameters.values()
         assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == keys.keys()
 
 
 def test_the_table_of_losses_hands_its_options_on():
+    lengths = torch.ones(1)
+    scores = Scores(PAIR[0], lengths, PAIR[1], lengths, *PAIR[2:])
     expected = preference_loss(*PAIR, 0.5, label_smoothing=0.25, reference_free=True)
-    assert LOSSES["dpo"].on_pairs(*PAIR, beta=0.5, label_smoothing=0.25, reference_free=True) == expected
-    assert LOSSES["ipo"].on_pairs(*PAIR, beta=0.5) == preference_loss(*PAIR, 0.5, ipo=True)
-    assert {name: loss.uses_reference for name, loss in LOSSES.items()} == {"sft": False, "dpo": True, "ipo": True}
+    config = {"name": "dpo", "beta": 0.5, "label_smoothing": 0.25, "reference_free": True}
+    assert tuple(LOSSES["dpo"](scores, config)) == expected
+    assert tuple(LOSSES["ipo"](scores, {"name": "ipo", "beta": 0.5})) == preference_loss(*PAIR, 0.5, ipo=True)
+    assert LOSSES["sft"](Scores(PAIR[0], lengths), {"name": "sft"}) == (-PAIR[0], None, None)
+    assert {name: loss.reference for name, loss in LOSSES.items()} == {"sft": False, "dpo": True, "ipo": True}

@@ -16,12 +16,14 @@ import torch
 from support.runs import GOLDEN, ROOT, metrics_of, write_rows
 
 import train  # noqa: F401  (registers the config's resolvers)
+from dpo.data.collation import collate_prompts
 from dpo.errors import InputError
-from dpo.models.layouts import Padded
+from dpo.models.layouts import Padded, pad
 from dpo.models.weights import load_archive
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.state import hold_the_same
-from dpo.reporting.files import FileLogger
+from dpo.training.reference import ReferenceLogps
+from preference_datasets import get_batch_iterator
 from trainers import BasicTrainer
 
 DPO = ("loss=dpo", "loss.beta=0.1")
@@ -91,8 +93,8 @@ def flat_weights(trainer: BasicTrainer) -> torch.Tensor:
 def update(trainer: BasicTrainer) -> tuple[torch.Tensor, dict[str, float]]:
     """What one update adds to the weights, and its metrics."""
     before = flat_weights(trainer)
-    metrics = trainer.train_step(next(trainer.train_iterator))
-    return flat_weights(trainer) - before, metrics
+    made = trainer.train_step(next(trainer.train_iterator))
+    return flat_weights(trainer) - before, made.metrics
 
 
 # --- an update -----------------------------------------------------------------------------------------------------
@@ -138,18 +140,18 @@ def test_the_layout_changes_nothing_but_time(loss, make_trainer):
 def test_an_update_is_a_step_against_the_gradient_of_the_mean_loss(make_trainer):
     trainer = make_trainer(*SFT, *IN_PLAIN_SIGHT, dtype=torch.float64)
     prepared = next(trainer.train_iterator)
-    batch = prepared.batch
+    rows = pad(prepared.examples, 64)
     model = copy.deepcopy(trainer.policy)
     loss = 0
     for i in range(4):  # one example at a time, without its padding
-        n = int(batch["chosen_attention_mask"][i].sum())
-        ids, labels = batch["chosen_input_ids"][i, :n], batch["chosen_labels"][i, :n]
+        n = int(rows.attention_mask[i].sum())
+        ids, labels = rows.input_ids[i, :n], rows.labels[i, :n]
         log_softmax = model(ids[None]).logits[0].log_softmax(-1)
         loss -= sum(log_softmax[t - 1, labels[t]] for t in range(1, n) if labels[t] != -100) / 4
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
     before = flat_weights(trainer)
 
-    metrics = trainer.train_step(prepared)
+    metrics = trainer.train_step(prepared).metrics
 
     assert metrics["loss/train"] == pytest.approx(loss.item(), rel=1e-7)  # the model's norms and softmax are float32
     torch.testing.assert_close(flat_weights(trainer), before - gradient, rtol=1e-5, atol=1e-6)
@@ -230,7 +232,7 @@ def test_functions_that_load_models_are_called_each_when_the_model_before_is_in_
 
     assert events == ["load policy", "place policy", "load reference", "place reference"]
     assert (ours.policy.what, ours.reference_model.what) == ("policy", "reference")
-    assert ours.reference_digest == trainer.reference_digest
+    assert ours.reference.digest == trainer.reference.digest
     assert not ours.reference_model.training
 
 
@@ -274,7 +276,7 @@ def test_debug_writes_metrics_and_no_checkpoints_and_no_wandb(make_trainer):
     trainer = make_trainer(*SFT, "debug=true", "wandb.enabled=true", "eval_every=8", "n_examples=12")
     trainer.train()
 
-    assert isinstance(trainer.logger, FileLogger)
+    assert trainer.callbacks.callbacks.keys() == {"terminal", "nonfinite", "files", "spikes"}
     assert os.listdir(trainer.run_dir) == ["metrics.jsonl"]
     assert [e["examples"] for e in metrics_of(trainer.run_dir, "eval")] == [0, 8, 12]
 
@@ -290,7 +292,7 @@ def test_debug_writes_metrics_and_no_checkpoints_and_no_wandb(make_trainer):
 def test_best_points_to_the_best_evaluation_and_latest_to_the_last(loss, name, values, make_trainer, monkeypatch):
     trainer = make_trainer(*loss, "eval_every=4", "n_examples=12", "self_test=false")
     scripted = iter(values)
-    monkeypatch.setattr(trainer, "evaluate", lambda: {name: next(scripted)})
+    monkeypatch.setattr(trainer.evaluator, "metrics", lambda: {name: next(scripted)})
 
     trainer.train()
 
@@ -308,14 +310,14 @@ def test_a_saved_run_continues_bit_for_bit_from_its_three_files(make_trainer, tm
     for batch in batches[:2]:
         first.train_step(batch)
     first.save(tmp_path / "saved", metrics=None)
-    uninterrupted = [first.train_step(batch) for batch in batches[2:]]
+    uninterrupted = [first.train_step(batch).metrics for batch in batches[2:]]
 
     second = make_trainer(*options, run="second")
     load_archive(second.policy, str(tmp_path / "saved"))
     for name in ("optimizer", "scheduler"):
         content = torch.load(tmp_path / "saved" / f"{name}.pt", weights_only=True)
         getattr(second, name).load_state_dict(content["state"])
-    continued = [second.train_step(batch) for batch in batches[2:]]
+    continued = [second.train_step(batch).metrics for batch in batches[2:]]
 
     assert torch.equal(flat_weights(second), flat_weights(first))
     assert [m["lr"] for m in continued] == [m["lr"] for m in uninterrupted] == pytest.approx([6e-4, 8e-4])
@@ -349,10 +351,14 @@ def test_metrics_have_the_references_names_and_samples_are_written(loss, names, 
     assert ("--- reference ---" in (trainer.run_dir / "samples.txt").read_text()) == (loss is DPO)
 
 
-def test_rewards_and_margins_of_a_batch_belong_together(make_trainer):
+OF_HH = {"batch_size": 4, "max_length": 64, "max_prompt_length": 32, "n_epochs": 1, "silent": True}
+
+
+def test_rewards_and_margins_of_a_batch_belong_together(make_trainer, data):
     trainer = make_trainer(*DPO)
     trainer.policy.lm_head.weight.data *= 1.3  # no longer the reference
-    loss, metrics = trainer.get_batch_metrics(next(trainer.train_iterator).batch, trainer.config.loss, train=True)
+    batch = next(get_batch_iterator(["hh"], trainer.tokenizer, **OF_HH, dataset_sources={"hh": str(data)}))
+    loss, metrics = trainer.get_batch_metrics(batch, trainer.config.loss, train=True)
 
     rewards = {side: metrics[f"rewards_train/{side}"] for side in ("chosen", "rejected")}
     torch.testing.assert_close(metrics["rewards_train/margins"], rewards["chosen"] - rewards["rejected"])
@@ -379,11 +385,12 @@ def test_samples_are_the_same_for_the_same_seed_and_number_of_examples(make_trai
     trainer = make_trainer(*SFT, "max_length=36")
 
     def texts() -> list[str]:
-        return trainer.get_batch_samples(trainer.eval_batches[0].batch)[0]
+        prompts = collate_prompts(trainer.eval_batches[0].examples, trainer.tokenizer)
+        return trainer.get_batch_samples(prompts)[0]
 
     first = texts()
     assert texts() == first
-    trainer.example_counter = 4
+    trainer.state.example_counter = 4
     assert texts() != first
 
 
@@ -401,7 +408,7 @@ def test_the_reference_scores_every_pair_once_in_a_run(make_trainer):
     trainer = make_trainer(*DPO, "n_epochs=3", "batch_size=8", "eval_every=8", "self_test=false", "debug=true")
     calls = count_forwards(trainer.reference_model)
     trainer.train()
-    assert trainer.batch_counter == 6
+    assert trainer.state.batch_counter == 6
     assert len(metrics_of(trainer.run_dir, "eval")) == 7
     assert len(calls) == 1 + 2  # one evaluation batch, and the training batches of the first epoch
 
@@ -448,8 +455,9 @@ def note_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noting(read):
         def noted(tensor, *arguments, **options):
             code = sys._getframe(1).f_code
-            if Path(code.co_filename).parent == ROOT:
-                places.append(f"{Path(code.co_filename).name}:{code.co_name}")
+            path = Path(code.co_filename)
+            if path.is_relative_to(ROOT) and "tests" not in path.parts:
+                places.append(f"{path.relative_to(ROOT)}:{code.co_name}")
             return read(tensor, *arguments, **options)
 
         return noted
@@ -463,19 +471,20 @@ def test_an_update_reads_from_the_device_once(make_trainer, monkeypatch):
     trainer = make_trainer(*DPO, "gradient_accumulation_steps=2")
     batch = next(trainer.train_iterator)
     trainer.train_step(batch)
-    for _ in range(2):  # the second time with known log-probabilities of the reference
+    for cached in (False, True):  # then the reference's log-probabilities of the batch are
+        if not cached:
+            trainer.reference.logps = ReferenceLogps()
         places = note_reads(monkeypatch)
         trainer.train_step(batch)
         monkeypatch.undo()
         first, *later = places
-        assert first == "dpo/reporting/metrics.py:reduce_metrics"  # everything at once; what comes later is on the host
-        assert later.count("dpo/reporting/metrics.py:reduce_metrics") == 1  # the scalars as floats
+        assert first == "dpo/training/metrics.py:reduce_metrics"  # everything at once; what comes later is on the host
+        assert later.count("dpo/training/metrics.py:reduce_metrics") == 1  # the scalars as floats
         assert {*later} == {
-            "dpo/reporting/metrics.py:reduce_metrics",
-            "dpo/reporting/metrics.py:means",
-            "dpo/training/reference.py:add",
-            "dpo/training/anomalies.py:allows",
-            "dpo/training/loop.py:<genexpr>",  # tokens of the batch
+            "dpo/training/metrics.py:reduce_metrics",
+            "dpo/training/metrics.py:means",
+            *(() if cached else ("dpo/training/reference.py:add",)),
+            "dpo/reporting/anomalies.py:allows",
         }
 
 
@@ -489,7 +498,7 @@ def test_a_reference_that_is_not_needed_any_more_is_freed_though_it_is_part_of_a
     weights = weakref.ref(trainer.reference_model.lm_head.weight)
     gc.disable()
     try:
-        trainer.score_all_then_free_reference()
+        trainer.check_and_score_reference()
         assert weights() is None
         assert emptied == [True]  # after it was freed
     finally:

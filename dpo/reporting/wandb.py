@@ -106,10 +106,8 @@ class WandbLogger(Callback):
             send(*arguments)
         except self._errors as error:
             self._lost = True
-            print(
-                f"warning: W&B logging disabled after an error ({type(error).__name__}: {error}); metrics.jsonl is still written",
-                flush=True,
-            )
+            what = f"{type(error).__name__}: {error}"
+            print(f"warning: W&B logging disabled after an error ({what}); metrics.jsonl is still written", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve())}

@@ -103,18 +103,18 @@ def updates_of(setting: Setting, name: str, counts: Counts | None, *overrides: s
 
     def watch(trainer: type) -> type:
         class Watched(trainer):
-            def train_step(self, batch: Any) -> dict[str, float]:
+            def train_step(self, batch: Any) -> Any:
                 graphs, runs = (counts.graphs, counts.runs) if counts else (0, 0)
-                metrics: dict[str, float] = {}
-                seconds = seconds_of(setting.device, lambda: metrics.update(super(Watched, self).train_step(batch)))
-                update = {"seconds": seconds, "loss": metrics["loss/train"]}
+                made: list[Any] = []
+                seconds = seconds_of(setting.device, lambda: made.append(super(Watched, self).train_step(batch)))
+                update = {"seconds": seconds, "loss": made[0].metrics["loss/train"]}
                 if counts:
                     layers = self.policy.config.num_hidden_layers
                     forwards = len(batch.microbatches) * 2  # the policy's and the reference's, each pair once
                     update |= {"graphs": counts.graphs - graphs, "runs": counts.runs - runs,
                                "graphs in all": counts.graphs, "blocks": layers * forwards}  # fmt: skip
                 updates.append(update)
-                return metrics
+                return made[0]
 
         return Watched
 

@@ -91,9 +91,9 @@ def examine(setting: Setting, family: str, precision: str, attention: str) -> di
     return row
 
 
-def measure(setting: Setting, model: Any, way: Any, batch: dict[str, Any], autocast: Any) -> dict[str, Any]:
+def measure(setting: Setting, model: Any, way: Any, pairs: list[Any], autocast: Any) -> dict[str, Any]:
     """Log-probabilities, milliseconds of the second forward and backward, peak memory."""
-    [microbatch] = way.split(batch, 1)
+    [microbatch] = way.split(pairs, 1)
     inputs = microbatch.to(setting.device).inputs
     found: dict[str, Any] = {}
 
@@ -113,9 +113,9 @@ def measure(setting: Setting, model: Any, way: Any, batch: dict[str, Any], autoc
     return found
 
 
-def kernels_of(setting: Setting, model: Any, way: Any, batch: dict[str, Any], autocast: Any) -> set[str]:
+def kernels_of(setting: Setting, model: Any, way: Any, pairs: list[Any], autocast: Any) -> set[str]:
     """The implementations of `scaled_dot_product_attention` that a forward took."""
-    [microbatch] = way.split(batch, 1)
+    [microbatch] = way.split(pairs, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, autocast:
         way.forward(model, microbatch.to(setting.device).inputs)
     return {kernel for event in profile.key_averages() if (kernel := sdpa_kernel(event.key))}

@@ -48,12 +48,12 @@ def freed(setting: Setting, base: str, *overrides: str) -> float:
 
     def watch(trainer: type) -> type:
         class Watched(trainer):
-            def score_all_then_free_reference(self) -> None:
+            def check_and_score_reference(self) -> None:
                 held = [local(parameter) for parameter in self.reference_model.parameters()]
                 size = sum(tensor.nbytes for tensor in held)
                 held = [(weakref.ref(tensor), tensor.nbytes) for tensor in held]
                 before = allocated(setting)
-                super().score_all_then_free_reference()
+                super().check_and_score_reference()
                 alive = sum(n for tensor, n in held if tensor() is not None)
                 found.append((before - allocated(setting)) / size if setting.gpu else 1 - alive / size)
 

@@ -75,23 +75,13 @@ def build(settings: dict[str, Any], *, dtype: Any, attention: str, device: str) 
     return model.train()
 
 
-def random_pairs(n: int, *, prompt: tuple[int, int], response: tuple[int, int], seed: int = 0) -> dict[str, Any]:
-    """A padded batch of `n` pairs of random tokens, prompts and responses of lengths between these."""
-    from dpo.data.collation import collate
-    from dpo.losses import IGNORE_INDEX
+def random_pairs(n: int, *, prompt: tuple[int, int], response: tuple[int, int], seed: int = 0) -> list[Any]:
+    """`n` pairs of random tokens, prompts and responses of lengths between these."""
+    from dpo.data.examples import Example
 
     draw = random.Random(seed)
 
-    def tokens(least: int, most: int) -> list[int]:
-        return [draw.randrange(1, VOCABULARY) for _ in range(draw.randint(least, most))]
+    def tokens(least: int, most: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(least, most)))
 
-    rows = []
-    for _ in range(n):
-        asked, row = tokens(*prompt), {}
-        for side in ("chosen", "rejected"):
-            said = tokens(*response)
-            row[f"{side}_input_ids"] = asked + said
-            row[f"{side}_attention_mask"] = [1] * len(asked + said)
-            row[f"{side}_labels"] = [IGNORE_INDEX] * len(asked) + said
-        rows.append(row)
-    return collate(rows, pad_token_id=0)
+    return [Example(tokens(*prompt), (tokens(*response), tokens(*response))) for _ in range(n)]

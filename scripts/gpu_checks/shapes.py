@@ -40,8 +40,8 @@ def microbatches(setting: Setting, layout: Layout) -> list[Any]:
     found: dict[tuple[int, ...], Any] = {}
     for seed in range(20 * wanted):
         most = 8 + (longest * seed * 7 // wanted) % longest
-        batch = random_pairs(1 + seed % 8, prompt=(most // 2, most), response=(most // 4 + 1, most // 2 + 2), seed=seed)
-        [microbatch] = layout.split(batch, 1)
+        pairs = random_pairs(1 + seed % 8, prompt=(most // 2, most), response=(most // 4 + 1, most // 2 + 2), seed=seed)
+        [microbatch] = layout.split(pairs, 1)
         found.setdefault(tuple(microbatch.inputs.input_ids.shape), microbatch)
         if len(found) == wanted:
             break

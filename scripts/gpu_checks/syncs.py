@@ -64,7 +64,7 @@ def counting(trainer: type, *, updates: list[Counter], facts: dict[str, Any], gp
     """The trainer, each of whose updates adds a count of waits by phase and place."""
 
     class Counted(trainer):
-        def train_step(self, batch: Any) -> dict[str, float]:
+        def train_step(self, batch: Any) -> Any:
             facts["cudnn_sdp"] = gpu and torch.backends.cuda.cudnn_sdp_enabled()
             self.phase, losses = BEFORE, self.objective.losses
             self.objective.losses = self._first_forward(losses)

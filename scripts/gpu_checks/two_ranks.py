@@ -78,7 +78,7 @@ def hang() -> None:
     clip = BasicTrainer.clip_gradient
 
     def hanging(self: BasicTrainer) -> Any:
-        if self.rank == 1 and self.batch_counter == 1:
+        if self.rank == 1 and self.state.batch_counter == 1:
             time.sleep(3600)
         return clip(self)
 

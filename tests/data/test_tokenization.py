@@ -15,7 +15,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_batch_element
-from dpo.data.tokenization import ENTRY_BYTES, TextEncoder, encode_example, truncate
+from dpo.data.tokenization import ENTRY_BYTES, TextEncoder, encode_texts, truncate
 from dpo.errors import InputError
 
 
@@ -122,17 +122,16 @@ def test_eos_inside_a_text_is_an_error_that_shows_the_text(tokenizer, place):
 
 
 def test_eos_that_a_chat_template_wrote_is_kept(tokenizer):
-    row = encode_example(
+    prompt, [response] = encode_texts(
         "a<|endoftext|>",
-        {"chosen": " b"},
+        [" b"],
         TextEncoder(tokenizer),
         truncation_mode="keep_start",
         max_length=9,
         max_prompt_length=4,
         rendered=True,
     )
-    assert row["chosen_input_ids"] == [65, 0, 276, 0]
-    assert row["chosen_labels"] == [-100, -100, 276, 0]
+    assert (prompt, response) == ([65, 0], [276, 0])
 
 
 def test_an_unknown_truncation_mode_is_an_error_that_lists_the_choices(tokenizer):

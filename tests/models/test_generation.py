@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from dpo.data.collation import get_collate_fn, tokenize_batch_element
+from dpo.data.examples import Example
+from dpo.data.prompts import Prompt
 from dpo.data.tokenization import TextEncoder
 from dpo.models import generation
 
@@ -64,5 +66,7 @@ def test_samples_end_at_max_length_with_the_prompt(models_own_limit, tiny_llama,
 def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
     prompts = ("\n\nHuman: Where?\n\nAssistant:", "\n\nHuman: Who has seen the red umbrella?\n\nAssistant:")
     rows = [tokenize_batch_element(prompt, " I.", " No.", mode, tokenizer, 20, 12) for prompt in prompts]
-    batch = get_collate_fn(tokenizer)(rows)
-    assert generation.fed_prompts(batch, TextEncoder(tokenizer)) == [prompts[0], fed]
+    ids = [tuple(row["prompt_input_ids"]) for row in rows]
+    examples = [Example(prompt, (), (i, 0)) for i, prompt in enumerate(ids)]
+    stored = [Prompt(text, [], [], "", mode, False) for text in prompts]
+    assert generation.fed_prompts(examples, stored, TextEncoder(tokenizer)) == [prompts[0], fed]

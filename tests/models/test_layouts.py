@@ -11,11 +11,10 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.models import COMMON, FAMILIES, GROUPED, batch_of, build
-from test_packing import batch_of as batch_of_examples
+from support.models import COMMON, FAMILIES, GROUPED, build, examples_of
 
 from dpo.data.examples import Example
-from dpo.losses import LOSSES
+from dpo.losses import preference_loss
 from dpo.models.layouts import Longest, Padded, SharedPrefix, choose_layout
 
 LONG = 32  # max_length of the batches here
@@ -84,7 +83,7 @@ PADDED = {
 @pytest.fixture
 def pairs():
     """Pairs of many lengths; examples 0 and 3 share a prompt and a response."""
-    return batch_of(rows=8, shared=True)
+    return examples_of(rows=8, shared=True)
 
 
 @pytest.fixture
@@ -103,7 +102,7 @@ def nothing_in_float32(monkeypatch):
 def losses_and_gradients(model, layout, batch, loss, parts):
     """Log-probabilities in the order of the batch, mean loss and gradients by name, over `parts` microbatches."""
     model.zero_grad()
-    n = len(batch["chosen_input_ids"])
+    n = len(batch)
     logps, total = torch.zeros(2, n, dtype=torch.float64), 0.0
     for microbatch in layout.split(batch, parts):
         chosen, rejected = layout.forward(model, microbatch.inputs)
@@ -111,19 +110,17 @@ def losses_and_gradients(model, layout, batch, loss, parts):
         losses = loss(chosen, rejected, *reference).sum() / n
         losses.backward()
         total += losses.item()
-        logps[:, microbatch.rows] = torch.stack((chosen, rejected)).detach().double()
+        logps[:, microbatch.indices] = torch.stack((chosen, rejected)).detach().double()
     return logps, total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def dpo(*logps):
-    return LOSSES["dpo"].on_pairs(*logps, beta=0.5, label_smoothing=0.1, reference_free=False)[0]
+    return preference_loss(*logps, beta=0.5, label_smoothing=0.1)[0]
 
 
 def dpo_of_equals(chosen, rejected, *_):
     """The first loss, when the reference gives what the policy gives."""
-    return LOSSES["dpo"].on_pairs(
-        chosen, rejected, chosen.detach(), rejected.detach(), beta=0.5, label_smoothing=0.0, reference_free=False
-    )[0]
+    return preference_loss(chosen, rejected, chosen.detach(), rejected.detach(), beta=0.5)[0]
 
 
 def assert_the_same(model, batch, tolerance, parts=2):
@@ -202,9 +199,7 @@ def test_a_model_that_computes_otherwise_in_long_rows_is_padded(longest, layout)
 @pytest.mark.parametrize(("example", "n_examples", "row"), [(20, 1, 40), (20, 2, 80), (20, 64, 4 * LONG)])
 def test_no_row_is_longer_than_the_longest(example, n_examples, row):
     assert Longest.of(example, n_examples, LONG) == (example, row)
-    batch = batch_of_examples(
-        [Example((1,), ((2, *[3 + i] * (example - 2)), (4, *[5 + i] * (example - 3)))) for i in range(n_examples)]
-    )
+    batch = [Example((1,), ((2, *[3 + i] * (example - 2)), (4, *[5 + i] * (example - 3)))) for i in range(n_examples)]
     layout = SharedPrefix({"full_attention": None}, max_length=LONG)
     [microbatch] = layout.split(batch, 1)
     assert microbatch.inputs.input_ids.shape[1] <= row
@@ -213,7 +208,7 @@ def test_no_row_is_longer_than_the_longest(example, n_examples, row):
 def test_gradients_that_cancel_exactly_are_0_with_shared_prefixes():
     """The same response twice, and a pair both ways; padded, their rounding is left, which RMSprop scales up."""
     a, b, c = (3, 7, 9, 4), (5, 8, 6, 4), (2, 2, 4)
-    batch = batch_of_examples([Example((1, 11), pair) for pair in ((a, b), (b, a), (c, c))])
+    batch = [Example((1, 11), pair) for pair in ((a, b), (b, a), (c, c))]
     layout = SharedPrefix({"full_attention": None}, max_length=LONG)
     _, loss, gradients = losses_and_gradients(build("llama"), layout, batch, dpo_of_equals, parts=1)
     assert loss == pytest.approx(math.log(2))
@@ -247,7 +242,7 @@ def batches(draw):
     example = st.builds(
         lambda p, a, b: Example(p, (a, b)), st.sampled_from(prompts), st.sampled_from(responses), response
     )
-    return batch_of_examples(draw(st.lists(example, min_size=1, max_size=10)))
+    return draw(st.lists(example, min_size=1, max_size=10))
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +253,7 @@ def double_llama():
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches(), st.data())
 def test_any_batch_agrees_to_1e10(double_llama, nothing_in_float32, batch, data):
-    parts = data.draw(st.integers(1, len(batch["chosen_input_ids"])))
+    parts = data.draw(st.integers(1, len(batch)))
     assert_the_same(double_llama, batch, 1e-10, parts=parts)
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.models import FAMILIES, build
+from support.models import FAMILIES, build, plain_logps
 from support.runs import GOLDEN
 
-from dpo.data.collation import get_collate_fn, tokenize_batch_element
+from dpo.data.collation import find_examples, get_collate_fn, tokenize_batch_element
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 from dpo.models import logprobs, pretrained
+from dpo.models.layouts import Padded
 from dpo.models.weights import load_archive
 
 TINY_LLAMA = str(GOLDEN / "tiny-llama")
@@ -67,7 +69,8 @@ def test_training_forwards_are_evaluation_forwards_bit_for_bit(family, tmp_path)
 
 
 def test_one_forward_over_both_scores_each_text_as_if_it_were_alone(tiny_llama, tokenizer, batch):
-    chosen, rejected = pretrained.concatenated_forward(tiny_llama, batch)
+    examples = find_examples(batch)
+    chosen, rejected = plain_logps(tiny_llama, examples)
 
     for side, logps in (("chosen", chosen), ("rejected", rejected)):
         for i, prompt in enumerate(batch["prompt"]):
@@ -77,19 +80,18 @@ def test_one_forward_over_both_scores_each_text_as_if_it_were_alone(tiny_llama, 
             log_softmax = tiny_llama(torch.tensor([prompt_ids + response])).logits[0].log_softmax(-1)
             alone = sum(log_softmax[len(prompt_ids) + t - 1, token].item() for t, token in enumerate(response))
             assert logps[i].item() == pytest.approx(alone, rel=1e-5)
-    torch.testing.assert_close(pretrained.chosen_logps(tiny_llama, batch), chosen, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        plain_logps(tiny_llama, [e._replace(responses=e.responses[:1]) for e in examples])[0], chosen, rtol=1e-5, atol=0
+    )
 
 
 def test_what_stands_in_the_padding_does_not_matter(tiny_llama, batch):
-    other = copy.deepcopy(batch)
-    for side in ("chosen", "rejected"):
-        padding = other[f"{side}_attention_mask"] == 0
-        assert padding.any()
-        other[f"{side}_input_ids"][padding] = 7
+    [microbatch] = Padded().split(find_examples(batch), 1)
+    padding = microbatch.inputs.attention_mask == 0
+    assert padding.any()
+    other = replace(microbatch.inputs, input_ids=microbatch.inputs.input_ids.masked_fill(padding, 7))
     for ours, theirs in zip(
-        pretrained.concatenated_forward(tiny_llama, batch),
-        pretrained.concatenated_forward(tiny_llama, other),
-        strict=True,
+        Padded().forward(tiny_llama, microbatch.inputs), Padded().forward(tiny_llama, other), strict=True
     ):
         assert torch.equal(ours, theirs)
 

@@ -9,7 +9,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook
-from support.models import batch_of, build
+from support.models import build, examples_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +20,7 @@ from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import find_blocks
 from dpo.training.metrics import reduce_metrics
 from dpo.training.objective import Objective
+from dpo.training.reference import Reference
 
 FIRST, LAST = torch.device("cpu:0"), torch.device("cpu:1")
 FAMILIES = ["llama", "llama, tied", "gpt-neox", "gpt2, tied"]
@@ -61,20 +62,20 @@ def _move(module: torch.nn.Module, device: torch.device) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probabilities_losses_metrics_and_gradient_norm_are_on_the_first_device(family, layout, monkeypatch):
-    [microbatch] = LAYOUTS[layout].split(batch_of(rows=4), 1)
+    [microbatch] = LAYOUTS[layout].split(examples_of(rows=4), 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         policy, reference = (spread(family, monkeypatch) for _ in range(2))
-        objective = Objective(LAYOUTS[layout], Mesh(), device=FIRST, autocast=None)
+        objective = Objective(policy, Reference(reference, None), LAYOUTS[layout], Mesh())
         microbatch = microbatch.map(fake.from_tensor).to(FIRST)
 
-        losses, metrics = objective.losses(policy, reference, microbatch, None, split="train", loss_config=DPO)
+        losses, metrics = objective.losses(microbatch, None, split="train", loss_config=DPO, to_cache=True)
         losses.sum().backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
 
         assert {values.device for values in (losses, norm, *metrics.values())} == {FIRST}
         assert {p.device for p in policy.parameters()} == {FIRST, LAST}
         with pytest.raises(StopIteration):  # where it is summed over processes, and no device has differed
-            reduce_metrics([(microbatch.rows, metrics)], 4, _stop_on(FIRST), scalars={"grad_norm": norm})
+            reduce_metrics([(microbatch.indices, metrics)], 4, _stop_on(FIRST), scalars={"grad_norm": norm})
 
 
 def _stop_on(device: torch.device) -> Any:
@@ -100,7 +101,7 @@ class Copies(TorchDispatchMode):
 
 
 def shapes_copied(layout: str, monkeypatch: pytest.MonkeyPatch, *, ours: bool) -> list[tuple[int, ...]]:
-    [microbatch] = LAYOUTS[layout].split(batch_of(rows=4), 1)
+    [microbatch] = LAYOUTS[layout].split(examples_of(rows=4), 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = spread("gpt-neox", monkeypatch, ours=ours)
         blocks = model.base_model.layers
@@ -112,7 +113,7 @@ def shapes_copied(layout: str, monkeypatch: pytest.MonkeyPatch, *, ours: bool) -
 
 
 def test_the_mask_is_copied_to_a_device_once_not_for_every_layer(monkeypatch):
-    [microbatch] = LAYOUTS["shared_prefix"].split(batch_of(rows=4), 1)
+    [microbatch] = LAYOUTS["shared_prefix"].split(examples_of(rows=4), 1)
     assert isinstance(microbatch.inputs, Packed)
     rows, length = microbatch.inputs.input_ids.shape
     assert shapes_copied("shared_prefix", monkeypatch, ours=True).count((rows, 1, length, length)) == 1

@@ -18,15 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from support.models import FAMILIES, batch_of, build
+from support.models import FAMILIES, build, examples_of, plain_logps
 from support.runs import GOLDEN, ROOT, metrics_of, run_script, train
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpo.data.examples import Example
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import model_loaders
-from dpo.models.logprobs import concatenated_forward
 from dpo.parallel import sharding
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
@@ -71,8 +71,8 @@ def compare_every_family(rank: int, world_size: int, sizes: dict) -> None:
     compare_with_one_process("llama", mesh, activation_checkpointing=True)
 
 
-def loss_of(model: torch.nn.Module, batch: dict) -> torch.Tensor:
-    chosen, rejected = concatenated_forward(model, batch)
+def loss_of(model: torch.nn.Module, examples: list[Example]) -> torch.Tensor:
+    chosen, rejected = plain_logps(model, examples)
     return (chosen - 0.5 * rejected).mean()
 
 
@@ -81,8 +81,8 @@ def is_tied(model: Any) -> bool:
 
 
 def compare_with_one_process(family: str, mesh: Mesh, *, activation_checkpointing: bool = False) -> None:
-    batch, whole = batch_of(rows=4), build(family)
-    expected = loss_of(whole, batch)
+    examples, whole = examples_of(rows=4), build(family)
+    expected = loss_of(whole, examples)
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in whole.named_parameters()}
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
@@ -93,10 +93,10 @@ def compare_with_one_process(family: str, mesh: Mesh, *, activation_checkpointin
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
     for layout in (Padded(), SharedPrefix({"full_attention": None}, max_length=32)):
-        [microbatch] = layout.split(batch, 1, rank=mesh.data_rank, size=mesh.data_size)
+        [microbatch] = layout.split(examples, 1, rank=mesh.data_rank, size=mesh.data_size)
         model.zero_grad()
         chosen, rejected = layout.forward(model, microbatch.inputs)
-        loss = (chosen - 0.5 * rejected).sum() / len(batch["chosen_input_ids"])
+        loss = (chosen - 0.5 * rejected).sum() / len(examples)
         (loss * mesh.data_size).backward()
 
         assert model.training
@@ -123,15 +123,15 @@ def test_loss_and_gradients_are_those_of_one_process_to_1e5(mesh):
 
 
 def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None:
-    mesh, batch = Mesh(rank, world_size, **sizes), batch_of(rows=4)
+    mesh, examples = Mesh(rank, world_size, **sizes), examples_of(rows=4)
     rows = slice(mesh.data_rank * 4 // mesh.data_size, (mesh.data_rank + 1) * 4 // mesh.data_size)
     for name in sorted(OPTIMIZERS.keys() - set(NEED_WHOLE_TENSORS)):
         whole = build("llama")
         model = build("llama", on_meta=rank != 0)
         model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
-        for part, of_batch in ((whole, batch), (model, {key: value[rows] for key, value in batch.items()})):
+        for part, of_part in ((whole, examples), (model, examples[rows])):
             optimizer = OPTIMIZERS[name](part.parameters(), lr=1e-3)
-            loss_of(part, of_batch).backward()
+            loss_of(part, of_part).backward()
             torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)
             optimizer.step()
         for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
@@ -278,9 +278,9 @@ class GatherCount:
 
 def sample_train_and_save(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> None:
     trainer = make_trainer(rank, world_size, run_dir, overrides)
-    result = {"samples": trainer.samples(), "models are equal": trainer.objective.models_are_equal}
-    result["metrics"] = [trainer.train_step(next(trainer.train_iterator)) for _ in range(2)]
-    result["evaluation"] = trainer.evaluate()
+    result = {"samples": trainer.evaluator.samples(n_examples=0), "models are equal": trainer.objective.models_are_equal}
+    result["metrics"] = [dict(trainer.train_step(next(trainer.train_iterator)).metrics) for _ in range(2)]
+    result["evaluation"] = trainer.evaluator.metrics()
     trainer.save(run_dir / "saved")
     if rank == 0:
         (run_dir / "result.json").write_text(json.dumps(result))
@@ -400,7 +400,7 @@ def break_off_sampling(rank: int, world_size: int, run_dir: Path) -> None:
 
     trainer._before_token = one_is_asked
     with pytest.raises(Stopped):
-        trainer.samples()
+        trainer.evaluator.samples(n_examples=0)
     assert len(forwards) == 3
     trainer.train_step(next(trainer.train_iterator))  # on shards again
     trainer.save()
@@ -423,7 +423,7 @@ def count_gathers_in_sampling(rank: int, world_size: int, run_dir: Path, memory:
     units = [m for model in trainer._sampled_models() for m in model.modules() if isinstance(m, FSDPModule)]
     sharded = {id(p) for p in trainer.policy.parameters()}
     with GatherCount() as counted:
-        samples = trainer.samples()
+        samples = trainer.evaluator.samples(n_examples=0)
     assert len(units) == 2 * (3 + 1)
     assert (len(counted.sizes) == len(units)) == (memory is None), len(counted.sizes)
     trainer.train_step(next(trainer.train_iterator))  # on shards again

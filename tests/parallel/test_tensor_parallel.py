@@ -7,12 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from support.models import COMMON, FAMILIES, batch_of, build
+from support.models import COMMON, FAMILIES, build, examples_of, plain_logps
 from support.warm import launch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo.errors import InputError
-from dpo.models.logprobs import concatenated_forward
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
 from dpo.parallel.tensor_parallel import STYLES, check_tensor_parallel, cut_modules, find_plan
@@ -84,7 +83,7 @@ def count_all_reduces(rank, world_size):
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model = distribute(model, Mesh(rank, world_size, tensor_size=2), block_name=None, compute_dtype=torch.float32)
-        chosen, _ = concatenated_forward(model, batch_of(rows=4))
+        chosen, _ = plain_logps(model, examples_of(rows=4))
         with Collectives() as collectives:
             chosen.sum().backward()
         # for attention, for the MLP, and for the head's input; computed again: after attention

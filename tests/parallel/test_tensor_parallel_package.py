@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.models import COMMON, FAMILIES, GPT, GROUPED, batch_of, build
+from support.models import COMMON, FAMILIES, GPT, GROUPED, build, examples_of, plain_logps
 
 from dpo.checkpoint.files import write_checkpoint
 from dpo.errors import InputError
-from dpo.models.logprobs import concatenated_forward
 from dpo.models.weights import load_archive
 from dpo.parallel.state import full_state
 from dpo.parallel.tensor_parallel_package import split_over_devices
@@ -35,7 +34,7 @@ DPO = {"beta": 0.1, "label_smoothing": 0, "reference_free": False}
 
 
 def loss(model) -> torch.Tensor:
-    chosen, rejected = concatenated_forward(model, batch_of(4))
+    chosen, rejected = plain_logps(model, examples_of(4))
     return (chosen - 0.5 * rejected).mean()
 
 
@@ -169,7 +168,7 @@ def test_forwards_agree_bit_for_bit_on_more_devices(family):
     (note,) = self_test(
         policy,
         reference,
-        lambda model: concatenated_forward(model, batch_of(2)),
+        lambda model: plain_logps(model, examples_of(2)),
         loss_name="dpo",
         loss_options=DPO,
         same_dtype=True,

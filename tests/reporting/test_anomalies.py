@@ -6,11 +6,12 @@ import json
 
 import pytest
 import torch
-from dpo.training.anomalies import MAX_SKIPPED, Guard
+from dpo.training.anomalies import MAX_SKIPPED, SpikeWarner
 from support.runs import metrics_of, train
 
 from dpo.checkpoint.files import read_state
 from dpo.errors import RunError
+from dpo.reporting.events import RunContext, Update
 from dpo.training.objective import Objective
 
 SPOILT = ("optimizer=SGD", "lr=1e30", "warmup_steps=0", "max_grad_norm=1e30")  # after one update
@@ -78,7 +79,7 @@ def test_skipped_the_update_does_not_happen_and_the_run_goes_on(run, spoil, tmp_
     assert all(torch.equal(states[0][name], states[2][name]) for name in states[0])
     assert states[1]["state"][0]["step"] == states[3]["state"][0]["step"] == 3
     assert all(value.isfinite().all() for value in read_state(tmp_path / "run" / "step-24" / "policy.pt").values())
-    assert read_state(tmp_path / "run" / "step-24" / "trainer.pt")["skipped"] == 1
+    assert read_state(tmp_path / "run" / "step-24" / "trainer.pt")["callbacks"]["nonfinite"]["skipped"] == 1
 
 
 def test_the_batch_of_an_sft_run_can_be_replayed_too(run, spoil, tmp_path):
@@ -106,11 +107,15 @@ def test_every_rank_stops(command, tmp_path):
     assert len((tmp_path / "run" / "nonfinite-2" / "train.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_spike_is_a_warning(tmp_path):
-    said = []
-    guard = Guard(tmp_path, None, policy="raise", log=said.append)
-    for update in range(30):
-        guard.watch({"loss/train": 0.7, "grad_norm": 1.0 + 0.01 * update}, update=update)
-    assert said == []
-    guard.watch({"loss/train": 0.7, "grad_norm": 25.0}, update=30)
-    assert said == ["warning: update 30: grad_norm 25 is 22 times its median before"]
+def test_a_spike_is_a_warning():
+    logged = []
+    warner = SpikeWarner(RunContext(None, None, 0, None, logged.append))
+
+    def update(number: int, grad_norm: float) -> None:
+        warner.on_update(Update(number, 4 * number, [], {}, {"loss/train": 0.7, "grad_norm": grad_norm}))
+
+    for number in range(30):
+        update(number, 1.0 + 0.01 * number)
+    assert logged == []
+    update(30, 25.0)
+    assert logged == ["warning: update 30: grad_norm 25 is 22 times its median before"]

@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from dpo.reporting import terminal
+from dpo.reporting.events import Update
 from dpo.reporting.terminal import Progress, differences, duration, number, table
 
 DPO = {
@@ -45,7 +46,7 @@ def test_an_update_is_one_line_with_totals_and_time_left(clock, capsys):
     progress = Progress(interval=0.0, silent=False, each={"update": 32})
     for update in progress.updates([1, 2, 3], total=64, done=0):
         clock.now += 2.0
-        progress.train(DPO, updates=update)
+        progress.on_update(Update(update, 0, [], {}, DPO))
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "update 1/64  32/2,048 examples  loss 0.6891  acc 0.97  margin 0.00812  165 ex/s  2:06 left"
@@ -55,7 +56,7 @@ def test_an_update_is_one_line_with_totals_and_time_left(clock, capsys):
 def test_sft_has_no_accuracy_and_large_numbers_no_exponent(clock, capsys):
     progress = Progress(interval=0.0, silent=False, each={"update": 4})
     for _ in progress.updates([1], total=1, done=0):
-        progress.train({"loss/train": 123456.7, "examples_per_second": 2345.6}, updates=1)
+        progress.on_update(Update(1, 0, [], {}, {"loss/train": 123456.7, "examples_per_second": 2345.6}))
     assert capsys.readouterr().out == "update 1/1  4/4 examples  loss 123,457  2,346 ex/s  0:00 left\n"
 
 
@@ -63,7 +64,7 @@ def test_a_run_that_continues_counts_from_where_it_was(clock, capsys):
     progress = Progress(interval=0.0, silent=False, each={"update": 4})
     for _ in progress.updates([1], total=10, done=8):
         clock.now += 5.0
-        progress.train(DPO, updates=9)
+        progress.on_update(Update(9, 0, [], {}, DPO))
     assert capsys.readouterr().out.startswith("update 9/10  36/40 examples  loss")
     assert capsys.readouterr().out == ""
 
@@ -74,7 +75,7 @@ def test_evaluations_do_not_count_as_time_of_updates(clock, capsys):
         for _ in progress.over([1], total=1, what="evaluate"):
             clock.now += 500.0
         clock.now += 3.0
-        progress.train(DPO, updates=update)
+        progress.on_update(Update(update, 0, [], {}, DPO))
     assert [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("update")] == [
         "0:09 left",
         "0:06 left",
@@ -85,7 +86,7 @@ def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
     progress = Progress(interval=1.0, silent=False, each={"update": 4})
     for update in progress.updates([1, 2, 3, 4, 5], total=5, done=0):
         clock.now += 0.4
-        progress.train(DPO, updates=update)
+        progress.on_update(Update(update, 0, [], {}, DPO))
     progress.line("saved")
 
     captured = capsys.readouterr()
@@ -138,7 +139,7 @@ def test_on_a_terminal_the_bar_says_the_same(clock, monkeypatch):
             progress._open[-1][1].refresh()
             bars.append(screen.getvalue())
         clock.now += 2.0
-        progress.train(DPO, updates=update)
+        progress.on_update(Update(update, 0, [], {}, DPO))
     progress.line("saved")
 
     assert " 50% |" in bars[0]
@@ -162,7 +163,7 @@ def test_ranks_other_than_0_are_silent(capsys):
     progress = Progress(interval=0.0, silent=True)
     for item in progress.updates([4], total=1, done=0):
         assert list(progress.over([item], total=1, what="evaluate")) == [4]
-        progress.train(DPO, updates=1)
+        progress.on_update(Update(1, 0, [], {}, DPO))
     progress.line("saved")
     assert capsys.readouterr() == ("", "")
 

@@ -242,7 +242,7 @@ import os, runpy, sys, time, trainers
 from dpo.checkpoint import saver
 saver.write_checkpoint = lambda *_, **__: time.sleep(600)
 clip, slow = trainers.BasicTrainer.clip_gradient, int(os.environ["SLOW_UPDATE"])
-trainers.BasicTrainer.clip_gradient = lambda self: time.sleep(600) if self.batch_counter == slow else clip(self)
+trainers.BasicTrainer.clip_gradient = lambda self: time.sleep(600) if self.state.batch_counter == slow else clip(self)
 sys.argv[0] = "train.py"
 runpy.run_path("train.py", run_name="__main__")
 """

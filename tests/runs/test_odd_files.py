@@ -223,10 +223,14 @@ def states() -> dict[str, Any]:
     optimizer.step()
     scheduler.step()
     logps = {"keys": torch.zeros(2, 16, dtype=torch.uint8), "logps": torch.zeros(2)}
-    counters = {"example_counter": 8, "batch_counter": 2, "evaluated_at": -1, "skipped": 0, "reference": None}
-    checkpoints = {"saved_at": 8, "best": -float("inf"), "best_at": -1}
-    logger = {"log_bytes": {"metrics.jsonl": 3}, "wandb_id": "x", "run_dir": "/x"}
-    trainer = {**counters, "checkpoints": checkpoints, "reference_logps": logps, "logger": logger}
+    counters = {"example_counter": 8, "batch_counter": 2, "evaluated_at": -1, "saved_at": 8, "reference": None}
+    checkpoints = {"best": -float("inf"), "best_at": -1}
+    callbacks = {
+        "nonfinite": {"skipped": 0},
+        "files": {"log_bytes": {"metrics.jsonl": 3}},
+        "wandb": {"wandb_id": "x", "run_dir": "/x"},
+    }
+    trainer = {**counters, "checkpoints": checkpoints, "reference_logps": logps, "callbacks": callbacks}
     random_states = {"states": [random_state()]}
     return {
         "policy": {"a": torch.zeros(2)},
@@ -275,7 +279,7 @@ def test_every_place_of_every_state_has_its_type(states):
         ("trainer", ("batch_counter",), True),
         ("trainer", ("checkpoints", "best_at"), "../../x"),
         ("trainer", ("checkpoints", "best"), float("nan")),
-        ("trainer", ("logger", "log_bytes", "metrics.jsonl"), -5),
+        ("trainer", ("callbacks", "files", "log_bytes", "metrics.jsonl"), -5),
         ("trainer", ("reference_logps", "logps"), torch.zeros(3)),
         ("trainer", ("reference_logps", "keys"), torch.zeros(2, 15, dtype=torch.uint8)),
         ("scheduler", ("lr_lambdas",), [{"__call__": 3}]),

@@ -90,17 +90,18 @@ def test_the_comparison_sees_what_differs(run, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_again(number, run, tmp_path, monkeypatch):
-    from trainers import BasicTrainer
+    from dpo.training.evaluation import Evaluator
 
     run("whole")
-    evaluate = BasicTrainer.evaluate
+    evaluate, calls = Evaluator.metrics, []
 
     def asked_to_stop_in_it(self):
-        if self.example_counter == 16:
+        calls.append(self)
+        if len(calls) == 3:  # after 0, 8 and 16 examples
             os.kill(os.getpid(), number)
         return evaluate(self)
 
-    monkeypatch.setattr(BasicTrainer, "evaluate", asked_to_stop_in_it)
+    monkeypatch.setattr(Evaluator, "metrics", asked_to_stop_in_it)
     with pytest.raises(Stopped):
         run("stopped")
     monkeypatch.undo()

@@ -46,7 +46,7 @@ def kill_after_update(number: int) -> None:
     clip = BasicTrainer.clip_gradient
 
     def dying(self: BasicTrainer) -> Any:
-        if self.batch_counter == number:
+        if self.state.batch_counter == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return clip(self)
 
@@ -62,7 +62,7 @@ def run_out_of_memory_at(number: int) -> None:
     clip = BasicTrainer.clip_gradient
 
     def greedy(self: BasicTrainer) -> Any:
-        if self.batch_counter == number:
+        if self.state.batch_counter == number:
             torch.empty(10**13)
         return clip(self)
 

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import transformers
 
+from dpo.data.collation import find_examples
+from dpo.data.examples import Example
+from dpo.models.layouts import Padded
 from dpo.models.pretrained import disable_dropout
 
 VOCABULARY = 101  # a prime: divides by no number of processes
@@ -82,6 +85,17 @@ def batch_of(rows: int, length: int = 12, *, shared: bool = False) -> dict[str, 
         labels[:, :5] = -100
         batch |= {f"{which}_input_ids": ids, f"{which}_attention_mask": mask, f"{which}_labels": labels}
     return batch
+
+
+def examples_of(rows: int, length: int = 12, *, shared: bool = False) -> list[Example]:
+    """The examples of `batch_of`."""
+    return find_examples(batch_of(rows, length, shared=shared))
+
+
+def plain_logps(model: Any, examples: list[Example]) -> tuple[torch.Tensor, ...]:
+    """Log-probabilities of the responses by the plain path: (chosen, rejected), or (chosen,) of SFT targets."""
+    [microbatch] = Padded().split(examples, 1)
+    return Padded().forward(model, microbatch.inputs)
 
 
 logging.getLogger("transformers").setLevel(logging.ERROR)  # about token ids that a tiny vocabulary lacks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.models import COMMON, FAMILIES, batch_of, build
+from support.models import COMMON, FAMILIES, build, examples_of
 from support.runs import GOLDEN
 from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -98,9 +98,9 @@ def test_compiled_blocks_are_trained_compiled_also_after_sampling(make_trainer, 
     trainer = make_trainer(*DPO, "compile=true", "sample_during_eval=true", "n_eval_model_samples=4")
     trainer.self_test()
     after_checks = backend.calls
-    trainer.samples()
+    trainer.evaluator.samples(n_examples=0)
     assert backend.calls == after_checks  # generation runs as written
-    trainer.evaluate()
+    trainer.evaluator.metrics()
     graphs = []
     for batch in trainer.train_iterator:  # of other shapes
         before = backend.calls
@@ -195,7 +195,7 @@ def test_rows_are_aligned_on_a_gpu_alone(monkeypatch):
         embeddings = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
         monkeypatch.setattr(model, "get_input_embeddings", lambda embeddings=embeddings: embeddings)
         layout, _ = layout_by_rules("shared_prefix", model, max_length=64)
-        [microbatch] = layout.split(batch_of(4, length=9), 1)
+        [microbatch] = layout.split(examples_of(4, length=9), 1)
         lengths[device] = microbatch.inputs.input_ids.shape[1]
     assert lengths["cpu"] % 8
     assert lengths["cuda"] == 64

@@ -7,10 +7,11 @@ import re
 
 import pytest
 import torch
+from support.models import plain_logps
 
-from dpo.data.collation import get_collate_fn, tokenize_batch_element
+from dpo.data.collation import find_examples, get_collate_fn, tokenize_batch_element
+from dpo.data.examples import Example
 from dpo.errors import InputError
-from dpo.models.logprobs import chosen_logps, concatenated_forward
 from dpo.training.self_test import self_test
 
 DPO = {"beta": 0.1, "label_smoothing": 0, "reference_free": False}
@@ -33,10 +34,19 @@ def policy(tiny_llama):
 
 
 def check(policy, reference, batch, name="dpo", options=DPO, same_dtype=True) -> str:
-    def forward(model):
-        return concatenated_forward(model, batch) if reference is not None else (chosen_logps(model, batch),)
-
-    (note,) = self_test(policy, reference, forward, loss_name=name, loss_options=options, same_dtype=same_dtype)
+    examples = find_examples(batch)
+    if reference is None:
+        examples = [Example(e.prompt, e.responses[:1]) for e in examples]
+    lengths = torch.tensor([e.n_scored for e in examples]).T
+    config = {"name": name, **options}
+    (note,) = self_test(
+        policy,
+        reference,
+        lambda model: plain_logps(model, examples),
+        lengths=lengths,
+        loss_config=config,
+        same_dtype=same_dtype,
+    )
     return note
 
 
