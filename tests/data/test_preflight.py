@@ -26,7 +26,7 @@ from dpo.data.preflight import (
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
-from preference_datasets import Prompt
+from preference_datasets import Prompt, get_dataset
 
 
 def prompt_of(text: str, *pairs: tuple[str, str], rendered: bool = False) -> Prompt:
@@ -169,7 +169,7 @@ def test_a_text_with_eos_stops_the_run_and_is_counted_and_shown_once(tokenizer):
 
 
 def test_eos_that_a_chat_template_wrote_is_fine(tokenizer):
-    assert inspect(tokenizer, prompt_of("a<|endoftext|>", (" b", " c"), rendered=True)).texts_with_eos == 0
+    assert inspect(tokenizer, prompt_of("a<|endoftext|>", (" b", " c"), rendered=True)).examples == 1
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,9 @@ def prepare(folder, **changes):
         "folder": folder,
         "silent": False,
     }
-    return prepare_data(["hh"], load_tokenizer(str(GOLDEN / "tiny-llama")), **{**options, **changes})
+    return prepare_data(
+        ["hh"], load_tokenizer(str(GOLDEN / "tiny-llama")), get_dataset=get_dataset, **{**options, **changes}
+    )
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from dpo.data.preflight import prepare_data
 from dpo.data.prompts import Prompt, store_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import RunError
-from preference_datasets import load_prompts
+from preference_datasets import get_dataset, load_prompts
 
 ODD = [
     Prompt("a", [" b", " c", " b"], [(0, 1), (2, 1)], " b", "keep_end", False, 0),
@@ -70,8 +70,8 @@ def test_a_local_directory_that_cannot_be_made_is_one_sentence(tmp_path, monkeyp
 def test_digest_and_order_of_three_epochs_are_those_of_lists_of_prompts(names, digest, order, tmp_path):
     """The numbers were taken when prompts were lists, which runs of that time continue from."""
     data = prepare_data(
-        names, load_tokenizer(str(GOLDEN / "tiny-llama")), sft_mode=False, batch_size=2, eval_batch_size=1,
-        max_length=64, max_prompt_length=32, n_epochs=2, n_examples=None, cache_dir=None, folder=tmp_path, silent=True,
+        names, load_tokenizer(str(GOLDEN / "tiny-llama")), get_dataset=get_dataset, sft_mode=False,
+        batch_size=2, eval_batch_size=1, max_length=64, max_prompt_length=32, n_epochs=2, n_examples=None, cache_dir=None, folder=tmp_path, silent=True,
         dataset_sources={"hh": str(GOLDEN / "words")},
     )  # fmt: skip
     assert data.digest == digest
@@ -81,7 +81,7 @@ def test_digest_and_order_of_three_epochs_are_those_of_lists_of_prompts(names, d
         seen = hashlib.sha256()
         options = {"batch_size": 4, "shuffle": True, "sft_mode": False, "n_epochs": 3, "n_examples": None, "seed": 7}
         for rows in iterate_examples(source, **options):
-            for prompt, texts in rows:
+            for prompt, _, texts in rows:
                 assert source[prompt.number] == prompt
                 seen.update(repr((prompt.text, texts)).encode())
         found.append(seen.hexdigest()[:32])

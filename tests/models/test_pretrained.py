@@ -16,6 +16,7 @@ from support.models import FAMILIES, build, plain_logps
 from support.runs import GOLDEN
 
 from dpo.data.collation import find_examples, get_collate_fn, tokenize_batch_element
+from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 from dpo.models import logprobs, pretrained
@@ -108,12 +109,12 @@ def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64(tiny_ll
 
     logits = half(ids, attention_mask=mask).logits
     assert logits.dtype == torch.bfloat16
-    ours = pretrained.sequence_logps(half, ids, mask, labels)
+    ours = logprobs.sequence_logps(half, ids, mask, labels)
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, summed(logits.float()), rtol=1e-6, atol=0)
     assert not torch.allclose(ours, summed(logits).float(), rtol=1e-4, atol=0)
 
-    ours = pretrained.sequence_logps(double, ids, mask, labels)
+    ours = logprobs.sequence_logps(double, ids, mask, labels)
     assert ours.dtype == torch.float64
     torch.testing.assert_close(ours, summed(double(ids, attention_mask=mask).logits), rtol=1e-13, atol=0)
 
@@ -134,7 +135,7 @@ def test_a_directory_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InputError, match=f"model '{nowhere}' cannot be loaded"):
         pretrained.load_model(nowhere, dtype=torch.float32)
     with pytest.raises(InputError, match=f"tokenizer '{nowhere}' cannot be loaded"):
-        pretrained.load_tokenizer(nowhere)
+        load_tokenizer(nowhere)
 
 
 def test_random_init_draws_the_same_weights_for_the_same_seed(tiny_llama):
@@ -167,13 +168,13 @@ def tokenizer_without(tmp_path, *names: str) -> str:
 
 
 def test_a_tokenizer_without_pad_token_pads_with_eos(tmp_path):
-    tokenizer = pretrained.load_tokenizer(tokenizer_without(tmp_path, "pad_token"))
+    tokenizer = load_tokenizer(tokenizer_without(tmp_path, "pad_token"))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):
     with pytest.raises(InputError, match="has no EOS token"):
-        pretrained.load_tokenizer(tokenizer_without(tmp_path, "pad_token", "eos_token"))
+        load_tokenizer(tokenizer_without(tmp_path, "pad_token", "eos_token"))
 
 
 def test_learned_positions_limit_the_length_and_rotary_ones_do_not(tiny_llama):

@@ -84,9 +84,9 @@ def test_another_architecture_is_refused_and_the_model_is_left_as_it_was(tmp_pat
     one_layer_less = {k: v for k, v in state.items() if ".layers.1." not in k}
     other_shape = state | {"lm_head.weight": torch.zeros(41, 16)}
     for wrong, message in (
-        (build("gpt2").state_dict(), r"LlamaForCausalLM\): unknown: .*missing: "),
+        (build("gpt2").state_dict(), r"LlamaForCausalLM\): unexpected: .*missing: "),
         (one_layer_less, r"missing: model\.layers\.1\."),
-        (state | {"model.extra.weight": torch.zeros(1)}, r"unknown: model\.extra\.weight"),  # strict both ways
+        (state | {"model.extra.weight": torch.zeros(1)}, r"unexpected: model\.extra\.weight"),  # strict both ways
         (other_shape, r"lm_head\.weight is \(41, 16\) in the file and \(40, 16\) in the model"),
     ):
         model = build("llama", seed=2)

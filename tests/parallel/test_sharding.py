@@ -278,7 +278,10 @@ class GatherCount:
 
 def sample_train_and_save(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> None:
     trainer = make_trainer(rank, world_size, run_dir, overrides)
-    result = {"samples": trainer.evaluator.samples(n_examples=0), "models are equal": trainer.objective.models_are_equal}
+    result = {
+        "samples": trainer.evaluator.samples(n_examples=0),
+        "models are equal": trainer.objective.models_are_equal,
+    }
     result["metrics"] = [dict(trainer.train_step(next(trainer.train_iterator)).metrics) for _ in range(2)]
     result["evaluation"] = trainer.evaluator.metrics()
     trainer.save(run_dir / "saved")

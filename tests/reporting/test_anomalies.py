@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
-from dpo.training.anomalies import MAX_SKIPPED, SpikeWarner
 from support.runs import metrics_of, train
 
 from dpo.checkpoint.files import read_state
 from dpo.errors import RunError
+from dpo.reporting.anomalies import MAX_SKIPPED, SpikeWarner
 from dpo.reporting.events import RunContext, Update
 from dpo.training.objective import Objective
 

@@ -8,15 +8,17 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from dpo.reporting.metrics import Loggers, NullLogger
+from omegaconf import OmegaConf
 from support.runs import ROOT, run_script, train
 from support.wandb_server import WandbServer
 
-from dpo.reporting.events import Sample
+from dpo.reporting.events import Callbacks, Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
 from dpo.reporting.wandb import WandbLogger
 from dpo.training.metrics import peak_memory_gb, reduce_metrics
@@ -59,15 +61,29 @@ def test_many_equal_values_have_that_value_as_their_mean():
     assert means["x"] == pytest.approx(tenth[0].item(), rel=1e-12)
 
 
+def files_in(run_dir: Path) -> FileLogger:
+    logger = FileLogger(RunContext(OmegaConf.create(), run_dir, 0, None, print))
+    logger.on_start()
+    return logger
+
+
+def update(number: int, metrics: dict[str, float]) -> Update:
+    return Update(number, 4 * number, [], {}, metrics)
+
+
+def evaluation(number: int, metrics: dict[str, float], samples: Sequence[Sample] = ()) -> Evaluation:
+    return Evaluation(number, 4 * number, metrics, samples)
+
+
 def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
-    logger = FileLogger(tmp_path)
+    logger = files_in(tmp_path)
     for n in (1, 2):
-        logger.log("train", {"loss/train": 0.5 / n, "lr": 5e-7}, examples=4 * n, updates=n)
+        logger.on_update(update(n, {"loss/train": 0.5 / n, "lr": 5e-7}))
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert len(lines) == n
-    logger.log("eval", {"loss/eval": 0.1}, examples=8, updates=2)
+    logger.on_evaluation(evaluation(2, {"loss/eval": 0.1}))
 
-    FileLogger(tmp_path).log("eval", {"loss/eval": 0.2}, examples=8, updates=2)  # another one appends
+    files_in(tmp_path).on_evaluation(evaluation(2, {"loss/eval": 0.2}))  # another one appends
 
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
         {"split": "train", "examples": 4, "updates": 1, "loss/train": 0.5, "lr": 5e-7},
@@ -79,21 +95,21 @@ def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
 
 @pytest.mark.parametrize("cut", [1, 20, -1])
 def test_a_line_that_was_cut_is_removed_and_the_next_is_whole(cut, tmp_path, capsys):
-    logger, path = FileLogger(tmp_path), tmp_path / "metrics.jsonl"
+    logger, path = files_in(tmp_path), tmp_path / "metrics.jsonl"
     for updates in (1, 2):
-        logger.log("train", {"loss/train": 0.5}, examples=4, updates=updates)
+        logger.on_update(update(updates, {"loss/train": 0.5}))
     content = path.read_bytes()
     first, second = content.splitlines(keepends=True)
     path.write_bytes(first + second[:cut])
 
-    logger.log("train", {"loss/train": 0.25}, examples=12, updates=3)
+    logger.on_update(update(3, {"loss/train": 0.25}))
 
     assert [json.loads(line)["updates"] for line in path.read_text().splitlines()] == [1, 3]
     assert "ended in the middle of a line, which is removed" in capsys.readouterr().out
 
 
 def test_what_is_no_finite_number_is_null(tmp_path):
-    FileLogger(tmp_path).log("train", {"a": float("nan"), "b": float("inf"), "c": 1.5}, examples=4, updates=1)
+    files_in(tmp_path).on_update(update(1, {"a": float("nan"), "b": float("inf"), "c": 1.5}))
     line = (tmp_path / "metrics.jsonl").read_text()
     assert line == '{"split": "train", "examples": 4, "updates": 1, "a": null, "b": null, "c": 1.5}\n'
 
@@ -113,7 +129,7 @@ def test_samples_are_kept_for_programs_and_for_eyes(tmp_path):
         Sample("\n\nHuman: Où?\n\nAssistant:", " Là,\nsur la table.", " Non."),
         Sample("\n\nHuman: Hi\n\nAssistant:", " Hello.", None),  # SFT has no reference
     ]
-    FileLogger(tmp_path).log_samples(samples, examples=32)
+    files_in(tmp_path).on_evaluation(evaluation(8, {}, samples))
 
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert rows == [{"examples": 32, **s._asdict()} for s in samples]
@@ -125,34 +141,45 @@ def test_samples_are_kept_for_programs_and_for_eyes(tmp_path):
     ]
 
 
-def test_several_loggers_all_get_everything_and_the_null_logger_takes_it_too(tmp_path):
+def test_all_callbacks_are_told_and_their_states_kept_by_name(tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-    loggers = Loggers(NullLogger(), *map(FileLogger, folders))
-    loggers.log("eval", {"loss/eval": 1.0}, examples=0, updates=0)
-    loggers.log_samples([Sample("p", "x", None)], examples=0)
-    loggers.close()
+    callbacks = Callbacks({folder.name: files_in(folder) for folder in folders})
+    callbacks.emit("evaluation", evaluation(0, {"loss/eval": 1.0}, [Sample("p", "x", None)]))
+    callbacks.emit("end")
 
     for folder in folders:
         assert {file.name for file in folder.iterdir()} == {"metrics.jsonl", "samples.jsonl", "samples.txt"}
+    state = callbacks.state_dict()
+    assert state["a"] == state["b"] == {"log_bytes": {f.name: f.stat().st_size for f in folders[0].iterdir()}}
 
+
+WANDB_LOGGER = """
+import os, signal, sys, time
+from pathlib import Path
+from omegaconf import OmegaConf
+from dpo.reporting import wandb
+from dpo.reporting.events import Evaluation, RunContext, Sample, Update
+config = OmegaConf.create({"exp_name": "n", "minimum_log_interval_secs": 0, "wandb": {"project": "p", "entity": None}})
+logger = wandb.WandbLogger(RunContext(config, Path(sys.argv[1]), 0, None, print))
+"""
 
 WANDB_RUN = """
-import sys
-from pathlib import Path
-from dpo.reporting.metrics import Sample, WandbLogger
-logger = WandbLogger(name="n", project="p", entity=None, config={"lr": 1}, run_dir=Path(sys.argv[1]), interval=0.0)
-logger.log("train", {"loss/train": 0.5}, examples=4, updates=1)
-logger.log_samples([Sample("p", "x", "y")], examples=4)
-logger.close()
+logger.on_start()
+logger.on_update(Update(1, 4, [], {}, {"loss/train": 0.5}))
+logger.on_evaluation(Evaluation(1, 4, {}, [Sample("p", "x", "y")]))
+logger.on_end()
 print("the run went on")
 """
 
 
 def test_wandb_without_key_and_terminal_goes_offline_and_says_how_to_upload(tmp_path):
     result = run_script(
-        "-c", WANDB_RUN, str(tmp_path), PYTHONPATH=str(ROOT), HOME=str(tmp_path), NETRC=str(tmp_path / "netrc")
+        "-c",
+        WANDB_LOGGER + WANDB_RUN,
+        str(tmp_path),
+        PYTHONPATH=str(ROOT),
+        HOME=str(tmp_path),
+        NETRC=str(tmp_path / "netrc"),
     )
 
     assert result.returncode == 0, result.stderr
@@ -165,7 +192,7 @@ def test_wandb_without_key_and_terminal_goes_offline_and_says_how_to_upload(tmp_
 @pytest.mark.slow
 def test_a_wandb_server_that_does_not_answer_is_no_reason_not_to_train(tmp_path):
     key = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:1"}
-    result = run_script("-c", WANDB_RUN, str(tmp_path), PYTHONPATH=str(ROOT), HOME=str(tmp_path), **key)
+    result = run_script("-c", WANDB_LOGGER + WANDB_RUN, str(tmp_path), PYTHONPATH=str(ROOT), HOME=str(tmp_path), **key)
 
     assert result.returncode == 0, result.stderr
     assert "so logging offline; upload with: wandb sync" in result.stdout
@@ -174,26 +201,27 @@ def test_a_wandb_server_that_does_not_answer_is_no_reason_not_to_train(tmp_path)
 
 def test_wandb_gets_training_metrics_at_most_every_interval_and_every_evaluation(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    clock = iter([100.0, 100.5, 100.6, 101.0, 101.9, 102.0])
-    monkeypatch.setattr("dpo.reporting.metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    logger = WandbLogger(name="n", project="p", entity=None, config={}, run_dir=tmp_path, interval=1.0)
+    clock = iter([100.0, 100.5, 101.0, 101.9, 102.0])
+    monkeypatch.setattr("dpo.reporting.wandb.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    project = {"project": "p", "entity": None}
+    config = OmegaConf.create({"exp_name": "n", "minimum_log_interval_secs": 1.0, "wandb": project})
+    logger = WandbLogger(RunContext(config, tmp_path, 0, None, print))
+    logger.on_start()
     logged = []
     monkeypatch.setattr(logger.run, "log", logged.append)
 
     for i, split in enumerate(["train", "train", "eval", "train", "train", "train"]):
-        logger.log(split, {f"loss/{split}": 0.5}, examples=4 * i, updates=i)
-    logger.close()
+        tell = logger.on_update if split == "train" else logger.on_evaluation
+        tell((update if split == "train" else evaluation)(i, {f"loss/{split}": 0.5}))
+    logger.on_end()
 
     assert [(m["counters/examples"], m["counters/updates"]) for m in logged] == [(0, 0), (8, 2), (12, 3), (20, 5)]
     assert logged[1] == {"loss/eval": 0.5, "counters/examples": 8, "counters/updates": 2}
 
 
 WANDB_LOST = """
-import os, signal, sys, time
-from pathlib import Path
-from dpo.reporting import metrics
-metrics.FINISH_SECS = 3
-logger = metrics.WandbLogger(name="n", project="p", entity=None, config={}, run_dir=Path(sys.argv[1]), interval=0.0)
+wandb.FINISH_SECS = 3
+logger.on_start()
 for examples in range(4, 44, 4):
     if examples == 20:
         if sys.argv[2] == "service":  # W&B's own process on this machine
@@ -203,9 +231,9 @@ for examples in range(4, 44, 4):
         else:
             print("now", flush=True)
             input()
-    logger.log("eval", {"loss/eval": 0.5}, examples=examples, updates=1)
+    logger.on_evaluation(Evaluation(1, examples, {"loss/eval": 0.5}, []))
     time.sleep(0.05)
-logger.close()
+logger.on_end()
 print("the run went on", flush=True)
 """
 
@@ -223,7 +251,7 @@ def test_wandbs_record_of_the_terminal_has_the_preflight(command, tmp_path):
 def lose_wandb(server: WandbServer, kind: str, tmp_path) -> str:
     """What a run says from which W&B is taken away."""
     process = subprocess.Popen(
-        [sys.executable, "-c", WANDB_LOST, str(tmp_path), kind],
+        [sys.executable, "-c", WANDB_LOGGER + WANDB_LOST, str(tmp_path), kind],
         env={
             **{k: v for k, v in os.environ.items() if not k.startswith("WANDB")},
             **{"PYTHONPATH": str(ROOT), "WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40, "HOME": str(tmp_path)},
@@ -259,7 +287,7 @@ def test_a_run_outlives_the_wandb_service(tmp_path):
     said = lose_wandb(server, "service", tmp_path)
     server.close()
 
-    assert said.count("warning: W&B takes no more") == 1
+    assert said.count("warning: W&B logging disabled after an error") == 1
     assert "the run went on" in said
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from support.runs import metrics_of, train, write_rows
 
 from dpo.checkpoint.contents import find_misfit, find_odd_part
@@ -32,6 +33,7 @@ from dpo.checkpoint.files import (
 from dpo.checkpoint.saver import Checkpoints, random_state
 from dpo.errors import InputError
 from dpo.models.weights import find_archive
+from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
 from dpo.system.plain_files import check_readable, check_writable, remove
 from dpo.system.run_directory import FILES, create_run_dir
@@ -99,8 +101,10 @@ def test_what_a_run_writes_is_a_file_of_its_own_or_the_run_does_not_begin(kind, 
 def test_a_logger_writes_to_files_alone(name, tmp_path):
     (tmp_path / "elsewhere").write_text("precious")
     (tmp_path / name).symlink_to("elsewhere")
+    logger = FileLogger(RunContext(OmegaConf.create(), tmp_path, 0, None, print))
+    logger.load_state_dict({"log_bytes": {name: 0}})
     with pytest.raises(InputError, match="symbolic link; a regular file is expected"):
-        FileLogger(tmp_path, {"log_bytes": {name: 0}})
+        logger.on_start()
     assert (tmp_path / "elsewhere").read_text() == "precious"
 
 

@@ -74,7 +74,7 @@ def forward_off_in_training(relative: float):
 
 
 def test_a_forward_may_differ_from_the_same_again_by_rounding_alone(policy, tiny_llama):
-    options = {"loss_name": "dpo", "loss_options": DPO, "same_dtype": True}
+    options = {"lengths": torch.ones(2, 2), "loss_config": {"name": "dpo", **DPO}, "same_dtype": True}
     eps = torch.finfo(torch.float32).eps  # as where sums over processes come in another order
     assert self_test(policy, tiny_llama.eval(), forward_off_in_training(2 * eps), **options)
     with pytest.raises(InputError, match=r"train-mode and eval-mode log-probabilities differ by 0\.0003"):
