@@ -104,7 +104,7 @@ def test_a_save_that_fails_says_so_and_keeps_the_former_checkpoint(tmp_path):
     write_checkpoint(tmp_path / "step-8", {"policy": {"a": 1}}.items(), step_idx=8, metrics=None, facts={})
     for name in ("step-8", "step-16"):
         states = {"policy": {}, "optimizer": CannotBeSaved()}
-        with pytest.raises(RunError, match=r"could not be written \(.*No space left.*; earlier ones are whole"):
+        with pytest.raises(RunError, match=r"could not be written \(.*No space left.*; earlier ones are intact"):
             write_checkpoint(tmp_path / name, states.items(), step_idx=8, metrics=None, facts={})
 
     assert os.listdir(tmp_path) == ["step-8"]  # no half-written files that keep a full disk full

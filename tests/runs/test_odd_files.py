@@ -185,11 +185,11 @@ def test_a_resume_of_such_a_directory_ends_at_once_and_in_words(command, run, tm
     result = train(*command("run", "resume=auto"))
     assert result.returncode == 2
     [message] = result.stderr.splitlines()
-    assert message == f"error: {tmp_path}/run/samples.jsonl is a directory a regular file is expected: move it away"
+    assert message == f"error: {tmp_path}/run/samples.jsonl is a directory; a regular file is expected: move it away"
 
     (tmp_path / "run" / "metrics.jsonl").unlink()
     os.mkfifo(tmp_path / "run" / "metrics.jsonl")
-    with pytest.raises(InputError, match=r"metrics\.jsonl is a FIFO a regular file is expected"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl is a FIFO; a regular file is expected"):
         run("fork", f"resume={tmp_path}/run/step-8")
 
 
@@ -206,7 +206,7 @@ def test_a_part_that_is_something_else_is_damage_and_the_checkpoint_before_it_co
     run("run", "n_examples=16", "resume=auto")
 
     said = capsys.readouterr().out
-    assert f"warning: checkpoint skipped: {tmp_path}/run/step-16/{part}.pt is no state of a run: " in said
+    assert f"warning: checkpoint skipped: {tmp_path}/run/step-16/{part}.pt does not hold the state of a run: " in said
     assert f"continuing from {tmp_path}/run/step-8" in said
     assert [line["examples"] for line in metrics_of(tmp_path / "run", "train")] == [4, 8, 12, 16]
 
@@ -334,22 +334,20 @@ def test_the_state_of_every_optimizer_fits_it_and_no_other_model(name):
     state = optimizer.state_dict()
     assert find_odd_part("optimizer", state) is None
     assert find_misfit(optimizer, state) is None
-    assert "it is of 3 parameters, not of 2" in find_misfit(
-        optimizer, stepped(OPTIMIZERS[name], *shapes, (1,)).state_dict()
-    )
+    assert "it has 3 parameters, not 2" in find_misfit(optimizer, stepped(OPTIMIZERS[name], *shapes, (1,)).state_dict())
     if state["state"]:
         other = stepped(OPTIMIZERS[name], (4, 5), (3,)).state_dict()
-        assert "of parameter 0 " in find_misfit(optimizer, other)
+        assert "parameter 0: " in find_misfit(optimizer, other)
 
 
 def test_another_optimizers_state_and_settings_are_named():
     adam, rmsprop = (stepped(OPTIMIZERS[name], (2,)) for name in ("AdamW", "RMSprop"))
-    assert "of parameter 0 it holds step, square_avg, not exp_avg, exp_avg_sq, step" in find_misfit(
+    assert "parameter 0: its keys are step, square_avg, not exp_avg, exp_avg_sq, step" in find_misfit(
         adam, rmsprop.state_dict()
     )
     state = adam.state_dict()
     state["param_groups"][0]["eps"] = "small"
-    assert find_misfit(adam, state) == "of its settings eps should be 1e-08"
+    assert find_misfit(adam, state) == "its settings eps should be 1e-08"
 
 
 def test_a_state_that_does_not_fit_ends_the_run_in_words(run, tmp_path):
@@ -357,7 +355,7 @@ def test_a_state_that_does_not_fit_ends_the_run_in_words(run, tmp_path):
     file = tmp_path / "run" / "step-8" / "optimizer.pt"
     replace_state(file, lambda state: {**state, "state": {0: {"step": torch.zeros(())}}})
     with pytest.raises(
-        InputError, match=r"optimizer\.pt does not fit RMSprop: of parameter 0 it holds step, not square"
+        InputError, match=r"optimizer\.pt does not fit RMSprop: parameter 0: its keys are step, not square"
     ):
         run("run", "resume=auto")
 
@@ -381,7 +379,7 @@ def test_a_run_that_continues_elsewhere_meets_such_files_there(run, tmp_path):
     run("fork", f"resume={tmp_path}/run/step-8", "n_examples=12")
     (tmp_path / "fork" / ".continues").unlink()
     os.mkfifo(tmp_path / "fork" / ".continues")
-    with pytest.raises(InputError, match=r"\.continues is a FIFO a regular file is expected"):
+    with pytest.raises(InputError, match=r"\.continues is a FIFO; a regular file is expected"):
         run("fork", f"resume={tmp_path}/run/step-8", "n_examples=16")
 
 

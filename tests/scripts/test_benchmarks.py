@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.runs import GOLDEN, run_script
+from support.runs import GOLDEN, ROOT, run_script
 
+from benchmarks import chart
 from benchmarks.compare import Shape, count_flops
 from dpo.data.examples import Example
 from dpo.models.packing import pack
@@ -50,3 +51,10 @@ def test_it_runs(module, arguments, said):
     assert result.returncode == 0, result.stderr
     assert said in result.stdout
     assert "failed" not in result.stdout
+
+
+def test_the_picture_shows_the_table():
+    assert (ROOT / "docs" / "speed.svg").read_text(encoding="utf-8") == chart.picture()
+    rows = chart.read_rows((ROOT / "docs" / "RESULTS.md").read_text(encoding="utf-8"))
+    [ours] = [row for row in rows if "cached" in row.label]
+    assert (ours.seconds, ours.memory) == (1.279, 4.95)

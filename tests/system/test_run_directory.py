@@ -91,7 +91,7 @@ def test_a_machine_without_git_can_train(tmp_path, monkeypatch):
 
 def test_a_directory_is_one_run_at_a_time_and_free_again_when_it_ends(tmp_path):
     held = lock_run_dir(tmp_path)
-    with pytest.raises(InputError, match=f"local_run_dir={tmp_path} is in use"):
+    with pytest.raises(InputError, match=f"local_run_dir={tmp_path} is locked by a running process"):
         lock_run_dir(tmp_path)
     held.close()
     lock_run_dir(tmp_path).close()
