@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
+@cache  # the files do not change while a process runs
 def _load(file: Path) -> dict[str, Any]:
     content = OmegaConf.to_container(OmegaConf.load(file))
     return {key: value for key, value in content.items() if key not in OF_HYDRA}  # type: ignore[union-attr]

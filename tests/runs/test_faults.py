@@ -74,10 +74,10 @@ def test_killed_in_the_middle_of_an_update(update, start, whole, tmp_path):
 # A save brings 5 files, their manifest and their directory to the disk, renames it and points LATEST and BEST to
 # it; the third removes the first checkpoint. These are all such steps of three saves; `make test` kills at a few.
 STEPS = range(1, 33)
-EVERYWHERE = (2, 8, 10, 12, 32)
+CORNERS = (2, 8, 10, 12, 32)
 
 
-@pytest.mark.parametrize("step", [s if s in EVERYWHERE else pytest.param(s, marks=pytest.mark.slow) for s in STEPS])
+@pytest.mark.parametrize("step", [s if s in CORNERS else pytest.param(s, marks=pytest.mark.slow) for s in STEPS])
 def test_killed_at_every_step_of_a_save(step, start, whole, tmp_path):
     run = start(fault=kill_at_step_of_saving, arguments=(step,))
     assert run.wait() == -signal.SIGKILL, run.log.read_text()

@@ -68,19 +68,15 @@ OTHERWISE = {  # than by the defaults
     "references cached, sharded": ("cache_reference_logps=all", "trainer=FSDPTrainer", "world_size=2"),
     "compiled": ("compile=true",),
 }
-EVERYWHERE = {  # what `make test` runs of these; `make golden` runs all
+CORNERS = {  # what `make test` runs beside the plain runs: each layout and mesh once; `make test-all` runs them with all
     ("words-sft", "padded"),
-    ("words-ipo", "padded"),
     ("words-sft", "eager"),
-    ("llama-dpo", "padded"),
     ("words-ipo", "references cached"),
     ("words-dpo", "references cached, sharded"),
     ("words-dpo", "sharded", 1),
-    ("words-dpo", "cut", 2),
+    ("words-ipo", "cut", 2),
+    ("words-dpo", "cut and sharded", 2),
     ("words-dpo", "cut by the package", 1),
-    ("llama-sft", "cut", 1),
-    ("llama-ipo", "sharded", 2),
-    ("llama-dpo", "cut and sharded", 2),
 }
 
 
@@ -88,11 +84,11 @@ def over_grids() -> Iterator[Any]:
     for run in [f"{data}-{loss}" for data in ("words", "llama") for loss in ("sft", "dpo", "ipo")]:
         yield pytest.param(run, (), id=run)
         for name, settings in OTHERWISE.items():
-            marks = [] if (run, name) in EVERYWHERE else [pytest.mark.slow]
+            marks = [] if (run, name) in CORNERS else [pytest.mark.slow]
             yield pytest.param(run, settings, marks=marks, id=f"{run}, {name}")
         for mesh, overrides in GRIDS.items():
             for accumulation in (1, 2):
-                marks = [] if (run, mesh, accumulation) in EVERYWHERE else [pytest.mark.slow]
+                marks = [] if (run, mesh, accumulation) in CORNERS else [pytest.mark.slow]
                 settings = (*overrides, f"gradient_accumulation_steps={accumulation}")
                 yield pytest.param(run, settings, marks=marks, id=f"{run}, {mesh}, accumulation {accumulation}")
 

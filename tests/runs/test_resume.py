@@ -475,10 +475,10 @@ GRIDS = {
         "tensor_parallel_size=2",
     ),
 }
-EVERYWHERE = ("sharded",)  # `make test` runs these
+CORNERS = ("sharded",)  # what `make test` runs; `make test-all` runs all
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(g, marks=[] if g in EVERYWHERE else [pytest.mark.slow]) for g in GRIDS])
+@pytest.mark.parametrize("mesh", [pytest.param(g, marks=[] if g in CORNERS else [pytest.mark.slow]) for g in GRIDS])
 def test_a_run_in_several_processes_continues_bit_for_bit(mesh, command, tmp_path):
     settings = (*GRIDS[mesh], "n_examples=16", "eval_batch_size=8", "n_eval_examples=8", "optimizer=AdamW")
     if "package" not in mesh:
