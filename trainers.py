@@ -11,9 +11,10 @@ from omegaconf import DictConfig
 from dpo.data.tokenization import Batch, concatenated_inputs  # noqa: F401
 from dpo.losses import _get_batch_logps, preference_loss  # noqa: F401  (the reference has them here)
 from dpo.models.layouts import Logps
-from dpo.parallel.device_map import choose_device_map, move_less
+from dpo.parallel.device_map import move_less
 from dpo.parallel.sharding import distribute, find_blocks
 from dpo.parallel.tensor_parallel_package import split_over_devices
+from dpo.settings import choices
 from dpo.settings.files import require, with_defaults
 from dpo.training.loop import Trainer
 from dpo.training.objective import REFERENCE
@@ -33,11 +34,8 @@ class BasicTrainer(Trainer):
         require(config)
         super().__init__(policy, config, seed, run_dir, *others, **named)
 
+    spec = choices.BASIC
     load_data = staticmethod(load_data)
-
-    @classmethod
-    def device_map(cls) -> str | dict | None:
-        return choose_device_map(torch.cuda.device_count())
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         if len({*getattr(model, "hf_device_map", {}).values()}) > 1:
@@ -60,15 +58,11 @@ class BasicTrainer(Trainer):
 class FSDPTrainer(BasicTrainer):
     """Parameters, gradients and optimizer state sharded over the processes, policy and reference alike."""
 
-    multi_process = True
-
-    @classmethod
-    def device_map(cls) -> None:
-        return None  # on the CPU until it is sharded
+    spec = choices.FSDP
 
     def notes(self) -> list[str]:
         model, shards = self.config.model, self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
-        if not shards or model.fsdp_policy_mp or model.autocast or self.compute_dtype != "float32":
+        if not shards or model.fsdp_policy_mp or model.autocast or self.plan.compute_dtype != "float32":
             return super().notes()
         gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters()) / self.mesh.tensor_size
         return [
@@ -84,23 +78,13 @@ class FSDPTrainer(BasicTrainer):
 class TensorParallelTrainer(FSDPTrainer):
     """Every layer cut over `tensor_parallel_size` processes (null: all); the rest of the processes share as in FSDP."""
 
-    cuts_layers = True
-
-    @staticmethod
-    def tensor_size(config: DictConfig, world_size: int) -> int:
-        return config.tensor_parallel_size or world_size
+    spec = choices.TENSOR_PARALLEL
 
 
 class PackageTensorParallelTrainer(BasicTrainer):
     """One process; every layer cut over its devices by the package `tensor_parallel`, as the reference did it."""
 
-    cuts_layers = True
-    can_sample = False
-    can_autocast = False
-
-    @classmethod
-    def device_map(cls) -> None:
-        return None  # on the CPU until it is cut
+    spec = choices.PACKAGE
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
@@ -113,5 +97,7 @@ class PackageTensorParallelTrainer(BasicTrainer):
         return optimizer
 
 
-TRAINERS = {trainer.__name__: trainer for trainer in (BasicTrainer, FSDPTrainer, TensorParallelTrainer)}
-TENSOR_PARALLEL_BACKENDS = {"dtensor": TensorParallelTrainer, "tensor_parallel": PackageTensorParallelTrainer}
+TRAINERS = {
+    trainer.spec.name: trainer
+    for trainer in (BasicTrainer, FSDPTrainer, TensorParallelTrainer, PackageTensorParallelTrainer)
+}

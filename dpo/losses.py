@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
+if TYPE_CHECKING:
+    import torch
 
 IGNORE_INDEX = -100  # label of a token that is not scored: prompt and padding
 
@@ -45,13 +46,15 @@ def preference_loss(
     fraction eps of the pairs is flipped (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036.
     `reference_free` takes the reference as uniform in the loss; the rewards still use it. Rewards are detached.
     """
+    from torch.nn.functional import logsigmoid  # here: validation reads LOSSES, and needs no torch
+
     h = policy_chosen_logps - policy_rejected_logps
     if not reference_free:
         h = h - (reference_chosen_logps - reference_rejected_logps)
     if ipo:
         losses = (h - 1 / (2 * beta)) ** 2
     else:
-        losses = -F.logsigmoid(beta * h) * (1 - label_smoothing) - F.logsigmoid(-beta * h) * label_smoothing
+        losses = -logsigmoid(beta * h) * (1 - label_smoothing) - logsigmoid(-beta * h) * label_smoothing
     chosen_rewards = beta * (policy_chosen_logps - reference_chosen_logps).detach()
     rejected_rewards = beta * (policy_rejected_logps - reference_rejected_logps).detach()
     return losses, chosen_rewards, rejected_rewards

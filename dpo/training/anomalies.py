@@ -15,7 +15,6 @@ from dpo.errors import RunError
 from dpo.parallel.mesh import Mesh
 from dpo.training.batches import GlobalBatch
 
-POLICIES = ("raise", "skip")
 SPIKE = 10.0
 MAX_SKIPPED = 10  # updates that a run leaves out before it gives up
 

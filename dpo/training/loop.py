@@ -30,6 +30,8 @@ from dpo.parallel.state import full_tensor
 from dpo.reporting.files import Sample
 from dpo.reporting.metrics import NullLogger, make_logger
 from dpo.reporting.terminal import Progress, table
+from dpo.settings.choices import TrainerSpec
+from dpo.settings.plan import resolve
 from dpo.system.paths import get_local_dir
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
@@ -64,14 +66,8 @@ class Trainer:
     ) -> None:
         self.config, self.seed, self.run_dir = config, seed, Path(run_dir)
         self.rank, self.world_size = rank, world_size
-        tensor_size = self.tensor_size(config, world_size)
-        self.mesh = Mesh(
-            rank,
-            world_size,
-            shard_size=config.fsdp_shard_size,
-            tensor_size=tensor_size,
-            timeout_secs=config.collective_timeout_secs,
-        )
+        self.plan = resolve(config, trainer=self.spec, world_size=world_size)
+        self.mesh = Mesh(rank, self.plan.dims, timeout_secs=config.collective_timeout_secs)
         self.loss = LOSSES[config.loss.name]
         if self.loss.uses_reference and reference_model is None:
             raise InputError(f"loss={config.loss.name} needs a reference model")
@@ -79,7 +75,6 @@ class Trainer:
         self.tokenizer = self.data.tokenizer
         each = {"update": config.batch_size, **dict.fromkeys(("evaluate", "sample"), config.eval_batch_size)}
         self.progress = Progress(interval=config.minimum_log_interval_secs, silent=rank != 0, each=each)
-        self.compute_dtype = (config.model.fsdp_policy_mp if self.multi_process else None) or config.model.policy_dtype
         self.policy = self._place_policy(policy)
         self.reference_model, self.reference_digest = self._place_reference(reference_model)
         for note in self.notes():
@@ -88,7 +83,7 @@ class Trainer:
         self.scheduler = warmup(self.optimizer, config.warmup_steps)
         longest, log = self.data.report.longest(config.max_length), self.progress.line
         models = self.policy, self.reference_model
-        self.objective = make_objective(config, *models, self.mesh, self.compute_dtype, longest=longest, log=log)
+        self.objective = make_objective(config, *models, self.mesh, self.plan.compute_dtype, longest=longest, log=log)
         self.eval_every = config.eval_every - config.eval_every % config.batch_size
         self.example_counter, self.batch_counter, self.evaluated_at = 0, 0, -1
         if self.eval_every != config.eval_every:
@@ -116,7 +111,7 @@ class Trainer:
         check_positions(policy, config.max_length)
         if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
             policy.gradient_checkpointing_enable({"use_reentrant": False})
-        return self.place(policy, compute_dtype=DTYPES[self.compute_dtype])
+        return self.place(policy, compute_dtype=DTYPES[self.plan.compute_dtype])
 
     def _place_reference(self, reference_model: Any) -> tuple[Any, str | None]:
         """The reference where it will compute, and on rank 0 its digest; None if there is none."""
@@ -124,28 +119,15 @@ class Trainer:
             return None, None
         load = partial(loaded_reference, reference_model, self.config, with_digest=self.rank == 0)
         model, digest = after_rank_0("the reference's weights", load)
-        return self.place(model, compute_dtype=DTYPES[self.config.model.reference_dtype]), digest
+        return self.place(model, compute_dtype=DTYPES[self.plan.reference_dtype]), digest
 
     # --- what a subclass says ---------------------------------------------------------------------------------------
 
-    multi_process = False  # whether several processes share a run, joined by a process group
-    cuts_layers = False  # whether `tensor_parallel_size` and its backend say anything
-    can_sample = True
-    can_autocast = True
-
-    @staticmethod
-    def tensor_size(config: DictConfig, world_size: int) -> int:
-        """How many processes cut each layer among them."""
-        return 1
+    spec: TrainerSpec  # what it can do
 
     @staticmethod
     def load_data(config: DictConfig, *, silent: bool = False) -> TrainingData:
         """What the config trains on."""
-        raise NotImplementedError
-
-    @classmethod
-    def device_map(cls) -> str | dict | None:
-        """Where transformers puts the weights while loading."""
         raise NotImplementedError
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
@@ -391,8 +373,8 @@ class Trainer:
             lambda model: self.objective.forward(model, microbatch),
             loss_name=self.config.loss.name,
             loss_options=loss_options(self.config.loss),
-            same_dtype=self.compute_dtype == self.config.model.reference_dtype,
-            repeats_to=DTYPES[self.config.model.autocast or self.compute_dtype] if self.mesh.tensor_size > 1 else None,
+            same_dtype=self.plan.compute_dtype == self.plan.reference_dtype,
+            repeats_to=DTYPES[self.plan.autocast or self.plan.compute_dtype] if self.mesh.tensor_size > 1 else None,
         )
         for note in notes:
             self.progress.line(note)

@@ -5,14 +5,11 @@ A file of them serves another run with the same reference and data: another beta
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,19 +19,8 @@ from dpo.errors import InputError, RunError
 from dpo.system.plain_files import check_readable
 from dpo.training.batches import GlobalBatch
 
-CACHING = ("as_needed", "all")
 KEY = np.dtype(f"S{KEY_BYTES}")  # compares byte by byte; what it leaves off when printed are zeros at the end
 TOLERANCE = 1e-2  # relative, of a stored log-probability: rounding in half precision, not another model
-
-
-def model_digest(model: Any, dtype: str) -> str:
-    """A digest of all that a model's log-probabilities depend on but tokens: weights, architecture, compute dtype."""
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:32]
 
 
 def read_logps(path: Path) -> LogpTable:

@@ -15,6 +15,7 @@ from dpo.models.logprobs import concatenated_forward
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
 from dpo.parallel.tensor_parallel import STYLES, check_tensor_parallel, cut_modules, find_plan
+from dpo.settings.plan import ParallelDims
 from dpo.system.launching import launch
 
 NINE_HEADS = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
@@ -83,7 +84,9 @@ def count_all_reduces(rank, world_size):
         model = build("llama", on_meta=rank != 0)  # of two blocks
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        model = distribute(model, Mesh(rank, world_size, tensor_size=2), block_name=None, compute_dtype=torch.float32)
+        model = distribute(
+            model, Mesh(rank, ParallelDims.of(world_size, tensor_size=2)), block_name=None, compute_dtype=torch.float32
+        )
         chosen, _ = concatenated_forward(model, batch_of(rows=4))
         with Collectives() as collectives:
             chosen.sum().backward()

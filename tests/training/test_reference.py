@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dpo.errors import InputError
-from dpo.training.reference import LogpTable, ReferenceLogps, model_digest, read_logps
+from dpo.models.weights import model_digest
+from dpo.training.reference import LogpTable, ReferenceLogps, read_logps
 
 KEYS = [(b"a" * 16, b"b" * 16), (b"c" * 16, b"d" * 16)]
 LOGPS = torch.tensor([[-1.5, -2.25], [-3.0, -4.125]])
