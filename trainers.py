@@ -24,7 +24,7 @@ from dpo.losses import LOSSES, _get_batch_logps, preference_loss  # noqa: F401  
 from dpo.models.layouts import Logps, Microbatch
 from dpo.models.loading import loaded, loaded_reference
 from dpo.models.pretrained import DTYPES, check_positions, remarks
-from dpo.parallel.device_map import choose_device_map, move_less
+from dpo.parallel.device_map import move_less
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import accumulate, distribute, find_blocks, release_gathered
 from dpo.parallel.state import full_tensor
@@ -33,7 +33,10 @@ from dpo.reporting.anomalies import NonFinite
 from dpo.reporting.events import Callbacks, Evaluation, RunContext, Update
 from dpo.reporting.table import CALLBACKS
 from dpo.reporting.terminal import Progress
+from dpo.settings import choices
+from dpo.settings.choices import TrainerSpec
 from dpo.settings.files import require, with_defaults
+from dpo.settings.plan import resolve
 from dpo.system.paths import get_local_dir
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
@@ -70,18 +73,12 @@ class Trainer:
         self.loss = LOSSES[config.loss.name]
         if self.loss.reference and reference_model is None:
             raise InputError(f"loss={config.loss.name} needs a reference model")
-        self.mesh = Mesh(
-            rank,
-            world_size,
-            shard_size=config.fsdp_shard_size,
-            tensor_size=self.tensor_size(config, world_size),
-            timeout_secs=config.collective_timeout_secs,
-        )
+        self.plan = resolve(config, trainer=self.spec, world_size=world_size)
+        self.mesh = Mesh(rank, self.plan.dims, timeout_secs=config.collective_timeout_secs)
         self.data = data or self.load_data(config, silent=rank != 0)
         self.tokenizer = self.data.tokenizer
         self.progress = Progress.of(config, silent=rank != 0)
         log = self.progress.line
-        self.compute_dtype = (config.model.fsdp_policy_mp if self.multi_process else None) or config.model.policy_dtype
         self.policy = self._place_policy(policy)
         self.reference = self._place_reference(reference_model) if self.loss.reference else None
         for note in self.notes():
@@ -90,7 +87,7 @@ class Trainer:
         self.scheduler = warmup(self.optimizer, config.warmup_steps)
         longest = self.data.report.longest(config.max_length)
         self.objective = make_objective(
-            config, self.policy, self.reference, self.mesh, self.compute_dtype, longest=longest, log=log
+            config, self.policy, self.reference, self.mesh, self.plan.compute_dtype, longest=longest, log=log
         )
         data_axis = {"rank": self.mesh.data_rank, "size": self.mesh.data_size}
         self.batches = Batches(config, self.data, self.objective.layout, seed=seed, **data_axis)
@@ -128,12 +125,12 @@ class Trainer:
         check_positions(policy, config.max_length)
         if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
             policy.gradient_checkpointing_enable({"use_reentrant": False})
-        return self.place(policy, compute_dtype=DTYPES[self.compute_dtype])
+        return self.place(policy, compute_dtype=DTYPES[self.plan.compute_dtype])
 
     def _place_reference(self, reference_model: Any) -> Reference:
         load = partial(loaded_reference, reference_model, self.config, with_digest=self.rank == 0)
         model, digest = after_rank_0("the reference's weights", load)
-        return Reference(self.place(model, compute_dtype=DTYPES[self.config.model.reference_dtype]), digest)
+        return Reference(self.place(model, compute_dtype=DTYPES[self.plan.reference_dtype]), digest)
 
     @property
     def reference_model(self) -> torch.nn.Module | None:
@@ -142,21 +139,8 @@ class Trainer:
 
     # --- what a subclass says ---------------------------------------------------------------------------------------
 
-    multi_process = False  # whether several processes share a run, joined by a process group
-    cuts_layers = False  # whether tensor_parallel* keys apply
-    can_sample = True
-    can_autocast = True
+    spec: TrainerSpec  # what it can do
     load_data = staticmethod(load_data)
-
-    @staticmethod
-    def tensor_size(config: DictConfig, world_size: int) -> int:
-        """How many processes share each layer."""
-        return 1
-
-    @classmethod
-    def device_map(cls) -> str | dict | None:
-        """Where transformers puts the weights while loading."""
-        raise NotImplementedError
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         """Distribute a loaded model over devices and processes."""
@@ -258,8 +242,8 @@ class Trainer:
             lambda model: self.objective.forward(model, microbatch),
             lengths=microbatch.lengths,
             loss_config=self.config.loss,
-            same_dtype=self.compute_dtype == self.config.model.reference_dtype,
-            repeats_to=DTYPES[self.config.model.autocast or self.compute_dtype] if self.mesh.tensor_size > 1 else None,
+            same_dtype=self.plan.compute_dtype == self.plan.reference_dtype,
+            repeats_to=DTYPES[self.plan.autocast or self.plan.compute_dtype] if self.mesh.tensor_size > 1 else None,
         )
         for note in notes:
             self.progress.line(note)
@@ -351,9 +335,7 @@ class BasicTrainer(Trainer):
         require(config)
         super().__init__(policy, config, seed, run_dir, *others, **named)
 
-    @classmethod
-    def device_map(cls) -> str | dict | None:
-        return choose_device_map(torch.cuda.device_count())
+    spec = choices.BASIC
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         if len({*getattr(model, "hf_device_map", {}).values()}) > 1:
@@ -391,15 +373,11 @@ class BasicTrainer(Trainer):
 class FSDPTrainer(BasicTrainer):
     """Parameters, gradients and optimizer state sharded over the processes, policy and reference alike."""
 
-    multi_process = True
-
-    @classmethod
-    def device_map(cls) -> None:
-        return None  # on the CPU until it is sharded
+    spec = choices.FSDP
 
     def notes(self) -> list[str]:
         model, shards = self.config.model, self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
-        if not shards or model.fsdp_policy_mp or model.autocast or self.compute_dtype != "float32":
+        if not shards or model.fsdp_policy_mp or model.autocast or self.plan.compute_dtype != "float32":
             return super().notes()
         gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters()) / self.mesh.tensor_size
         return [
@@ -415,23 +393,13 @@ class FSDPTrainer(BasicTrainer):
 class TensorParallelTrainer(FSDPTrainer):
     """Every layer cut over `tensor_parallel_size` processes (null: all); the rest of the processes share as in FSDP."""
 
-    cuts_layers = True
-
-    @staticmethod
-    def tensor_size(config: DictConfig, world_size: int) -> int:
-        return config.tensor_parallel_size or world_size
+    spec = choices.TENSOR_PARALLEL
 
 
 class PackageTensorParallelTrainer(BasicTrainer):
     """One process; every layer split over its devices by the package `tensor_parallel`, as the reference did it."""
 
-    cuts_layers = True
-    can_sample = False
-    can_autocast = False
-
-    @classmethod
-    def device_map(cls) -> None:
-        return None  # on the CPU until it is cut
+    spec = choices.PACKAGE
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
@@ -444,5 +412,7 @@ class PackageTensorParallelTrainer(BasicTrainer):
         return optimizer
 
 
-TRAINERS = {trainer.__name__: trainer for trainer in (BasicTrainer, FSDPTrainer, TensorParallelTrainer)}
-TENSOR_PARALLEL_BACKENDS = {"dtensor": TensorParallelTrainer, "tensor_parallel": PackageTensorParallelTrainer}
+TRAINERS = {
+    trainer.spec.name: trainer
+    for trainer in (BasicTrainer, FSDPTrainer, TensorParallelTrainer, PackageTensorParallelTrainer)
+}

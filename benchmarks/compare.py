@@ -32,6 +32,8 @@ from benchmarks.step_overhead import compose
 from dpo.models.layouts import SharedPrefix
 from dpo.models.loading import model_loaders
 from dpo.models.packing import Packed
+from dpo.settings.files import CONFIG_DIR
+from dpo.settings.plan import resolve
 from dpo.system.malloc import keep_freed_memory
 from dpo.training.metrics import peak_memory_gb
 
@@ -104,10 +106,11 @@ def measure(overrides: list[str], updates: int) -> dict[str, Any]:
         config.n_examples = (updates + 1) * config.batch_size
         keep_freed_memory()  # and TF32, as train.work
         torch.backends.cuda.matmul.allow_tf32 = True
-        load_policy, reference = model_loaders(config, train.find_trainer(config), 0, 1)
+        plan = resolve(config)
+        load_policy, reference = model_loaders(config, plan)
         policy = load_policy()
         shape = shape_of(policy)
-        trainer = train.find_trainer(config)(policy, config, config.seed, folder, reference)
+        trainer = train.find_class(plan)(policy, config, config.seed, folder, reference)
         del policy, reference
         trainer.check_and_score_reference()
         rows = [measure_update(trainer, batch, shape) for batch in trainer.train_iterator][1:]
@@ -158,7 +161,7 @@ def in_a_process(arguments: list[str], python: str = sys.executable) -> dict[str
         capture_output=True,
         text=True,
         check=False,
-        cwd=train.CONFIG_DIR.parent,
+        cwd=CONFIG_DIR.parent,
         env=environment,
     )
     if result.returncode:

@@ -24,6 +24,7 @@ import torch
 import train
 from benchmarks.step_overhead import compose
 from dpo.models.loading import model_loaders
+from dpo.settings.plan import resolve
 from dpo.system.launching import launch
 
 LAYOUTS = {
@@ -47,9 +48,10 @@ def collectives_of(profile: Any) -> dict[str, float]:
 
 def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
     """A few updates on this process; rank 0 writes the seconds and the collectives of one."""
-    policy, reference = model_loaders(config, train.find_trainer(config), rank, world_size)
+    plan = resolve(config, world_size=world_size)
+    policy, reference = model_loaders(config, plan, rank=rank)
     run_dir = Path(config.local_run_dir)
-    trainer = train.find_trainer(config)(policy, config, config.seed, run_dir, reference, rank, world_size)
+    trainer = train.find_class(plan)(policy, config, config.seed, run_dir, reference, rank, world_size)
     batches, seconds = iter(trainer.train_iterator), []
     for _ in range(UPDATES):
         start = time.perf_counter()
@@ -117,13 +119,8 @@ def main(overrides: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
         config = compose(sys.argv[3:])
-        processes = train.count_processes(config)
-        launch(
-            measure,
-            processes.world_size,
-            config,
-            Path(sys.argv[2]),
-            process_group=train.find_trainer(config).multi_process,
-        )
+        plan = resolve(config)
+        arguments = (plan.dims.world_size, config, Path(sys.argv[2]))
+        launch(measure, *arguments, process_group=plan.trainer.multi_process)
     else:
         main(sys.argv[1:])

@@ -24,6 +24,7 @@ from typing import Any
 
 import train
 from benchmarks.step_overhead import compose
+from dpo.settings.plan import resolve
 from dpo.system.launching import launch
 from trainers import BasicTrainer
 
@@ -122,12 +123,8 @@ def main(overrides: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
         config = compose(sys.argv[3:])
-        launch(
-            measure,
-            train.count_processes(config).world_size,
-            config,
-            Path(sys.argv[2]),
-            process_group=train.find_trainer(config).multi_process,
-        )
+        plan = resolve(config)
+        arguments = (plan.dims.world_size, config, Path(sys.argv[2]))
+        launch(measure, *arguments, process_group=plan.trainer.multi_process)
     else:
         main(sys.argv[1:])

@@ -23,6 +23,7 @@ import train
 from benchmarks.compare import COMMON
 from benchmarks.step_overhead import compose
 from dpo.models.loading import model_loaders
+from dpo.settings.plan import resolve
 from dpo.system.malloc import keep_freed_memory
 
 ATTENTION = re.compile("attention", re.IGNORECASE)
@@ -53,9 +54,9 @@ def main() -> None:
         config = compose([*COMMON, f"local_run_dir={folder}", f"local_dirs=[{folder}]", *overrides])
         config.n_examples = 2 * config.batch_size
         keep_freed_memory()
-        trainer_class = train.find_trainer(config)
-        policy, reference = model_loaders(config, trainer_class, 0, 1)
-        trainer = trainer_class(policy, config, config.seed, folder, reference)
+        plan = resolve(config)
+        policy, reference = model_loaders(config, plan)
+        trainer = train.find_class(plan)(policy, config, config.seed, folder, reference)
         first, second = trainer.train_iterator
         trainer.train_step(first)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:

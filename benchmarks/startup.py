@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from train import CONFIG_DIR
+from dpo.settings.files import CONFIG_DIR
 
 LETTERS = "etaoinshrdlucmfwypvbgk"
 FIXED = (

@@ -21,6 +21,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 import train
+from dpo.settings.command_line import check_command_line
+from dpo.settings.files import CONFIG_DIR
 from trainers import TRAINERS, BasicTrainer
 
 PARTS: dict[str, float] = defaultdict(float)
@@ -72,8 +74,8 @@ def report(rows: list[dict[str, float]]) -> None:
 
 def compose(overrides: list[str]) -> DictConfig:
     fixed = ["exp_name=benchmark", "wandb.enabled=false", "debug=true", "do_first_eval=false"]
-    arguments = train.check_command_line([*fixed, *overrides])
-    with hydra.initialize_config_dir(str(train.CONFIG_DIR.resolve()), version_base="1.3"):
+    arguments = check_command_line([*fixed, *overrides])
+    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         config = hydra.compose("config", arguments)
     problems = train.find_config_problems(config)
     if problems:

@@ -47,7 +47,7 @@ def preference_loss(
     fraction eps of the pairs is flipped (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036.
     `reference_free` takes the reference as uniform in the loss; the rewards still use it. Rewards are detached.
     """
-    from torch.nn.functional import logsigmoid
+    from torch.nn.functional import logsigmoid  # here: validation reads LOSSES, and needs no torch
 
     h = policy_chosen_logps - policy_rejected_logps
     if not reference_free:

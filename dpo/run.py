@@ -1,60 +1,77 @@
-"""A run of a validated config: its processes, and what each of them does."""
+"""A run of a validated config: its processes, and what each of them does.
+
+What imports torch or transformers is imported inside functions: `train.py` refuses bad input without them, and the
+parent of several processes needs no trainer. `find_class` gives the class of a plan's trainer; the package knows none.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpo.settings.resolution import count_processes, find_config_problems, find_trainer
+from dpo.errors import InputError
+from dpo.settings.files import defaults_of, with_defaults
+from dpo.settings.plan import Plan, resolve
+from dpo.settings.validation import find_config_problems
+from dpo.system.malloc import without_collecting_garbage
+from dpo.system.rank_env import is_rank_0
+from dpo.system.redaction import redact
+from dpo.system.signals import Stopped, on_stop_signals
 
 if TYPE_CHECKING:
     from torch import nn
 
+FindClass = Callable[[Plan], Any]
 
-def run(config: DictConfig) -> None:
+
+def run(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
     """Train as a validated config says, in as many processes as it asks for."""
-    from dpo.system.launching import launch
-    from dpo.system.rank_env import find_rank_env
+    with without_collecting_garbage():
+        from dpo.system.launching import launch
 
     OmegaConf.resolve(config)
     config.local_run_dir = os.path.expanduser(config.local_run_dir)
-    trainer, world_size = find_trainer(config), count_processes(config).world_size
     if config.dry_run:
-        rank_env = find_rank_env()
-        if rank_env is None or rank_env.rank == 0:
-            _try_out(config, trainer, world_size)
+        if is_rank_0():
+            _try_out(config, plan, find_class)
         return
     launch(
         work,
-        world_size,
-        config,
-        process_group=trainer.multi_process,
+        plan.dims.world_size,
+        *(config, plan, find_class),
+        process_group=plan.trainer.multi_process,
         port=config.fsdp_port,
         timeout_secs=config.collective_timeout_secs,
     )
 
 
-def _try_out(config: DictConfig, trainer: Any, world_size: int) -> None:
+def _try_out(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
     """Say what a run would do and need. Raises InputError as the run would, and writes nothing."""
     from dpo.checkpoint.resume import check_inputs, look_at_run
     from dpo.models.loading import check_parts, find_model_config
     from dpo.training.memory import dry_run
 
     found = look_at_run(config)
-    check_parts(config, trainer, world_size)
+    check_parts(config, plan)
     _set_up_torch(config)  # the memory that attention needs depends on its kernel
-    data = trainer.load_data(config)
+    data = find_class(plan).load_data(config)
     check_inputs(found, data, find_model_config(config))
-    dry_run(config, trainer, world_size, data)
+    dry_run(config, plan, data)
 
 
-def worker_main(
-    rank: int, world_size: int, config: DictConfig, policy: nn.Module, reference_model: nn.Module | None = None
+def work_with_models(
+    rank: int,
+    world_size: int,
+    config: DictConfig,
+    find_class: FindClass,
+    policy: nn.Module,
+    reference_model: nn.Module | None,
 ) -> None:
-    """The reference's name for what one process does with models that are loaded: join the others, train and save.
+    """`train.worker_main`: what one process does with models that are loaded: join the others, train and save.
 
     Several are started with `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N, config, policy, reference))`
     and meet at `config.fsdp_port`. Keys that the config lacks are as in `config/`. Raises InputError for a config that
@@ -62,39 +79,43 @@ def worker_main(
     """
     import torch
 
-    from dpo.errors import InputError
     from dpo.parallel.mesh import from_rank_0
-    from dpo.settings.files import with_defaults
     from dpo.system.process_group import get_open_port, init_distributed
 
     config = with_defaults(config)
-    trainer = find_trainer(config)
-    if trainer.multi_process:
+    plan = resolve(config, world_size=world_size)
+    if plan.trainer.multi_process:
         config.world_size = world_size
         if world_size > 1 and config.fsdp_port is None and "MASTER_PORT" not in os.environ:
             raise InputError("fsdp_port is null: give all processes the same, such as utils.get_open_port()")
-    if problems := find_config_problems(config):
+    if problems := find_config_problems(config, plan):
         raise InputError("; ".join(problems))
     OmegaConf.resolve(config)
-    joins = trainer.multi_process and not torch.distributed.is_initialized()
+    joins = plan.trainer.multi_process and not torch.distributed.is_initialized()
     if joins:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
     config.local_run_dir = from_rank_0(config.local_run_dir)  # which has the time in it, unless it was given
-    work(rank, world_size, config, (policy, reference_model))
+    work(rank, world_size, config, plan, find_class, (policy, reference_model))
     if joins:
         torch.distributed.destroy_process_group()
 
 
-def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None = None) -> None:
+def work(
+    rank: int,
+    world_size: int,
+    config: DictConfig,
+    plan: Plan,
+    find_class: FindClass,
+    models: tuple[Any, Any] | None = None,
+) -> None:
     """What one process does: find its run's state, load data and models (or take the policy and reference that are
     given), train."""
     from dpo.system.run_directory import explaining_full_disk
-    from dpo.system.signals import Stopped, on_stop_signals
 
     try:
         with on_stop_signals(_stop_now), explaining_full_disk(config.local_run_dir):
-            _work(rank, world_size, config, models)
+            _work(rank, world_size, config, plan, find_class, models)
     except Stopped:
         if rank == 0:
             goes_on = f"local_run_dir={config.local_run_dir} resume=auto"
@@ -104,35 +125,38 @@ def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any]
 
 def _stop_now(number: int) -> None:
     """Asked to stop while there is nothing to save yet."""
-    from dpo.system.signals import Stopped
-
     raise Stopped(number)
 
 
-def _work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None) -> None:
-    import datasets
-    import transformers
+def _work(
+    rank: int,
+    world_size: int,
+    config: DictConfig,
+    plan: Plan,
+    find_class: FindClass,
+    models: tuple[Any, Any] | None,
+) -> None:
+    with without_collecting_garbage():
+        from transformers import set_seed
 
-    from dpo.checkpoint.resume import check_inputs, open_run
-    from dpo.models.loading import find_model_config, model_loaders
-    from dpo.models.weights import load_archive
-    from dpo.parallel.mesh import from_rank_0
-    from dpo.system.run_directory import write_record
-    from dpo.system.waiting import meet_rank_0
-    from dpo.training.memory import explaining_out_of_memory
+        from dpo.checkpoint.resume import check_inputs, open_run
+        from dpo.models.loading import find_model_config
+        from dpo.parallel.mesh import from_rank_0
+        from dpo.system.run_directory import write_record
+        from dpo.system.waiting import meet_rank_0
+
+        trainer_class = find_class(plan)
 
     if rank == 0:
         print(describe(config), flush=True)
     run = open_run(config) if rank == 0 else None  # and hold it until the end
     meet_rank_0("the run's directory")
     resume_from = from_rank_0(run.checkpoint if run else None)
-    transformers.set_seed(config.seed)  # Python's, numpy's and torch's
+    set_seed(config.seed)  # Python's, numpy's and torch's
     _set_up_torch(config)
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
-        datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()
+        _hide_progress_bars()
 
-    trainer_class = find_trainer(config)
     data = trainer_class.load_data(config, silent=rank != 0)
     if run is not None:
         check_inputs(run.found, data, models[0].config if models else find_model_config(config))
@@ -143,28 +167,51 @@ def _work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any
     if run is not None:
         write_record(run.directory, OmegaConf.to_container(config))
         data.report.write(run.directory / "preflight.json")
-    with explaining_out_of_memory(config, trainer_class, world_size, data):
+    _train(rank, config, plan, trainer_class, data, models, resume_from)
+    if rank == 0:
+        print(f"run directory: {config.local_run_dir}")
+
+
+def _train(
+    rank: int,
+    config: DictConfig,
+    plan: Plan,
+    trainer_class: Any,
+    data: Any,
+    models: tuple[Any, Any] | None,
+    resume_from: Any,
+) -> None:
+    """Load the models, unless they are given, and train."""
+    from dpo.models.loading import model_loaders
+    from dpo.models.weights import load_archive
+    from dpo.training.memory import explaining_out_of_memory
+
+    with explaining_out_of_memory(config, plan, data):
         if models is None:
-            policy, reference = model_loaders(config, trainer_class, rank, world_size, resume_from)
+            policy, reference = model_loaders(config, plan, rank=rank, resume_from=resume_from)
         else:
             policy, reference = models
             if resume_from is not None:
                 load_archive(policy, str(resume_from))
         trainer = trainer_class(
-            policy, config, config.seed, config.local_run_dir, reference, rank, world_size, data, resume_from
+            policy, config, config.seed, config.local_run_dir, reference, rank, plan.dims.world_size, data, resume_from
         )
         if rank == 0 and config.wandb.enabled and not config.debug:  # which has what is printed since it was started
             print(f"training on\n{data.report.tell(config.batch_size)}", flush=True)
         trainer.train()
-    if rank == 0:
-        print(f"run directory: {config.local_run_dir}")
+
+
+def _hide_progress_bars() -> None:
+    """Those of the libraries that download and convert."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
 
 
 def describe(config: DictConfig) -> str:
     """What a config has that `config/` has not, and where the rest is written down."""
     from dpo.reporting.terminal import differences
-    from dpo.settings.files import defaults_of
-    from dpo.system.redaction import redact
 
     values = redact(OmegaConf.to_container(config))
     run_dir = values.pop("local_run_dir")

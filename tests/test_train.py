@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from support.runs import GOLDEN, ROOT, metrics_of, run_python, train, write_rows
 
 import train as train_script
+from dpo.settings.command_line import check_command_line
 
 SCRIPT = str(ROOT / "train.py")
 TINY = (
@@ -114,7 +115,7 @@ FSDP = (
     ],
 )
 def test_the_commands_people_type_are_accepted(command):
-    overrides = train_script.check_command_line(command.split())
+    overrides = check_command_line(command.split())
 
     if "-m" not in overrides:
         with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):

@@ -29,24 +29,13 @@ from dpo.checkpoint.files import (
 )
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.settings.files import dotted
-from dpo.settings.validation import flatten
+from dpo.settings.files import dotted, flatten
+from dpo.settings.keys import KEYS, Resume
 from dpo.system.plain_files import check_readable, check_writable, remove
 from dpo.system.redaction import redact
 from dpo.system.run_directory import LOCK, LOG_FILES, ORIGIN, check_free, create_run_dir, lock_run_dir
 from dpo.system.waiting import made_progress
 
-# keys that a resumed run may change: where it runs, how it rounds, how long it trains, what it logs
-MAY_CHANGE = (
-    *("exp_name", "debug", "local_dirs", "local_run_dir", "wandb.enabled", "wandb.entity", "wandb.project"),
-    *("trainer", "world_size", "fsdp_port", "fsdp_shard_size", "tensor_parallel_size", "tensor_parallel.backend"),
-    *("collective_timeout_secs", "num_workers", "layout", "compile", "activation_checkpointing", "deterministic"),
-    *("gradient_accumulation_steps", "model.attn_implementation", "model.block_name", "cache_reference_logps"),
-    *("model.archive", "n_epochs", "n_examples", "n_eval_examples", "eval_batch_size", "eval_every", "do_first_eval"),
-    *("sample_during_eval", "n_eval_model_samples", "minimum_log_interval_secs", "self_test", "nan_policy"),
-    *("resume", "save_every", "keep_checkpoints", "dry_run"),
-)
-OF_EACH_COMMAND = ("exp_name", "local_dirs", "local_run_dir", "resume", "dry_run")
 FACTS = frozenset(("updates", "evaluated", "best_at", "config", "data"))  # that a manifest has about its run
 # keys of a model's config that do not say what is computed: its origin, and what keys of our own decide
 VERSION = "transformers_version"
@@ -229,14 +218,19 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
     """Raises InputError that names each changed key that a resumed run may not change."""
     was = manifest["config"]
     differs = {key: f"{key}={config.get(key)} (was {was[key]})" for key in was if was[key] != config.get(key)}
-    changed = [text for key, text in differs.items() if key not in MAY_CHANGE]
-    if not changed and (allowed := [text for key, text in differs.items() if key not in OF_EACH_COMMAND]):
+    changed = [text for key, text in differs.items() if _on_resume(key) is Resume.KEEP]
+    if not changed and (allowed := [text for key, text in differs.items() if _on_resume(key) is Resume.CHANGE]):
         print(f"continuing with {', '.join(allowed)}")
     if changed:
         raise InputError(
             f"{where} is of a run with another config: {', '.join(changed)}; use the same values to continue it, or "
             f"start a new run from its weights with model.archive={where}"
         )
+
+
+def _on_resume(key: str) -> Resume:
+    """What a continued run may do with a key; one that this version does not know must stay as it was."""
+    return KEYS[key].resume if key in KEYS else Resume.KEEP
 
 
 def check_inputs(found: ResumePoint | None, data: TrainingData, model_config: Any) -> None:

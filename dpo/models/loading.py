@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,11 +10,12 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from dpo.losses import LOSSES
 from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure
-from dpo.models.weights import read_archive
+from dpo.models.weights import model_digest, read_archive
+from dpo.parallel.device_map import choose_device_map
 from dpo.parallel.sharding import find_blocks
 from dpo.parallel.tensor_parallel import check_tensor_parallel
+from dpo.settings.plan import Plan
 from dpo.system.paths import get_cache_dir
 
 
@@ -41,14 +40,14 @@ def find_structure(config: DictConfig, dtype: str, device: str = "meta") -> Any:
     return load_structure(**source_of(config), dtype=DTYPES[dtype], attn_implementation=attention, device=device)
 
 
-def check_model(config: DictConfig, trainer: Any, world_size: int) -> None:
+def check_model(config: DictConfig, plan: Plan) -> None:
     """Raises InputError for a model that cannot be loaded, or whose layers cannot be sharded as configured."""
-    check_tensor_parallel(find_model_config(config), trainer.tensor_size(config, world_size))
+    check_tensor_parallel(find_model_config(config), plan.dims.tensor_size)
 
 
-def check_parts(config: DictConfig, trainer: Any, world_size: int) -> None:
+def check_parts(config: DictConfig, plan: Plan) -> None:
     """Raises the InputErrors of loading that can be found without reading the model's own weights."""
-    check_model(config, trainer, world_size)
+    check_model(config, plan)
     model, structure = config.model, find_structure(config, config.model.policy_dtype)
     if model.block_name:
         find_blocks(structure, model.block_name)
@@ -58,13 +57,16 @@ def check_parts(config: DictConfig, trainer: Any, world_size: int) -> None:
 
 
 def model_loaders(
-    config: DictConfig, trainer: Any, rank: int, world_size: int, resume_from: Path | None = None
+    config: DictConfig, plan: Plan, *, rank: int = 0, resume_from: Path | None = None
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-    """Functions that load the policy and the reference (None if the loss needs none) for a trainer class.
+    """Functions that load the policy and the reference (None if the loss needs none).
 
     Ranks other than 0 load no weights. Raises InputError as `check_model` does.
     """
-    check_model(config, trainer, world_size)
+    check_model(config, plan)
+    # a model that is to be sharded stays on the CPU until then
+    whole = not (plan.trainer.multi_process or plan.trainer.cuts_layers)
+    device_map = choose_device_map(plan.gpus) if whole else None
 
     def load(dtype: str, archive: str | None) -> Any:
         if rank != 0:
@@ -76,13 +78,13 @@ def model_loaders(
             archive=archive,
             random_init=config.model.random_init,
             seed=config.seed,
-            device_map=trainer.device_map(),
+            device_map=device_map,
         )
 
     archive = config.model.archive
     policy = partial(load, config.model.policy_dtype, archive if resume_from is None else str(resume_from))
     reference = partial(load, config.model.reference_dtype, archive)
-    return policy, reference if LOSSES[config.loss.name].reference else None
+    return policy, reference if plan.loss.reference else None
 
 
 def loaded(model: Any, config: DictConfig) -> Any:
@@ -101,13 +103,3 @@ def loaded_reference(model: Any, config: DictConfig, *, with_digest: bool) -> tu
     """The frozen reference, and its digest if wanted, which takes a pass over its weights."""
     model, settings = loaded(model, config).eval(), config.model
     return model, model_digest(model, settings.autocast or settings.reference_dtype) if with_digest else None
-
-
-def model_digest(model: Any, dtype: str) -> str:
-    """A digest of all that a model's log-probabilities depend on but tokens: weights, architecture, compute dtype."""
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:32]

@@ -11,9 +11,9 @@ import transformers
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
 from dpo.models.weights import load_archive, read_archive
+from dpo.settings import choices
 
-ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in choices.DTYPES}
 
 
 def load_config(

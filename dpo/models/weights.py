@@ -1,11 +1,15 @@
-"""Weights from a `policy.pt`, ours or the published reference's: read as data, never executed, and loaded strictly."""
+"""Weights from a `policy.pt`, ours or the published reference's: read as data, never executed, loaded strictly. A
+model's digest."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -73,3 +77,13 @@ def load_archive(model: torch.nn.Module, archive: str) -> None:
     with torch.no_grad():
         for name, tensor in read_archive(archive, model).items():
             expected[name].copy_(tensor)  # casts to the model's dtype
+
+
+def model_digest(model: Any, dtype: str) -> str:
+    """A digest of all that a model's log-probabilities depend on but tokens: weights, architecture, compute dtype."""
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]

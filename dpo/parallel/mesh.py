@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from dpo.settings.plan import ParallelDims
+
 
 class Mesh:
     """How the processes of a run share models and examples.
@@ -21,30 +23,22 @@ class Mesh:
     only in `tensor` see the same examples.
     """
 
-    def __init__(
-        self,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        shard_size: int | None = None,
-        tensor_size: int = 1,
-        timeout_secs: float = 1800,
-    ) -> None:
-        self.rank, self.world_size, self.tensor_size = rank, world_size, tensor_size
-        self.data_rank, self.data_size = rank // tensor_size, world_size // tensor_size
-        self.counts = rank % tensor_size == 0  # true on one of the ranks that see the same examples
-        self.shard_size = shard_size or self.data_size
+    def __init__(self, rank: int = 0, dims: ParallelDims = ParallelDims(), *, timeout_secs: float = 1800) -> None:
+        self.rank, self.world_size, self.tensor_size = rank, dims.world_size, dims.tensor_size
+        self.data_rank, self.data_size = rank // dims.tensor_size, dims.data_size
+        self.counts = rank % dims.tensor_size == 0  # true on one of the ranks that see the same examples
+        self.shard_size = dims.shard_size
         self._data_group = None  # all processes
-        if tensor_size > 1:
-            groups = [dist.new_group(range(t, world_size, tensor_size)) for t in range(tensor_size)]
-            self._data_group = groups[rank % tensor_size]
+        if dims.tensor_size > 1:
+            groups = [dist.new_group(range(t, dims.world_size, dims.tensor_size)) for t in range(dims.tensor_size)]
+            self._data_group = groups[rank % dims.tensor_size]
         self.device = torch.device("cpu")
         if dist.is_initialized():
             if torch.cuda.is_available():
                 self.device = torch.device("cuda", torch.cuda.current_device())
             # its advice to flatten axes does not apply to tensors that both FSDP and tensor parallelism shard
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-            sizes = (self.data_size // self.shard_size, self.shard_size, tensor_size)
+            sizes = (dims.replicate_size, dims.shard_size, dims.tensor_size)
             self.device_mesh = init_device_mesh(
                 self.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor")
             )

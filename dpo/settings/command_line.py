@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import signal
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +19,15 @@ import hydra
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dpo.settings.files import dotted
-from dpo.settings.keys import RULES
-from dpo.settings.validation import HYDRAS_OWN, did_you_mean, refuse_hydras_own
+from dpo.errors import InputError
+from dpo.settings.files import CONFIG_DIR, dotted, help_text, keys_in
+from dpo.settings.keys import KEYS
+from dpo.settings.validation import HYDRAS_OWN, did_you_mean, find_config_problems, refuse_hydras_own
+from dpo.system.plain_files import check_readable
+from dpo.system.rank_env import is_rank_0
 from dpo.system.redaction import redact, secrets_in
 
 MULTIRUN = ("-m", "--multirun")
@@ -80,6 +85,30 @@ def key_of(override: str) -> str:
     return override.split("=", 1)[0].lstrip("+~")
 
 
+def check_command_line(arguments: list[str]) -> list[str]:
+    """The arguments as Hydra takes them. Exits with status 2 and a sentence for everything that is wrong with them."""
+    try:
+        line = parse(arguments)
+    except ValueError as error:
+        exit_on([str(error)])
+        raise
+    if line.wants_help:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends like any other tool
+        print(help_text())
+        sys.exit(0)
+    exit_on(find_problems(line, CONFIG_DIR))
+    return line.arguments
+
+
+def exit_on(problems: list[str]) -> None:
+    """Exit with status 2 if there are problems; rank 0 prints them, for every rank finds the same."""
+    if not problems:
+        return
+    if is_rank_0():
+        print("\n".join(["bad configuration:", *(f"  - {redact(problem)}" for problem in problems)]), file=sys.stderr)
+    sys.exit(2)
+
+
 def parse(arguments: list[str]) -> CommandLine:
     """Raises ValueError for an option that Hydra has not or that is refused; abbreviations are not taken."""
     options, overrides, config_dir = [], [], None
@@ -118,20 +147,16 @@ def _with_paths(overrides: list[str]) -> list[str]:
     return [with_path(override, key) for override, key in zip(overrides, keys, strict=True)]
 
 
-def find_problems(
-    line: CommandLine, own_configs: Path, find_config_problems: Callable[[DictConfig], list[str]]
-) -> list[str]:
+def find_problems(line: CommandLine, own_configs: Path) -> list[str]:
     """Everything wrong with a command line, one sentence each; what is in its config is looked at if it is composed
     at all, and only if an override cannot be applied: `main` does it for every job of a sweep."""
-    problems = _find_problems(line, own_configs, find_config_problems)
+    problems = _find_problems(line, own_configs)
     for secret in (text for text in secrets_in(line.overrides) if len(text) > 3):  # or it would be in any word
         problems = [problem.replace(secret, "REDACTED") for problem in problems]
     return problems
 
 
-def _find_problems(
-    line: CommandLine, own_configs: Path, find_config_problems: Callable[[DictConfig], list[str]]
-) -> list[str]:
+def _find_problems(line: CommandLine, own_configs: Path) -> list[str]:
     if torn := next((o for o in line.overrides if o.startswith("=")), None):
         before = next((a for a, b in itertools.pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
         return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
@@ -151,12 +176,10 @@ def _find_problems(
         if problems or line.only_shows:
             return problems
         overrides = [_first_of_sweep(o) for o in line.overrides] if line.is_sweep else line.overrides
-        return _find_refused(overrides, line.search, own_configs, find_config_problems)
+        return _find_refused(overrides, line.search, own_configs)
 
 
-def _find_refused(
-    overrides: list[str], search: list[str], own_configs: Path, find_config_problems: Callable[[DictConfig], list[str]]
-) -> list[str]:
+def _find_refused(overrides: list[str], search: list[str], own_configs: Path) -> list[str]:
     """Why Hydra cannot apply overrides, and what is wrong with the config that the others make."""
 
     def refusal(tried: list[str]) -> str | None:
@@ -169,8 +192,6 @@ def _find_refused(
     groups = [o for o in groups if o not in refused]
     refused |= {o: reason for o in overrides if o not in refused and (reason := refusal([*groups, o]))}
     rest = [o for o in overrides if o not in refused]
-    from dpo.errors import InputError
-
     # a refused override leaves its key as it was, which is not another problem
     keys = tuple(f"{o.split('=')[0]} is not set" for o in refused)
     try:
@@ -183,9 +204,6 @@ def _find_refused(
 def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]:
     """What a user's own config files would change of Hydra's own keys, by which it runs code: found by composing with
     them and without, whatever they write and however they are chosen."""
-    from dpo.errors import InputError
-    from dpo.system.plain_files import check_readable  # imports torch
-
     directory = Path(line.config_dir)
     if not directory.is_dir():
         yield f"--config-dir {directory} is not a directory"
@@ -259,11 +277,10 @@ def _explain(override: str, error: Exception, own_configs: Path) -> str:
         return f"{key}={value} is not one of {', '.join(options)}"
     if "is not in struct" in f"{error}{error.__cause__}":
         group, _, name = key.partition(".")
-        # in a list, for '???' does not count as being in a DictConfig
-        having = sorted(f.stem for f in own_configs.glob(f"{group}/*.yaml") if name in [*OmegaConf.load(f)])
+        having = sorted(f.stem for f in own_configs.glob(f"{group}/*.yaml") if name in keys_in(f))
         if having:
             return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={h}' for h in having)}"
-        return did_you_mean(key, [*RULES, "dataset_sources", *os.listdir(own_configs)])
+        return did_you_mean(key, [*KEYS, "dataset_sources", *os.listdir(own_configs)])
     if value.startswith("~"):
         return f"{override}: ~ is not expanded here; write the whole path"
     return f"{override} is not a valid override: {' '.join(str(error).split())[:300]}"

@@ -1,17 +1,20 @@
-"""The files in `config/`, read without Hydra: what a config lacks, each key's comment; dotted keys."""
+"""The files in `config/`, read without Hydra: what a config lacks, each key's comment; dotted keys and their values."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 OF_HYDRA = ("defaults", "hydra")
 ANYTHING = ("dataset_sources",)  # mappings of names that are the user's
+WAITING = object()  # in place of a value made from another key that has a problem of its own
 
 
 def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path | None = None) -> DictConfig:
@@ -57,6 +60,26 @@ def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def flatten(config: DictConfig) -> dict[str, Any]:
+    """Dotted keys to plain values, `dataset_sources` left whole; '???' and what cannot be resolved stay as they are."""
+    values = OmegaConf.to_container(config, resolve=False)
+    whole = {key: values.pop(key) for key in ANYTHING if key in values}  # type: ignore[union-attr]
+    flat = {key: value for key, value in dotted(values) if value != {}} | whole  # type: ignore[arg-type]
+    for name, value in flat.items():
+        if isinstance(value, str) and "${" in value:
+            try:
+                flat[name] = OmegaConf.select(config, name)
+            except OmegaConfBaseException:
+                if any(other in flat for other in re.findall(r"\$\{([\w.]+)\}", value)):
+                    flat[name] = WAITING
+    return flat
+
+
+def keys_in(file: Path) -> list[str]:
+    """The keys that a YAML file of ours or of a user sets; '???' counts as a value."""
+    return [*_load(file)]
 
 
 @cache  # the files do not change while a process runs

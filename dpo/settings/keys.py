@@ -1,33 +1,37 @@
-"""Every key of the config: what its value must be, and what it needs to have an effect. Imports no torch.
+"""Every key of the config, once: its rule, whether a resumed run may change it, what it needs to have an effect.
 
-What each key means and its default are in `config/`.
+What each key means and its default are in `config/`. Imports no torch.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from typing import Any, NamedTuple
 
-
-class Processes(NamedTuple):
-    """The processes of a run, what there is for them, and what their trainer and loss can do."""
-
-    world_size: int  # of them in all
-    tensor_size: int  # how many cut each layer among them
-    several: bool  # whether the trainer knows what to do with more than one
-    launched: bool  # whether torchrun or Slurm started them
-    gpus: int  # of this machine
-    cuts_layers: bool = False  # whether tensor_parallel_size and its backend say anything to the trainer
-    can_sample: bool = True
-    can_autocast: bool = True
-    uses_reference: bool = True
+from dpo.losses import LOSSES
+from dpo.settings.choices import (
+    ATTENTION,
+    AUTOCAST_DTYPES,
+    CACHING,
+    DTYPES,
+    LAYOUTS,
+    NAN_POLICIES,
+    OPTIMIZERS,
+    TENSOR_PARALLEL_BACKENDS,
+    TRAINERS,
+)
+from dpo.settings.plan import Plan
 
 
 class Rule(NamedTuple):
+    """What a value must be: `holds(value)`, and, if there are `choices`, one of them."""
+
     holds: Callable[[Any], bool]
     wanted: str
+    choices: tuple[str, ...] = ()
 
 
 def _is_int(value: Any) -> bool:
@@ -39,13 +43,18 @@ def _is_number(value: Any) -> bool:
 
 
 def _or_null(rule: Rule) -> Rule:
-    return Rule(lambda v: v is None or rule.holds(v), f"{rule.wanted}, or null")
+    return Rule(lambda v: v is None or rule.holds(v), f"{rule.wanted}, or null", rule.choices)
+
+
+def _one_of(names: Iterable[str]) -> Rule:
+    return Rule(lambda v: isinstance(v, str), "a name", tuple(names))
 
 
 SEED = Rule(lambda v: _is_int(v) and 0 <= v < 2**32, "a whole number from 0 to 2**32 - 1")
 COUNT = Rule(lambda v: _is_int(v) and v > 0, "a whole number above 0")
 AT_LEAST_2 = Rule(lambda v: _is_int(v) and v >= 2, "a whole number, 2 or more: one may prove damaged")
 NATURAL = Rule(lambda v: _is_int(v) and v >= 0, "a whole number, 0 or more")
+NUMBER = Rule(lambda v: _is_number(v) and math.isfinite(v), "a number")
 FINITE = Rule(lambda v: _is_number(v) and 0 < v < math.inf, "a number above 0")
 SECONDS = Rule(lambda v: _is_number(v) and 0 < v <= 10**7, "seconds above 0, ten million at most")
 POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
@@ -68,70 +77,7 @@ RUN_NAME = Rule(
 )
 SMOOTHING = Rule(lambda v: _is_number(v) and 0 <= v < 0.5, "a number in [0, 0.5): the fraction of flipped pairs")
 PORT = Rule(lambda v: _is_int(v) and 0 < v < 65536, "a port from 1 to 65535")
-CHOICE = Rule(lambda v: isinstance(v, str), "a name")  # the names themselves come from the tables that hold them
-
-RULES: dict[str, Rule] = {
-    "seed": SEED,
-    "exp_name": RUN_NAME,
-    "batch_size": COUNT,
-    "eval_batch_size": COUNT,
-    "debug": FLAG,
-    "fsdp_port": _or_null(PORT),
-    "world_size": _or_null(COUNT),
-    "fsdp_shard_size": _or_null(COUNT),
-    "tensor_parallel_size": _or_null(COUNT),
-    "tensor_parallel.backend": CHOICE,
-    "collective_timeout_secs": SECONDS,
-    "datasets": NAMES,
-    "wandb.enabled": FLAG,
-    "wandb.entity": _or_null(TEXT),
-    "wandb.project": PROJECT,
-    "local_dirs": PATHS,
-    "local_run_dir": PATH,
-    "sample_during_eval": FLAG,
-    "n_eval_model_samples": COUNT,
-    "do_first_eval": FLAG,
-    "lr": FINITE,
-    "gradient_accumulation_steps": COUNT,
-    "max_grad_norm": POSITIVE,
-    "max_length": COUNT,
-    "max_prompt_length": COUNT,
-    "n_epochs": _or_null(COUNT),
-    "n_examples": _or_null(COUNT),
-    "n_eval_examples": COUNT,
-    "trainer": CHOICE,
-    "optimizer": CHOICE,
-    "layout": CHOICE,
-    "cache_reference_logps": CHOICE,
-    "num_workers": NATURAL,
-    "compile": FLAG,
-    "warmup_steps": NATURAL,
-    "activation_checkpointing": FLAG,
-    "eval_every": COUNT,
-    "minimum_log_interval_secs": NON_NEGATIVE,
-    "self_test": FLAG,
-    "resume": _or_null(PATH),
-    "save_every": _or_null(COUNT),
-    "keep_checkpoints": _or_null(AT_LEAST_2),
-    "nan_policy": CHOICE,
-    "deterministic": FLAG,
-    "dry_run": FLAG,
-    "model.name_or_path": TEXT,
-    "model.tokenizer_name_or_path": _or_null(TEXT),
-    "model.archive": _or_null(PATH),
-    "model.block_name": _or_null(TEXT),
-    "model.policy_dtype": CHOICE,
-    "model.fsdp_policy_mp": _or_null(CHOICE),
-    "model.reference_dtype": CHOICE,
-    "model.autocast": _or_null(CHOICE),
-    "model.attn_implementation": CHOICE,
-    "model.random_init": FLAG,
-    "model.trust_remote_code": FLAG,
-    "loss.name": CHOICE,
-    "loss.beta": FINITE,
-    "loss.label_smoothing": SMOOTHING,
-    "loss.reference_free": FLAG,
-}
+DTYPE = _one_of(DTYPES)
 
 
 class Needs(NamedTuple):
@@ -139,40 +85,127 @@ class Needs(NamedTuple):
     otherwise than was asked for."""
 
     what: str
-    met: Callable[[Mapping[str, Any], Processes], Any]  # of values by dotted key; true or false
+    met: Callable[[Mapping[str, Any], Plan], Any]  # of values by dotted key; true or false
     refused: bool = False
 
 
-SEVERAL = Needs("a trainer of several processes: trainer=FSDPTrainer", lambda values, run: run.several)
-CUT_LAYERS = Needs("trainer=TensorParallelTrainer", lambda values, run: run.cuts_layers, refused=True)
-REFERENCE = Needs("a loss with a reference: loss=dpo or ipo", lambda values, run: run.uses_reference)
-CHECKPOINTS = Needs("debug=false", lambda values, run: not values.get("debug"))
-WANDB = Needs(
-    "wandb.enabled=true and debug=false", lambda values, run: values.get("wandb.enabled") and not values.get("debug")
+SEVERAL = Needs("a trainer of several processes: trainer=FSDPTrainer", lambda values, plan: plan.trainer.multi_process)
+FREE_PORT = Needs(
+    "processes that train.py starts itself: trainer=FSDPTrainer, without a launcher",
+    lambda values, plan: plan.trainer.multi_process and not plan.launched,
 )
-NEEDS: dict[str, Needs] = {
-    "collective_timeout_secs": SEVERAL,
-    "fsdp_port": Needs(
-        "processes that train.py starts itself: trainer=FSDPTrainer, without a launcher",
-        lambda values, run: run.several and not run.launched,
+GATHERED = Needs(
+    "a trainer of several processes: trainer=FSDPTrainer, or use model.autocast", SEVERAL.met, refused=True
+)
+CUT_LAYERS = Needs("trainer=TensorParallelTrainer", lambda values, plan: plan.trainer.cuts_layers, refused=True)
+CUT_OR_1 = CUT_LAYERS._replace(met=lambda values, plan: plan.trainer.cuts_layers or values["tensor_parallel_size"] == 1)
+REFERENCE = Needs(
+    f"a loss with a reference: loss={' or '.join(name for name, loss in LOSSES.items() if loss.reference)}",
+    lambda values, plan: plan.loss.reference,
+)
+SAMPLES = Needs("sample_during_eval=true", lambda values, plan: values.get("sample_during_eval"))
+CHECKPOINTS = Needs("debug=false", lambda values, plan: not values.get("debug"))
+WANDB = Needs(
+    "wandb.enabled=true and debug=false", lambda values, plan: values.get("wandb.enabled") and not values.get("debug")
+)
+
+
+class Resume(Enum):
+    """What a resumed run may do with a key."""
+
+    KEEP = "as it was: another value would make it another run"
+    CHANGE = "may change: where it runs, how it rounds, how long it goes on, what it tells"
+    ANEW = "may change, and is not worth a line: each command has its own"
+
+
+KEEP, CHANGE, ANEW = Resume
+
+
+class Key(NamedTuple):
+    """All that is asked of a key."""
+
+    rule: Rule
+    resume: Resume
+    needs: Needs | None = None
+    how_to_set: str = ""  # what to say if it has no value; "": give KEY=VALUE
+
+
+def key_of_option(default: Any) -> Key:
+    """For an option of a loss that has no row: a value like its default in `config/loss`, and for '???' a number."""
+    if isinstance(default, bool):
+        return Key(FLAG, KEEP)
+    return Key(TEXT if isinstance(default, str) and default != "???" else NUMBER, KEEP)
+
+
+KEYS: dict[str, Key] = {
+    "seed": Key(SEED, KEEP),
+    "exp_name": Key(RUN_NAME, ANEW, how_to_set="exp_name=NAME names the run"),
+    "batch_size": Key(COUNT, KEEP),
+    "eval_batch_size": Key(COUNT, CHANGE),
+    "debug": Key(FLAG, CHANGE),
+    "fsdp_port": Key(_or_null(PORT), CHANGE, FREE_PORT),
+    "world_size": Key(_or_null(COUNT), CHANGE),
+    "fsdp_shard_size": Key(_or_null(COUNT), CHANGE, SEVERAL._replace(refused=True)),
+    "tensor_parallel_size": Key(_or_null(COUNT), CHANGE, CUT_OR_1),
+    "tensor_parallel.backend": Key(_one_of(TENSOR_PARALLEL_BACKENDS), CHANGE, CUT_LAYERS),
+    "collective_timeout_secs": Key(SECONDS, CHANGE, SEVERAL),
+    "datasets": Key(NAMES, KEEP),
+    "wandb.enabled": Key(FLAG, CHANGE),
+    "wandb.entity": Key(_or_null(TEXT), CHANGE, WANDB),
+    "wandb.project": Key(PROJECT, CHANGE, WANDB),
+    "local_dirs": Key(PATHS, ANEW),
+    "local_run_dir": Key(PATH, ANEW),
+    "sample_during_eval": Key(FLAG, CHANGE),
+    "n_eval_model_samples": Key(COUNT, CHANGE, SAMPLES),
+    "do_first_eval": Key(FLAG, CHANGE),
+    "lr": Key(FINITE, KEEP),
+    "gradient_accumulation_steps": Key(COUNT, CHANGE),
+    "max_grad_norm": Key(POSITIVE, KEEP),
+    "max_length": Key(COUNT, KEEP),
+    "max_prompt_length": Key(COUNT, KEEP),
+    "n_epochs": Key(_or_null(COUNT), CHANGE),
+    "n_examples": Key(_or_null(COUNT), CHANGE),
+    "n_eval_examples": Key(COUNT, CHANGE),
+    "trainer": Key(_one_of(TRAINERS), CHANGE),
+    "optimizer": Key(_one_of(OPTIMIZERS), KEEP),
+    "warmup_steps": Key(NATURAL, KEEP),
+    "layout": Key(_one_of(LAYOUTS), CHANGE),
+    "cache_reference_logps": Key(_one_of(CACHING), CHANGE, REFERENCE),
+    "num_workers": Key(NATURAL, CHANGE),
+    "compile": Key(FLAG, CHANGE),
+    "activation_checkpointing": Key(FLAG, CHANGE),
+    "eval_every": Key(COUNT, CHANGE),
+    "save_every": Key(_or_null(COUNT), CHANGE, CHECKPOINTS),
+    "keep_checkpoints": Key(_or_null(AT_LEAST_2), CHANGE, CHECKPOINTS),
+    "resume": Key(_or_null(PATH), ANEW),
+    "nan_policy": Key(_one_of(NAN_POLICIES), CHANGE),
+    "deterministic": Key(FLAG, CHANGE),
+    "dry_run": Key(FLAG, ANEW),
+    "minimum_log_interval_secs": Key(NON_NEGATIVE, CHANGE),
+    "self_test": Key(FLAG, CHANGE),
+    "model.name_or_path": Key(
+        TEXT,
+        KEEP,
+        how_to_set="choose model=pythia28 or another of config/model, or give model.name_or_path=DIR_OR_HUB_ID",
     ),
-    "fsdp_shard_size": SEVERAL._replace(refused=True),
-    "model.fsdp_policy_mp": Needs(
-        "a trainer of several processes: trainer=FSDPTrainer, or use model.autocast",
-        lambda values, run: run.several,
-        refused=True,
+    "model.tokenizer_name_or_path": Key(_or_null(TEXT), KEEP),
+    "model.archive": Key(_or_null(PATH), CHANGE),
+    "model.block_name": Key(_or_null(TEXT), CHANGE),
+    "model.policy_dtype": Key(DTYPE, KEEP),
+    "model.fsdp_policy_mp": Key(_or_null(DTYPE), KEEP, GATHERED),
+    "model.reference_dtype": Key(DTYPE, KEEP, REFERENCE),
+    "model.autocast": Key(_or_null(_one_of(AUTOCAST_DTYPES)), KEEP),
+    "model.attn_implementation": Key(_one_of(ATTENTION), CHANGE),
+    "model.random_init": Key(FLAG, KEEP),
+    "model.trust_remote_code": Key(FLAG, KEEP),
+    "loss.name": Key(_one_of(LOSSES), KEEP),
+    "loss.beta": Key(
+        FINITE,
+        KEEP,
+        how_to_set="loss.beta=0.1 is the paper's choice; the smaller, the further from the reference",
     ),
-    "tensor_parallel_size": CUT_LAYERS._replace(
-        met=lambda values, run: run.cuts_layers or values["tensor_parallel_size"] == 1
-    ),
-    "tensor_parallel.backend": CUT_LAYERS,
-    "cache_reference_logps": REFERENCE,
-    "model.reference_dtype": REFERENCE,
-    "n_eval_model_samples": Needs("sample_during_eval=true", lambda values, run: values.get("sample_during_eval")),
-    "wandb.entity": WANDB,
-    "wandb.project": WANDB,
-    "save_every": CHECKPOINTS,
-    "keep_checkpoints": CHECKPOINTS,
+    "loss.label_smoothing": Key(SMOOTHING, KEEP),
+    "loss.reference_free": Key(FLAG, KEEP),
 }
 
 # what other trainers call it -> what it is here

@@ -1,21 +1,21 @@
 """Config validation: every problem found at once, in plain words, before anything is loaded. Imports no torch.
 
-What is asked of each key alone is in `dpo/settings/keys.py`.
+What is asked of each key alone is in `dpo/settings/keys.py`, what the config comes to in `dpo/settings/plan.py`.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from dpo.settings.files import defaults_of, dotted
-from dpo.settings.keys import ALIASES, NEEDS, RULES, TEXT, Needs, Processes
+from dpo.settings.choices import NEED_WHOLE_TENSORS
+from dpo.settings.files import WAITING, defaults_of, dotted, flatten
+from dpo.settings.keys import ALIASES, KEYS, TEXT, Key, Needs, key_of_option
+from dpo.settings.plan import Plan, resolve
 
 # what of Hydra's own an override may set: by other keys it would import and call what they name
 HYDRAS_OWN = (
@@ -29,32 +29,6 @@ HYDRAS_OWN = (
 OF_HYDRAS_PLUGINS = ("hydra.launcher.", "hydra.sweeper.")
 
 COLUMNS = ("prompt", "chosen", "rejected")  # of own data
-
-NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # in torch 2.13 these fail on sharded tensors
-
-HOW_TO_SET = {
-    "exp_name": "exp_name=NAME names the run",
-    "loss.beta": "loss.beta=0.1 is the paper's choice; the smaller, the further from the reference",
-    "model.name_or_path": "choose model=pythia28 or another of config/model, or give model.name_or_path=DIR_OR_HUB_ID",
-}
-
-
-WAITING = object()  # in place of a value made from another key that has a problem of its own
-
-
-def flatten(config: DictConfig) -> dict[str, Any]:
-    """Dotted keys to plain values, `dataset_sources` left whole; '???' and what cannot be resolved stay as they are."""
-    values = OmegaConf.to_container(config, resolve=False)
-    whole = {key: values.pop(key) for key in ("dataset_sources",) if key in values}  # type: ignore[union-attr]
-    flat = {key: value for key, value in dotted(values) if value != {}} | whole  # type: ignore[arg-type]
-    for name, value in flat.items():
-        if isinstance(value, str) and "${" in value:
-            try:
-                flat[name] = OmegaConf.select(config, name)
-            except OmegaConfBaseException:
-                if any(other in flat for other in re.findall(r"\$\{([\w.]+)\}", value)):
-                    flat[name] = WAITING
-    return flat
 
 
 def did_you_mean(key: str, known: Collection[str]) -> str:
@@ -75,96 +49,112 @@ def _listed(value: str, choices: Collection[str]) -> str:
     return ", ".join(sorted(choices)) + (f": did you mean {by_small_letters[near[0]]}?" if near else "")
 
 
-def find_problems(
-    config: DictConfig, *, choices: Mapping[str, Collection[str]], data_names: Collection[str], processes: Processes
-) -> list[str]:
+def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[str]:
     """Everything wrong with a composed config, one sentence each with the value and the fix; empty if it can run.
 
-    `choices` maps keys (`trainer`, `loss.name`, ...) to the names their tables hold, `data_names` are the datasets
-    that need no source.
+    `plan` is what the config comes to, if that is known already.
     """
+    plan = plan or resolve(config)
     values = flatten(config)
+    keys = _keys_of(values)
     sources = values.pop("dataset_sources", {})
-    absent = [key for key in RULES if key not in values and not key.startswith("loss.")]
+    absent = [key for key in KEYS if key not in values and not key.startswith("loss.")]
     problems = [f"{key} was removed from the config: give {key}=VALUE instead of ~{key}" for key in absent]
-    for key, value in values.items():
-        if value is WAITING:
-            continue
-        if key not in RULES:
-            problems.append(did_you_mean(key, RULES))
-        elif value == "???":
-            problems.append(f"{key} is not set: {HOW_TO_SET.get(key, f'give {key}=VALUE')}")
-        elif isinstance(value, str) and "${" in value:
-            problems.append(f"{key}={value} cannot be resolved: no such key or resolver")
-        elif not RULES[key].holds(value):
-            problems.append(f"{key}={value} must be {RULES[key].wanted}")
-        elif key in choices and value is not None and value not in choices[key]:
-            problems.append(f"{key}={value} is not one of {_listed(value, choices[key])}")
-    sound = {k: v for k, v in values.items() if k in RULES and v not in ("???", WAITING) and RULES[k].holds(v)}
+    values = {key: value for key, value in values.items() if value is not WAITING}
+    found = {key: _value_problem(key, value, keys) for key, value in values.items()}
+    problems += filter(None, found.values())
+    sound = {k: v for k, v in values.items() if k in keys and v != "???" and keys[k].rule.holds(v)}
     if values.get("resume") == "auto" and "get_local_run_dir" in str(OmegaConf.to_container(config)["local_run_dir"]):
         problems.append("resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR")
-    problems += _process_problems(sound, processes)
+    problems += _process_problems(sound, plan)
     problems += _combination_problems(sound)
-    problems += _dataset_problems(sound.get("datasets", []), sources, data_names)
+    problems += _dataset_problems(sound.get("datasets", []), sources)
     return problems
 
 
-def find_unused(config: DictConfig, processes: Processes) -> list[str]:
+def _keys_of(values: Mapping[str, Any]) -> dict[str, Key]:
+    """All keys that a config may have, also the options of its loss that have no row in `KEYS`."""
+    name = values.get("loss.name")
+    options = dotted({"loss": defaults_of(name)["loss"]} if name in KEYS["loss.name"].rule.choices else {})
+    return {key: key_of_option(default) for key, default in options} | KEYS
+
+
+def _value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | None:
+    """What is wrong with a value alone."""
+    if key not in keys:
+        return did_you_mean(key, keys)
+    rule, how_to_set = keys[key].rule, keys[key].how_to_set
+    if value == "???":
+        return f"{key} is not set: {how_to_set or f'give {key}=VALUE'}"
+    if isinstance(value, str) and "${" in value:
+        return f"{key}={value} cannot be resolved: no such key or resolver"
+    if not rule.holds(value):
+        return f"{key}={value} must be {rule.wanted}"
+    if rule.choices and value is not None and value not in rule.choices:
+        return f"{key}={value} is not one of {_listed(value, rule.choices)}"
+    return None
+
+
+def find_unused(config: DictConfig, plan: Plan) -> list[str]:
     """A line for each key that was set and has no effect as the others are."""
     values = flatten(config)
-    unused = _find_unused(values, processes)
+    unused = _find_unused(values, plan)
     lines = [f"{key}={value} has no effect: it needs {needs.what}" for key, value, needs in unused if not needs.refused]
     sources = {name for name, source in values["dataset_sources"].items() if source is not None}
     unnamed = sorted(sources - set(values["datasets"]))
     return lines + [f"dataset_sources.{name} has no effect: datasets does not name it" for name in unnamed]
 
 
-def _find_unused(values: Mapping[str, Any], processes: Processes) -> Iterator[tuple[str, Any, Needs]]:
+def _find_unused(values: Mapping[str, Any], plan: Plan) -> Iterator[tuple[str, Any, Needs]]:
     """Keys that differ from their defaults and lack what they need."""
     defaults = flatten(OmegaConf.create(defaults_of()))
-    for key, needs in NEEDS.items():
-        if key in values and values[key] != defaults[key] and not needs.met(values, processes):
+    for key, (_, _, needs, _) in KEYS.items():
+        if needs is not None and key in values and values[key] != defaults[key] and not needs.met(values, plan):
             yield key, values[key], needs
 
 
-def _process_problems(sound: Mapping[str, Any], processes: Processes) -> Iterator[str]:
+def _process_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
     """What does not fit the number of processes."""
-    size, tensor_size = processes.world_size, processes.tensor_size
-    asked = sound.get("world_size")
-    if not processes.several and processes.launched and size > 1:
+    size, several, asked = plan.dims.world_size, plan.trainer.multi_process, sound.get("world_size")
+    if not several and plan.launched and size > 1:
         yield f"trainer={sound.get('trainer')} is one process, and {size} were launched: use trainer=FSDPTrainer"
-    elif not processes.several and asked not in (None, 1):
+    elif not several and asked not in (None, 1):
         yield f"world_size={asked} needs a trainer of several processes: trainer=FSDPTrainer"
-    elif processes.launched and asked not in (None, size):
+    elif plan.launched and asked not in (None, size):
         yield f"world_size={asked}, but {size} processes were launched: leave it out"
-    if processes.several and sound.get("optimizer") in NEED_WHOLE_TENSORS:
+    if several and sound.get("optimizer") in NEED_WHOLE_TENSORS:
         yield f"optimizer={sound['optimizer']} cannot update shards: use another with trainer={sound.get('trainer')}"
-    if processes.several and processes.gpus and not processes.launched and size > processes.gpus:
+    if several and plan.gpus and not plan.launched and size > plan.gpus:
         yield (
-            f"world_size={size} is more than the {processes.gpus} GPUs of this machine: leave it out, or set "
+            f"world_size={size} is more than the {plan.gpus} GPUs of this machine: leave it out, or set "
             f"CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    for key, value, needs in _find_unused(sound, processes):
+    for key, value, needs in _find_unused(sound, plan):
         if needs.refused:
             yield f"{key}={value} needs {needs.what}"
-    if not processes.can_sample and sound.get("sample_during_eval"):
+    if not plan.trainer.can_sample and sound.get("sample_during_eval"):
         yield (
             f"sample_during_eval=True does not work with tensor_parallel.backend={sound['tensor_parallel.backend']}: "
             f"set sample_during_eval=false, or tensor_parallel.backend=dtensor"
         )
-    if not processes.can_autocast and sound.get("model.autocast"):
+    if not plan.trainer.can_autocast and sound.get("model.autocast"):
         yield (
             f"model.autocast={sound['model.autocast']} does not reach the threads of "
             f"tensor_parallel.backend={sound['tensor_parallel.backend']}: set model.policy_dtype instead"
         )
-    if not processes.gpus and sound.get("model.attn_implementation") == "flex_attention":
+    if not plan.gpus and sound.get("model.attn_implementation") == "flex_attention":
         yield "model.attn_implementation=flex_attention cannot train on a CPU: use sdpa"
+    yield from _dims_problems(sound, plan)
+
+
+def _dims_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+    """Groups of processes that are not of one size, and batches that they cannot share."""
+    size, tensor_size, data_size = plan.dims.world_size, plan.dims.tensor_size, plan.dims.data_size
     if size % tensor_size:
         yield f"tensor_parallel_size={tensor_size} does not divide the {size} processes: try {_divisors(size)}"
         return
-    data_size = size // tensor_size
     shards = sound.get("fsdp_shard_size")
-    if shards is not None and processes.several and data_size % shards:
+    if shards is not None and plan.trainer.multi_process and data_size % shards:
         yield f"fsdp_shard_size={shards} does not divide the {data_size} processes: try {_divisors(data_size)}"
     yield from _batch_problems(sound, data_size)
 
@@ -222,7 +212,8 @@ def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
         yield f"save_every={sound['save_every']} (examples) must be a multiple of batch_size: try {fix}"
 
 
-def _dataset_problems(names: list[str], sources: Any, data_names: Collection[str]) -> Iterator[str]:
+def _dataset_problems(names: list[str], sources: Any) -> Iterator[str]:
+    data_names = (*defaults_of()["dataset_sources"], "demo")  # need no place
     if not isinstance(sources, Mapping):
         yield f"dataset_sources={sources} must map names to places, such as dataset_sources.hh=DIR"
         return

@@ -42,6 +42,11 @@ def find_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
     return None
 
 
+def is_rank_0() -> bool:
+    """Whether this is the first of the processes that a launcher started; true without one."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
 def _number(name: str, default: int | None = None, *, environ: Mapping[str, str]) -> int:
     """An environment variable that must be a whole number, and be there if it has no default."""
     if name not in environ and default is None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+from dpo.system.rank_env import is_rank_0
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ABORTED = 128 + signal.SIGINT  # exit status after Ctrl-C, saved or not, as shells expect
@@ -22,6 +26,14 @@ class Stopped(Exception):
     def __init__(self, number: int = signal.SIGTERM) -> None:
         super().__init__(f"asked to stop by {signal.Signals(number).name}")
         self.status = ABORTED if number == signal.SIGINT else ASKED
+
+
+def abort() -> NoReturn:
+    """End at once, whatever is being written in the background."""
+    print("aborted: nothing more is saved", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ABORTED)
 
 
 @contextmanager
@@ -68,8 +80,7 @@ def ctrl_c_ignored() -> Iterator[None]:
 
 def _speaks() -> bool:
     """Whether this is the one process of the run that prints: the parent of the others, or rank 0."""
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    return multiprocessing.parent_process() is None and rank == "0"
+    return multiprocessing.parent_process() is None and is_rank_0()
 
 
 def _acknowledge(number: int) -> None:

@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_iter
 
 from dpo.data.preflight import TrainingData
 from dpo.errors import RunError
-from dpo.losses import LOSSES
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
 from dpo.models.loading import find_structure
 from dpo.models.pretrained import DTYPES
 from dpo.parallel.sharding import find_blocks
+from dpo.settings.plan import Plan
 from dpo.system.host_memory import host_memory, resident_memory
 from dpo.training.batches import Batches
 from dpo.training.optimization import OPTIMIZERS
@@ -106,27 +106,6 @@ class MemoryTracker(TorchDispatchMode):
             self._kinds[storage._cdata] = "gradients"
 
 
-class Plan(NamedTuple):
-    """How a trainer spreads what it holds."""
-
-    world_size: int
-    tensor_size: int  # processes that cut each layer
-    shard_size: int  # processes that share weights, gradients and optimizer state
-    compute_dtype: str
-
-    @property
-    def data_size(self) -> int:
-        """Processes that see different rows."""
-        return self.world_size // self.tensor_size
-
-    @classmethod
-    def of(cls, config: DictConfig, trainer: Any, world_size: int) -> Plan:
-        tensor_size = trainer.tensor_size(config, world_size)
-        shard_size = config.fsdp_shard_size or world_size // tensor_size
-        dtype = (config.model.fsdp_policy_mp if trainer.multi_process else None) or config.model.policy_dtype
-        return cls(world_size, tensor_size, shard_size, dtype)
-
-
 def predict(config: DictConfig, plan: Plan, data: TrainingData) -> MemoryEstimate:
     """What a process needs at its peak. Under tensor parallelism activations are those of whole layers: too many."""
     fake = FakeTensorMode()
@@ -154,19 +133,19 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> MemoryEstimat
 
 def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu: bool) -> MemoryEstimate:
     """All but activations, and what is kept for them."""
-    model, compute = config.model, DTYPES[plan.compute_dtype]
-    n = sum(p.numel() for p in policy.parameters()) // (plan.shard_size * plan.tensor_size)
+    model, dims, compute = config.model, plan.dims, DTYPES[plan.compute_dtype]
+    n = sum(p.numel() for p in policy.parameters()) // (dims.shard_size * dims.tensor_size)
     weights, states, temporary = n * DTYPES[model.policy_dtype].itemsize, *_states_of(config.optimizer)
-    root, *blocks = _units(policy, model.block_name) if plan.shard_size > 1 else [0, 0]
+    root, *blocks = _units(policy, model.block_name) if dims.shard_size > 1 else [0, 0]
     largest = max(blocks)
     return MemoryEstimate(
         policy=weights,
         gradients=weights,
         optimizer=int(weights * states),
-        reference=n * DTYPES[model.reference_dtype].itemsize if LOSSES[config.loss.name].reference else 0,
-        gathered=(root + 2 * largest) * compute.itemsize // plan.tensor_size,  # of blocks that which runs and the next
-        reduced=max(root, largest) * REDUCED // plan.tensor_size,
-        update=int(weights * temporary) if on_gpu and plan.world_size == 1 else 0,  # shards are updated one by one
+        reference=n * DTYPES[model.reference_dtype].itemsize if plan.loss.reference else 0,
+        gathered=(root + 2 * largest) * compute.itemsize // dims.tensor_size,  # the block that runs, and the next
+        reduced=max(root, largest) * REDUCED // dims.tensor_size,
+        update=int(weights * temporary) if on_gpu and dims.world_size == 1 else 0,  # shards are updated one by one
         activations=0,
         logits=0,
         kept=0,
@@ -177,7 +156,7 @@ def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu:
 def _with_activations(need: MemoryEstimate, peak: Counter[str], plan: Plan, device: str) -> MemoryEstimate:
     """What a phase needs whose activations are these."""
     comes_and_goes = need.gradients + need.optimizer + peak["activations"] + peak["logits"]
-    kept = int(KEPT * comes_and_goes) if device == "cpu" and plan.world_size == 1 else 0
+    kept = int(KEPT * comes_and_goes) if device == "cpu" and plan.dims.world_size == 1 else 0
     return need._replace(activations=peak["activations"], logits=peak["logits"], kept=kept)
 
 
@@ -189,8 +168,8 @@ def _largest_microbatches(
     first = OmegaConf.merge(config, {"n_examples": limit})
     trained: list[Microbatch] = []
     evaluated: list[Microbatch] = []
-    for rank in range(min(plan.data_size, 4)):
-        batches = Batches(first, data, layout, seed=config.seed, rank=rank, size=plan.data_size)
+    for rank in range(min(plan.dims.data_size, 4)):
+        batches = Batches(first, data, layout, seed=config.seed, rank=rank, size=plan.dims.data_size)
         for batch in batches.train():
             trained += batch.microbatches
         for batch in batches.test():
@@ -253,7 +232,7 @@ def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
         value = change(config)
         other = OmegaConf.merge(config, {})
         OmegaConf.update(other, key, value)
-        rows = config.batch_size // plan.data_size
+        rows = config.batch_size // plan.dims.data_size
         impossible = key == "gradient_accumulation_steps" and rows % value
         if OmegaConf.select(config, key) == value or impossible or other.max_prompt_length >= other.max_length:
             continue
@@ -263,10 +242,9 @@ def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
     return [text for _, text in sorted(found)[:3]]
 
 
-def dry_run(config: DictConfig, trainer: Any, world_size: int, data: TrainingData) -> None:
+def dry_run(config: DictConfig, plan: Plan, data: TrainingData) -> None:
     """Print what the run would need, and what would help if that is more than there is."""
-    plan = Plan.of(config, trainer, world_size)
-    need, available = predict(config, plan, data), _device_memory(trainer, world_size)
+    need, available = predict(config, plan, data), _device_memory(plan)
     for name, value in need._asdict().items():
         if value:
             print(f"{name:>12} {value / 1e9:8.2f} GB")
@@ -276,7 +254,7 @@ def dry_run(config: DictConfig, trainer: Any, world_size: int, data: TrainingDat
 
 
 @contextmanager
-def explaining_out_of_memory(config: DictConfig, trainer: Any, world_size: int, data: TrainingData) -> Iterator[None]:
+def explaining_out_of_memory(config: DictConfig, plan: Plan, data: TrainingData) -> Iterator[None]:
     """Raise RunError that says what was needed and which settings would help when memory runs out inside."""
     try:
         yield
@@ -285,8 +263,7 @@ def explaining_out_of_memory(config: DictConfig, trainer: Any, world_size: int, 
             raise
         traceback.clear_frames(error.__traceback__)  # and what they hold
         torch.cuda.empty_cache()
-        plan = Plan.of(config, trainer, world_size)
-        need, available = predict(config, plan, data).total, _device_memory(trainer, world_size)
+        need, available = predict(config, plan, data).total, _device_memory(plan)
         said = " ".join(str(error).split())[:200]
         raise RunError(
             f"out of memory: a process needs about {need / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
@@ -298,9 +275,11 @@ def _join(found: list[str]) -> str:
     return ", ".join(found) or "a smaller model, or more processes with trainer=FSDPTrainer"
 
 
-def _device_memory(trainer: Any, world_size: int) -> int:
+def _device_memory(plan: Plan) -> int:
     """Bytes that one process may have: its GPU's, those of all GPUs if it is alone, or its part of the host's."""
     if torch.cuda.is_available():
-        gpus = range(1 if trainer.multi_process else torch.cuda.device_count())
+        gpus = range(1 if plan.trainer.multi_process else torch.cuda.device_count())
         return sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
-    return (host_memory().available + resident_memory()) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return (host_memory().available + resident_memory()) // int(
+        os.environ.get("LOCAL_WORLD_SIZE", plan.dims.world_size)
+    )

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import torch
 
-OPTIMIZERS = {
-    optimizer.__name__: optimizer
-    for optimizer in (
-        torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax,
-        torch.optim.AdamW, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
-        torch.optim.Rprop, torch.optim.SGD,
-    )
-}  # fmt: skip
+from dpo.settings import choices
+
+OPTIMIZERS = {name: getattr(torch.optim, name) for name in choices.OPTIMIZERS}
 
 
 def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:

@@ -20,7 +20,6 @@ from dpo.errors import InputError, RunError
 from dpo.system.plain_files import check_readable
 from dpo.training.batches import GlobalBatch
 
-CACHING = ("as_needed", "all")
 KEY = np.dtype(f"S{KEY_BYTES}")  # compares byte by byte; what it leaves off when printed are zeros at the end
 TOLERANCE = 1e-2  # relative, of a stored log-probability: rounding in half precision, not another model
 

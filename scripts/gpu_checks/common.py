@@ -189,7 +189,7 @@ def train_here(setting: Setting, name: str, base: str, watch: Callable[[type], t
 
     directory, original = Path(setting.folder) / name, TRAINERS[base]
     config = compose([f"local_run_dir={directory}", f"local_dirs=[{setting.folder}]", f"trainer={base}", *overrides])
-    if original.multi_process and not dist.is_initialized():
+    if original.spec.multi_process and not dist.is_initialized():
         init_distributed(0, 1, backend=_backend(0), store=dist.FileStore(f"{directory}.store", 1))
     TRAINERS[base] = watch(original)
     try:

@@ -31,7 +31,8 @@ from dpo.parallel import sharding
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
 from dpo.parallel.state import full_state, full_tensor
-from dpo.settings.validation import NEED_WHOLE_TENSORS
+from dpo.settings.choices import NEED_WHOLE_TENSORS
+from dpo.settings.plan import ParallelDims, resolve
 from dpo.system.host_memory import HostMemory
 from dpo.system.process_group import get_open_port
 from dpo.system.signals import Stopped
@@ -65,7 +66,7 @@ TWO = ("trainer=FSDPTrainer", "world_size=2")
 
 
 def compare_every_family(rank: int, world_size: int, sizes: dict) -> None:
-    mesh = Mesh(rank, world_size, **sizes)
+    mesh = Mesh(rank, ParallelDims.of(world_size, **sizes))
     for family in FAMILIES:
         compare_with_one_process(family, mesh)
     compare_with_one_process("llama", mesh, activation_checkpointing=True)
@@ -123,7 +124,7 @@ def test_loss_and_gradients_are_those_of_one_process_to_1e5(mesh):
 
 
 def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None:
-    mesh, examples = Mesh(rank, world_size, **sizes), examples_of(rows=4)
+    mesh, examples = Mesh(rank, ParallelDims.of(world_size, **sizes)), examples_of(rows=4)
     rows = slice(mesh.data_rank * 4 // mesh.data_size, (mesh.data_rank + 1) * 4 // mesh.data_size)
     for name in sorted(OPTIMIZERS.keys() - set(NEED_WHOLE_TENSORS)):
         whole = build("llama")
@@ -151,7 +152,7 @@ def test_every_optimizer_that_the_config_allows_updates_shards(mesh):
 
 def send_different_models(rank: int, world_size: int) -> None:
     family = ("llama", "gpt-neox")[rank]
-    distribute(build(family), Mesh(rank, world_size), block_name=None, compute_dtype=torch.float32)
+    distribute(build(family), Mesh(rank, ParallelDims.of(world_size)), block_name=None, compute_dtype=torch.float32)
 
 
 def test_processes_that_see_different_models_are_told_so():
@@ -161,7 +162,7 @@ def test_processes_that_see_different_models_are_told_so():
 
 def time_out_in_every_group(rank: int, world_size: int) -> None:
     for sizes in ({"shard_size": 1}, {"tensor_size": 2}):
-        mesh = Mesh(rank, world_size, **sizes, timeout_secs=77)
+        mesh = Mesh(rank, ParallelDims.of(world_size, **sizes), timeout_secs=77)
         groups = (dist.group.WORLD, *mesh.device_mesh.get_all_groups(), mesh._data_group)
         backends = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
         assert {backend.options._timeout.total_seconds() for backend in backends} == {77}
@@ -175,7 +176,9 @@ def know_the_gathered_size(rank: int, world_size: int) -> None:
     for sizes in ({}, {"tensor_size": 2}):
         model = build("llama", on_meta=rank != 0)
         whole = sum(p.numel() for p in model.parameters())
-        model = distribute(model, Mesh(rank, world_size, **sizes), block_name=None, compute_dtype=torch.bfloat16)
+        model = distribute(
+            model, Mesh(rank, ParallelDims.of(world_size, **sizes)), block_name=None, compute_dtype=torch.bfloat16
+        )
         slices = sum(p.to_local().numel() for p in model.parameters()) if sizes else whole
         # float32 weights are gathered in bfloat16; slices of 101 rows are not equal
         assert sharding.gathered_size(model) == pytest.approx(2 * slices, rel=0.03)
@@ -201,7 +204,7 @@ def test_what_the_gpus_allocator_keeps_counts_as_free(monkeypatch):
 def use_no_more_memory_than_shards(rank: int, world_size: int, sizes: dict) -> None:
     model = distribute(
         build("llama", on_meta=rank != 0),
-        Mesh(rank, world_size, **sizes),
+        Mesh(rank, ParallelDims.of(world_size, **sizes)),
         block_name=None,
         compute_dtype=torch.float32,
     )
@@ -229,7 +232,7 @@ def distribute_a_larger_model(rank: int, world_size: int) -> None:
     size = sum(p.numel() * 4 for p in model.parameters())  # 172 MB
     before = resident_memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    distribute(model, Mesh(rank, world_size), block_name=None, compute_dtype=torch.float32)
+    distribute(model, Mesh(rank, ParallelDims.of(world_size)), block_name=None, compute_dtype=torch.float32)
     peak, after = resident_memory("VmHWM") - before, resident_memory("VmRSS") - before
     wanted = ((0.3, -0.3), (0.8, 0.7))[rank]  # rank 0 gives half of its model away, rank 1 gets half of one
     assert (peak / size < wanted[0], after / size < wanted[1]) == (True, True), f"{peak / size:.2f} {after / size:.2f}"
@@ -252,7 +255,7 @@ def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str
              "n_eval_model_samples=8", f"local_run_dir={run_dir}", *overrides],
         )  # fmt: skip
     run_dir.mkdir(exist_ok=True)
-    policy, reference = model_loaders(config, TRAINERS[config.trainer], rank, world_size)
+    policy, reference = model_loaders(config, resolve(config, world_size=world_size), rank=rank)
     return TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size)
 
 

@@ -15,6 +15,7 @@ from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
 from dpo.parallel.tensor_parallel import STYLES, check_tensor_parallel, cut_modules, find_plan
+from dpo.settings.plan import ParallelDims
 
 NINE_HEADS = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
 TWO_GROUPS = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2)
@@ -82,7 +83,8 @@ def count_all_reduces(rank, world_size):
         model = build("llama", on_meta=rank != 0)  # of two blocks
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        model = distribute(model, Mesh(rank, world_size, tensor_size=2), block_name=None, compute_dtype=torch.float32)
+        mesh = Mesh(rank, ParallelDims.of(world_size, tensor_size=2))
+        model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
         chosen, _ = plain_logps(model, examples_of(rows=4))
         with Collectives() as collectives:
             chosen.sum().backward()

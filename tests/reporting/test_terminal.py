@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from dpo.reporting import terminal
 from dpo.reporting.events import Update
 from dpo.reporting.terminal import Progress, differences, duration, number, table
+from dpo.settings.files import CONFIG_DIR
 
 DPO = {
     "loss/train": 0.689123456,
@@ -197,15 +198,16 @@ def test_settings_are_shown_if_they_differ():
 def test_a_config_is_described_by_what_differs_from_its_files():
     import hydra
 
-    import train
+    import train  # noqa: F401  (registers the config's resolvers)
+    from dpo.run import describe
 
     overrides = ["loss=ipo", "loss.beta=0.3", "exp_name=x", "model=pythia28", "batch_size=4", "local_run_dir=RUN",
                  "wandb.project=p"]  # fmt: skip
-    with hydra.initialize_config_dir(str(train.CONFIG_DIR), version_base="1.3"):
+    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         config = hydra.compose("config", overrides)
     OmegaConf.resolve(config)
 
-    assert train.describe(config).splitlines() == [
+    assert describe(config).splitlines() == [
         "loss=ipo; what differs from the defaults (all of it: RUN/config.yaml):",
         "  exp_name=x",
         "  wandb.project=p",

@@ -30,7 +30,7 @@ from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.pretrained import load_config
 from dpo.reporting.files import FileLogger
-from dpo.settings.keys import RULES
+from dpo.settings.keys import KEYS
 from dpo.settings.validation import refuse_hydras_own
 from dpo.system.process_group import get_open_port
 from dpo.system.redaction import redact
@@ -318,7 +318,7 @@ def composed() -> DictConfig:
 
 @FUZZ
 @given(
-    changes=st.dictionaries(st.sampled_from([k for k in RULES if not k.startswith("loss.")]), ODD_SETTINGS, max_size=5)
+    changes=st.dictionaries(st.sampled_from([k for k in KEYS if not k.startswith("loss.")]), ODD_SETTINGS, max_size=5)
 )
 def test_any_config_is_sound_or_gets_sentences(composed, changes):
     config = copy.deepcopy(composed)

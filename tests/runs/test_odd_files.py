@@ -391,7 +391,7 @@ def test_a_schedulers_state_sets_only_what_it_has(tmp_path, states):
     write_checkpoint(checkpoint, saved.items(), step_idx=8, metrics=None, facts={})
     from dpo.parallel.mesh import Mesh
 
-    checkpoints = Checkpoints(tmp_path, Mesh(0, 1), keep=None, log=print)
+    checkpoints = Checkpoints(tmp_path, Mesh(), keep=None, log=print)
     checkpoints.restore(checkpoint, {"scheduler": scheduler})
     optimizer.step()
     scheduler.step()

@@ -17,8 +17,8 @@ from support.runs import GOLDEN, ROOT, metrics_of, run_script
 
 import train
 from dpo.errors import InputError, RunError
-from dpo.settings.files import with_defaults
-from dpo.settings.validation import RULES, flatten
+from dpo.settings.files import flatten, with_defaults
+from dpo.settings.keys import KEYS
 from dpo.system.process_group import get_open_port
 from preference_datasets import get_batch_iterator, get_collate_fn, strings_match_up_to_spaces
 from trainers import BasicTrainer
@@ -105,7 +105,7 @@ def test_the_references_config_trains_into_a_directory_that_is_made(tiny_llama, 
     trainer.train()
     assert [line["examples"] for line in metrics_of(run_dir, "train")] == [4, 8]
     assert trainer.config.local_run_dir == str(run_dir)
-    assert set(flatten(trainer.config)) == RULES.keys() | {"dataset_sources"}
+    assert set(flatten(trainer.config)) == KEYS.keys() | {"dataset_sources"}
 
 
 def test_defaults_change_nothing_that_is_there_and_are_those_of_the_config():

@@ -434,14 +434,6 @@ def test_changed_data_is_noticed(run, rows, tmp_path):
     assert [record.read_text() for record in records] == before
 
 
-def test_every_key_that_may_change_is_a_key():
-    from dpo.checkpoint.resume import MAY_CHANGE
-    from dpo.settings.keys import RULES
-
-    assert set(MAY_CHANGE) <= RULES.keys()
-    assert len(set(MAY_CHANGE)) == len(MAY_CHANGE)
-
-
 def test_a_deterministic_run_is_the_same_twice(run, tmp_path, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     try:

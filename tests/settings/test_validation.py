@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import hydra
 import pytest
 import yaml
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from support.runs import ROOT
 
 import train  # noqa: F401  (registers the config's resolvers)
-from dpo.settings.keys import ALIASES, NEEDS, RULES, Processes
-from dpo.settings.validation import find_problems, find_unused, flatten
+from dpo.losses import LOSSES
+from dpo.settings import choices
+from dpo.settings.files import flatten
+from dpo.settings.keys import ALIASES, KEYS
+from dpo.settings.plan import ParallelDims, Plan
+from dpo.settings.validation import find_config_problems, find_unused
 
 CONFIG = ROOT / "config"
-CHOICES = {
-    "trainer": ("BasicTrainer",),
-    "tensor_parallel.backend": ("dtensor", "tensor_parallel"),
-    "optimizer": ("RMSprop", "SGD", "Adafactor"),
-    "loss.name": ("dpo", "ipo", "sft"),
-    "model.policy_dtype": ("float32", "bfloat16"),
-    "model.fsdp_policy_mp": ("float32", "bfloat16"),
-    "model.reference_dtype": ("float32", "bfloat16", "float16"),
-    "model.attn_implementation": ("eager", "sdpa"),
-}
 COMPLETE = ("exp_name=x", "model.name_or_path=gpt2", "loss=dpo", "loss.beta=0.1")
 
 
@@ -33,21 +28,27 @@ def compose(*overrides: str) -> DictConfig:
         return hydra.compose("config", list(overrides))
 
 
-ONE = Processes(world_size=1, tensor_size=1, several=False, launched=False, gpus=0)
+ONE = Plan(
+    trainer=choices.BASIC,
+    dims=ParallelDims(),
+    compute_dtype="float32",
+    reference_dtype="float16",
+    autocast=None,
+    loss=LOSSES["dpo"],
+    launched=False,
+    gpus=0,
+)
+CUT_BY_PACKAGE = replace(ONE, trainer=choices.PACKAGE)
 
 
-PACKAGE = ONE._replace(cuts_layers=True, can_sample=False)
+def several(world_size: int, tensor_size: int = 1, *, launched: bool = False, gpus: int = 0) -> Plan:
+    trainer = choices.TENSOR_PARALLEL if tensor_size > 1 else choices.FSDP
+    dims = ParallelDims.of(world_size, tensor_size=tensor_size)
+    return replace(ONE, trainer=trainer, dims=dims, launched=launched, gpus=gpus)
 
 
-def several(world_size: int, tensor_size: int = 1, *, launched: bool = False, gpus: int = 0) -> Processes:
-    cuts_layers = tensor_size > 1
-    return Processes(world_size, tensor_size, several=True, launched=launched, gpus=gpus, cuts_layers=cuts_layers)
-
-
-def problems(*overrides: str, complete: tuple[str, ...] = COMPLETE, processes: Processes = ONE) -> list[str]:
-    return find_problems(
-        compose(*complete, *overrides), choices=CHOICES, data_names=("hh", "shp", "se"), processes=processes
-    )
+def problems(*overrides: str, complete: tuple[str, ...] = COMPLETE, plan: Plan = ONE) -> list[str]:
+    return find_config_problems(compose(*complete, *overrides), plan)
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------
@@ -96,7 +97,8 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         "exp_name is not set: exp_name=NAME names the run",
         "debug=maybe must be true or false",
         "lr=-1 must be a number above 0",
-        "trainer=BasicTrainr is not one of BasicTrainer: did you mean BasicTrainer?",
+        "trainer=BasicTrainr is not one of BasicTrainer, FSDPTrainer, TensorParallelTrainer: "
+        "did you mean BasicTrainer?",
         "model.name_or_path is not set: choose model=pythia28 or another of config/model, "
         "or give model.name_or_path=DIR_OR_HUB_ID",
         "loss.beta is not set: loss.beta=0.1 is the paper's choice; the smaller, the further from the reference",
@@ -106,7 +108,7 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         "max_prompt_length=256 must be below max_length=256, or no token is left for a response",
         "n_epochs and n_examples are both null, so training would never end: give one of them",
         "eval_every=5 (examples) must be at least batch_size=6",
-        "datasets names 'mine', which is none of hh, shp, se: "
+        "datasets names 'mine', which is none of hh, shp, se, demo: "
         "say where it is with dataset_sources.mine=DIR_FILE_OR_HUB_ID",
     ]
 
@@ -122,8 +124,12 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         ("model.name_or_path=???", "model.name_or_path is not set: choose model=pythia28"),
         ("datasets=[hhh]", "datasets names 'hhh', which is none of hh, shp, se"),
         ("trainer=Trainer", "trainer=Trainer is not one of BasicTrainer"),
-        ("optimizer=AdmW", "optimizer=AdmW is not one of Adafactor, RMSprop, SGD"),
-        ("optimizer=rmsprop", "optimizer=rmsprop is not one of Adafactor, RMSprop, SGD: did you mean RMSprop?"),
+        ("optimizer=AdmW", "optimizer=AdmW is not one of ASGD, Adadelta, Adafactor, Adagrad, Adam, AdamW"),
+        (
+            "optimizer=rmsprop",
+            "optimizer=rmsprop is not one of ASGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, "
+            "RMSprop, Rprop, SGD: did you mean RMSprop?",
+        ),
         ("+learning_rate=1", "unknown key learning_rate: here it is lr"),
         ("+model.torch_dtype=float32", "unknown key model.torch_dtype: here it is model.policy_dtype"),
         ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
@@ -133,9 +139,12 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
             "model.tokenizer_name_or_path=~/no is not there: no such directory (~ ",
         ),
         ("loss.name=dpoo", "loss.name=dpoo is not one of dpo, ipo, sft"),
-        ("model.policy_dtype=fp32", "model.policy_dtype=fp32 is not one of bfloat16, float32"),
+        ("model.policy_dtype=fp32", "model.policy_dtype=fp32 is not one of bfloat16, float16, float32"),
         ("model.reference_dtype=half", "model.reference_dtype=half is not one of bfloat16, float16, float32"),
-        ("model.attn_implementation=fast", "model.attn_implementation=fast is not one of eager, sdpa"),
+        (
+            "model.attn_implementation=fast",
+            "model.attn_implementation=fast is not one of eager, flash_attention_2, flex_attention, sdpa",
+        ),
         ("gradient_accumulation_steps=3", "batch_size=4 must be divisible by gradient_accumulation_steps"),
         ("max_prompt_length=513", "max_prompt_length=513 must be below max_length=512"),
         ("loss.label_smoothing=-0.1", "loss.label_smoothing=-0.1 must be a number in [0, 0.5)"),
@@ -190,28 +199,36 @@ def test_each_problem_is_told_alone_and_starts_with_its_key(override, message):
 
 def test_batches_must_divide_by_the_processes_that_see_different_rows():
     batches = ("batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8")
-    assert problems(*batches, processes=several(4)) == []
-    assert problems(*batches, "tensor_parallel_size=2", processes=several(8, tensor_size=2)) == []
-    assert problems("batch_size=8", "gradient_accumulation_steps=4", "eval_batch_size=6", processes=several(4)) == [
+    assert problems(*batches, plan=several(4)) == []
+    assert problems(*batches, "tensor_parallel_size=2", plan=several(8, tensor_size=2)) == []
+    assert problems("batch_size=8", "gradient_accumulation_steps=4", "eval_batch_size=6", plan=several(4)) == [
         "batch_size=8 must be divisible by gradient_accumulation_steps * processes = 4 * 4 = 16: "
         "try batch_size=16, or gradient_accumulation_steps=1 or 2",
         "eval_batch_size=6 must be divisible by the 4 processes: try 8, or 1, 2, 3 or 6 processes",
     ]
-    (problem,) = problems("batch_size=6", "gradient_accumulation_steps=1", processes=several(4))
+    (problem,) = problems("batch_size=6", "gradient_accumulation_steps=1", plan=several(4))
     assert problem.endswith("= 1 * 4 = 4: try batch_size=8, or 1, 2, 3 or 6 processes")
 
 
 @pytest.mark.parametrize(
-    ("override", "processes", "message"),
+    ("override", "plan", "message"),
     [
         ("world_size=2", ONE, "world_size=2 needs a trainer of several processes: trainer=FSDPTrainer"),
-        ("lr=1", ONE._replace(world_size=2, launched=True), "trainer=BasicTrainer is one process, and 2 were launched"),
+        (
+            "lr=1",
+            replace(ONE, dims=ParallelDims.of(2), launched=True),
+            "trainer=BasicTrainer is one process, and 2 were launched",
+        ),
         ("world_size=4", several(2, launched=True), "world_size=4, but 2 processes were launched: leave it out"),
         ("world_size=4", several(4, gpus=2), "world_size=4 is more than the 2 GPUs of this machine"),
         ("tensor_parallel_size=2", several(2), "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
         ("tensor_parallel_size=2", ONE, "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
         ("tensor_parallel.backend=tensor_parallel", ONE, "tensor_parallel.backend=tensor_parallel needs trainer=Tens"),
-        ("tensor_parallel.backend=tensor_parallel", PACKAGE, "sample_during_eval=True does not work with tensor_par"),
+        (
+            "tensor_parallel.backend=tensor_parallel",
+            CUT_BY_PACKAGE,
+            "sample_during_eval=True does not work with tensor_par",
+        ),
         ("tensor_parallel_size=3", several(4, 3), "tensor_parallel_size=3 does not divide the 4 processes: try 1, 2"),
         ("optimizer=Adafactor", several(2), "optimizer=Adafactor cannot update shards: use another with trainer="),
         ("fsdp_shard_size=3", several(4), "fsdp_shard_size=3 does not divide the 4 processes: try 1, 2 or 4"),
@@ -219,23 +236,26 @@ def test_batches_must_divide_by_the_processes_that_see_different_rows():
         ("fsdp_shard_size=1", ONE, "fsdp_shard_size=1 needs a trainer of several processes: trainer=FSDPTrainer"),
     ],
 )
-def test_what_does_not_fit_the_processes_is_told(override, processes, message):
-    (problem,) = problems(override, "batch_size=8", processes=processes)
+def test_what_does_not_fit_the_processes_is_told(override, plan, message):
+    (problem,) = problems(override, "batch_size=8", plan=plan)
     assert problem.startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "processes"),
+    ("overrides", "plan"),
     [
         (("world_size=1",), ONE),
-        (("tensor_parallel.backend=tensor_parallel", "tensor_parallel_size=2", "sample_during_eval=false"), PACKAGE),
+        (
+            ("tensor_parallel.backend=tensor_parallel", "tensor_parallel_size=2", "sample_during_eval=false"),
+            CUT_BY_PACKAGE,
+        ),
         (("world_size=4", "fsdp_shard_size=2"), several(4)),
         (("world_size=4", "tensor_parallel_size=2", "fsdp_shard_size=1"), several(4, 2)),
         (("world_size=4",), several(4, launched=True, gpus=2)),  # two machines of two GPUs
     ],
 )
-def test_what_fits_the_processes_has_no_problems(overrides, processes):
-    assert problems(*overrides, processes=processes) == []
+def test_what_fits_the_processes_has_no_problems(overrides, plan):
+    assert problems(*overrides, plan=plan) == []
 
 
 def test_a_value_that_cannot_be_resolved_is_a_problem_unless_it_waits_for_a_missing_key():
@@ -267,13 +287,16 @@ def read(name: str) -> dict:
 def test_every_key_has_a_rule_and_every_rule_a_key():
     main = {k: v for k, v in read("config.yaml").items() if k not in ("defaults", "hydra", "dataset_sources")}
     losses = set().union(*(keys_of(read(f"loss/{f.name}"), "loss.") for f in CONFIG.glob("loss/*.yaml")))
-    models = {f.stem: keys_of(read(f"model/{f.name}"), "model.") for f in CONFIG.glob("model/*.yaml")}
+    models = {f.stem: {"model." + key for key in compose(f"model={f.stem}").model} for f in CONFIG.glob("model/*.yaml")}
 
     assert all(keys == models["blank_model"] for keys in models.values())
-    assert keys_of(main) | losses | models["blank_model"] == RULES.keys()
+    assert keys_of(main) | losses | models["blank_model"] == KEYS.keys()
 
 
-@pytest.mark.parametrize("file", sorted(str(f.relative_to(CONFIG)) for f in CONFIG.rglob("*.yaml")))
+EXPLAINED = ["config.yaml", "model/blank_model.yaml", *(f"loss/{file.name}" for file in sorted(CONFIG.glob("loss/*")))]
+
+
+@pytest.mark.parametrize("file", EXPLAINED)
 def test_every_key_has_a_comment_above_it_or_on_its_line(file):
     lines = (CONFIG / file).read_text(encoding="utf-8").split("\ndefaults:")[0].splitlines()
     keys = [i for i, line in enumerate(lines) if re.match(r"\s*\w+:", line)]
@@ -370,7 +393,8 @@ def test_defaults_are_the_references():
     ],
 )
 def test_models_differ_from_the_blank_one_in_name_and_block_alone(model, name, block):
-    assert read(f"model/{model}.yaml") == read("model/blank_model.yaml") | {"name_or_path": name, "block_name": block}
+    composed = OmegaConf.to_container(compose(f"model={model}").model)
+    assert composed == read("model/blank_model.yaml") | {"name_or_path": name, "block_name": block}
 
 
 def test_losses_have_the_papers_options():
@@ -393,7 +417,7 @@ def test_the_run_directory_is_named_after_user_experiment_and_time_and_composing
 # --- what has no effect --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", RULES)
+@pytest.mark.parametrize("key", KEYS)
 def test_every_key_is_read_by_the_code(key):
     leaf = key.split(".")[-1]
     files = [*ROOT.glob("*.py"), *(ROOT / "dpo").rglob("*.py")]
@@ -404,24 +428,24 @@ def test_every_key_is_read_by_the_code(key):
 
 
 WITHOUT = {  # settings under which a key has no effect
-    "collective_timeout_secs=60": (),
     "fsdp_port=5000": (),
     "fsdp_shard_size=2": (),
-    "model.fsdp_policy_mp=bfloat16": (),
     "tensor_parallel_size=2": (),
     "tensor_parallel.backend=tensor_parallel": (),
-    "cache_reference_logps=all": ("loss=sft",),
-    "model.reference_dtype=float32": ("loss=sft",),
-    "n_eval_model_samples=5": ("sample_during_eval=false",),
+    "collective_timeout_secs=60": (),
     "wandb.entity=me": ("wandb.enabled=false",),
     "wandb.project=mine": ("debug=true",),
+    "n_eval_model_samples=5": ("sample_during_eval=false",),
+    "cache_reference_logps=all": ("loss=sft",),
     "save_every=8": ("debug=true",),
     "keep_checkpoints=2": ("debug=true",),
+    "model.fsdp_policy_mp=bfloat16": (),
+    "model.reference_dtype=float32": ("loss=sft",),
 }
 
 
 def test_every_key_that_needs_something_is_tried():
-    assert [override.split("=")[0] for override in WITHOUT] == list(NEEDS)
+    assert [override.split("=")[0] for override in WITHOUT] == [key for key in KEYS if KEYS[key].needs]
 
 
 @pytest.mark.parametrize("override", WITHOUT)
@@ -429,12 +453,12 @@ def test_a_key_without_effect_is_refused_or_gets_a_line(override):
     key = override.split("=")[0]
     loss, *others = ["loss=sft"] if "loss=sft" in WITHOUT[override] else ["loss=dpo", "loss.beta=0.1"]
     complete = (*COMPLETE[:2], loss, *others, *(o for o in WITHOUT[override] if "loss" not in o))
-    run = ONE._replace(uses_reference=loss != "loss=sft")
-    refused = problems(override, complete=complete, processes=run)
-    noted = find_unused(compose(*complete, override), run)
+    plan = replace(ONE, loss=LOSSES[loss.removeprefix("loss=")])
+    refused = problems(override, complete=complete, plan=plan)
+    noted = find_unused(compose(*complete, override), plan)
     assert [line.split("=")[0] for line in refused + noted] == [key]
-    assert bool(refused) == NEEDS[key].refused
-    assert find_unused(compose(*complete), run) == []  # unless it is set
+    assert bool(refused) == KEYS[key].needs.refused
+    assert find_unused(compose(*complete), plan) == []  # unless it is set
 
 
 def test_a_source_that_no_dataset_names_gets_a_line():
@@ -444,5 +468,5 @@ def test_a_source_that_no_dataset_names_gets_a_line():
 
 def test_names_of_other_trainers_lead_to_keys_and_are_none_of_ours():
     for name, ours in ALIASES.items():
-        assert name not in RULES
-        assert re.split("[=,]", ours)[0] in {*RULES, "loss"}
+        assert name not in KEYS
+        assert re.split("[=,]", ours)[0] in {*KEYS, "loss"}

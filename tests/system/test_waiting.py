@@ -24,6 +24,7 @@ from dpo.checkpoint.checksums import HashedFile
 from dpo.checkpoint.files import check_complete
 from dpo.errors import RunError
 from dpo.parallel.mesh import Mesh
+from dpo.settings.plan import ParallelDims
 from dpo.system.host_memory import HostMemory
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import made_progress, meet_rank_0
@@ -79,7 +80,7 @@ def save_slowly(rank: int, world_size: int, run_dir: Path) -> None:
         return write(self, data)
 
     HashedFile.write = write_slowly
-    mesh = Mesh(rank, world_size)
+    mesh = Mesh(rank, ParallelDims.of(world_size))
     checkpoints = saver.Checkpoints(run_dir, mesh, keep=None, log=print)
     parts = {name: Part() for name in ("policy", "scheduler", "trainer")}
     parts["optimizer"] = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])

@@ -16,11 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.errors import InputError
 from dpo.losses import LOSSES
-from dpo.training.memory import MemoryTracker, Plan, predict, suggest
+from dpo.settings.plan import resolve
+from dpo.training.memory import MemoryTracker, predict, suggest
 from preference_datasets import load_data
-from trainers import BasicTrainer, FSDPTrainer, TensorParallelTrainer
 
-ALONE = Plan(world_size=1, tensor_size=1, shard_size=1, compute_dtype="float32")
 PARAMETERS = 282_048  # of the tiny Llama
 
 
@@ -87,7 +86,7 @@ def compose(rows, tmp_path):
 )
 def test_weights_gradients_and_optimizer_are_bytes_per_parameter(overrides, policy, optimizer, reference, compose):
     config = compose(*overrides)
-    need = predict(config, ALONE._replace(compute_dtype=config.model.policy_dtype), load_data(config, silent=True))
+    need = predict(config, resolve(config), load_data(config, silent=True))
 
     expected = [PARAMETERS * n for n in (policy, policy, optimizer, reference)]
     assert [need.policy, need.gradients, need.optimizer, need.reference] == pytest.approx(expected, rel=1e-3)
@@ -99,8 +98,7 @@ def test_a_reference_that_scores_all_pairs_first_counts_while_it_does(compose):
     needs = {}
     for caching in ("as_needed", "all"):
         config = compose(f"cache_reference_logps={caching}", *small)
-        plan = ALONE._replace(compute_dtype="bfloat16")
-        needs[caching] = predict(config, plan, load_data(config, silent=True))
+        needs[caching] = predict(config, resolve(config), load_data(config, silent=True))
     assert needs["all"].reference == 4 * PARAMETERS  # more than gradients and optimizer, which come after it
     assert needs["all"].gradients == 0
     assert needs["all"].total < needs["as_needed"].total
@@ -108,7 +106,7 @@ def test_a_reference_that_scores_all_pairs_first_counts_while_it_does(compose):
 
 def test_gradients_are_reduced_in_float32_whatever_is_computed_in(compose):
     config = compose("trainer=FSDPTrainer", "eval_batch_size=8", "model.fsdp_policy_mp=bfloat16")
-    plan = Plan.of(config, FSDPTrainer, 2)
+    plan = resolve(config, world_size=2)
     assert plan.compute_dtype == "bfloat16"
     embeddings_and_head = 2 * 1024 * 64 + 64  # the largest unit, with the last norm
     assert predict(config, plan, load_data(config, silent=True)).reduced == 4 * embeddings_and_head
@@ -117,13 +115,12 @@ def test_gradients_are_reduced_in_float32_whatever_is_computed_in(compose):
 def test_processes_share_what_they_can(compose):
     config = compose("trainer=FSDPTrainer", "eval_batch_size=8")
     data = load_data(config, silent=True)
-    alone, shared = (predict(config, Plan.of(config, t, n), data) for t, n in ((BasicTrainer, 1), (FSDPTrainer, 2)))
+    alone, shared = (predict(config, resolve(config, world_size=n), data) for n in (1, 2))
 
     for name in ("policy", "gradients", "optimizer", "reference"):
         assert getattr(shared, name) == getattr(alone, name) // 2
     assert 0 < shared.gathered < alone.policy
     assert shared.activations < alone.activations
-    assert Plan.of(config, TensorParallelTrainer, 4).data_size == 1
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -132,19 +129,20 @@ def test_processes_share_what_they_can(compose):
 )
 def test_every_loss_layout_and_attention_can_be_predicted(settings, loss, compose):
     config = compose(f"loss={loss}", *(() if loss == "sft" else ("loss.beta=0.1",)), *settings)
-    assert predict(config, ALONE, load_data(config, silent=True)).activations > 0
+    assert predict(config, resolve(config), load_data(config, silent=True)).activations > 0
 
 
 def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
     config = compose("batch_size=16", "n_examples=16", "model.name_or_path=" + str(GOLDEN / "tiny-llama"))
-    found = suggest(config, ALONE, load_data(config, silent=True))
+    found = suggest(config, resolve(config), load_data(config, silent=True))
 
     assert 1 <= len(found) <= 3
     sizes = [float(re.search(r"\(([\d.]+) GB\)", text)[1]) for text in found]
     assert sizes == sorted(sizes)
     tried = compose("batch_size=16", "n_examples=16", "gradient_accumulation_steps=16")
     assert all(
-        "gradient_accumulation_steps" not in text for text in suggest(tried, ALONE, load_data(tried, silent=True))
+        "gradient_accumulation_steps" not in text
+        for text in suggest(tried, resolve(tried), load_data(tried, silent=True))
     )
 
 

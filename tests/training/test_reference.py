@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dpo.errors import InputError
-from dpo.models.loading import model_digest
+from dpo.models.weights import model_digest
 from dpo.training.reference import LogpTable, ReferenceLogps, read_logps
 
 KEYS = [(b"a" * 16, b"b" * 16), (b"c" * 16, b"d" * 16)]

@@ -1,0 +1,38 @@
+"""The names that keys may have as values: trainers with what they can do, optimizers, dtypes, ... Imports no torch.
+
+What the names stand for is where it is used; tests hold that the tables there have the same names.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class TrainerSpec(NamedTuple):
+    """What a trainer can do; `trainers.py` has its class under the same name."""
+
+    name: str
+    multi_process: bool = False  # several processes share a run, joined by a process group
+    cuts_layers: bool = False  # tensor_parallel_size and tensor_parallel.backend apply
+    can_sample: bool = True
+    can_autocast: bool = True
+
+
+BASIC = TrainerSpec("BasicTrainer")
+FSDP = TrainerSpec("FSDPTrainer", multi_process=True)
+TENSOR_PARALLEL = TrainerSpec("TensorParallelTrainer", multi_process=True, cuts_layers=True)
+PACKAGE = TrainerSpec("PackageTensorParallelTrainer", cuts_layers=True, can_sample=False, can_autocast=False)
+
+TRAINERS = {spec.name: spec for spec in (BASIC, FSDP, TENSOR_PARALLEL)}
+TENSOR_PARALLEL_BACKENDS = {"dtensor": TENSOR_PARALLEL, "tensor_parallel": PACKAGE}
+
+OPTIMIZERS = (  # classes of torch.optim
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # in torch 2.13 these fail on sharded tensors
+DTYPES = ("float32", "bfloat16", "float16")
+AUTOCAST_DTYPES = ("bfloat16",)
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
+LAYOUTS = ("padded", "shared_prefix")
+CACHING = ("as_needed", "all")
+NAN_POLICIES = ("raise", "skip")

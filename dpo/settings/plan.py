@@ -1,0 +1,104 @@
+"""What a config comes to: its trainer, how processes share models and rows, dtypes. Imports no torch.
+
+`resolve` is the one place that decides it; validation, launch, memory prediction and trainers read the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+
+from dpo.losses import LOSSES, Loss
+from dpo.settings.choices import BASIC, TENSOR_PARALLEL, TENSOR_PARALLEL_BACKENDS, TRAINERS, TrainerSpec
+from dpo.settings.files import flatten
+from dpo.system.gpus import count_gpus
+from dpo.system.rank_env import find_rank_env
+
+
+class ParallelDims(NamedTuple):
+    """How many processes there are, and how many of them share what: the axes of `dpo.parallel.mesh.Mesh`."""
+
+    world_size: int = 1
+    shard_size: int = 1  # share one copy of weights, gradients and optimizer state
+    tensor_size: int = 1  # cut each layer
+
+    @classmethod
+    def of(cls, world_size: int, *, shard_size: int | None = None, tensor_size: int = 1) -> ParallelDims:
+        """`shard_size` None: one copy for all processes."""
+        return cls(world_size, shard_size or world_size // tensor_size, tensor_size)
+
+    @property
+    def data_size(self) -> int:
+        """Processes that see different rows."""
+        return self.world_size // self.tensor_size
+
+    @property
+    def replicate_size(self) -> int:
+        """Whole copies of weights, gradients and optimizer state."""
+        return self.data_size // self.shard_size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a config comes to on this machine."""
+
+    trainer: TrainerSpec
+    dims: ParallelDims
+    compute_dtype: str  # of the policy
+    reference_dtype: str
+    autocast: str | None
+    loss: Loss
+    launched: bool  # whether torchrun or Slurm started the processes
+    gpus: int  # of this machine
+
+
+def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
+    """The plan of a config, as far as its keys make sense; validation says what is wrong with the others.
+
+    `trainer` and `world_size` are given by who has constructed the trainer and started the processes already.
+    """
+    values, rank_env, gpus = flatten(config), find_rank_env(), count_gpus()
+    trainer = trainer or _find_trainer(values)
+    size = world_size or 1
+    if world_size is None and rank_env is not None:
+        size = rank_env.world_size
+    elif world_size is None and trainer.multi_process:
+        size = _count(values, "world_size") or max(1, gpus)
+    tensor_size = 1
+    if trainer.cuts_layers and trainer.multi_process:
+        every_process = values.get("tensor_parallel_size") is None
+        tensor_size = size if every_process else _count(values, "tensor_parallel_size") or 1
+    gathered_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
+    loss = _named(LOSSES, values.get("loss.name"), LOSSES["dpo"])
+    return Plan(
+        trainer=trainer,
+        dims=ParallelDims.of(size, shard_size=_count(values, "fsdp_shard_size"), tensor_size=tensor_size),
+        compute_dtype=gathered_dtype or values.get("model.policy_dtype"),
+        reference_dtype=values.get("model.reference_dtype"),
+        autocast=values.get("model.autocast"),
+        loss=loss,
+        launched=rank_env is not None,
+        gpus=gpus,
+    )
+
+
+def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
+    """The one that `trainer` and `tensor_parallel.backend` name; BasicTrainer if they name none."""
+    trainer = _named(TRAINERS, values.get("trainer"), BASIC)
+    if trainer is TENSOR_PARALLEL:
+        return _named(TENSOR_PARALLEL_BACKENDS, values.get("tensor_parallel.backend"), trainer)
+    return trainer
+
+
+def _named(table: Mapping[str, Any], name: Any, default: Any) -> Any:
+    """What a table has under a name that may be anything."""
+    return table.get(name, default) if isinstance(name, str) else default
+
+
+def _count(values: Mapping[str, Any], key: str) -> int | None:
+    """A key's value if it is a whole number above 0."""
+    value = values.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
