@@ -20,7 +20,7 @@ from dpo.checkpoint.state import RunState
 from dpo.data.collation import Batch, concatenated_inputs, find_examples  # noqa: F401  (the reference has one here)
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.losses import LOSSES, _get_batch_logps, preference_loss  # noqa: F401  (the reference has two here)
+from dpo.losses import _get_batch_logps, preference_loss  # noqa: F401  (the reference has two here)
 from dpo.models.layouts import Logps, Microbatch
 from dpo.models.loading import loaded, loaded_reference
 from dpo.models.pretrained import DTYPES, check_positions, remarks
@@ -47,6 +47,7 @@ from dpo.training.objective import make_objective
 from dpo.training.optimization import OPTIMIZERS, warmup
 from dpo.training.reference import Reference
 from dpo.training.self_test import self_test
+from dpo.training.stop import StopRequest
 from preference_datasets import load_data
 
 
@@ -70,50 +71,34 @@ class Trainer:
     ) -> None:
         self.config, self.seed, self.run_dir = config, seed, Path(run_dir)
         self.rank, self.world_size = rank, world_size
-        self.loss = LOSSES[config.loss.name]
-        if self.loss.reference and reference_model is None:
-            raise InputError(f"loss={config.loss.name} needs a reference model")
         self.plan = resolve(config, trainer=self.spec, world_size=world_size)
+        self.loss = self.plan.loss
         self.mesh = Mesh(rank, self.plan.dims, timeout_secs=config.collective_timeout_secs)
         self.data = data or self.load_data(config, silent=rank != 0)
         self.tokenizer = self.data.tokenizer
         self.progress = Progress.of(config, silent=rank != 0)
-        log = self.progress.line
         self.policy = self._place_policy(policy)
         self.reference = self._place_reference(reference_model) if self.loss.reference else None
         for note in self.notes():
-            log(note)
+            self.progress.line(note)
         self.optimizer = self.make_optimizer()
         self.scheduler = warmup(self.optimizer, config.warmup_steps)
         longest = self.data.report.longest(config.max_length)
         self.objective = make_objective(
-            config, self.policy, self.reference, self.mesh, self.plan.compute_dtype, longest=longest, log=log
+            config, self.plan, self.policy, self.reference, self.mesh, longest=longest, log=self.progress.line
         )
-        data_axis = {"rank": self.mesh.data_rank, "size": self.mesh.data_size}
-        self.batches = Batches(config, self.data, self.objective.layout, seed=seed, **data_axis)
+        self.batches = Batches(
+            config, self.data, self.objective.layout, seed=seed, rank=self.mesh.data_rank, size=self.mesh.data_size
+        )
         self.eval_batches = list(self.batches.test())
-        self.eval_every = config.eval_every - config.eval_every % config.batch_size
-        if self.eval_every != config.eval_every:
-            log(
-                f"warning: eval_every={config.eval_every} is not a multiple of batch_size={config.batch_size}; "
-                f"evaluating every {self.eval_every} examples"
-            )
-        self._asked_to_stop: list[int] = []  # signals that this process had
-        self._stop_is_agreed = False  # by all processes, once any of them had one
+        self.stop = StopRequest(self.mesh)
         self.evaluator = Evaluator(
-            config,
-            self.data,
-            self.objective,
-            self.eval_batches,
-            self.mesh,
-            seed=seed,
-            progress=self.progress,
-            check_stop=self._stop_if_any_was_asked,
+            config, self.data, self.objective, self.eval_batches, self.progress, self.stop, seed=seed
         )
-        context = RunContext(config, self.run_dir, rank, self.data, log)
-        self.callbacks = Callbacks({"terminal": self.progress}) + Callbacks.of(CALLBACKS, context)
-        self.checkpoints = Checkpoints(self.run_dir, self.mesh, keep=config.keep_checkpoints, log=log)
-        self.state = RunState(self.reference, checkpoints=self.checkpoints, callbacks=self.callbacks, rank=rank)
+        context = RunContext(config, self.run_dir, rank, self.data, self.progress.line)
+        self.callbacks = Callbacks.of(CALLBACKS, context, terminal=self.progress)
+        self.checkpoints = Checkpoints(self.run_dir, self.mesh, keep=config.keep_checkpoints, log=self.progress.line)
+        self.state = RunState(self.reference, rank=rank, checkpoints=self.checkpoints, callbacks=self.callbacks)
         if resume_from is not None:
             self.checkpoints.restore(resume_from, self._stateful())
         self.train_iterator = self.batches.train(skip=self.state.batch_counter)
@@ -128,6 +113,8 @@ class Trainer:
         return self.place(policy, compute_dtype=DTYPES[self.plan.compute_dtype])
 
     def _place_reference(self, reference_model: Any) -> Reference:
+        if reference_model is None:
+            raise InputError(f"loss={self.config.loss.name} needs a reference model")
         load = partial(loaded_reference, reference_model, self.config, with_digest=self.rank == 0)
         model, digest = after_rank_0("the reference's weights", load)
         return Reference(self.place(model, compute_dtype=DTYPES[self.plan.reference_dtype]), digest)
@@ -147,9 +134,20 @@ class Trainer:
         raise NotImplementedError
 
     def notes(self) -> list[str]:
-        """What to log about the placed models at the start."""
-        wanted, max_length = self.config.model.attn_implementation, self.config.max_length
-        return remarks(self.policy, attention=wanted, max_length=max_length)
+        """What to log at the start."""
+        config = self.config
+        found = remarks(self.policy, attention=config.model.attn_implementation, max_length=config.max_length)
+        if self.eval_every != config.eval_every:
+            found.append(
+                f"warning: eval_every={config.eval_every} is not a multiple of batch_size={config.batch_size}; "
+                f"evaluating every {self.eval_every} examples"
+            )
+        return found
+
+    @property
+    def eval_every(self) -> int:
+        """Examples between evaluations, whole batches."""
+        return self.config.eval_every - self.config.eval_every % self.config.batch_size
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.config.optimizer](self.policy.parameters(), lr=self.config.lr)
@@ -169,7 +167,7 @@ class Trainer:
                 update = self.train_step(batch)
                 self.callbacks.emit("update", update)
                 self.checkpoints.check()
-                self.stop_if_asked()
+                self.stop.raise_if_agreed()
             self.evaluate_and_save_if_due(last=True)
 
     def train_step(self, batch: GlobalBatch) -> Update:
@@ -191,7 +189,7 @@ class Trainer:
         # everything that the host asks of the device in an update, and that processes agree on: waits for the device
         scalars = self._scalars(self.clip_gradient())
         reduced = objective.reduce(metrics, len(batch.examples), batch.keys, scalars)
-        self._stop_is_agreed = reduced.scalars.pop("stop") > 0
+        self.stop.is_agreed = reduced.scalars.pop("stop") > 0
         lr = self.scheduler.get_last_lr()[0]
         counters = self.state.count(len(batch.examples))
         update = Update(*counters, batch.examples, reduced.examples, reduced.means())
@@ -208,7 +206,7 @@ class Trainer:
         """What is summed over the processes beside the metrics: all have one norm, any may be asked to stop."""
         return {
             "grad_norm": grad_norm if self.rank == 0 else torch.zeros_like(grad_norm),
-            "stop": torch.full_like(grad_norm, bool(self._asked_to_stop)),
+            "stop": torch.full_like(grad_norm, bool(self.stop.signals)),
         }
 
     def clip_gradient(self) -> torch.Tensor:
@@ -248,20 +246,10 @@ class Trainer:
         for note in notes:
             self.progress.line(note)
 
-    def stop_if_asked(self) -> None:
-        """Raises Stopped after an update if any process had a signal; several processes learn of it in the update."""
-        if self._stop_is_agreed or (self.world_size == 1 and self._asked_to_stop):
-            raise Stopped(*self._asked_to_stop[:1])
-
-    def _stop_if_any_was_asked(self) -> None:
-        """Raises Stopped on every process if any of them had a signal; costs a collective."""
-        if self.mesh.any(bool(self._asked_to_stop)):
-            raise Stopped(*self._asked_to_stop[:1])
-
     @contextmanager
     def _ending_in_order(self) -> Iterator[None]:
         """Inside, signals are heard. However it ends, what is to be saved is, and the callbacks learn of it."""
-        with on_stop_signals(self._asked_to_stop.append):
+        with on_stop_signals(self.stop.signals.append):
             try:
                 yield
                 self.checkpoints.finish()

@@ -92,12 +92,10 @@ class Callbacks:
         self.callbacks = dict(callbacks)
 
     @classmethod
-    def of(cls, table: Mapping[str, type[Callback]], context: RunContext) -> Callbacks:
-        """Those of a table that are wanted."""
-        return cls({name: callback(context) for name, callback in table.items() if callback.is_wanted(context)})
-
-    def __add__(self, others: Callbacks) -> Callbacks:
-        return Callbacks({**self.callbacks, **others.callbacks})
+    def of(cls, table: Mapping[str, type[Callback]], context: RunContext, **made: Callback) -> Callbacks:
+        """Those that are `made` already, then those of a table that are wanted."""
+        wanted = {name: callback for name, callback in table.items() if callback.is_wanted(context)}
+        return cls({**made, **{name: callback(context) for name, callback in wanted.items()}})
 
     def emit(self, event: str, *details: Any) -> None:
         """Call `on_EVENT(*details)` of each."""

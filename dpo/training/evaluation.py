@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,18 +11,18 @@ from omegaconf import DictConfig
 from dpo.data.collation import collate_prompts
 from dpo.data.preflight import TrainingData
 from dpo.models.generation import before_each_forward, fed_prompts, sample_batches, sample_rows
-from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
 from dpo.training.batches import GlobalBatch
 from dpo.training.objective import Objective
+from dpo.training.stop import StopRequest
 
 
 class Evaluator:
     """Means over the evaluation batches, and continuations of their first prompts.
 
-    `check_stop` is called often, in step on all processes, and may raise.
+    Before each batch and each sampled token it raises Stopped if any process was asked to stop.
     """
 
     def __init__(
@@ -32,14 +31,13 @@ class Evaluator:
         data: TrainingData,
         objective: Objective,
         batches: list[GlobalBatch],
-        mesh: Mesh,
+        progress: Progress,
+        stop: StopRequest,
         *,
         seed: int,
-        progress: Progress,
-        check_stop: Callable[[], None],
     ) -> None:
-        self.config, self.data, self.objective, self.batches, self.mesh = config, data, objective, batches, mesh
-        self.seed, self.progress, self.check_stop = seed, progress, check_stop
+        self.config, self.data, self.objective, self.batches = config, data, objective, batches
+        self.mesh, self.progress, self.stop, self.seed = objective.mesh, progress, stop, seed
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
@@ -52,7 +50,7 @@ class Evaluator:
         )
         batches = self.progress.over(self.batches, total=len(self.batches), what="evaluate")
         for batch, reference in zip(batches, cached, strict=True):
-            self.check_stop()
+            self.stop.raise_if_any()
             for microbatch in batch.microbatches:
                 _, of_examples = losses_of(microbatch, reference)
                 metrics.append((microbatch.indices.to(objective.device) + n_examples, of_examples))
@@ -88,7 +86,7 @@ class Evaluator:
         most = max_length - prompts["prompt_input_ids"].shape[1]
 
         def before_token(index: int) -> None:
-            self.check_stop()
+            self.stop.raise_if_any()
             self.progress.part(index, most, "token")
 
         with before_each_forward(model, before_token):

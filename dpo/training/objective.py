@@ -19,6 +19,7 @@ from dpo.models.pretrained import DTYPES
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import hold_the_same
+from dpo.settings.plan import Plan
 from dpo.training.batches import GlobalBatch
 from dpo.training.metrics import MicrobatchMetrics, Reduced, reduce_metrics
 from dpo.training.reference import LogpTable, Reference, read_logps
@@ -145,10 +146,10 @@ def _reward_metrics(split: str, chosen: torch.Tensor, rejected: torch.Tensor, *,
 
 def make_objective(
     config: DictConfig,
+    plan: Plan,
     policy: Any,
     reference: Reference | None,
     mesh: Mesh,
-    compute_dtype: str,
     *,
     longest: int,
     log: Callable[[str], None],
@@ -157,11 +158,11 @@ def make_objective(
 
     `longest` are the most tokens that a prompt has with one response.
     """
-    autocast = DTYPES[config.model.autocast] if config.model.autocast else None
+    autocast = DTYPES[plan.autocast] if plan.autocast else None
     device = next(policy.parameters()).device
-    tried = [(policy, compute_dtype)]
+    tried = [(policy, plan.compute_dtype)]
     if reference is not None and type(reference.model) is not type(policy):  # which may take less
-        tried.append((reference.model, config.model.reference_dtype))
+        tried.append((reference.model, plan.reference_dtype))
     for model, dtype in tried:
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             layout, note = choose_layout(
