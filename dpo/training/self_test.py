@@ -34,30 +34,13 @@ def self_test(
     that of a reference equal to the policy (ln 2 for DPO). Raises InputError that names the failed check and its
     likely cause.
     """
-    policy.eval()
-    in_eval = forward(policy)
-    policy.train()
-    in_train = forward(policy)
-    of_reference = forward(reference) if reference is not None else ()
-    for who, values in (("policy", in_train), ("reference", of_reference)):
-        if not all(v.isfinite().all() for v in values):
-            raise InputError(
-                f"self-test: log-probabilities of the {who} are not finite; float16 overflows in many models: "
-                f"use bfloat16 or float32, and check the weights"
-            )
-    difference = max((a - b).abs().max().item() for a, b in zip(in_train, in_eval, strict=True))
-    scale = max(v.abs().max().item() for v in in_train)
-    if difference > ULPS * torch.finfo(repeats_to or in_train[0].dtype).eps * scale:
-        raise InputError(
-            f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}, so something random "
-            f"is on in training (dropout, router noise) in {type(policy).__name__}; switch it off in the model's config"
-        )
+    in_train, of_reference, scale = _check_forwards(policy, reference, forward, repeats_to)
     if reference is None:
         return ["self-test passed: finite log-probabilities, dropout off"]
 
-    name, beta = loss_config["name"], loss_config.get("beta", 1.0)
     scores = Scores(in_train[0], lengths[0], in_train[1], lengths[1], *of_reference)
     equal = scores._replace(reference_chosen=in_train[0], reference_rejected=in_train[1])
+    name, beta = loss_config["name"], loss_config.get("beta", 1.0)
     expected = LOSSES[name](equal, loss_config).losses.mean().item()
     if not math.isfinite(expected):
         raise InputError(
@@ -82,3 +65,31 @@ def self_test(
     if not math.isclose(loss, expected, rel_tol=1e-3, abs_tol=tolerance):
         raise InputError(f"self-test: the first {name} loss is {loss:.6g} instead of {expected:.6g}")
     return [f"self-test passed: first loss {loss:.6f}, rewards within {reward:.1g} of 0, dropout off"]
+
+
+def _check_forwards(
+    policy: torch.nn.Module,
+    reference: torch.nn.Module | None,
+    forward: Callable[[torch.nn.Module], tuple[torch.Tensor, ...]],
+    repeats_to: torch.dtype | None,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], float]:
+    """Log-probabilities of policy and reference, finite and without dropout, and the policy's largest magnitude."""
+    policy.eval()
+    in_eval = forward(policy)
+    policy.train()
+    in_train = forward(policy)
+    of_reference = forward(reference) if reference is not None else ()
+    for who, values in (("policy", in_train), ("reference", of_reference)):
+        if not all(v.isfinite().all() for v in values):
+            raise InputError(
+                f"self-test: log-probabilities of the {who} are not finite; float16 overflows in many models: "
+                f"use bfloat16 or float32, and check the weights"
+            )
+    difference = max((a - b).abs().max().item() for a, b in zip(in_train, in_eval, strict=True))
+    scale = max(v.abs().max().item() for v in in_train)
+    if difference > ULPS * torch.finfo(repeats_to or in_train[0].dtype).eps * scale:
+        raise InputError(
+            f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}, so something random "
+            f"is on in training (dropout, router noise) in {type(policy).__name__}; switch it off in the model's config"
+        )
+    return in_train, of_reference, scale

@@ -29,6 +29,7 @@ from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.pretrained import load_config
+from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
 from dpo.settings.keys import KEYS
 from dpo.settings.validation import refuse_hydras_own
@@ -176,7 +177,9 @@ def test_a_checkpoint_cuts_off_no_files_but_its_logs(tmp_path):
     (tmp_path / "run").mkdir()
     for victim in (*victims, tmp_path / "run" / "metrics.jsonl"):
         victim.write_text("content")
-    FileLogger(tmp_path / "run", {"log_bytes": {str(victims[0]): 0, "../b": 0, "metrics.jsonl": 3}})
+    logger = FileLogger(RunContext(OmegaConf.create(), tmp_path / "run", 0, None, print))
+    logger.load_state_dict({"log_bytes": {str(victims[0]): 0, "../b": 0, "metrics.jsonl": 3}})
+    logger.on_start()
     assert [victim.read_text() for victim in victims] == ["content"] * 2
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "con"
 

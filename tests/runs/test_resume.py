@@ -27,15 +27,15 @@ def stop_after(monkeypatch):
     """SIGTERM after so many updates, once."""
 
     def arm(updates: int, number: int = signal.SIGTERM) -> None:
-        log = FileLogger.log
+        log = FileLogger.on_update
 
-        def log_and_stop(self, split, metrics, **counters):
-            log(self, split, metrics, **counters)
-            if split == "train" and counters["updates"] == updates:
-                monkeypatch.setattr(FileLogger, "log", log)
+        def log_and_stop(self, update):
+            log(self, update)
+            if update.number == updates:
+                monkeypatch.setattr(FileLogger, "on_update", log)
                 os.kill(os.getpid(), number)
 
-        monkeypatch.setattr(FileLogger, "log", log_and_stop)
+        monkeypatch.setattr(FileLogger, "on_update", log_and_stop)
 
     return arm
 
