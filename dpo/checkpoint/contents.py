@@ -179,7 +179,7 @@ def find_odd_part(name: str, state: Any) -> str | None:
     """What is wrong with the state of a checkpoint's part; None if nothing is."""
     if odd := find_odd(state, PARTS[name]):
         return odd
-    logps = state["reference_logps"] if name == "trainer" else None
+    logps = state.get("reference_logps") if name == "trainer" else None
     if logps and len(logps["keys"]) != len(logps["logps"]):
         return f"['reference_logps'] has {len(logps['keys'])} keys and {len(logps['logps'])} values"
     return None if name != "random" or state["states"] else "['states'] is empty"

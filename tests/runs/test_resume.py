@@ -19,6 +19,7 @@ from dpo.checkpoint.files import MANIFEST, digest_of, find_checkpoints, read_sta
 from dpo.errors import InputError, RunError
 from dpo.reporting.files import FileLogger
 from dpo.system.signals import Stopped
+from dpo.training.evaluation import Evaluator
 from trainers import BasicTrainer
 
 
@@ -90,8 +91,6 @@ def test_the_comparison_sees_what_differs(run, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_again(number, run, tmp_path, monkeypatch):
-    from dpo.training.evaluation import Evaluator
-
     run("whole")
     evaluate, calls = Evaluator.metrics, []
 
@@ -117,12 +116,12 @@ def test_a_signal_while_it_samples_at_the_end_is_heard_at_the_next_token(number,
 
     settings = ("sample_during_eval=true", "n_eval_model_samples=4", "do_first_eval=false", "eval_every=24")
     run("whole", *settings)
-    samples, forward = BasicTrainer.samples, LlamaForCausalLM.forward
+    samples, forward = Evaluator.samples, LlamaForCausalLM.forward
     tokens = []
 
-    def sampling(self):
+    def sampling(self, **options):
         monkeypatch.setattr(LlamaForCausalLM, "forward", asked_to_stop_in_it)
-        return samples(self)
+        return samples(self, **options)
 
     def asked_to_stop_in_it(self, *arguments, **options):
         tokens.append(options)
@@ -131,7 +130,7 @@ def test_a_signal_while_it_samples_at_the_end_is_heard_at_the_next_token(number,
         return forward(self, *arguments, **options)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # wherever the tests run
-    monkeypatch.setattr(BasicTrainer, "samples", sampling)
+    monkeypatch.setattr(Evaluator, "samples", sampling)
     with pytest.raises(Stopped) as stopped:
         run("stopped", *settings)
     monkeypatch.undo()
