@@ -17,7 +17,7 @@ from dpo.errors import InputError
 from dpo.settings.files import defaults_of, with_defaults
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_config_problems
-from dpo.system.malloc import without_collecting_garbage
+from dpo.system.malloc import never_collect_imports, without_collecting_garbage
 from dpo.system.rank_env import is_rank_0
 from dpo.system.redaction import redact
 from dpo.system.signals import Stopped, on_stop_signals
@@ -146,6 +146,8 @@ def _work(
         from dpo.system.waiting import meet_rank_0
 
         trainer_class = find_class(plan)
+    if models is None:  # given models would not be freed if reference cycles hold them
+        never_collect_imports()
 
     if rank == 0:
         print(describe(config), flush=True)
