@@ -115,7 +115,7 @@ def work(
 
     try:
         with on_stop_signals(_stop_now), explaining_full_disk(config.local_run_dir):
-            _work(rank, world_size, config, plan, find_class, models)
+            _work(rank, config, plan, find_class, models)
     except Stopped:
         if rank == 0:
             goes_on = f"local_run_dir={config.local_run_dir} resume=auto"
@@ -128,14 +128,7 @@ def _stop_now(number: int) -> None:
     raise Stopped(number)
 
 
-def _work(
-    rank: int,
-    world_size: int,
-    config: DictConfig,
-    plan: Plan,
-    find_class: FindClass,
-    models: tuple[Any, Any] | None,
-) -> None:
+def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, models: tuple[Any, Any] | None) -> None:
     with without_collecting_garbage():
         from transformers import set_seed
 
