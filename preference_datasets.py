@@ -1,6 +1,7 @@
 """The datasets as `{prompt: {responses, pairs, sft_target}}`, and the order in which their examples are trained on.
 
 `hh`, `shp` and `se` are the paper's; `demo` is ours; any other name is the user's own data (see `dpo/data/custom.py`).
+What only `se` needs is imported where it is used, for a quick start.
 """
 
 from __future__ import annotations
@@ -8,13 +9,10 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-import multiprocess  # with which datasets starts its workers
 import numpy as np
 import tqdm
-from bs4 import BeautifulSoup, NavigableString
 from omegaconf import DictConfig
 
 from dpo.data import preflight
@@ -33,6 +31,9 @@ from dpo.data.schema import PreferenceData, get_field
 from dpo.data.sources import Source, load_rows
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
 
 HUB_IDS = {
     "hh": "Anthropic/hh-rlhf",
@@ -65,6 +66,8 @@ def strings_match_up_to_spaces(str_a: str, str_b: str) -> bool:
 def strip_html_tags(html_string: str) -> str:
     """Stack Exchange HTML as text: top-level `p` (its direct text only), `pre > code` and `code` elements, in order,
     with a blank line between. Code keeps `<code>` around it; everything else (lists, quotes, links) is dropped."""
+    from bs4 import BeautifulSoup, NavigableString
+
     parts = []
     for element in BeautifulSoup(html_string, "html.parser").children:
         if isinstance(element, NavigableString):
@@ -141,6 +144,8 @@ def _strip_in_processes(rows: datasets.Dataset, where: str) -> datasets.Dataset:
     workers = min(len(os.sched_getaffinity(0)), len(rows) // ROWS_PER_WORKER)
     if workers < 2:
         return rows.map(_strip_row, fn_kwargs={"where": where})
+    import multiprocess  # with which datasets starts its workers
+
     # not forked from here: this process may have a GPU, threads, a lock on its run's directory
     before = multiprocess.get_start_method(allow_none=True)
     multiprocess.set_start_method("forkserver", force=True)
@@ -160,7 +165,7 @@ def get_se(
     order = np.random.default_rng(42).permutation(len(rows))  # what datasets.Dataset.shuffle(seed=42) draws
     n_test = int(len(rows) * 0.01)
     order = order[:n_test] if split == "test" else order[n_test:]
-    if isinstance(rows, datasets.Dataset):  # ten million rows of HTML: on every core, and cached
+    if not isinstance(rows, list):  # of the Hub, ten million rows of HTML: on every core, and cached
         stripped: Any = _strip_in_processes(rows.select(order), source.path)
     else:
         stripped = (_strip_row(rows[i], f"record {i + 1} of {source.path}") for i in order)

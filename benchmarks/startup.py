@@ -1,10 +1,14 @@
-"""How long a run takes to its first update, and what its data weighs, on as many pairs as Anthropic's HH has.
+"""How long the command line takes to answer, and a run to its first update; what as many pairs as HH has weigh.
 
+    python -m benchmarks.startup --answers [--checkout DIR ...] [--repeats 5]
     python -m benchmarks.startup model.name_or_path=DIR [--pairs 160800] [overrides of train.py ...]
 
-Writes made-up pairs in HH's format and lengths (dialogues of one to four turns, log-normal numbers of words), then runs
-the real command line on them and on a thousandth of them, in fresh processes, and stops each after its first updates.
-The difference in resident memory is what the data weighs.
+`--answers` prints medians of what a user waits for: a refused config, `--help`, `--cfg job`, completion, and the first
+update of the golden run `words-dpo`; with `--checkout`, of other checkouts of this project in turns with this one.
+
+Without `--answers` it writes made-up pairs in HH's format and lengths (dialogues of one to four turns, log-normal
+numbers of words), then runs the real command line on them and on a thousandth of them, in fresh processes, and stops
+each after its first updates. The difference in resident memory is what the data weighs.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 
 from dpo.settings.files import CONFIG_DIR
 
@@ -51,6 +57,68 @@ def write_pairs(path: Path, n: int, seed: int) -> None:
             file.write(json.dumps({"chosen": f"{prompt} {say(40)}", "rejected": f"{prompt} {say(40)}"}) + "\n")
 
 
+COMPLETED = "python train.py loss="
+ANSWERS = {
+    "refused config": ("exp_name=x", "lr=-1"),
+    "--help": ("--help",),
+    "--cfg job": ("--cfg", "job"),
+    "completion": ("-sc", "query=bash"),
+}
+TO_FIRST_UPDATE = "golden run to first update"
+
+
+def seconds_to_answer(checkout: Path, arguments: tuple[str, ...]) -> float:
+    """From the command to its end, which is an answer."""
+    start = time.perf_counter()
+    subprocess.run(
+        [sys.executable, str(checkout / "train.py"), *arguments],
+        env={**os.environ, "COMP_LINE": COMPLETED, "COMP_POINT": str(len(COMPLETED))},
+        capture_output=True,
+        check=False,
+    )
+    return time.perf_counter() - start
+
+
+def seconds_to_first_update(checkout: Path) -> float:
+    """From the command of the golden run `words-dpo` to the line of its first update."""
+    golden = checkout / "tests" / "golden"
+    settings = json.loads((golden / "words-dpo.json").read_text())["config"]
+    loss = settings.pop("loss")
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    overrides += [f"loss={loss.pop('name')}", *(f"loss.{key}={value}" for key, value in loss.items())]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "run" / "metrics.jsonl"
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, str(checkout / "train.py"), *overrides, "exp_name=startup", "datasets=[hh]",
+             f"dataset_sources.hh={golden / 'words'}", f"model.name_or_path={golden / 'tiny-llama'}",
+             "model.reference_dtype=float32", "sample_during_eval=false", "wandb.enabled=false",
+             f"local_run_dir={log.parent}", f"local_dirs=[{folder}]"],
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        while not (log.exists() and '"train"' in log.read_text()):
+            if process.poll():
+                sys.exit(f"the golden run of {checkout} failed")
+            time.sleep(0.01)
+        seconds = time.perf_counter() - start
+        process.kill()
+        process.wait()
+    return seconds
+
+
+def measure_answers(checkouts: list[Path], repeats: int) -> None:
+    """Print medians, a line for each answer and a column for each checkout; the first round warms the page cache."""
+    taken: dict[tuple[str, Path], list[float]] = defaultdict(list)
+    for _ in range(repeats + 1):
+        for checkout in checkouts:
+            for name, arguments in ANSWERS.items():
+                taken[name, checkout].append(seconds_to_answer(checkout, arguments))
+            taken[TO_FIRST_UPDATE, checkout].append(seconds_to_first_update(checkout))
+    for name in (*ANSWERS, TO_FIRST_UPDATE):
+        cells = (f"{median(taken[name, checkout][1:]):8.2f} s" for checkout in checkouts)
+        print(f"{name:28}{''.join(cells)}")
+
+
 def measure(data: Path, overrides: list[str], folder: Path) -> tuple[float, float]:
     """Seconds to the first line of `metrics.jsonl`, and the peak of resident memory in GB."""
     run_dir = folder / f"run_{data.name}"
@@ -80,7 +148,13 @@ def measure(data: Path, overrides: list[str], folder: Path) -> tuple[float, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--pairs", type=int, default=160_800)
+    parser.add_argument("--answers", action="store_true", help="of the command line, and the golden run's first update")
+    parser.add_argument("--checkout", type=Path, action="append", default=[], help="of this project, to compare with")
+    parser.add_argument("--repeats", type=int, default=5)
     arguments, overrides = parser.parse_known_args()
+    if arguments.answers:
+        measure_answers([*arguments.checkout, CONFIG_DIR.parent], arguments.repeats)
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         results = {}

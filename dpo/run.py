@@ -17,7 +17,7 @@ from dpo.errors import InputError
 from dpo.settings.files import defaults_of, with_defaults
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_config_problems
-from dpo.system.malloc import without_collecting_garbage
+from dpo.system.malloc import never_collect_imports, without_collecting_garbage
 from dpo.system.rank_env import is_rank_0
 from dpo.system.redaction import redact
 from dpo.system.signals import Stopped, on_stop_signals
@@ -115,7 +115,7 @@ def work(
 
     try:
         with on_stop_signals(_stop_now), explaining_full_disk(config.local_run_dir):
-            _work(rank, world_size, config, plan, find_class, models)
+            _work(rank, config, plan, find_class, models)
     except Stopped:
         if rank == 0:
             goes_on = f"local_run_dir={config.local_run_dir} resume=auto"
@@ -128,14 +128,7 @@ def _stop_now(number: int) -> None:
     raise Stopped(number)
 
 
-def _work(
-    rank: int,
-    world_size: int,
-    config: DictConfig,
-    plan: Plan,
-    find_class: FindClass,
-    models: tuple[Any, Any] | None,
-) -> None:
+def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, models: tuple[Any, Any] | None) -> None:
     with without_collecting_garbage():
         from transformers import set_seed
 
@@ -146,6 +139,8 @@ def _work(
         from dpo.system.waiting import meet_rank_0
 
         trainer_class = find_class(plan)
+    if models is None:  # given models would not be freed if reference cycles hold them
+        never_collect_imports()
 
     if rank == 0:
         print(describe(config), flush=True)

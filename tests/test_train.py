@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -129,15 +130,49 @@ def test_the_commands_people_type_are_accepted(command):
             assert train_script.find_config_problems(config) == []
 
 
-def test_help_lists_every_key_within_3_seconds_and_without_torch():
+def imported_by(*overrides: str, **environment: str) -> set[str]:
+    """The modules that a command imports."""
+    result = run_python("-X", "importtime", SCRIPT, *overrides, **environment)
+    return set(re.findall(r"\| +(\S+)$", result.stderr, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("--help",),
+        ("--cfg", "job"),
+        ("-sc", "query=bash"),
+        ("exp_name=x", "lr=-1", "trainer=FSDPTrainer"),
+        ("exp_name=x", "optimizer=AdmW", "model=nothing"),
+    ],
+)
+def test_what_runs_nothing_imports_no_torch(command):
+    if glob.glob("/dev/nvidia*"):
+        pytest.skip("torch counts the GPUs")
+    imported = imported_by(*command, COMP_LINE="python train.py loss=", COMP_POINT="21")
+    assert "hydra" in imported
+    assert not {"torch", "numpy", "transformers", "datasets", "wandb"} & imported
+
+
+def test_a_run_imports_only_what_it_uses(data, tmp_path):
+    imported = imported_by(
+        *TINY,
+        *DPO,
+        f"dataset_sources.hh={data}",
+        "n_examples=4",
+        "wandb.enabled=false",
+        f"local_run_dir={tmp_path}/run",
+    )
+    assert "transformers.models.llama.modeling_llama" in imported
+    assert not {"datasets", "pandas", "pyarrow", "bs4", "multiprocess", "wandb", "torchvision"} & imported
+
+
+def test_help_lists_every_key_within_3_seconds():
     start = time.monotonic()
-    result = run_python("-X", "importtime", SCRIPT, "--help")
+    result = run_python(SCRIPT, "--help")
     assert time.monotonic() - start < 3
 
     assert result.returncode == 0
-    imported = set(re.findall(r"\| +(\S+)$", result.stderr, flags=re.MULTILINE))
-    assert "hydra" in imported
-    assert not {"torch", "transformers", "datasets", "wandb"} & imported
     keys = yaml.safe_load((ROOT / "config" / "config.yaml").read_text()).keys() - {"defaults", "hydra"}
     assert [key for key in keys if f"{key}:" not in result.stdout] == []
     assert "model: blank_model, demo, gpt2-large" in result.stdout

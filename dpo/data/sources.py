@@ -1,4 +1,7 @@
-"""Where records come from: a local directory of split files, one local file, or the Hub. Knows no dataset's columns."""
+"""Where records come from: a local directory of split files, one local file, or the Hub. Knows no dataset's columns.
+
+`datasets` and pyarrow are imported where they are used: JSON files need neither, and they take half a second.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import datasets
-import pyarrow.parquet
 
 from dpo.errors import InputError
 
@@ -88,6 +88,8 @@ def _read(file: Path) -> Iterator[Mapping[str, Any]]:
         raise InputError(f"{file} is not one of {', '.join('*' + s for s in SUFFIXES)}")
     try:
         if file.suffix == ".parquet":
+            import pyarrow.parquet
+
             rows: Any = pyarrow.parquet.read_table(file).to_pylist()
         else:
             opener = gzip.open if file.suffix == ".gz" else open
@@ -121,6 +123,8 @@ def _parse_json(lines: Any, file: Path) -> Iterator[Any]:
 
 
 def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequence[Mapping[str, Any]]:
+    import datasets
+
     revision = {"revision": source.revision} if source.revision else {}
     try:
         return datasets.load_dataset(source.path, split=split, cache_dir=cache_dir, **revision)

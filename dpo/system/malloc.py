@@ -27,6 +27,15 @@ def without_collecting_garbage() -> Iterator[None]:
         gc.enable()
 
 
+def never_collect_imports() -> None:
+    """After a run's imports: the garbage collector never looks again at their objects, which stay anyway.
+
+    Only once in a process: after the first run of a sweep there may be garbage, which would stay too.
+    """
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
+
+
 def raise_open_file_limit() -> None:
     """Raise the soft limit on open files to the hard one: workers that share many tensors exceed the soft limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
