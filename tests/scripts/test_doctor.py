@@ -204,7 +204,7 @@ def test_an_unknown_block_class_is_a_problem(tmp_path):
 @pytest.mark.parametrize(
     ("netrc", "environment", "level", "text"),
     [
-        (None, {}, "warning", "no API key: a run that cannot ask for one on a terminal logs offline"),
+        (None, {}, "warning", "no API key: without a terminal to ask for one, runs log offline"),
         (None, {"WANDB_API_KEY": SECRET}, "ok", "an API key is in the environment"),
         (None, {"WANDB_API_KEY": SECRET, "WANDB_MODE": "offline"}, "ok", "WANDB_MODE=offline"),
         (f"machine api.wandb.ai login user password {SECRET}", {}, "ok", "an API key for api.wandb.ai is in NETRC"),
@@ -289,13 +289,13 @@ def install(folder: Path, code: str, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("code", "level", "text"),
     [
-        ("", "ok", "2.0.0 imports, for tensor_parallel.backend=tensor_parallel"),
+        ("", "ok", "2.0.0 can be imported; used by tensor_parallel.backend=tensor_parallel"),
         (
             "import pkg_resrc",
             "warning",
-            "2.0.0 does not import: ModuleNotFoundError: No module named 'pkg_resrc'",
+            "2.0.0 cannot be imported: ModuleNotFoundError: No module named 'pkg_resrc'",
         ),
-        ("import os; os.abort()", "warning", "2.0.0 does not import: status -6"),
+        ("import os; os.abort()", "warning", "2.0.0 cannot be imported: status -6"),
     ],
 )
 def test_an_optional_package_that_is_there_is_imported(code, level, text, monkeypatch, tmp_path):
