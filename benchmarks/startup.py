@@ -1,10 +1,10 @@
-"""How long a run takes to its first update, and what its data weighs, on as many pairs as Anthropic's HH has.
+"""The time to a run's first update, and the memory its data takes, with as many pairs as Anthropic's HH has.
 
     python -m benchmarks.startup model.name_or_path=DIR [--pairs 160800] [overrides of train.py ...]
 
-Writes made-up pairs in HH's format and lengths (dialogues of one to four turns, log-normal numbers of words), then runs
-the real command line on them and on a thousandth of them, in fresh processes, and stops each after its first updates.
-The difference in resident memory is what the data weighs.
+Writes synthetic pairs in HH's format and lengths (dialogues of one to four turns, log-normal numbers of words), then
+runs the command line on all of them and on a thousandth of them, in fresh processes, for a few updates. The difference
+in resident memory is what the data takes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FIXED = (
 
 
 def make_text(draw: random.Random) -> list[str]:
-    """A million words of a made-up language."""
+    """A million words of a synthetic language."""
     words = ["".join(draw.choices(LETTERS, range(len(LETTERS), 0, -1), k=draw.randint(2, 9))) for _ in range(5000)]
     return draw.choices(words, [1 / (rank + 2) for rank in range(len(words))], k=1_000_000)  # Zipf's law
 
 
 def write_pairs(path: Path, n: int, seed: int) -> None:
-    """`n` rows of `chosen` and `rejected`, about 1,100 characters each, as JSON lines, compressed."""
+    """Write `n` records of `chosen` and `rejected`, about 1,100 characters each, as compressed JSON lines."""
     draw = random.Random(seed)
     text = make_text(draw)
 
@@ -58,7 +58,7 @@ def measure(data: Path, overrides: list[str], folder: Path) -> tuple[float, floa
                f"local_run_dir={run_dir}", *overrides]  # fmt: skip
     start = time.perf_counter()
     with (folder / f"{data.name}.log").open("w") as log:
-        # a cache of its own: datasets would keep what an earlier run has parsed
+        # its own cache: datasets would reuse what an earlier run has parsed
         environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / f"cache_{data.name}")}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     first = None
@@ -90,7 +90,7 @@ def main() -> None:
             write_pairs(data / "train.jsonl.gz", n, seed=0)
             write_pairs(data / "test.jsonl.gz", 64, seed=1)
             results[n] = measure(data, overrides, folder)
-            print(f"{n:8,} pairs: first update after {results[n][0]:.1f} s, {results[n][1]:.2f} GB at the peak")
+            print(f"{n:8,} pairs: first update after {results[n][0]:.1f} s, peak memory {results[n][1]:.2f} GB")
         few, many = results.values()
         print(f"the data takes {many[0] - few[0]:.1f} s and {many[1] - few[1]:.2f} GB")
 
