@@ -54,7 +54,7 @@ def test_text_report_of_this_machine(tmp_path):
     assert result.returncode == ("problem" in findings.values())  # a warning is none
     assert lines[-1].startswith(f"{list(findings.values()).count('problem')} problem")
     if not torch.cuda.is_available():
-        assert "gloo over 2 processes: right, 16 MB in" in result.stdout
+        assert "gloo over 2 processes: correct, 16 MB in" in result.stdout
         assert "recommended: trainer=BasicTrainer, float32, model=demo" in lines
         [text] = re.findall(r"ok       products.*\n.*", result.stdout)
         assert re.search(
@@ -174,7 +174,7 @@ def test_a_disk_that_cannot_be_written_is_a_problem(monkeypatch):
     monkeypatch.setattr(doctor.os, "access", lambda place, mode: False)
     [finding] = doctor.check_disk()
     assert finding.level == "problem"
-    assert finding.text.endswith("cannot be written")
+    assert finding.text.endswith("is not writable")
 
 
 def test_packages_are_held_against_the_requirements(tmp_path):
@@ -318,9 +318,9 @@ def test_bandwidth_is_bytes_over_time_and_what_each_link_carries():
 
     # the slowest rank counts; 4 ranks send and receive 2 * 3/4 of the tensor
     assert finding[:2] == ("all-reduce", "ok")
-    assert finding.text == "nccl over 4 processes: right, 256 MB in 2.0 ms: 128.0 GB/s, bus 192.0 GB/s"
+    assert finding.text == "nccl over 4 processes: correct, 256 MB in 2.0 ms: 128.0 GB/s, bus 192.0 GB/s"
     alone = doctor.reduce_finding([{**result, "seconds": 0.001}], "nccl")
-    assert alone.text == "nccl over 1 process: right, 256 MB in 1.0 ms: 256.0 GB/s"
+    assert alone.text == "nccl over 1 process: correct, 256 MB in 1.0 ms: 256.0 GB/s"
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
