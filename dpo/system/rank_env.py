@@ -48,7 +48,7 @@ def is_rank_0() -> bool:
 
 
 def _number(name: str, default: int | None = None, *, environ: Mapping[str, str]) -> int:
-    """An environment variable that must be a whole number, and be there if it has no default."""
+    """An environment variable that must be an integer, and must be set unless it has a default."""
     if name not in environ and default is None:
         raise InputError(f"a launcher set some of its variables, but not {name}: unset them or launch anew")
     text = environ.get(name, str(default))
