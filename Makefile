@@ -1,9 +1,9 @@
 # make demo   train a small model end to end: SFT, then DPO (3 minutes on 2 cores, after installation)
 # make test   lint and tests
-# make doctor what this machine has, what is wrong with it, what to train with
-# make gpu-check the acceptance run on a GPU, 10 minutes; without one what a CPU can show of it
-# make lock  requirements.lock made anew, after requirements.txt or requirements-dev.txt changed
-# make golden the comparison with the published reference alone, in all layouts of processes
+# make doctor what this machine has, what is wrong with it, what to train on it
+# make gpu-check the acceptance run on a GPU, 10 minutes; without a GPU, the checks that make sense on a CPU
+# make lock   write requirements.lock again, after requirements.txt or requirements-dev.txt changed
+# make golden the comparison with the published reference only, on every mesh
 
 PYTHON ?= python3
 VENV := .venv
@@ -29,7 +29,7 @@ gpu-check: $(VENV)/.installed
 	$(RUN) -m scripts.gpu_check
 
 golden: $(VENV)/.installed-dev
-	$(RUN) -m pytest -q tests/@test_golden.py -m "" $(IN_PARALLEL)
+	$(RUN) -m pytest -q tests/runs/test_golden.py -m "" $(IN_PARALLEL)
 
 format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix .

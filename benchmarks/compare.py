@@ -1,14 +1,14 @@
-"""Ours against the plain path and, if asked for, TRL: the same pairs, model and batch, each in a process of its own.
+"""Ours against the plain path and optionally TRL: the same pairs, model and batch size, each in its own process.
 
     python -m benchmarks.compare model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR \\
         loss=dpo loss.beta=0.1 batch_size=16 gradient_accumulation_steps=4
     python -m benchmarks.compare --trl VENV/bin/python --updates 4 --only "ours;trl" ...
 
 Takes the overrides of train.py (W&B is off; all weights are float32). Every row of the table trains on the same batches
-through the real loop; the first update is not counted. `fed` are token positions that the policy computes, padding
-too, `needed` those of the shared prefixes without padding. FLOPs are those of matrix products and attention that the
-policy and the reference execute, computed from the shapes (`count_flops`); the peak is that of a matrix product in the
-same dtype, measured in the same call.
+through the real loop, after one warm-up update. `fed` is the number of token positions that the policy computes,
+including padding; `needed` is that of shared prefixes without padding. FLOPs are those of matrix products and attention
+in policy and reference, computed from the shapes (`count_flops`); the peak is that of a matrix product in the same
+dtype, measured in the same call.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ TRL = {
 
 
 class Shape(NamedTuple):
-    """What FLOPs depend on."""
+    """The sizes that FLOPs depend on."""
 
-    matrices: int  # parameters that a token meets, the head's apart
+    matrices: int  # parameters that a token is multiplied with, without the head's
     head: int  # parameters of the head
     attention: int  # layers * heads * size of a head
 
@@ -83,8 +83,8 @@ def shape_of(model: Any) -> Shape:
 def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
     """FLOPs of a microbatch: policy forward and backward (twice the forward), reference forward.
 
-    2 per parameter and token; attention 4 per token, column, layer and feature; the head only where a row is scored.
-    What is computed twice to save memory is not counted.
+    2 per parameter and token; attention 4 per token, column, layer and feature; the head only for scored positions.
+    Recomputation to save memory is not counted.
     """
     packed = isinstance(inputs, Packed)
     rows, length = inputs.input_ids.shape if packed else _padded_shape(inputs)
@@ -100,11 +100,11 @@ def _padded_shape(batch: Any) -> tuple[int, int]:
 
 
 def measure(overrides: list[str], updates: int) -> dict[str, Any]:
-    """Train in this process; what each update but the first took."""
+    """Train in this process; measurements of each update but the first."""
     with tempfile.TemporaryDirectory() as folder:
         config = compose([*COMMON, f"local_run_dir={folder}", f"local_dirs=[{folder}]", *overrides])
         config.n_examples = (updates + 1) * config.batch_size
-        keep_freed_memory()  # and TF32, as train.work
+        keep_freed_memory()  # like TF32 below, as in train.work
         torch.backends.cuda.matmul.allow_tf32 = True
         plan = resolve(config)
         load_policy, reference = model_loaders(config, plan)
@@ -135,7 +135,7 @@ def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:
 
 
 def measure_peak(dtype: torch.dtype) -> float:
-    """FLOP/s of products of 2,048-square matrices, the best of five."""
+    """FLOP/s of products of square matrices, the best of five."""
     torch.backends.cuda.matmul.allow_tf32 = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 8192 if device == "cuda" else 2048
@@ -154,7 +154,7 @@ def measure_peak(dtype: torch.dtype) -> float:
 
 
 def in_a_process(arguments: list[str], python: str = sys.executable) -> dict[str, Any]:
-    """What a fresh Python prints as its last line."""
+    """The last line that a fresh Python prints, from JSON."""
     environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ} if python == sys.executable else None  # as train.py does
     result = subprocess.run(
         [python, *arguments],
@@ -165,7 +165,7 @@ def in_a_process(arguments: list[str], python: str = sys.executable) -> dict[str
         env=environment,
     )
     if result.returncode:
-        words = (result.stderr.strip() or result.stdout.strip() or "nothing was said").splitlines()[-1]
+        words = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
         return {"failed": f"status {result.returncode} (-9: out of memory): {words[:200]}"}
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -185,7 +185,7 @@ def run_all(overrides: list[str], updates: int, only: list[str] | None, trl: str
 
 
 def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, Any]:
-    """The pairs of our batches as rows for TRL, in their order, and the settings."""
+    """Write the pairs of our batches as records for TRL, in order; returns the settings."""
     from dpo.data.examples import iterate_examples
     from preference_datasets import load_data
 
@@ -213,9 +213,9 @@ def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, A
 
 
 def print_table(results: dict[str, dict], peaks: Callable[[str], float]) -> None:
-    """A line for each result; times and memory also against the first, which is `padded` unless it was left out."""
+    """A line per result; times and memory also relative to the first, which is `padded` unless it was left out."""
     first = next((result for result in results.values() if "rows" in result), None)
-    titles = ("s/pair", "faster", "memory GB", "of it", "fed/pair", "needed", "needed/s", "TFLOP/update", "of peak")
+    titles = ("s/pair", "speedup", "memory GB", "of first", "fed/pair", "needed", "needed/s", "TFLOP/update", "of peak")
     print(f"\n{'':34}" + "".join(f"{title:>13}" for title in titles))
     for name, result in results.items():
         if "failed" in result:
@@ -231,7 +231,7 @@ def print_table(results: dict[str, dict], peaks: Callable[[str], float]) -> None
             cells += [f"{fed / pairs:.0f}", f"{needed / pairs:.0f}", f"{needed / seconds:.0f}", f"{flops / 1e12:.2f}"]
             cells.append(f"{rate / peaks(name):.0%}")
         print(f"{name:34}" + "".join(f"{cell:>13}" for cell in cells))
-    print("\nlosses of the counted updates, the same where the numbers are:")
+    print("\nlosses of the counted updates, which should agree within a dtype:")
     for name, result in results.items():
         if "rows" in result:
             print(f"{name:34}" + "".join(f"{row['loss']:12.6f}" for row in result["rows"]))
@@ -239,10 +239,10 @@ def print_table(results: dict[str, dict], peaks: Callable[[str], float]) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--updates", type=int, default=4, help="updates that are counted")
-    parser.add_argument("--only", help="names of rows, by semicolons")
+    parser.add_argument("--updates", type=int, default=4, help="number of counted updates")
+    parser.add_argument("--only", help="names of rows, separated by semicolons")
     parser.add_argument("--trl", metavar="PYTHON", help="the Python of an environment with TRL")
-    parser.add_argument("--json", metavar="FILE", help="write the measurements there")
+    parser.add_argument("--json", metavar="FILE", help="write the measurements to this file")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments, overrides = parser.parse_known_args()
     if arguments.measure:
@@ -251,11 +251,11 @@ def main() -> None:
     results: dict[str, dict] = {}
     only = arguments.only.split(";") if arguments.only else None
     if unknown := set(only or ()) - VARIANTS.keys() - TRL.keys():
-        parser.error(f"--only names {', '.join(sorted(unknown))}; there are {'; '.join([*VARIANTS, *TRL])}")
+        parser.error(f"--only: unknown rows {', '.join(sorted(unknown))}; the rows are {'; '.join([*VARIANTS, *TRL])}")
     for name, result in run_all(overrides, arguments.updates, only, arguments.trl):
         results[name] = result
         print(f"measured {name}", flush=True)
-        if arguments.json:  # after every row: the next may be the one that fails
+        if arguments.json:  # after every row: the next may fail
             Path(arguments.json).write_text(json.dumps(results, indent=2))
     measured = {dtype: measure_peak(dtype) for dtype in (torch.float32, torch.bfloat16)}
     print(", ".join(f"{str(d).removeprefix('torch.')} peak {p / 1e9:,.0f} GFLOP/s" for d, p in measured.items()))

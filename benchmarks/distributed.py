@@ -1,10 +1,10 @@
-"""Time, communication and host memory of an update: one process, two that shard, two that cut every layer.
+"""Time, communication and host memory of an update: one process, FSDP on two, tensor parallelism on two.
 
     python -m benchmarks.distributed model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR loss=dpo ...
 
-Takes the overrides of train.py (W&B is off). Each layout runs the same updates in a fresh process tree; the first
-update is not counted. On a CPU only the ratios mean something: the processes share the cores. Layouts that the model or
-the machine does not allow are printed with the reason.
+Takes the overrides of train.py (W&B is off). Each mesh runs the same updates in a fresh process tree, after one warm-up
+update. On a CPU only the ratios are meaningful: the processes share the cores. Meshes that the model or the machine
+does not support are printed with the reason.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LAYOUTS = {
     "FSDPTrainer, 2 processes": ("trainer=FSDPTrainer", "world_size=2"),
     "TensorParallelTrainer, 2 processes": ("trainer=TensorParallelTrainer", "world_size=2"),
 }
-UPDATES = 4  # the first is not counted
+UPDATES = 4  # the first is a warm-up
 
 
 def collectives_of(profile: Any) -> dict[str, float]:
-    """How many collectives there were, how many tensor elements went in, and the seconds spent in them, waiting too."""
+    """The number of collectives, the tensor elements that they send, and the seconds in them, including waiting."""
     events = [event for event in profile.events() if event.name.startswith(("gloo:", "nccl:"))]
     return {
         "collectives": len(events),
@@ -47,7 +47,7 @@ def collectives_of(profile: Any) -> dict[str, float]:
 
 
 def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
-    """A few updates on this process; rank 0 writes the seconds and the collectives of one."""
+    """Run a few updates in this process; rank 0 writes the seconds and the collectives of one."""
     plan = resolve(config, world_size=world_size)
     policy, reference = model_loaders(config, plan, rank=rank)
     run_dir = Path(config.local_run_dir)
@@ -66,7 +66,7 @@ def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
 
 
 def memory_of_tree(pid: int) -> int:
-    """Bytes of memory that a process and its descendants use, what they share counted once (PSS)."""
+    """Bytes of memory that a process and its descendants use, counting shared memory once (PSS)."""
     try:
         fields = dict(line.split(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
         own = int(fields["Pss"].split()[0]) * 1024
@@ -77,7 +77,7 @@ def memory_of_tree(pid: int) -> int:
 
 
 def run_layout(overrides: list[str]) -> dict[str, Any] | str:
-    """What a fresh process tree measured, with its peak of host memory; or why it did not run."""
+    """The measurements of a fresh process tree with its peak of host memory, or why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", "benchmarks.distributed", "--measure", str(result)]

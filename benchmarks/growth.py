@@ -2,8 +2,9 @@
 
     python -m benchmarks.growth model.name_or_path=DIR [--updates 2] [overrides of train.py ...]
 
-Made-up pairs: prompts of about half of `max_length` tokens, responses of about a quarter, log-normal; several pairs of
-a prompt share its best response. Four pairs per microbatch. A line is two fresh processes, as in `benchmarks.compare`.
+Synthetic pairs: prompts of about half of `max_length` tokens, responses of about a quarter, log-normal; several pairs
+of a prompt share its best response. Four pairs per microbatch. Each line runs two fresh processes, as
+`benchmarks.compare` does.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LAYOUTS = {"padded": ("layout=padded",), "ours": ("model.attn_implementation=sdp
 
 
 def write_pairs(path: Path, n: int, *, tokens: int, pairs_per_prompt: int) -> None:
-    """At least `n` rows with texts of about these lengths, counting 2.5 tokens a made-up word."""
+    """Write at least `n` records with texts of about these lengths, assuming 2.5 tokens per synthetic word."""
     draw = random.Random(0)
     text = make_text(draw)
 
@@ -71,10 +72,10 @@ def measure(sizes: dict[str, int], updates: int, overrides: list[str]) -> list[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--updates", type=int, default=2, help="updates that are counted")
-    parser.add_argument("--only", choices=SIZES, help="one of the three")
+    parser.add_argument("--updates", type=int, default=2, help="number of counted updates")
+    parser.add_argument("--only", choices=SIZES, help="vary only this size")
     arguments, overrides = parser.parse_known_args()
-    titles = ("s/pair padded", "ours", "times", "GB padded", "ours", "of it")
+    titles = ("s/pair padded", "ours", "speedup", "GB padded", "ours", "of padded")
     for name, values in SIZES.items():
         if arguments.only in (None, name):
             print(f"\n{name:>18}" + "".join(f"{title:>14}" for title in titles))

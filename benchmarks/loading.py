@@ -1,13 +1,13 @@
-"""How much memory rank 0's host needs while the models are loaded, beyond what then stays in it.
+"""The peak of rank 0's host memory while models are loaded, in excess of what stays in use afterwards.
 
     python -m benchmarks.loading model.name_or_path=DIR [overrides of train.py ...]
 
-A run of one update makes an archive and a checkpoint. Then fresh processes load as a run does, from the moment when the
-data is there to that when training would begin: without an archive, with one, and resumed, by each trainer.
+A run of one update writes an archive and a checkpoint. Then fresh processes load as a run does: without an archive,
+with one, and resumed, with each trainer. The measurement starts when the data is loaded and ends before training.
 
-Counted are anonymous pages (RssAnon in /proc/PID/status), what a process has made itself. VmHWM would count the pages
-of mapped files too, which the system reads when they are wanted and takes back when memory is short. RssAnon has no
-high-water mark, so a process beside reads it every millisecond.
+Only anonymous pages are counted (RssAnon in /proc/PID/status). VmHWM would include pages of mapped files, which the
+system reads on demand and reclaims when memory is short. RssAnon has no high-water mark, so another process reads it
+every millisecond.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ print(most * 1024)
 
 
 class Sampler:
-    """The most anonymous memory that this process has had since this was made."""
+    """Records the peak of this process's anonymous memory from its creation on."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-c", SAMPLER, str(os.getpid())]
@@ -63,7 +63,7 @@ class Sampler:
 
 
 def anonymous_memory() -> int:
-    """Bytes in anonymous pages of this process, without what its allocator keeps for later."""
+    """Bytes in anonymous pages of this process, without freed memory that its allocator keeps."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     status = Path("/proc/self/status").read_text().splitlines()
@@ -71,7 +71,7 @@ def anonymous_memory() -> int:
 
 
 def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
-    """Load as a run does, and do not train; rank 0 writes what it took."""
+    """Load as a run does, without training; rank 0 writes the memory used."""
     load_data, samplers = BasicTrainer.load_data, []
 
     def load_data_and_watch(*arguments: Any, **options: Any) -> Any:
@@ -99,7 +99,7 @@ def run(*arguments: str) -> None:
 
 
 def main(overrides: list[str]) -> None:
-    print(f"{'':28}{'':20}{'most':>10}{'stays':>10}{'beyond':>10}{'/ larger model':>16}")
+    print(f"{'':28}{'':20}{'peak':>10}{'after':>10}{'excess':>10}{'/ larger model':>16}")
     with tempfile.TemporaryDirectory() as folder:
         common = [*COMMON, *overrides, f"local_dirs=[{folder}]", "exp_name=loading", "wandb.enabled=false"]
         root = Path(train.__file__).parent

@@ -1,10 +1,10 @@
-"""Where the time of an update goes, by the profiler: one update after one that is not counted.
+"""Profiles an update: where its time goes, by kind of operation, after one warm-up update.
 
     python -m benchmarks.profile_update model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR \\
         loss=dpo loss.beta=0.1 batch_size=16 gradient_accumulation_steps=4 model.autocast=bfloat16
 
-Takes the overrides of train.py, as `benchmarks.compare` does. Times are those of operations themselves, without what
-they call; what an attention operation calls counts as attention. Where other work runs beside, set OMP_NUM_THREADS=1:
+Takes the overrides of train.py, as `benchmarks.compare` does. Times are self times, without the operations they call;
+whatever an attention operation calls counts as attention. If other work runs on the machine, set OMP_NUM_THREADS=1:
 threads that wait for each other count as computing.
 """
 
@@ -27,7 +27,7 @@ from dpo.settings.plan import resolve
 from dpo.system.malloc import keep_freed_memory
 
 ATTENTION = re.compile("attention", re.IGNORECASE)
-KINDS = {  # the first that fits the name of an operation
+KINDS = {  # the first that matches the name of an operation
     "matrix products": re.compile(r"aten::(mm|addmm|bmm|baddbmm)$"),
     "casts and copies": re.compile(r"aten::copy_$"),
     "log-softmax of logits": re.compile(r"aten::(_log_softmax|exp_)$"),
@@ -44,7 +44,7 @@ def kind_of(event: Any) -> str:
         if ATTENTION.search(ancestor.name):
             return "attention"
         ancestor = ancestor.cpu_parent
-    return next((kind for kind, name in KINDS.items() if name.match(event.name)), "all else")
+    return next((kind for kind, name in KINDS.items() if name.match(event.name)), "the rest")
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
         seconds[kind_of(event)] += event.self_cpu_time_total / 1e6
     for kind, spent in seconds.most_common():
         print(f"{kind:24}{spent:8.2f} s{spent / seconds.total():7.1%}")
-    print(f"{'in all':24}{seconds.total():8.2f} s, {torch.get_num_threads()} threads")
+    print(f"{'total':24}{seconds.total():8.2f} s, {torch.get_num_threads()} threads")
 
 
 if __name__ == "__main__":

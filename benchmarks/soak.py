@@ -1,10 +1,11 @@
-"""Kill a run again and again, at random moments, until it ends; then compare it with one that nobody disturbed.
+"""Kills a run repeatedly at random moments until it completes, then compares it with an uninterrupted one.
 
     python -m benchmarks.soak model.name_or_path=DIR [--kills 50] [--seed 0] [overrides of train.py ...]
 
-A kill is a SIGKILL of the run or of one of its two ranks, some time after its start, while it trains or in the middle
-of a save, drawn by the seed; then `resume=auto`. New runs begin until there were so many kills. The tally: runs that
-were lost (could not be continued), and runs that differ in a metric or a bit of weights, optimizer state or counters.
+A kill is a SIGKILL of the run or of one of its two ranks, some time after its start, during training or during a save,
+drawn from the seed; then the run is resumed with `resume=auto`. Runs are started until the number of kills is reached.
+Counted are lost runs (which could not be resumed) and runs that differ in a metric or a bit of weights, optimizer state
+or counters.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ GRIDS = {"BasicTrainer": (), "FSDPTrainer": ("trainer=FSDPTrainer", "world_size=
 
 
 def read_log(run_dir: Path) -> list[dict]:
-    """The lines of `metrics.jsonl` without what the clock says."""
+    """The lines of `metrics.jsonl` without what depends on time."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in WALL_CLOCK} for line in lines]
 
 
 def find_differences(whole: Path, other: Path) -> list[str]:
-    """What of two finished runs is not the same to the bit; empty if all is."""
+    """The differences between two complete runs, bit for bit; empty if there are none."""
     logs = [read_log(run_dir) for run_dir in (whole, other)]
     found = [] if logs[0] == logs[1] else ["metrics.jsonl"]
     for name in ("samples.jsonl", "samples.txt"):
@@ -54,7 +55,7 @@ def find_differences(whole: Path, other: Path) -> list[str]:
 
 
 def _unequal(a: Any, b: Any, where: str = "") -> list[str]:
-    """Places at which two nested states differ; bytes of a log depend on the digits of times, and are left out."""
+    """Where two nested states differ. Sizes of logs are left out, for they depend on the digits of times."""
     if where.endswith(".log_bytes"):
         return []
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
@@ -67,7 +68,7 @@ def _unequal(a: Any, b: Any, where: str = "") -> list[str]:
 
 
 class Soak:
-    """Runs of one mesh, killed until they end, compared with the one at `whole`."""
+    """Runs of one trainer, killed until they complete, and compared with the one at `whole`."""
 
     def __init__(self, folder: Path, trainer: str, overrides: list[str], draw: random.Random) -> None:
         self.folder, self.draw = folder, draw
@@ -77,7 +78,7 @@ class Soak:
         process = self._start(self.whole)
         _, errors = process.communicate()
         if process.returncode:
-            sys.exit(f"the undisturbed run failed:\n{errors}")
+            sys.exit(f"the uninterrupted run failed:\n{errors}")
 
     def _start(self, run_dir: Path) -> subprocess.Popen:
         command = [sys.executable, "train.py", *self.overrides, f"local_run_dir={run_dir}", "resume=auto"]
@@ -87,7 +88,7 @@ class Soak:
         )
 
     def one_run(self, kills: int) -> None:
-        """Kill a run up to `kills` times, then let it end and compare it."""
+        """Kill a run up to `kills` times, then let it complete and compare it."""
         self.tally["runs"] += 1
         run_dir = self.folder / f"{self.whole.name}-{self.tally['runs']}"
         for _ in range(kills):
@@ -105,7 +106,7 @@ class Soak:
             print(f"DIFFERENT {run_dir}: {found[:10]}", flush=True)
 
     def _kill_at_random(self, process: subprocess.Popen, run_dir: Path) -> bool:
-        """Kill it while it trains or saves; False if it ended before."""
+        """Kill it at a random moment; False if it ended before."""
         before = _n_lines(run_dir)
         way = self.draw.choice(("update", "save", "start"))
         wait = self.draw.uniform(0, 2.0) if way == "update" else self.draw.uniform(0.0, 8.0)
@@ -131,7 +132,7 @@ class Soak:
         except ProcessLookupError:
             return False
         process.communicate()
-        if process.returncode == 0:  # a worker that had done its part already
+        if process.returncode == 0:  # a worker was killed after it had finished
             return False
         self.tally[f"kills ({way}, {'a rank' if victim != process.pid else 'the run'})"] += 1
         return True
@@ -150,7 +151,7 @@ def _saving(run_dir: Path) -> list[Path]:
 
 
 def workers_of(parent: int) -> list[int]:
-    """The ranks that a run has started."""
+    """The process ids of the ranks that a run has started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -164,7 +165,7 @@ def workers_of(parent: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--kills", type=int, default=50, help="in all")
+    parser.add_argument("--kills", type=int, default=50, help="total number of kills")
     parser.add_argument("--seed", type=int, default=0)
     arguments, overrides = parser.parse_known_args()
     draw = random.Random(arguments.seed)

@@ -1,10 +1,10 @@
-"""Time and memory of loading data of Stack Exchange's shape in several processes of one machine.
+"""Time and memory of loading data like Stack Exchange's in several processes of one machine.
 
     python -m benchmarks.stack_exchange model.name_or_path=DIR [--questions 100000] [--processes 1,2,4] [--batches 50]
 
-Writes made-up questions with 2 to 6 answers in HTML, as the Hub has them, and loads them as `datasets=[se]` in one,
-two and four processes that share a process group. A line is a fresh run without cached results. Memory is what a
-process holds after loading beyond what it held before: its own (anonymous), and its part of what is shared.
+Writes synthetic questions with 2 to 6 answers in HTML, in the Hub's format, and loads them as `datasets=[se]` in one,
+two and four processes of a process group. Each line is a fresh run without cached results. Memory is what a process
+holds after loading in addition to what it held before: its own (anonymous), and its share of shared memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CHUNK = 20_000  # questions in memory while writing
 
 
 def write_questions(path: Path, n: int) -> None:
-    """`n` rows of `question` and `answers`, about 500 characters per text, as parquet."""
+    """Write `n` records of `question` and `answers`, about 500 characters per text, as parquet."""
     draw = random.Random(0)
     text = make_text(draw)
 
@@ -62,14 +62,14 @@ def _row(number: int, say: Any, draw: random.Random) -> dict[str, Any]:
 
 
 def memory() -> dict[str, int]:
-    """Bytes of this process by kind, shared pages divided by how many processes have them."""
+    """Memory of this process in bytes by kind; shared pages are divided by the number of processes that map them."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     return {name: found[name] for name in FIELDS}
 
 
 def load(rank: int, world_size: int, config: DictConfig, folder: Path, batches: int) -> None:
-    """What one process does: load, as from the Hub's cache, and make some batches."""
+    """The work of one process: load, as from the Hub's cache, and build some batches."""
     datasets.disable_progress_bars()
     datasets.load_dataset = lambda *_, **__: datasets.Dataset.from_parquet(
         str(folder / "train.parquet"), cache_dir=os.environ["HF_DATASETS_CACHE"]
@@ -79,7 +79,7 @@ def load(rank: int, world_size: int, config: DictConfig, folder: Path, batches: 
     seconds = time.perf_counter() - start
     if dist.is_initialized():
         dist.barrier()
-    ctypes.CDLL(None).malloc_trim(0)  # what is in use, not what could be given back
+    ctypes.CDLL(None).malloc_trim(0)  # so that freed memory does not count
     after = memory()
     peak = int(next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line).split()[1])
     for rows in itertools.islice(_batches(config, data), batches):
@@ -105,9 +105,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--questions", type=int, default=100_000)
     parser.add_argument("--processes", type=lambda text: [*map(int, text.split(","))], default=[1, 2, 4])
-    parser.add_argument("--batches", type=int, default=50, help="of 64 pairs, made after loading")
-    parser.add_argument("--folder", type=Path, help="where the questions are and stay")
-    parser.add_argument("--run", type=int, help=argparse.SUPPRESS)  # what a fresh process does
+    parser.add_argument("--batches", type=int, default=50, help="batches of 64 pairs built after loading")
+    parser.add_argument("--folder", type=Path, help="directory in which to write and keep the questions")
+    parser.add_argument("--run", type=int, help=argparse.SUPPRESS)  # for the fresh processes
     arguments, overrides = parser.parse_known_args()
     if arguments.run:
         run(arguments.run, arguments.folder, arguments.batches, overrides)
@@ -119,7 +119,7 @@ def main() -> None:
         print(f"{'processes':>9} {'rank':>4} {'loaded after s':>14} {'own GB':>7} {'shared GB':>9} {'peak GB':>8}")
         for processes in arguments.processes:
             command = ["-m", "benchmarks.stack_exchange", f"--run={processes}", f"--folder={folder}"]
-            # a cache of its own: datasets would keep what an earlier run has parsed
+            # its own cache: datasets would reuse what an earlier run has parsed
             environment = {**os.environ, "HF_DATASETS_CACHE": str(Path(name) / f"datasets{processes}")}
             subprocess.run(
                 [sys.executable, *command, f"--batches={arguments.batches}", *overrides], check=True, env=environment

@@ -1,4 +1,4 @@
-"""How long the command line takes to answer, and a run to its first update; what as many pairs as HH has weigh.
+"""How long the command line takes to answer, and a run to its first update; the memory that data takes.
 
     python -m benchmarks.startup --answers [--checkout DIR ...] [--repeats 5]
     python -m benchmarks.startup model.name_or_path=DIR [--pairs 160800] [overrides of train.py ...]
@@ -6,9 +6,9 @@
 `--answers` prints medians of what a user waits for: a refused config, `--help`, `--cfg job`, completion, and the first
 update of the golden run `words-dpo`; with `--checkout`, of other checkouts of this project in turns with this one.
 
-Without `--answers` it writes made-up pairs in HH's format and lengths (dialogues of one to four turns, log-normal
-numbers of words), then runs the real command line on them and on a thousandth of them, in fresh processes, and stops
-each after its first updates. The difference in resident memory is what the data weighs.
+Without `--answers` it writes synthetic pairs in HH's format and lengths (dialogues of one to four turns, log-normal
+numbers of words), then runs the command line on all of them and on a thousandth of them, in fresh processes, for a few
+updates. The difference in resident memory is what the data takes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FIXED = (
 
 
 def make_text(draw: random.Random) -> list[str]:
-    """A million words of a made-up language."""
+    """A million words of a synthetic language."""
     words = ["".join(draw.choices(LETTERS, range(len(LETTERS), 0, -1), k=draw.randint(2, 9))) for _ in range(5000)]
     return draw.choices(words, [1 / (rank + 2) for rank in range(len(words))], k=1_000_000)  # Zipf's law
 
 
 def write_pairs(path: Path, n: int, seed: int) -> None:
-    """`n` rows of `chosen` and `rejected`, about 1,100 characters each, as JSON lines, compressed."""
+    """Write `n` records of `chosen` and `rejected`, about 1,100 characters each, as compressed JSON lines."""
     draw = random.Random(seed)
     text = make_text(draw)
 
@@ -126,7 +126,7 @@ def measure(data: Path, overrides: list[str], folder: Path) -> tuple[float, floa
                f"local_run_dir={run_dir}", *overrides]  # fmt: skip
     start = time.perf_counter()
     with (folder / f"{data.name}.log").open("w") as log:
-        # a cache of its own: datasets would keep what an earlier run has parsed
+        # its own cache: datasets would reuse what an earlier run has parsed
         environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / f"cache_{data.name}")}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     first = None
@@ -164,7 +164,7 @@ def main() -> None:
             write_pairs(data / "train.jsonl.gz", n, seed=0)
             write_pairs(data / "test.jsonl.gz", 64, seed=1)
             results[n] = measure(data, overrides, folder)
-            print(f"{n:8,} pairs: first update after {results[n][0]:.1f} s, {results[n][1]:.2f} GB at the peak")
+            print(f"{n:8,} pairs: first update after {results[n][0]:.1f} s, peak memory {results[n][1]:.2f} GB")
         few, many = results.values()
         print(f"the data takes {many[0] - few[0]:.1f} s and {many[1] - few[1]:.2f} GB")
 

@@ -1,9 +1,9 @@
-"""What an update spends outside forward, backward and optimizer: data, metrics, logging, the loop itself.
+"""The time of an update outside forward, backward and optimizer: data, metrics, logging, the loop itself.
 
     python -m benchmarks.step_overhead model.name_or_path=DIR dataset_sources.hh=DIR batch_size=16 n_examples=64 ...
 
-Takes the overrides of train.py (datasets, loss, batch size, ...; W&B is off) and trains through the real loop. The
-first update is not counted. Prints seconds per update and the overhead as a fraction.
+Takes the overrides of train.py (datasets, loss, batch size, ...; W&B is off) and trains through the real loop, after
+one warm-up update. Prints seconds per update and the overhead as a fraction.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def timed(part: str, function: Callable) -> Callable:
 
 
 class TimedTrainer(BasicTrainer):
-    """The trainer with a stopwatch around the model's own work; the rest of an update is overhead."""
+    """The trainer with a stopwatch around the model's work; the rest of an update is overhead."""
 
     def train(self) -> None:
         self.objective.losses = timed("forward", self.objective.losses)
@@ -62,7 +62,7 @@ class TimedTrainer(BasicTrainer):
 
         self.progress.train = end_of_update
         super().train()
-        report(rows[1:])  # the first holds the self-test
+        report(rows[1:])  # the first includes the self-test
 
 
 def report(rows: list[dict[str, float]]) -> None:

@@ -118,8 +118,8 @@ def work(
             _work(rank, config, plan, find_class, models)
     except Stopped:
         if rank == 0:
-            goes_on = f"local_run_dir={config.local_run_dir} resume=auto"
-            print(f"stopped, as asked; to go on: the same command with {goes_on}", file=sys.stderr, flush=True)
+            again = f"local_run_dir={config.local_run_dir} resume=auto"
+            print(f"stopped by signal; rerun the same command with {again} to continue", file=sys.stderr, flush=True)
         raise
 
 
@@ -157,7 +157,7 @@ def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, mode
         check_inputs(run.found, data, models[0].config if models else find_model_config(config))
     if from_rank_0(run is not None and run.is_finished(data.report.updates)):
         if rank == 0:
-            print(f"{resume_from} is the end of its run: nothing is left to do")
+            print(f"{resume_from}: this run is already complete")
         return
     if run is not None:
         write_record(run.directory, OmegaConf.to_container(config))

@@ -1,4 +1,4 @@
-"""What to train with on some GPUs, or on the CPU: trainer, dtype, batch, and a command line."""
+"""Recommends how to train on given GPUs, or on the CPU: trainer, dtype, batch size, and a command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def gb(n_bytes: float) -> str:
 
 
 class Model(NamedTuple):
-    """Parameters, and the bytes a forward saves for the backward of a pair of 2 x 512 tokens, default attention."""
+    """Number of parameters, and bytes of activations for a pair of 2 x 512 tokens with default attention."""
 
     parameters: float
     pair_bf16: float
@@ -31,12 +31,12 @@ MODELS = {  # counted with fake tensors; tests/scripts/test_advice.py counts aga
     "pythia69": Model(6.857e9, 5.1e9, 9.9e9),
 }
 STATE = 4 + 4 + 4 + 2  # bytes per parameter: float32 weights, gradients and RMSprop state, 16-bit reference
-FASTER = 1.2  # times as fast as float32 must bfloat16 multiply on a CPU to be recommended there
-CHECKPOINTED = 0.2  # of the activations stay with activation_checkpointing, or less
+FASTER = 1.2  # bfloat16 is recommended on a CPU if its products are this many times as fast as float32's
+CHECKPOINTED = 0.2  # at most this share of the activations remains with activation_checkpointing
 
 
 class Advice(NamedTuple):
-    """`examples_per_gpu` go through one backward pass; None where no model of the table fits."""
+    """`examples_per_gpu` go through one backward pass; None if no model in the table fits."""
 
     trainer: str
     model: str
@@ -51,7 +51,7 @@ def recommend(
 ) -> Advice:
     """How to train `model`, or the largest smaller one that fits, on these GPUs.
 
-    `memory` is the host's, in bytes; `products` how fast the CPU multiplies, if that was measured.
+    `memory` is the host's, in bytes; `products` is the CPU's speed, if it was measured.
     """
     usable = 0.9 * min((g.total for g in gpus), default=memory)
     bf16 = bool(gpus) and all(g.bf16 for g in gpus)
@@ -69,26 +69,26 @@ def recommend(
         f"weights 4, gradients 4 and RMSprop state 4 bytes per parameter in float32, reference 2 in 16 bits: "
         f"{gb(usable - left)} of each GPU's {gb(usable)} (90 %), {gb(left)} remain for activations",
         f"{gb(pair)} for a pair of 2 x 512 tokens{', checkpointed' if checkpointing else ''}: "
-        f"{examples} per GPU at once (calculated, not measured; SFT needs less)",
+        f"{examples} per GPU per microbatch (calculated, not measured; SFT needs less)",
     ]
     if name != model:
-        lacking = f"{gb(STATE * MODELS[model].parameters / len(gpus))} per GPU and activations"
+        lacking = f"{gb(STATE * MODELS[model].parameters / len(gpus))} per GPU plus activations"
         reasons.insert(0, f"model={model} needs {lacking}; {name} is the largest that fits")
     if len(gpus) > 1:
-        reasons.append("TensorParallelTrainer only where one example is too much for a GPU: it splits activations too")
-    # rank 0 reads one model at a time, the policy in float32, before it is spread
+        reasons.append("use TensorParallelTrainer only if one example does not fit a GPU: it shards activations too")
+    # rank 0 loads one model at a time, the policy in float32, before it is distributed
     reading = 4 * MODELS[name].parameters + 4e9
     if (len(gpus) > 1 or bf16) and memory < reading:
-        reasons.append(f"rank 0 reads the weights: {gb(reading)} of host memory, and here are {gb(memory)}")
+        reasons.append(f"rank 0 needs {gb(reading)} of host memory to load the weights; this host has {gb(memory)}")
     reasons.append("then DPO: the same with loss=dpo loss.beta=0.1 exp_name=hh_dpo model.archive=RUN_OF_SFT/LATEST")
-    # on one GPU FSDPTrainer shards nothing, but has the mixed precision that BasicTrainer lacks
+    # on one GPU FSDPTrainer shards nothing but has mixed precision, unlike BasicTrainer
     trainer, dtype = ("FSDPTrainer" if len(gpus) > 1 or bf16 else "BasicTrainer"), ("bfloat16" if bf16 else "float32")
     command = training_command(name, trainer, len(gpus), examples, bf16=bf16, checkpointing=checkpointing)
     return Advice(trainer, name, dtype, examples, command, reasons)
 
 
 def training_command(model: str, trainer: str, n_gpus: int, examples: int, *, bf16: bool, checkpointing: bool) -> str:
-    """About 64 examples per update, as in the README, in parts that divide."""
+    """A command with about 64 examples per update, as in the README, and sizes that divide it."""
     accumulation = max(1, 64 // (n_gpus * examples))
     return (
         f"python train.py loss=sft model={model} datasets=[hh] exp_name=hh_sft trainer={trainer}"
@@ -99,7 +99,7 @@ def training_command(model: str, trainer: str, n_gpus: int, examples: int, *, bf
 
 
 def says_of_bfloat16(products: Products) -> str:
-    """Whether `model.autocast=bfloat16` is faster on this CPU, with both figures."""
+    """Whether `model.autocast=bfloat16` is faster on this CPU, with both speeds."""
     float32, bfloat16 = (f"{rate / 1e9:,.0f}" for rate in products)
     measured = f"matrix products run at {bfloat16} GFLOP/s in bfloat16 here, {float32} in float32"
     if products.bfloat16 >= FASTER * products.float32:
@@ -108,13 +108,13 @@ def says_of_bfloat16(products: Products) -> str:
 
 
 def small_model_advice(usable: float, *, n_gpus: int, products: Products | None = None) -> Advice:
-    """BasicTrainer and the model that is shipped; how large another may be."""
+    """BasicTrainer and the demo model; the size of the largest model that fits."""
     reasons = [
         f"{'the GPUs are small' if n_gpus else 'no GPU'}: models of up to about {usable / 2 / STATE / 1e6:.0f} million "
-        f"parameters ({STATE} bytes each, and as much for activations, in 90 % of the memory)",
+        f"parameters fit ({STATE} bytes each, and as much for activations, in 90 % of the memory)",
     ]
     if not n_gpus:
-        reasons.append("trainer=FSDPTrainer world_size=2 instead runs the sharded code, in two processes")
+        reasons.append("trainer=FSDPTrainer world_size=2 tries the sharded code, in two processes")
     if not n_gpus and products:
         reasons.append(says_of_bfloat16(products))
     command = "python train.py loss=sft model=demo datasets=[demo] exp_name=demo_sft trainer=BasicTrainer"

@@ -1,8 +1,8 @@
-"""`make demo`: SFT, then DPO from its checkpoint, on a small model and made-up dialogues, by the real command line.
+"""`make demo`: SFT, then DPO from its checkpoint, on a small model and synthetic dialogues, with the real command line.
 
     python -m scripts.demo
 
-Writes `.cache/demo/{sft,dpo}`; a stage that is already there is not run again (`make clean-demo` removes both).
+Writes `.cache/demo/{sft,dpo}`; a completed stage is not run again (`make clean-demo` removes both).
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ STAGES = {
 def run_stage(name: str) -> None:
     run_dir = DEMO / name
     if (run_dir / "LATEST").exists():
-        print(f"{run_dir.relative_to(ROOT)} is there already; `make clean-demo` starts over")
+        print(f"{run_dir.relative_to(ROOT)} already exists; `make clean-demo` removes it")
         return
     shutil.rmtree(run_dir, ignore_errors=True)  # an interrupted demo
     command = [*STAGES[name], *COMMON, f"exp_name=demo_{name}", f"local_run_dir={run_dir}"]
     print(f"\n$ python train.py {' '.join(command)}\n", flush=True)
     start = time.perf_counter()
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # in a model this small, threads mostly wait for each other
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # with a model this small, threads mostly wait for each other
     if subprocess.run([sys.executable, "train.py", *command], cwd=ROOT, env=one_thread, check=False).returncode:
-        sys.exit(f"the {name} stage failed; its output is above")
+        sys.exit(f"the {name} stage failed; see its output above")
     print(f"\n{name} took {time.perf_counter() - start:.0f} s", flush=True)
 
 
@@ -67,7 +67,7 @@ def report() -> None:
     after = [s for s in samples if s["examples"] == dpo[-1]["examples"]]
     untrained = [s for s in read("sft", "samples.jsonl") if s["examples"] == 0]
 
-    print("\nWhat the model says to prompts it was not trained on:\n")
+    print("\nResponses to prompts that the model was not trained on:\n")
     for old, new in list(zip(before, after, strict=True))[:4]:
         print(f"  asked      {old['prompt'].split('Human:')[-1].split('Assistant:')[0].strip()}")
         print(f"  after SFT  {old['policy'].strip()}")

@@ -1,12 +1,12 @@
-"""What to run first on a new machine: what is there, what is wrong with it, and what to train with on it.
+"""The first thing to run on a new machine: reports what it has, what is wrong with it, and what to train on it.
 
     python -m scripts.doctor
     python -m scripts.doctor --model llama7b    # which trainer, dtype and batch for this model
     python -m scripts.doctor --json             # the same as one JSON object
 
-Exit status 1 if something is a problem, else 0. Changes nothing, and asks nothing of the network but whether the
-Hugging Face Hub answers. What may hang or crash (devices, all-reduce, optional packages) runs in child processes that
-are killed after a limit; torch is imported where it is needed, so that there is a report where it is missing.
+Exit status 1 if there is a problem, else 0. Changes nothing, and uses the network only to see whether the Hugging Face
+Hub answers. What may hang or crash (devices, all-reduce, optional packages) runs in child processes with a time limit.
+torch is imported only where it is needed, so that there is a report without it.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ HUB_LIMIT = 5  # seconds
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 FIXES = {
     "software": "pip install -r requirements.txt",
-    "gpu": "CUDA out of memory is ahead: nvidia-smi shows which process holds the rest; end it, or name the other GPUs "
+    "gpu": "expect CUDA out of memory: nvidia-smi shows which process holds the rest; end it, or list the other GPUs "
     "in CUDA_VISIBLE_DEVICES",
-    "matmul": "end what else runs on that GPU and try again; if it stays, name only the others in CUDA_VISIBLE_DEVICES",
-    "bfloat16": "leave model.fsdp_policy_mp unset, which is float32; float16 needs loss scaling and has none here",
-    "products": "end what else runs on this machine and try again; leave model.autocast unset until then",
-    "peer access": "it works through host memory, more slowly; if NCCL hangs, set NCCL_P2P_DISABLE=1",
+    "matmul": "end other processes on that GPU and try again; if the error persists, list only the other GPUs in "
+    "CUDA_VISIBLE_DEVICES",
+    "bfloat16": "leave model.fsdp_policy_mp unset (float32); float16 needs loss scaling, which is not implemented",
+    "products": "end other processes on this machine and try again; until then leave model.autocast unset",
+    "peer access": "transfers go through host memory, more slowly; if NCCL hangs, set NCCL_P2P_DISABLE=1",
     "cuda": "install a torch with NCCL, which FSDPTrainer needs: pytorch.org/get-started/locally",
     "nccl": "NCCL_DEBUG=INFO shows where it fails; then try NCCL_P2P_DISABLE=1, NCCL_SOCKET_IFNAME=lo, a larger "
     "/dev/shm (docker run --ipc=host), a newer driver",
-    "gloo": "set GLOO_SOCKET_IFNAME=lo, and let this machine's own host name resolve (/etc/hosts)",
-    "host": "end what holds the rest, or ask for a larger machine",
-    "open files": "'too many open files' may end a run of several processes: raise the hard limit to 65536 in "
+    "gloo": "set GLOO_SOCKET_IFNAME=lo, and make this machine's host name resolve (/etc/hosts)",
+    "host": "end processes that hold memory, or use a larger machine",
+    "open files": "a run of several processes may fail with 'too many open files': raise the hard limit to 65536 in "
     "/etc/security/limits.conf, or with docker run --ulimit nofile=65536",
-    "disk": "free some, or name another place with local_dirs=[DIR] and HF_HOME=DIR; debug=true saves no checkpoints",
+    "disk": "free some space, or set local_dirs=[DIR] and HF_HOME=DIR; debug=true saves no checkpoints",
     "hub": "check network and HTTPS_PROXY, or train on local models and data (dataset_sources) with HF_HUB_OFFLINE=1",
-    "wandb": "wandb login; or wandb.enabled=false for no W&B",
+    "wandb": "run wandb login, or set wandb.enabled=false",
     "block class": "set model.block_name to the class of the transformer block; a run with a wrong one lists them",
 }
-BACKENDS = {  # optional package: who needs it, what installs it
+BACKENDS = {  # optional package: the setting that needs it, the command that installs it
     "tensor_parallel": (
         "tensor_parallel.backend=tensor_parallel",
         "pip install tensor_parallel==2.0.0 'setuptools>=77,<82'",
@@ -74,7 +75,7 @@ class Finding(NamedTuple):
 
 
 def judge(check: str, text: str, value: float, *, ok: float = 1, warning: float = 0, fix: str | None = None) -> Finding:
-    """Ok from `ok` upwards, else a warning from `warning` upwards, else a problem. True counts 1 and False 0."""
+    """Ok from `ok` upwards, else a warning from `warning` upwards, else a problem. True is 1 and False 0."""
     level = OK if value >= ok else WARNING if value >= warning else PROBLEM
     return Finding(check, level, text, None if level == OK else fix or FIXES[check])
 
@@ -87,7 +88,7 @@ def processes(count: int) -> str:
 
 
 def check_software(requirements: Path = ROOT / "requirements.txt") -> list[Finding]:
-    """What is installed, against what the tests ran with: missing is a problem, another major version a warning."""
+    """Compares installed packages with the tested ones: missing is a problem, another major version a warning."""
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", requirements.read_text(encoding="utf-8"), re.M))
     pinned = {name: version for name, version in pinned.items() if name.replace("-", "_") not in BACKENDS}
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
@@ -100,7 +101,7 @@ def check_software(requirements: Path = ROOT / "requirements.txt") -> list[Findi
 
 @functools.cache
 def visible_gpus() -> tuple[list[Gpu], str | None]:
-    """The GPUs that torch sees, or why it cannot say."""
+    """The GPUs that torch sees, or the error of asking for them."""
     try:
         import torch
 
@@ -113,7 +114,7 @@ def visible_gpus() -> tuple[list[Gpu], str | None]:
 
 @functools.cache
 def cpu_products() -> tuple[Products | None, str | None]:
-    """How fast the CPU multiplies matrices, or why that could not be measured; neither where a GPU computes."""
+    """The speed of matrix products on the CPU, or why it could not be measured; (None, None) if there is a GPU."""
     if visible_gpus()[0]:
         return None, None
     try:
@@ -146,14 +147,14 @@ def check_gpu() -> list[Finding]:
 
 
 def no_gpu_finding(driver: str | None, cuda: str | None, hidden: str | None, failure: str | None = None) -> Finding:
-    """`cuda` is what torch was built for, `hidden` CUDA_VISIBLE_DEVICES, `failure` what asking for GPUs ended in."""
+    """`cuda` is what torch was built for, `hidden` CUDA_VISIBLE_DEVICES, `failure` the error of asking for GPUs."""
     if driver is None and failure is None:
-        return Finding("gpu", OK, "none; the CPU computes, which is enough for small models")
+        return Finding("gpu", OK, "none; runs use the CPU, which is enough for small models")
     if cuda and hidden is not None and failure is None:
-        return Finding("gpu", WARNING, f"CUDA_VISIBLE_DEVICES={hidden} leaves none", "unset it to use the GPUs")
+        return Finding("gpu", WARNING, f"CUDA_VISIBLE_DEVICES={hidden} hides all GPUs", "unset it to use them")
     seen = f"failed: {failure}" if failure else "sees no GPU"
     text = f"driver {driver or 'unknown'}, but torch, built for {f'CUDA {cuda}' if cuda else 'the CPU'}, {seen}"
-    fix = "install the torch that fits the driver (pytorch.org/get-started/locally), or a newer driver"
+    fix = "install a torch build for this driver (pytorch.org/get-started/locally), or a newer driver"
     return Finding("gpu", PROBLEM, text, fix)
 
 
@@ -164,11 +165,11 @@ def gpu_findings(gpus: Sequence[Gpu]) -> list[Finding]:
         for i, g in enumerate(gpus)
     ]
     sick = "; ".join(f"GPU {i}: {g.error}" for i, g in enumerate(gpus) if g.error)
-    findings.append(judge("matmul", sick or "right on every GPU, in every dtype it supports", not sick, warning=1))
+    findings.append(judge("matmul", sick or "correct on every GPU, in every dtype it supports", not sick, warning=1))
     old = ", ".join(str(i) for i, g in enumerate(gpus) if not g.bf16)
     findings.append(judge("bfloat16", f"not supported by GPU {old}" if old else "supported by every GPU", not old))
     apart = [f"{i}-{j}" for i, j in itertools.combinations(range(len(gpus)), 2) if j not in gpus[i].peers]
-    text = f"none between GPUs {' '.join(apart)}" if apart else "every GPU reads every other's memory"
+    text = f"none between GPUs {' '.join(apart)}" if apart else "between all GPUs"
     return [*findings, judge("peer access", text, not apart)] if len(gpus) > 1 else findings
 
 
@@ -183,12 +184,12 @@ def check_all_reduce() -> list[Finding]:
 
 
 def reduce_finding(results: Sequence[Mapping[str, float]], backend: str) -> Finding:
-    """Whether every rank got the right sum, and how fast: bytes / time, and what each link carried (NCCL's busbw)."""
+    """Whether every rank got the right sum, and the speed: bytes / time, and per link (NCCL's busbw)."""
     count, size, seconds = len(results), results[0]["bytes"], max(r["seconds"] for r in results)
     wrong = ", ".join(f"{r['wrong']:.0f} elements on rank {rank}" for rank, r in enumerate(results) if r["wrong"])
     bus = f", bus {gb(size / seconds * 2 * (count - 1) / count)}/s" if count > 1 else ""
     speed = f"{size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {gb(size / seconds)}/s{bus}"
-    text = f"the sum is wrong in {wrong}" if wrong else f"right, {speed}"
+    text = f"the sum is wrong in {wrong}" if wrong else f"correct, {speed}"
     return judge("all-reduce", f"{backend} over {processes(count)}: {text}", not wrong, warning=1, fix=FIXES[backend])
 
 
@@ -199,7 +200,7 @@ def check_host() -> list[Finding]:
 
 
 def check_open_files() -> list[Finding]:
-    """The run raises the soft limit itself, so the hard one counts."""
+    """Checks the hard limit: a run raises its soft limit to it."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
     text = f"{soft} soft, {hard} hard; a run raises its soft limit to the hard one"
@@ -215,11 +216,11 @@ def check_disk() -> list[Finding]:
     place = next(p for p in (place.absolute(), *place.absolute().parents) if p.exists())
     free, writable = shutil.disk_usage(place).free, os.access(place, os.W_OK | os.X_OK)
     text = f"{gb(free)} free for runs and caches in {place}; a real run needs about 50 GB"
-    return [judge("disk", text if writable else f"{place} cannot be written", free * writable, ok=50e9, warning=2e9)]
+    return [judge("disk", text if writable else f"{place} is not writable", free * writable, ok=50e9, warning=2e9)]
 
 
 def check_hub() -> list[Finding]:
-    """Whether the Hub answers; asked in a child, for no timeout of ours ends the look-up of a name."""
+    """Whether the Hub answers; in a child process, because DNS look-ups ignore our timeout."""
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname
@@ -235,7 +236,7 @@ def check_hub() -> list[Finding]:
 
 
 def check_wandb() -> list[Finding]:
-    """Where W&B's records would go. Looks whether there is an API key; shows none, and tries none."""
+    """Where W&B would log. Looks for an API key; neither shows nor tries it."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc.split("@")[-1]
     files = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
     if (mode := os.environ.get("WANDB_MODE")) in ("offline", "disabled"):
@@ -246,9 +247,9 @@ def check_wandb() -> list[Finding]:
         try:
             if netrc.netrc(file).authenticators(host):
                 return [Finding("wandb", OK, f"an API key for {host} is in {file}")]
-        except (netrc.NetrcParseError, OSError):  # whose message may quote the file
+        except (netrc.NetrcParseError, OSError):  # the message may quote the file
             return [Finding("wandb", WARNING, f"{file} cannot be read: runs log offline", FIXES["wandb"])]
-    text = "no API key: a run that cannot ask for one on a terminal logs offline"
+    text = "no API key: without a terminal to ask for one, runs log offline"
     return [Finding("wandb", WARNING, text, FIXES["wandb"])]
 
 
@@ -257,7 +258,7 @@ def check_block_class(configs: Path = ROOT / "config" / "model") -> list[Finding
     import yaml
 
     [library] = importlib.util.find_spec("transformers").submodule_search_locations
-    files = Path(library).glob("models/*/modeling_*.py")  # read, for importing them all would take minutes
+    files = Path(library).glob("models/*/modeling_*.py")  # read as text: importing them all would take minutes
     known = {name for file in files for name in re.findall(r"^class (\w+)", file.read_text("utf-8"), re.M)}
     named = {c.stem: yaml.safe_load(c.read_text("utf-8"))["block_name"] for c in sorted(configs.glob("*.yaml"))}
     lost = ", ".join(f"{block} of model={model}" for model, block in named.items() if block and block not in known)
@@ -273,11 +274,12 @@ def check_backends() -> list[Finding]:
         try:
             version = importlib.metadata.version(module)
             ask(sys.executable, "-P", "-c", f"import {module}", limit=START_LIMIT)
-            findings.append(Finding(module, OK, f"{version} imports, for {user}"))
+            findings.append(Finding(module, OK, f"{version} can be imported; used by {user}"))
         except importlib.metadata.PackageNotFoundError:
             findings.append(Finding(module, OK, f"not installed; only {user} needs it ({install})"))
         except ChildError as error:
-            findings.append(Finding(module, WARNING, f"{version} does not import: {error}", f"{install}; for {user}"))
+            text = f"{version} cannot be imported: {error}"
+            findings.append(Finding(module, WARNING, text, f"{install}; used by {user}"))
     return findings
 
 
@@ -297,14 +299,14 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
 
 
 def examine(checks: Mapping[str, Callable[[], list[Finding]]]) -> list[Finding]:
-    """What the checks find. What one did not foresee is a finding too, and costs the others nothing."""
+    """The findings of all checks. An unexpected exception in one is a finding too, and the others still run."""
     findings = []
     for name, check in checks.items():
         try:
             findings += check()
         except Exception as error:
             text = f"could not be checked: {type(error).__name__}: {error}"
-            findings.append(Finding(name, PROBLEM, text, "if software is a problem, put that right; else report this"))
+            findings.append(Finding(name, PROBLEM, text, "if there is a software problem, fix that; else report this"))
     return findings
 
 
@@ -334,7 +336,7 @@ def as_text(findings: Sequence[Finding], advice: Advice) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--model", choices=MODELS, default="pythia28", help="what to recommend for (%(default)s)")
+    parser.add_argument("--model", choices=MODELS, default="pythia28", help="model to recommend for (%(default)s)")
     arguments = parser.parse_args()
     findings = examine(CHECKS)
     gpus = visible_gpus()[0]

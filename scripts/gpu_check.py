@@ -1,9 +1,10 @@
-"""What a first hour on a GPU would find, in at most 10 minutes: 11 checks in order of value, on models made here.
+"""The acceptance run on a GPU, in at most 10 minutes: 11 checks, the most valuable first, on models made here.
 
     python -m scripts.gpu_check [--quick] [--only NAME,NAME] [--json]
 
-Each check runs in a process of its own and is ended at its limit; whatever happens to one, the next one runs. Without
-a GPU those with a meaning on a CPU run small, and what is left out says so. Exit status: 0 nothing failed, 1 else.
+Each check runs in its own process with a time limit; whatever happens to one, the others run. Without a GPU, checks
+that make sense on a CPU run small, and the others report that they were skipped. Exit status: 1 if a check failed, else
+0.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from scripts.gpu_checks.jobs import Job
 from scripts.gpu_checks.table import BUDGET, CHECKS, Check
 from scripts.probes import ChildError, ask
 
-SLOWER = 4  # times, that a check may take without a GPU: several share few cores with other work
+SLOWER = 4  # factor on time limits without a GPU: several checks share few cores with other work
 STATES = ("passed", "failed", "skipped")
 
 
 class Result(NamedTuple):
-    """`figure` says in words what was found, `details` in numbers; `log` is the end of what a check said that came to
-    no verdict."""
+    """`figure` is what was found in words, `details` in numbers; `log` is the end of the log of a check without a
+    verdict."""
 
     number: int
     name: str
@@ -45,9 +46,9 @@ class Result(NamedTuple):
 def run_checks(
     checks: Mapping[str, Check], setting: Setting, *, at_once: int = 1, budget: float = BUDGET
 ) -> Iterator[Result]:
-    """The results in the order of the checks, each as soon as it and those before it are there.
+    """Yields results in the order of the checks, each as soon as it and all before it are done.
 
-    They start in that order, up to `at_once` at a time; on a GPU some want it for themselves.
+    Checks start in that order, up to `at_once` at a time; on a GPU some run alone.
     """
     deadline = time.monotonic() + budget
     waiting, running, done = list(checks), {}, {}
@@ -104,7 +105,7 @@ def describe_machine(gpu: bool) -> dict[str, str]:
 
 
 def import_all() -> None:
-    """What the checks need, once for all that are forked from this process."""
+    """Import what the checks need, before they are forked from this process."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny
     import datasets  # noqa: F401
     import hydra  # noqa: F401
@@ -119,14 +120,15 @@ def import_all() -> None:
 
 
 def at_once(gpu: bool) -> int:
-    """How many checks run at the same time: on a GPU those that measure nothing; without one they wait a lot."""
+    """How many checks run at the same time: on a GPU those that measure no time or memory; without one they mostly
+    wait."""
     return max(1, min(3, len(os.sched_getaffinity(0)) // 4)) if gpu else 4
 
 
 def choose(parser: argparse.ArgumentParser, only: str | None) -> dict[str, Check]:
     names = only.split(",") if only else [*CHECKS]
     if unknown := [name for name in names if name not in CHECKS]:
-        parser.error(f"--only names {', '.join(unknown)}; there are {', '.join(CHECKS)}")
+        parser.error(f"--only: unknown checks {', '.join(unknown)}; the checks are {', '.join(CHECKS)}")
     return {name: check for name, check in CHECKS.items() if name in names}
 
 
@@ -159,7 +161,7 @@ def main() -> int:
     else:
         print(", ".join(f"{n} {state}" for state, n in counts.items()))
         if not gpu:
-            print("torch sees no GPU here: what passed says little about one")
+            print("torch sees no GPU: checks that passed on this CPU say little about one")
     return int(counts["failed"] > 0)
 
 

@@ -1,4 +1,4 @@
-"""What the doctor tries in child processes, killed after a limit: devices, arithmetic and its speed, an all-reduce.
+"""The doctor's probes, which run in child processes with a time limit: devices, matrix products, an all-reduce.
 
 Not to be run by hand: `python -m scripts.probes NAME RANK COUNT FOLDER` is one such process.
 """
@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-START_LIMIT, WORK_LIMIT = 60, 10  # seconds: a child's imports and devices, its work
-NCCL_LIMIT = 60  # seconds: NCCL's start, which takes many on 8 GPUs
+START_LIMIT, WORK_LIMIT = 60, 10  # seconds: for a child's imports and devices, for its work
+NCCL_LIMIT = 60  # seconds for NCCL to start, which is slow on 8 GPUs
 WORKER = (sys.executable, "-m", "scripts.probes")
 
 
 class Gpu(NamedTuple):
-    """Memory in bytes, `peers` the GPUs whose memory it reads directly, `error` what its matmul ran into."""
+    """Memory in bytes; `peers` are the GPUs whose memory it reads directly; `error` is what went wrong in its
+    matmul."""
 
     name: str
     total: int
@@ -44,11 +45,11 @@ class Products(NamedTuple):
 
 
 class ChildError(Exception):
-    """A child process is not to be had, failed or took too long: one sentence."""
+    """A child process could not start, failed or took too long; the message is one sentence."""
 
 
 def ask(*command: str, limit: float = 10) -> str:
-    """What a command prints. Raises ChildError; either way it has ended."""
+    """The output of a command. Raises ChildError; either way the process has ended."""
     from dpo.system.redaction import redact
 
     try:
@@ -61,35 +62,35 @@ def ask(*command: str, limit: float = 10) -> str:
         raise ChildError(f"no answer within {limit:g} s") from error
     if done.returncode == -signal.SIGALRM:
         raise ChildError(f"not finished within {WORK_LIMIT} s")
-    if done.returncode:  # Python's last line is the exception; a crash may say nothing
+    if done.returncode:  # Python's last line is the exception; a crash may print nothing
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"]
         raise ChildError(redact(said[-1][:300]))
     return done.stdout
 
 
 def run_workers(name: str, count: int) -> list[Any]:
-    """What `count` processes of `WORKERS[name]` return, in rank order. Raises ChildError; leaves none running."""
+    """The results of `count` processes of `WORKERS[name]`, in rank order. Raises ChildError; leaves none running."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(count) as pool:
         commands = [(*WORKER, name, str(rank), str(count), folder) for rank in range(count)]
         limit = START_LIMIT + WORK_LIMIT + NCCL_LIMIT * (name == "nccl")
         futures = [pool.submit(ask, *command, limit=limit) for command in commands]
     errors = [error for future in futures if (error := future.exception())]
-    if errors:  # where one failed, the others waited for it in vain
+    if errors:  # if one failed, the others timed out waiting for it: raise its error
         raise min(errors, key=lambda error: " within " in str(error))
     return [json.loads(future.result().splitlines()[-1]) for future in futures]
 
 
 def work(name: str, rank: str, count: str, folder: str) -> None:
-    """What such a process does: it prints its result as JSON."""
+    """Run one such process, which prints its result as JSON."""
     try:
         print(json.dumps(WORKERS[name](int(rank), int(count), folder)), flush=True)
     except Exception as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        os._exit(1)  # before anything can add a line or wait for the other ranks
+        os._exit(1)  # before anything can print another line or wait for the other ranks
 
 
 def probe_devices(rank: int, count: int, folder: str) -> list[Gpu]:
-    """Every visible GPU, with small matrices multiplied on it."""
+    """Every visible GPU, with the result of small matrix products on it."""
     import torch
 
     gpus = range(torch.cuda.device_count())
@@ -102,7 +103,7 @@ def probe_devices(rank: int, count: int, folder: str) -> list[Gpu]:
                 free, bf16 = torch.cuda.mem_get_info()[0], torch.cuda.is_bf16_supported(including_emulation=False)
             for dtype in (torch.float32, torch.bfloat16) if bf16 else (torch.float32,):
                 error = error or matmul_error(f"cuda:{i}", dtype)
-        except RuntimeError as failure:  # out of memory, a sick device: this GPU's finding, not the end of the others'
+        except RuntimeError as failure:  # out of memory or a broken device: a finding of this GPU; check the others too
             error = str(failure).split("\n")[0][:200]
         properties = torch.cuda.get_device_properties(i)
         found.append(Gpu(properties.name, properties.total_memory, free, bf16, peers, error))
@@ -110,18 +111,19 @@ def probe_devices(rank: int, count: int, folder: str) -> list[Gpu]:
 
 
 def matmul_error(device: str, dtype: Any) -> str | None:
-    """What is wrong with a product computed on `device` in `dtype`, against float64 on the CPU; None if it is right."""
+    """The error of a product computed on `device` in `dtype` against float64 on the CPU; None if it is within
+    rounding."""
     import torch
 
     left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(dtype)  # (512, 512) each
     wanted = left.double() @ right.double()
     got = (left.to(device) @ right.to(device)).double().cpu()
     error = ((got - wanted).abs().max() / wanted.abs().max()).item()
-    return None if error < 0.01 else f"a {dtype} product is off by {error:.1%}"  # NaN is; rounding, TF32's too, is not
+    return None if error < 0.01 else f"a {dtype} product is off by {error:.1%}"  # so is NaN; 1 % allows TF32's rounding
 
 
 def probe_products(rank: int, count: int, folder: str) -> Products:
-    """How fast the CPU multiplies matrices: the best of a second's products, the dtypes taking turns."""
+    """The speed of matrix products on the CPU: the fastest within a second, alternating between dtypes."""
     import torch
 
     signal.alarm(WORK_LIMIT)
@@ -137,7 +139,8 @@ def probe_products(rank: int, count: int, folder: str) -> Products:
 
 
 def all_reduce(rank: int, count: int, folder: str, *, backend: str) -> dict[str, float]:
-    """Sum a tensor over the processes: its bytes, the elements that are wrong on this rank, the fastest of 5 in s."""
+    """Sum a tensor over the processes. Returns its bytes, the wrong elements on this rank, and the fastest of 5 in
+    s."""
     import torch
     import torch.distributed as dist
 
@@ -145,14 +148,14 @@ def all_reduce(rank: int, count: int, folder: str, *, backend: str) -> dict[str,
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    values = torch.arange(64_000_000 if on_gpu else 4_000_000, device=device) % 1000 + 1.0  # whose sums are exact
-    # a file to meet at: unlike a port, no other process can take it first
+    values = torch.arange(64_000_000 if on_gpu else 4_000_000, device=device) % 1000 + 1.0  # sums are exact
+    # rendezvous by a file: unlike a port, no other process can take it first
     store = dist.FileStore(os.path.join(folder, "rendezvous"), count)
     store.set(f"started {rank}", "")
-    signal.alarm(WORK_LIMIT)  # how long to wait for the last one to start; the signal also ends what hangs inside NCCL
+    signal.alarm(WORK_LIMIT)  # until the last rank has started; the signal also ends a hang inside NCCL
     store.wait([f"started {other}" for other in range(count)])
     signal.alarm(NCCL_LIMIT if on_gpu else WORK_LIMIT)
-    bound = device if on_gpu else None  # then NCCL connects now
+    bound = device if on_gpu else None  # makes NCCL connect now
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, device_id=bound)
     dist.barrier()
     signal.alarm(WORK_LIMIT)

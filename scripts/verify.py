@@ -1,10 +1,10 @@
-"""Whether checkpoints are whole: every byte of every file is read and compared with the checksums in its manifest.
+"""Verifies checkpoints: reads every byte of every file and compares it with the checksums in the manifest.
 
     python -m scripts.verify RUN_OR_CHECKPOINT [...] [--json]
 
-A run's directory stands for all its `step-N`, newest first. One line per checkpoint. Exit status: 0 all are whole,
-1 one is damaged, 2 a path is neither a run nor a checkpoint. Changes nothing. A run that continues does the same with
-the checkpoint from which it does.
+A run's directory means all of its `step-N`, newest first. Prints one line per checkpoint. Exit status: 0 all are
+intact, 1 one is damaged, 2 a path is neither a run nor a checkpoint. Changes nothing. Resuming does the same with the
+checkpoint it continues from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def examine(checkpoint: Path) -> dict[str, Any]:
-    """What there is to say of a checkpoint."""
+    """The result for one checkpoint."""
     try:
         files = check_complete(checkpoint)["files"]
     except DamagedCheckpoint as error:

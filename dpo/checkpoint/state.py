@@ -22,16 +22,16 @@ class ReferenceState(Protocol):
 
 
 class RunState:
-    """How far a run is, what the reference gave so far, and the states of whatever else goes on with it."""
+    """The counters of a run, the cached reference log-probabilities, and the states of other parts that resume."""
 
     def __init__(self, reference: ReferenceState | None, *, rank: int, **parts: Stateful) -> None:
         self.example_counter = 0  # examples trained on
-        self.batch_counter = 0  # updates made or left out
-        self.evaluated_at = self.saved_at = -1  # examples; an evaluation makes a checkpoint before it outdated
+        self.batch_counter = 0  # updates applied or skipped
+        self.evaluated_at = self.saved_at = -1  # examples; an evaluation outdates an earlier checkpoint
         self._reference, self._rank, self._parts = reference, rank, parts
 
     def count(self, n_examples: int) -> tuple[int, int]:
-        """One more update, of so many examples; (updates, examples) with it."""
+        """Count one more update of `n_examples`. Returns (updates, examples) including it."""
         self.batch_counter += 1
         self.example_counter += n_examples
         return self.batch_counter, self.example_counter
@@ -45,7 +45,7 @@ class RunState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`. Raises InputError if the reference is not what it was."""
+        """Restore a `state_dict()`. Raises InputError if the reference has changed."""
         digest = self._reference and self._reference.digest
         if self._rank == 0 and state["reference"] != digest:
             raise InputError(

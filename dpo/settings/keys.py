@@ -50,10 +50,10 @@ def _one_of(names: Iterable[str]) -> Rule:
     return Rule(lambda v: isinstance(v, str), "a name", tuple(names))
 
 
-SEED = Rule(lambda v: _is_int(v) and 0 <= v < 2**32, "a whole number from 0 to 2**32 - 1")
-COUNT = Rule(lambda v: _is_int(v) and v > 0, "a whole number above 0")
-AT_LEAST_2 = Rule(lambda v: _is_int(v) and v >= 2, "a whole number, 2 or more: one may prove damaged")
-NATURAL = Rule(lambda v: _is_int(v) and v >= 0, "a whole number, 0 or more")
+SEED = Rule(lambda v: _is_int(v) and 0 <= v < 2**32, "an integer from 0 to 2**32 - 1")
+COUNT = Rule(lambda v: _is_int(v) and v > 0, "an integer >= 1")
+AT_LEAST_2 = Rule(lambda v: _is_int(v) and v >= 2, "an integer >= 2 (the newest may be corrupt)")
+NATURAL = Rule(lambda v: _is_int(v) and v >= 0, "an integer >= 0")
 NUMBER = Rule(lambda v: _is_number(v) and math.isfinite(v), "a number")
 FINITE = Rule(lambda v: _is_number(v) and 0 < v < math.inf, "a number above 0")
 SECONDS = Rule(lambda v: _is_number(v) and 0 < v <= 10**7, "seconds above 0, ten million at most")
@@ -114,7 +114,7 @@ class Resume(Enum):
     """What a resumed run may do with a key."""
 
     KEEP = "as it was: another value would make it another run"
-    CHANGE = "may change: where it runs, how it rounds, how long it goes on, what it tells"
+    CHANGE = "may change: where it runs, how it rounds, how long it trains, what it logs"
     ANEW = "may change, and is not worth a line: each command has its own"
 
 

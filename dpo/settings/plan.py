@@ -99,6 +99,6 @@ def _named(table: Mapping[str, Any], name: Any, default: Any) -> Any:
 
 
 def _count(values: Mapping[str, Any], key: str) -> int | None:
-    """A key's value if it is a whole number above 0."""
+    """A key's value if it is a positive integer."""
     value = values.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

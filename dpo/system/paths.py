@@ -1,4 +1,4 @@
-"""Where runs, models and datasets lie on this machine."""
+"""Where runs, models and datasets are on this machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def get_local_dir(prefixes: Sequence[str]) -> str:
 
 
 def get_cache_dir(local_dirs: Sequence[str]) -> str | None:
-    """Where models and datasets are cached: `LOCAL_DIR/USER`, or None to leave it to the libraries, if the user's
-    environment says where (`XDG_CACHE_HOME`, `HF_HOME`)."""
+    """Where models and datasets are cached: `LOCAL_DIR/USER`, or None (the libraries' default) if the environment sets
+    `XDG_CACHE_HOME` or `HF_HOME`."""
     return None if {"XDG_CACHE_HOME", "HF_HOME"} & os.environ.keys() else get_local_dir(local_dirs)
 
 

@@ -1,4 +1,4 @@
-"""The place among the processes of a run that torchrun or Slurm gave this one. Imports no torch."""
+"""The rank that torchrun or Slurm assigned to this process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dpo.errors import InputError
 
 
 class RankEnv(NamedTuple):
-    """A process's place among those of a run, and where they meet."""
+    """A process's rank in a run, and the address of the rendezvous."""
 
     rank: int
     world_size: int
-    local_rank: int  # among those of its machine: the GPU it takes
+    local_rank: int  # within its machine: the index of its GPU
     address: str
     port: int
-    hosts: bool = False  # whether it serves the store at which all meet
+    hosts: bool = False  # whether it serves the rendezvous store
 
 
 def find_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
-    """What torchrun or Slurm (several tasks of one `srun`) set for this process; None if neither launched it.
+    """The rank that torchrun or Slurm (several tasks of one `srun`) assigned; None if neither launched this process.
 
-    Raises InputError for variables that are missing or no numbers.
+    Raises InputError for variables that are missing or not numbers.
     """
-    environ = os.environ if environ is None else environ  # not a default: `datasets` puts a copy in its place
+    environ = os.environ if environ is None else environ  # not a default argument: `datasets` replaces it with a copy
     number = partial(_number, environ=environ)
     if {"RANK", "WORLD_SIZE"} <= environ.keys():
         rank = number("RANK")
@@ -48,9 +48,9 @@ def is_rank_0() -> bool:
 
 
 def _number(name: str, default: int | None = None, *, environ: Mapping[str, str]) -> int:
-    """An environment variable that must be a whole number, and be there if it has no default."""
+    """An environment variable that must be an integer, and must be set unless it has a default."""
     if name not in environ and default is None:
-        raise InputError(f"a launcher set some of its variables, but not {name}: unset them or launch anew")
+        raise InputError(f"a launcher set some of its variables but not {name}: unset them, or launch again")
     text = environ.get(name, str(default))
     if not text.isdigit():
         raise InputError(f"{name}={text} in the environment is not a number")
@@ -61,5 +61,5 @@ def _first_node(environ: Mapping[str, str]) -> str:
     nodes = environ.get("SLURM_STEP_NODELIST", "")
     first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)  # "node[03-05,9]" begins with node03
     if first is None:
-        raise InputError(f"SLURM_STEP_NODELIST={nodes} names no node: set MASTER_ADDR to the first one")
+        raise InputError(f"SLURM_STEP_NODELIST={nodes} names no node: set MASTER_ADDR to the first node")
     return first[1] + (first[2] or "")

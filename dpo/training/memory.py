@@ -250,7 +250,7 @@ def dry_run(config: DictConfig, plan: Plan, data: TrainingData) -> None:
             print(f"{name:>12} {value / 1e9:8.2f} GB")
     print(f"{'in all':>12} {need.total / 1e9:8.2f} GB of each process; its device has {available / 1e9:.2f} GB")
     if need.total > available:
-        print(f"too much; less: {_join(suggest(config, plan, data))}")
+        print(f"won't fit; try {_join(suggest(config, plan, data))}")
 
 
 @contextmanager

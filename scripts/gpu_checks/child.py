@@ -15,8 +15,8 @@ STATES = {True: "passed", False: "failed", None: "skipped"}
 
 
 def run_check(run: str, setting: Setting) -> None:
-    """Write what the check says to `result.json`, whole or not at all, and leave at once: no end of the interpreter,
-    in which threads of a process group or of a compiler may abort it."""
+    """Write the check's result to `result.json` atomically and exit immediately, without finalizing the interpreter:
+    threads of a process group or of a compiler could abort it then."""
     try:
         outcome = call(run, setting)._asdict()
         result = {"state": STATES[outcome.pop("passed")], "judged": True, **outcome}
@@ -38,7 +38,7 @@ def run_check(run: str, setting: Setting) -> None:
 
 
 def call(run: str, setting: Setting) -> Outcome:
-    """What the check `module:function` returns."""
+    """The outcome of the check `module:function`."""
     module, name = run.split(":")
     return getattr(importlib.import_module(module), name)(setting)
 

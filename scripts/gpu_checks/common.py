@@ -1,4 +1,4 @@
-"""What the checks share: the setting they run in, what they return, the real command line, the real loop in-process."""
+"""Shared by the checks: their setting, their outcome, runs of the command line, and the real loop in-process."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Choice = TypeVar("Choice")
 
 
 class Skipped(Exception):
-    """The check cannot be made here: one sentence that says why."""
+    """The check cannot run here; the message is one sentence that says why."""
 
 
 class CheckFailed(Exception):
-    """What a check found before it could come to its figure: one sentence."""
+    """The check failed before it could measure; the message is one sentence."""
 
 
 class Outcome(NamedTuple):
-    """What a check returns: its verdict, its figure in words, and the numbers (`lines` are printed, too).
+    """The result of a check: its verdict, its figure in words, and the numbers (`lines` are printed too).
 
-    A verdict of None: it ran small without a GPU, which shows that it runs and says nothing else.
+    A verdict of None: it ran small without a GPU, which only shows that it runs.
     """
 
     passed: bool | None
@@ -50,7 +50,7 @@ class Setting(NamedTuple):
     folder: str
 
     def pick(self, full: Choice, quick: Choice, small: Choice) -> Choice:
-        """What the size of the run asks for; `small` is the CPU's."""
+        """The value for this run's size; `small` is for a CPU."""
         return (quick if self.quick else full) if self.gpu else small
 
     @property
@@ -62,8 +62,8 @@ class Setting(NamedTuple):
 
 
 class Process:
-    """A command that goes on beside its check, its output in `NAME.log`. Without a GPU `work` is called instead, in a
-    process forked from this one: there the imports of a fresh one would take most of the time."""
+    """A command that runs in the background of its check, its output in `NAME.log`. Without a GPU `work` is called
+    instead, in a process forked from this one, because the imports of a fresh one would take most of the time."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Process:
         os.kill(self.process.pid, number)
 
     def wait(self, limit: float = 600) -> int | None:
-        """The exit status; None, with the process killed, if it takes longer than so many seconds."""
+        """The exit status; None, with the process killed, if it takes longer than `limit` seconds."""
         deadline = time.monotonic() + limit
         while self.status is None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -110,7 +110,7 @@ class Process:
         return status
 
     def done(self) -> Self:
-        """Itself, ended well. Raises CheckFailed if it did not."""
+        """Wait for it and return it. Raises CheckFailed if it failed."""
         status = self.wait()
         if status != 0:
             print(self.text()[-3000:], flush=True)  # into the check's own log
@@ -119,14 +119,14 @@ class Process:
 
     def last_line(self) -> str:
         lines = [line for line in self.text().splitlines() if line.strip()]
-        return lines[-1].strip()[:300] if lines else "nothing was said"
+        return lines[-1].strip()[:300] if lines else "no output"
 
     def text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
 
 class Run(Process):
-    """`python train.py OVERRIDES`; `first` is a function of the checks that its process calls before."""
+    """`python train.py OVERRIDES`; its process first calls the function `first` of the checks, if given."""
 
     def __init__(
         self, setting: Setting, name: str, *overrides: str, first: str | None = None, **environment: str
@@ -138,7 +138,7 @@ class Run(Process):
         super().__init__(setting, name, command, work=work, **environment)
 
     def records(self, file: str = "metrics.jsonl", split: str | None = None) -> list[dict]:
-        """The lines of a log of the run, of one split if given; what is being written is not a line yet."""
+        """The complete lines of a log of the run, of one split if given."""
         path = self.directory / file
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
         found = [json.loads(line) for line in lines]
@@ -157,7 +157,7 @@ def _work_forked(work: Callable[[], object], log: Path, environment: Mapping[str
 
 
 def redirect(log: Path) -> None:
-    """Let all that this process says go to a file."""
+    """Redirect all output of this process to a file."""
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -178,7 +178,7 @@ def few_words(setting: Setting, n: int) -> Path:
 
 
 def train_here(setting: Setting, name: str, base: str, watch: Callable[[type], type], *overrides: str) -> None:
-    """`train.work` in this process; `watch` makes the trainer of that name one that the check looks into."""
+    """`train.work` in this process; `watch` turns the trainer class of that name into one that the check observes."""
     import torch.distributed as dist
 
     import train
@@ -206,7 +206,7 @@ def synchronize(device: str) -> None:
 
 
 def seconds_of(device: str, action: Callable[[], Any]) -> float:
-    """How long an action took, the device's work too."""
+    """The seconds that an action takes, including the device's work."""
     synchronize(device)
     start = time.perf_counter()
     action()
@@ -215,7 +215,7 @@ def seconds_of(device: str, action: Callable[[], Any]) -> float:
 
 
 def prepare_torch(*, compiles: bool = False) -> None:
-    """Set what `train.py` sets at its start."""
+    """Apply the settings that `train.py` applies at its start."""
     from dpo.system.arithmetic import set_up_torch
 
     set_up_torch(deterministic=False, compiles=compiles)

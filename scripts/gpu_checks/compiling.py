@@ -1,6 +1,6 @@
-"""Point 5: `compile=true` and `flex_attention` after sampling: what was compiled is what runs, and no new graph comes.
+"""Check 5: `compile=true` and `flex_attention` after sampling: the compiled code runs, and no graph is added.
 
-Without a GPU the blocks are compiled with Dynamo alone, no code is generated, and flex_attention is left out.
+Without a GPU the blocks are compiled by Dynamo only, without code generation, and flex_attention is left out.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ def judge(setting: Setting, results: dict[str, list[dict[str, Any]]]) -> Outcome
         passed = passed and times["compiled"] >= TIMES_FASTER_COMPILED
     else:
         figure += "; flex_attention and time need a GPU"
-    figure += f"; said: {'; '.join(complaints)}" if complaints else ""
+    figure += f"; log: {'; '.join(complaints)}" if complaints else ""
     return Outcome(passed, figure, {"seconds": seconds, "updates": results, "complaints": complaints})
 
 
 def complaints_in(folder: Path) -> list[str]:
-    """Lines of this process's log about graphs that are not compiled any more."""
+    """Lines of this process's log about graphs that are no longer compiled."""
     log = folder / "log"
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     found = [line.strip()[:200] for line in lines if any(what in line for what in COMPLAINTS)]
@@ -98,7 +98,7 @@ def complaints_in(folder: Path) -> list[str]:
 
 
 def updates_of(setting: Setting, name: str, counts: Counts | None, *overrides: str) -> list[dict[str, Any]]:
-    """What each update took and ran; sampling comes before the first."""
+    """Time, loss and graphs of each update; sampling comes before the first."""
     updates: list[dict[str, Any]] = []
 
     def watch(trainer: type) -> type:

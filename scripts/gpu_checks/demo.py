@@ -1,4 +1,4 @@
-"""Point 2: the demo's two stages by the command line, and the golden runs without TF32."""
+"""Check 2: the demo's two stages through the command line, and the golden runs without TF32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripts.gpu_checks.table import FIRST_LOSS_TOLERANCE, GOLDEN, GOLDEN_FIRST,
 COMMON = ("model=demo", "datasets=[demo]", "batch_size=32", "eval_batch_size=32", "n_eval_examples=32",
           "warmup_steps=2", "sample_during_eval=false", "trainer=BasicTrainer")  # fmt: skip
 UNCLEAN = re.compile(r"Traceback|terminate called|leaked|Segmentation|CUDA error|core dumped")
-WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # of cuBLAS and cuDNN, whatever the program asks for
+WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # overrides the program's setting in cuBLAS and cuDNN
 
 
 def check(setting: Setting) -> Outcome:
@@ -43,7 +43,7 @@ def check(setting: Setting) -> Outcome:
 
 
 def fall_of(run: Run) -> float:
-    """By how much the evaluation's loss is lower at the end."""
+    """By how much the evaluation loss fell."""
     losses = [line["loss/eval"] for line in run.records(split="eval")]
     return losses[0] - losses[-1]
 
@@ -71,7 +71,7 @@ def start_golden(setting: Setting, name: str, golden: dict[str, Any]) -> Run:
 
 
 def compare(run: Run, golden: dict[str, Any]) -> dict[str, Any]:
-    """How far a run is from its golden one: at the first update, and at most, and which metric that was."""
+    """The differences of a run from its golden run: at the first update, and the largest with its metric."""
     found: list[tuple[float, str]] = []
     updates = run.records(split="train")
     for number, (ours, theirs) in enumerate(zip(updates, golden["updates"], strict=True), 1):
@@ -82,7 +82,7 @@ def compare(run: Run, golden: dict[str, Any]) -> dict[str, Any]:
 
 
 def distance(ours: float, theirs: float, key: str) -> float:
-    """Relative; rewards absolute below 1; an accuracy is the same or infinitely far."""
+    """The relative difference; for rewards below 1 absolute; for accuracies 0 or infinite."""
     if key.endswith("accuracies"):
         return 0.0 if ours == theirs else math.inf
     return abs(ours - theirs) / (max(abs(theirs), 1.0) if key.startswith("rewards") else abs(theirs))

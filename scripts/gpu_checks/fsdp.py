@@ -1,4 +1,4 @@
-"""Point 3: FSDPTrainer in one process of its own (NCCL on a GPU) in bfloat16, against BasicTrainer in float32."""
+"""Check 3: FSDPTrainer with one worker process (NCCL on a GPU) in bfloat16, against BasicTrainer in float32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMON = (f"model.name_or_path={TINY}", "model.block_name=LlamaDecoderLayer", "l
           "lr=1e-5", "warmup_steps=2", "optimizer=RMSprop", "n_epochs=null")  # fmt: skip
 FSDP = ("trainer=FSDPTrainer", "world_size=1", "model.fsdp_policy_mp=bfloat16", "model.reference_dtype=bfloat16",
         "resume=auto")  # fmt: skip
-BATCH, HALF, WHOLE = 4, 48, 80  # examples: of an update, until it stops, in all
+BATCH, HALF, WHOLE = 4, 48, 80  # examples: per update, until it stops, in total
 
 
 def check(setting: Setting) -> Outcome:
@@ -34,15 +34,15 @@ def check(setting: Setting) -> Outcome:
                 far[kind] = max(far[kind], distance(ours[key], value, key))
     complete = [u["examples"] for u in updates] == [*range(BATCH, WHOLE + 1, BATCH)]
     faults = [
-        *(["updates are missing or double"] if not complete else []),
-        *([f"saved {saved} before it continued"] if f"step-{HALF}" not in saved else []),
+        *(["updates are missing or duplicated"] if not complete else []),
+        *([f"saved {saved} before it was resumed"] if f"step-{HALF}" not in saved else []),
         *(["no samples"] if not samples else []),
         *(f"{kind} off by {d:.1e} (of {BFLOAT16_BAND[kind]:g})" for kind, d in far.items() if d > BFLOAT16_BAND[kind]),
     ]
     version = nccl[0] if nccl else "NCCL, which did not give its version"
     over = version if setting.gpu else "gloo (NCCL needs a GPU)"
     figure = "; ".join(faults) or (
-        f"over {over}: {len(updates)} updates, continued after {HALF // BATCH}, {len(samples)} samples; "
+        f"over {over}: {len(updates)} updates, resumed after {HALF // BATCH}, {len(samples)} samples; "
         + "against float32 "
         + ", ".join(f"{kind} {d:.1e}" for kind, d in far.items())
     )

@@ -1,4 +1,4 @@
-"""A check in a process of its own that leaves nothing behind, however it ends."""
+"""Runs a check in its own process, and leaves no process behind however it ends."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 from scripts.gpu_checks.child import run_check
 from scripts.gpu_checks.common import ROOT, Setting, redirect, status_of
 
-MARK = "GPU_CHECK_JOB"  # variable in the environment of what a check starts
-LAST_LINES = 12  # of its log, shown when it came to no verdict
+MARK = "GPU_CHECK_JOB"  # environment variable of all processes that a check starts
+LAST_LINES = 12  # of the log, shown for a check without a verdict
 
 
 class Job:
-    """On a GPU a fresh interpreter; else forked from this process, which has imported all that checks need."""
+    """On a GPU a fresh interpreter; otherwise forked from this process, which has imported all that checks need."""
 
     def __init__(self, run: str, setting: Setting, *, limit: float) -> None:
         self.setting, self.limit, self.mark = setting, limit, uuid.uuid4().hex
@@ -29,7 +29,7 @@ class Job:
         self.ended_by: str | None = None
         self.process: Any = None
         if limit <= 0:
-            self.ended_by = "not run: the time for all checks is over"
+            self.ended_by = "not run: the time for all checks is used up"
         elif setting.gpu:
             command = [sys.executable, "-m", "scripts.gpu_checks.child", run, json.dumps(setting._asdict())]
             with self.log.open("wb") as log:
@@ -45,7 +45,7 @@ class Job:
         return status_of(self.process)
 
     def is_over(self) -> bool:
-        """Whether it has ended, by itself or, at its limit, by this call."""
+        """Whether it has ended; kills it if its time limit has passed."""
         if self.ended_by is None and self.status is None and time.monotonic() - self.start > self.limit:
             self.ended_by = f"not finished within {self.limit:.0f} s"
         over = self.ended_by is not None or self.status is not None
@@ -54,7 +54,7 @@ class Job:
         return over
 
     def end(self) -> None:
-        """Kill it and all that it started and left."""
+        """Kill it and all processes that it started."""
         if self.process is None:
             return
         for pid in self._processes():
@@ -66,7 +66,7 @@ class Job:
             time.sleep(0.01)
 
     def _processes(self) -> list[int]:
-        """Of its session, and those in sessions of their own by the mark in their environment."""
+        """The processes of its session, and those in other sessions with the mark in their environment."""
         mark, found = f"{MARK}={self.mark}".encode(), []
         for folder in Path("/proc").iterdir():
             if not folder.name.isdecimal() or int(folder.name) == os.getpid():
@@ -80,7 +80,7 @@ class Job:
         return found
 
     def result(self) -> dict[str, Any]:
-        """State, seconds, figure, details and, if it came to no verdict, the end of its log."""
+        """State, seconds, figure, details and, without a verdict, the end of its log."""
         file = Path(self.setting.folder) / "result.json"
         if self.ended_by is None and file.exists():
             found = json.loads(file.read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ class Job:
 
     def _how_it_died(self) -> str:
         status = self.status
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         return f"its process {how} and gave no result"
 
     def _last_lines(self) -> str:

@@ -1,4 +1,5 @@
-"""Point 1: both layouts of random models in every precision and attention: kept, equal, how long, how much memory."""
+"""Check 1: both layouts on random models in every precision and attention: whether shared prefixes are kept and equal
+to padded rows, time and memory."""
 
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ def check(setting: Setting) -> Outcome:
         row = {"family": family, "precision": precision, "attention": attention}
         try:
             rows.append(row | examine(setting, family, precision, attention))
-        except Exception as error:  # of one of the 20: the others are still worth knowing
+        except Exception as error:  # in one combination: the others still run
             rows.append(row | {"fault": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
         if setting.gpu:
             torch.cuda.empty_cache()
-            torch._dynamo.reset()  # graphs of flex_attention are counted over all models of a process
+            torch._dynamo.reset()  # the recompile limit of flex_attention counts over all models of a process
     faults = [f"{name_of(row)}: {row['fault']}" for row in rows if row["fault"]]
     differences = {p: max((r["difference"] for r in rows if r["precision"] == p and "difference" in r), default=None)
                    for p in PRECISIONS}  # fmt: skip
     sound = [row for row in rows if "times" in row]
-    figure = f"kept and right in {len(rows) - len(faults)} of {len(rows)}; worst difference " + ", ".join(
+    figure = f"kept and correct in {len(rows) - len(faults)} of {len(rows)}; worst difference " + ", ".join(
         f"{p} {d:.1e} (of {LAYOUT_TOLERANCE[p]:g})" for p, d in differences.items() if d is not None
     )
     if sound:
@@ -43,7 +44,7 @@ def check(setting: Setting) -> Outcome:
 
 
 def combinations(setting: Setting) -> list[tuple[str, str, str]]:
-    """What is tried; flex_attention compiles for each, so not everywhere."""
+    """The combinations to try; flex_attention compiles for each, so it is tried in a few only."""
     found = list(itertools.product(FAMILIES, PRECISIONS, ("eager", "sdpa")))
     flex = [("llama", p, "flex_attention") for p in PRECISIONS] + [("gpt_neox", "bfloat16", "flex_attention")]
     return found + setting.pick(flex, flex[1:2], [])
@@ -65,7 +66,7 @@ def as_line(row: dict[str, Any]) -> str:
 
 
 def examine(setting: Setting, family: str, precision: str, attention: str) -> dict[str, Any]:
-    """One model: whether it takes the layout, and a forward and backward of the same pairs both ways."""
+    """One model: whether it supports the layout, and a forward and backward of the same pairs both ways."""
     layers, hidden, heads = setting.pick((12, 768, 12), (12, 768, 12), (3, 64, 4))
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model = build(describe(family, layers, hidden, heads), dtype=dtype, attention=attention, device=setting.device)
@@ -87,12 +88,12 @@ def examine(setting: Setting, family: str, precision: str, attention: str) -> di
     if not difference <= LAYOUT_TOLERANCE[precision]:
         row["fault"] = f"off by {difference:.1e}"
     elif attention == "sdpa" and not (sdpa and set(sdpa) <= GOOD_SDPA[setting.device]):
-        row["fault"] = f"attention ran as {'+'.join(sdpa) or 'nothing that the profiler knows'}"
+        row["fault"] = f"attention ran as {'+'.join(sdpa) or 'no kernel known to the profiler'}"
     return row
 
 
 def measure(setting: Setting, model: Any, way: Any, pairs: list[Any], autocast: Any) -> dict[str, Any]:
-    """Log-probabilities, milliseconds of the second forward and backward, peak memory."""
+    """Log-probabilities, milliseconds of the second forward and backward, and peak memory."""
     [microbatch] = way.split(pairs, 1)
     inputs = microbatch.to(setting.device).inputs
     found: dict[str, Any] = {}
@@ -114,7 +115,7 @@ def measure(setting: Setting, model: Any, way: Any, pairs: list[Any], autocast: 
 
 
 def kernels_of(setting: Setting, model: Any, way: Any, pairs: list[Any], autocast: Any) -> set[str]:
-    """The implementations of `scaled_dot_product_attention` that a forward took."""
+    """The implementations of `scaled_dot_product_attention` that a forward used."""
     [microbatch] = way.split(pairs, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, autocast:
         way.forward(model, microbatch.to(setting.device).inputs)
@@ -122,8 +123,8 @@ def kernels_of(setting: Setting, model: Any, way: Any, pairs: list[Any], autocas
 
 
 def sdpa_kernel(operator: str) -> str | None:
-    """The implementation that an operator is, None if it is none."""
-    if operator == "dpo::masked_attention":  # `dpo/models/cpu_attention.py`, which stands in for SDPA
+    """The SDPA implementation that an operator stands for; None for other operators."""
+    if operator == "dpo::masked_attention":  # `dpo/models/cpu_attention.py`, which replaces SDPA
         return "ours"
     prefix = "aten::_scaled_dot_product_"
     if not operator.startswith(prefix) or operator.endswith("_backward"):

@@ -1,4 +1,5 @@
-"""Point 7: memory as `dry_run` predicts it; what freeing the reference gives back; whether whole weights still fit."""
+"""Check 7: memory predicted by `dry_run`; memory released with the reference; whether all weights can still be
+gathered."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def check(setting: Setting) -> Outcome:
     dry, real = Run(setting, "dry", *whole, "dry_run=true"), Run(setting, "real", *whole)
     said = re.search(r"in all +([\d.]+) GB", dry.done().text())
     if said is None:
-        raise CheckFailed("the dry run names no sum")
+        raise CheckFailed("the dry run printed no total")
     predicted, peak = float(said[1]), real.done().records(split="train")[-1]["memory/peak_gb"]
 
     small = (*common, *setting.pick(large, large, (f"model.name_or_path={TINY}",)), "max_length=96")
@@ -33,9 +34,9 @@ def check(setting: Setting) -> Outcome:
     fits = fits_after_updates(setting, *small)
     off, allowed, least = predicted / peak - 1, PREDICTION[setting.device], min(given_back.values())
     figure = (
-        f"predicted {predicted:.2f} GB, measured {peak:.2f}: {off:+.0%} (of {allowed:.0%}); the freed reference gave "
-        f"back {least:.0%} of its bytes (at least {GIVEN_BACK:.0%}); whole weights {'fit' if fits else 'do not fit'} "
-        f"after 20 updates"
+        f"predicted {predicted:.2f} GB, measured {peak:.2f}: {off:+.0%} (of {allowed:.0%}); freeing the reference "
+        f"released {least:.0%} of its bytes (at least {GIVEN_BACK:.0%}); gathered weights "
+        f"{'fit' if fits else 'do not fit'} after 20 updates"
     )
     passed = abs(off) <= allowed and least >= GIVEN_BACK and fits
     details = {"predicted_gb": predicted, "measured_gb": peak, "given_back": given_back, "fits": fits}
@@ -43,7 +44,7 @@ def check(setting: Setting) -> Outcome:
 
 
 def freed(setting: Setting, base: str, *overrides: str) -> float:
-    """The part of the reference's bytes that `cache_reference_logps=all` gives back once all is scored."""
+    """The share of the reference's bytes that `cache_reference_logps=all` releases once all pairs are scored."""
     found: list[float] = []
 
     def watch(trainer: type) -> type:
@@ -65,7 +66,7 @@ def freed(setting: Setting, base: str, *overrides: str) -> float:
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This process's part of a parameter, the tensor that holds its bytes."""
+    """The tensor that holds this process's part of a parameter."""
     return getattr(parameter, "_local_tensor", parameter)
 
 
@@ -74,7 +75,7 @@ def allocated(setting: Setting) -> int:
 
 
 def fits_after_updates(setting: Setting, *overrides: str) -> bool:
-    """Whether FSDP finds room for the whole weights after 20 updates, with the allocator's cache as full as can be."""
+    """Whether FSDP finds room to gather all weights after 20 updates, with the allocator's cache full."""
     from dpo.parallel.sharding import gathered_weights
 
     found: list[bool] = []
@@ -95,11 +96,11 @@ def fits_after_updates(setting: Setting, *overrides: str) -> bool:
 
 
 def fill_cache(spare: int) -> None:
-    """Leave only so many bytes of the GPU free for others than this process's allocator."""
+    """Fill the allocator's cache until only `spare` bytes of the GPU are free."""
     size = torch.cuda.mem_get_info()[0] - spare
     while size > 0:
         try:
-            torch.empty(size, dtype=torch.uint8, device="cuda")  # freed at once: the allocator keeps it
+            torch.empty(size, dtype=torch.uint8, device="cuda")  # freed immediately, and cached by the allocator
             return
         except torch.OutOfMemoryError:
             size -= 2**28

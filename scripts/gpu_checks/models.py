@@ -1,4 +1,4 @@
-"""Models that the checks make themselves: architectures with random weights, made-up pairs of random tokens."""
+"""Models and data of the checks: architectures with random weights, pairs of random tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = {  # of published models, without their weights
 
 
 def describe(family: str, layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    """The config of a small model of a family (`llama` or `gpt_neox`) for the tokenizer of the golden runs."""
+    """The config of a small model of a family (`llama` or `gpt_neox`), with the vocabulary of the golden runs."""
     return {
         "model_type": family, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
         "intermediate_size": 4 * hidden if family == "gpt_neox" else 8 * hidden // 3 // 8 * 8,
@@ -60,7 +60,7 @@ def write_settings(directory: Path, settings: dict[str, Any]) -> Path:
 
 
 def build(settings: dict[str, Any], *, dtype: Any, attention: str, device: str) -> Any:
-    """The model with random weights, the same at every call, made on the device itself; no dropout."""
+    """The model with random weights, the same at every call, created on the device; without dropout."""
     import torch
     import transformers
 
@@ -76,7 +76,7 @@ def build(settings: dict[str, Any], *, dtype: Any, attention: str, device: str) 
 
 
 def random_pairs(n: int, *, prompt: tuple[int, int], response: tuple[int, int], seed: int = 0) -> list[Any]:
-    """`n` pairs of random tokens, prompts and responses of lengths between these."""
+    """`n` pairs of random tokens, with prompt and response lengths in these ranges."""
     from dpo.data.examples import Example
 
     draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Point 9: launchers and signals with FSDPTrainer, by the command line, all at the same time."""
+"""Check 9: launchers and signals with FSDPTrainer through the command line, all at the same time."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def check(setting: Setting) -> Outcome:
     if held:
         found["one context"] = None if held == 1 else f"{held} contexts of a run with one worker"
     faults = [f"{name}: {fault}" for name, fault in found.items() if fault]
-    figure = "; ".join(faults) or f"{', '.join(found)} as they should be"
+    figure = "; ".join(faults) or f"correct: {', '.join(found)}"
     if not held:
-        figure += f"; contexts not counted: {'nvidia-smi does not list the run here' if setting.gpu else 'needs a GPU'}"
+        figure += f"; contexts not counted: {'nvidia-smi does not list the run' if setting.gpu else 'needs a GPU'}"
     return Outcome(not faults, figure, {"found": found, "contexts": held})
 
 
@@ -54,7 +54,7 @@ def start_torchrun(setting: Setting, common: tuple[str, ...]) -> Process:
 
 
 def start_slurm(setting: Setting, common: tuple[str, ...]) -> list[Run]:
-    """Two tasks on the CPU: on one GPU NCCL takes no second."""
+    """Two tasks on the CPU: NCCL does not allow two on one GPU."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -66,23 +66,24 @@ def start_slurm(setting: Setting, common: tuple[str, ...]) -> list[Run]:
 
 
 def ended(runs: list[Any]) -> str | None:
-    """What went wrong in the first run that did not end well."""
+    """What went wrong in the first run that failed."""
     statuses = [run.wait(120) for run in runs]
     wrong = [f"status {s}: {run.last_line()}" for s, run in zip(statuses, runs, strict=True) if s != 0]
     return wrong[0] if wrong else None
 
 
 def stop(run: Run, sign: Any) -> str | None:
-    """Send SIGTERM once there is a sign; what was wrong with the end, None if it was 143 and in time."""
+    """Send SIGTERM once the file `sign` exists. Returns what was wrong with the exit; None if it was 143 and in
+    time."""
     if sign is not None and not wait_for(lambda: sign.exists() or run.status is not None):
-        return "it never began"
+        return "it never started"
     if run.status is not None:
-        return f"ended with status {run.status} before it was asked to: {run.last_line()}"
+        return f"exited with status {run.status} before the signal: {run.last_line()}"
     run.signal(signal.SIGTERM)
     start = time.monotonic()
     status = run.wait(STOP_SECONDS)
     if status is None:
-        return f"not ended within {STOP_SECONDS:g} s"
+        return f"did not exit within {STOP_SECONDS:g} s"
     return None if status == 143 else f"status {status} after {time.monotonic() - start:.0f} s: {run.last_line()}"
 
 
@@ -96,7 +97,8 @@ def wait_for(there: Callable[[], Any], limit: float = 60) -> bool:
 
 
 def contexts(run: Process) -> int | None:
-    """How many contexts a run's processes hold on GPUs; None where nobody says, or a container hides whose they are."""
+    """The number of CUDA contexts of a run's processes; None without nvidia-smi, or if a container hides the
+    processes."""
     try:
         lines = ask("nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader").splitlines()
         parent = run.process.pid

@@ -1,4 +1,4 @@
-"""Point 8: the same command twice, and stopped and continued, bit for bit, with `top_p` in the generation config."""
+"""Check 8: the same command twice, and stopped and resumed, bit for bit, with `top_p` in the generation config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMON = ("loss=dpo", "loss.beta=0.1", "datasets=[hh]", "batch_size=8", "eval_ba
           "n_eval_model_samples=2", "model.reference_dtype=float32", "max_length=80", "max_prompt_length=64",
           "eval_every=24", "n_epochs=null", "lr=1e-4", "warmup_steps=2", "deterministic=true")  # fmt: skip
 HALF, WHOLE = 24, 48  # examples
-CHANGES = ("examples_per_second", "tokens_per_second", "memory/peak_gb")  # between any two runs
+CHANGES = ("examples_per_second", "tokens_per_second", "memory/peak_gb")  # differ between any two runs
 
 
 def check(setting: Setting) -> Outcome:
@@ -30,12 +30,12 @@ def check(setting: Setting) -> Outcome:
     differences = {run.name: difference(first, run.done()) for run in (again, continued)}
     faults = [f"{name}: {what}" for name, what in differences.items() if what]
     n = len(first.records(split="train"))
-    figure = "; ".join(faults) or f"{n} updates twice, and continued after {HALF // 8}: the same to the bit"
+    figure = "; ".join(faults) or f"{n} updates twice, and resumed after {HALF // 8}: identical bit for bit"
     return Outcome(not faults and n == WHOLE // 8, figure, {"differences": differences, "updates": n})
 
 
 def difference(first: Run, other: Run) -> str | None:
-    """The first thing in which two runs differ; None if they are the same: metrics, samples, weights."""
+    """The first difference between two runs in metrics, samples or weights; None if they are identical."""
     import torch
 
     for file in ("metrics.jsonl", "samples.jsonl"):

@@ -1,4 +1,4 @@
-"""Point 6: many microbatches, each of another shape: what a new shape costs, with cuDNN's attention off and on."""
+"""Check 6: many microbatches of different shapes: the cost of a new shape, with cuDNN's attention off and on."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def check(setting: Setting) -> Outcome:
     model = build(describe("llama", layers, hidden, heads), dtype=dtype, attention="sdpa", device=setting.device)
     layout, _ = layout_by_rules("shared_prefix", model, max_length=1024)
     starter, *inputs = [microbatch.to(setting.device).inputs for microbatch in microbatches(setting, layout)]
-    run(setting, model, layout, [starter])  # starts what starts once
+    run(setting, model, layout, [starter])  # warm-up
     off = churn(setting, model, layout, inputs)
     details = {"shapes": [tuple(each.input_ids.shape) for each in inputs], "without_cudnn": off}
     if not setting.gpu:
-        return Outcome(None, f"needs a GPU; here {off['new_ms']:.1f} ms more when a shape is new", details)
+        return Outcome(None, f"needs a GPU; on this CPU {off['new_ms']:.1f} ms more when a shape is new", details)
     details["with_cudnn"] = on = with_cudnn(setting, model, layout, inputs)
     cudnn = f"{on['new_ms']:.1f} ms" if "new_ms" in on else on["error"]
     figure = (
@@ -35,7 +35,7 @@ def check(setting: Setting) -> Outcome:
 
 
 def microbatches(setting: Setting, layout: Layout) -> list[Any]:
-    """41 on a GPU, each of a shape of its own: 1 to 8 pairs, texts of many lengths."""
+    """41 on a GPU, all of different shapes: 1 to 8 pairs, texts of many lengths."""
     wanted, longest = setting.pick((41, 500), (21, 500), (5, 40))
     found: dict[tuple[int, ...], Any] = {}
     for seed in range(20 * wanted):
@@ -49,7 +49,7 @@ def microbatches(setting: Setting, layout: Layout) -> list[Any]:
 
 
 def with_cudnn(setting: Setting, model: Any, layout: Layout, inputs: list[Any]) -> dict[str, Any]:
-    """The same with cuDNN's attention, which training switches off: only to compare, so it may fail."""
+    """The same with cuDNN's attention, which training disables: only for comparison, so it may fail."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
         return churn(setting, model, layout, inputs)
@@ -60,7 +60,8 @@ def with_cudnn(setting: Setting, model: Any, layout: Layout, inputs: list[Any]) 
 
 
 def churn(setting: Setting, model: Any, layout: Layout, inputs: list[Any]) -> dict[str, Any]:
-    """Milliseconds that the first time takes beyond the third, in the median; the allocator's retries meanwhile."""
+    """The median of how many milliseconds the first pass over a shape takes longer than the third; allocator
+    retries."""
     before = retries(setting)
     first = run(setting, model, layout, inputs)
     run(setting, model, layout, inputs)
@@ -81,5 +82,5 @@ def run(setting: Setting, model: Any, layout: Layout, inputs: list[Any]) -> list
 
 
 def retries(setting: Setting) -> int:
-    """How often the allocator had to give back what it kept to find room."""
+    """How often the allocator had to release its cache to find room."""
     return torch.cuda.memory_stats()["num_alloc_retries"] if setting.gpu else 0

@@ -1,6 +1,6 @@
-"""Point 11: pairs per second, share of the measured peak and memory at the shapes of published models, random weights.
+"""Check 11: pairs per second, share of the measured peak and memory for the shapes of published models, random weights.
 
-`python -m scripts.gpu_checks.speed SETTINGS` (JSON) is one measurement, in a process of its own.
+`python -m scripts.gpu_checks.speed SETTINGS` (JSON) is one measurement, in its own process.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from scripts.gpu_checks.common import Outcome, Process, Setting, prepare_torch
 from scripts.gpu_checks.models import SHAPES, build, describe, write_settings
 from scripts.gpu_checks.table import LOSS_TOLERANCE, SHARE_OF_PEAK, TIMES_FASTER
 
-PART_OF_MEMORY = 0.5  # that weights, gradients and states may take; the rest is for activations
-BYTES = 8  # of each parameter in bfloat16: policy, gradient, RMSprop's state, reference
-WORDS_SHORTER = 2.5 / 4.3  # `write_pairs` counts 2.5 tokens a word; the golden runs' tokenizer makes 4.3
+PART_OF_MEMORY = 0.5  # for weights, gradients and optimizer state; the rest is for activations
+BYTES = 8  # per parameter in bfloat16: policy, gradient, RMSprop's state, reference
+WORDS_SHORTER = 2.5 / 4.3  # `write_pairs` assumes 2.5 tokens per word; with the golden runs' tokenizer it is 4.3
 LAYOUTS = {"padded": "padded", "ours": "shared_prefix"}
 
 
@@ -50,12 +50,12 @@ def check(setting: Setting) -> Outcome:
             for n, r in results.items()]  # fmt: skip
     figure = "; ".join([*best, f"peak {peak / 1e12:,.3g} TFLOP/s", *faults])
     if not setting.gpu and not faults:
-        return Outcome(None, f"needs a GPU; here {figure}", {"peak": peak, "results": results, "lines": lines})
+        return Outcome(None, f"needs a GPU; on this CPU {figure}", {"peak": peak, "results": results, "lines": lines})
     return Outcome(not faults, figure, {"peak": peak, "results": results, "lines": lines})
 
 
 def cut_to_memory(name: str) -> tuple[dict[str, Any], str]:
-    """The model's config with as many layers as the GPU's memory takes, and how many that are in words."""
+    """The model's config with as many layers as fit the GPU's memory, and a phrase that says how many."""
     import torch
 
     if name not in SHAPES:
@@ -65,7 +65,7 @@ def cut_to_memory(name: str) -> tuple[dict[str, Any], str]:
     sizes = [count_parameters({**shape, "num_hidden_layers": n}) for n in (1, 2)]
     room = PART_OF_MEMORY * torch.cuda.get_device_properties(0).total_memory / BYTES
     layers = min(whole, max(1, int((room - sizes[0]) / (sizes[1] - sizes[0])) + 1))
-    said = f"all {whole} layers" if layers == whole else f"cut to {layers} of {whole} layers for the GPU's memory"
+    said = f"all {whole} layers" if layers == whole else f"{layers} of {whole} layers, to fit the GPU's memory"
     return {**shape, "num_hidden_layers": layers}, said
 
 
@@ -76,7 +76,7 @@ def count_parameters(settings: dict[str, Any]) -> int:
 
 
 def measure_peak(setting: Setting) -> float:
-    """FLOP/s of products in the dtype of the run."""
+    """FLOP/s of matrix products in the dtype of the run."""
     import torch
 
     from benchmarks import compare
@@ -85,7 +85,7 @@ def measure_peak(setting: Setting) -> float:
 
 
 def measured(setting: Setting, name: str, settings: dict, updates: int, overrides: list[str]) -> dict[str, Any]:
-    """What `benchmarks.compare` measures, in a process of its own."""
+    """The measurement of `benchmarks.compare`, in its own process."""
     asked = {"settings": settings, "updates": updates, "overrides": overrides, "device": setting.device}
     command = [sys.executable, "-m", "scripts.gpu_checks.speed", json.dumps(asked)]
     process = Process(setting, name, command, work=partial(measure, asked)).done()
@@ -93,7 +93,7 @@ def measured(setting: Setting, name: str, settings: dict, updates: int, override
 
 
 def measure(asked: dict[str, Any]) -> None:
-    """Print what `benchmarks.compare` measures of models whose weights are drawn on the device."""
+    """Print the measurement of `benchmarks.compare` for models with random weights, created on the device."""
     from benchmarks import compare
     from dpo.models import loading
 
@@ -125,12 +125,12 @@ def summarize(results: dict[str, dict], peak: float) -> dict[str, Any]:
 def as_line(way: str, row: dict[str, Any]) -> str:
     return (
         f"  {way:8} {row['pairs_per_second']:8.1f} pairs/s, {row['share']:4.0%} of the peak, "
-        f"{row['memory_gb']:6.2f} GB, {row['tokens_per_pair']:.0f} tokens for a pair"
+        f"{row['memory_gb']:6.2f} GB, {row['tokens_per_pair']:.0f} tokens per pair"
     )
 
 
 def faults_of(summary: dict[str, Any], setting: Setting) -> list[str]:
-    """Without a GPU only that the losses are the same."""
+    """What is below its threshold; without a GPU only whether the losses agree."""
     losses = zip(summary["ours"]["losses"], summary["padded"]["losses"], strict=True)
     apart = max(abs(ours - padded) / abs(padded) for ours, padded in losses)
     faults = [f"losses differ by {apart:.1e} (of {LOSS_TOLERANCE:g})"] if apart > LOSS_TOLERANCE else []

@@ -1,5 +1,5 @@
-"""`python -m scripts.gpu_checks.start FIRST OVERRIDES...`: train.py, after a function of the checks (`module:function`)
-has changed something in its process."""
+"""`python -m scripts.gpu_checks.start FIRST OVERRIDES...`: calls a function of the checks (`module:function`), which
+modifies the process, then runs train.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Point 4: where an update makes the host wait for the device.
+"""Check 4: where an update makes the host wait for the device.
 
-On a GPU torch says so itself (`set_sync_debug_mode`). On a CPU reads of numbers are counted; integers, which are the
-data there, are on the host on a GPU too.
+On a GPU torch reports it (`set_sync_debug_mode`). On a CPU reads of floating-point and boolean tensors are counted;
+integer tensors are data, which is on the host on a GPU too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BEFORE, WITHIN, AFTER = "before the first forward", "from the first forward to t
 
 
 def check(setting: Setting) -> Outcome:
-    """Two epochs: in the second the reference's part is known."""
+    """Two epochs: in the second the reference's log-probabilities are cached."""
     data = few_words(setting, 24)
     details: dict[str, Any] = {"lines": []}
     within = most = 0
@@ -39,7 +39,7 @@ def check(setting: Setting) -> Outcome:
         facts: dict[str, Any] = {}
         watch = partial(counting, updates=updates, facts=facts, gpu=setting.gpu)
         train_here(setting, base, base, watch, *COMMON, f"dataset_sources.hh={data}")
-        counted = updates[1:]  # the first starts what starts once
+        counted = updates[1:]  # the first is the warm-up
         details[base] = {"updates": [as_table(update) for update in counted], **facts}
         within = max(within, *(n_within(update) for update in counted))
         most = max(most, *(update.total() for update in counted))
@@ -61,7 +61,7 @@ def as_table(update: Counter) -> list[dict[str, Any]]:
 
 
 def counting(trainer: type, *, updates: list[Counter], facts: dict[str, Any], gpu: bool) -> type:
-    """The trainer, each of whose updates adds a count of waits by phase and place."""
+    """The trainer, extended to count the waits of each update by phase and place."""
 
     class Counted(trainer):
         def train_step(self, batch: Any) -> Any:
@@ -94,7 +94,7 @@ def counting(trainer: type, *, updates: list[Counter], facts: dict[str, Any], gp
 
 
 def place_of_ours() -> str:
-    """The innermost line of the project's on the stack, this package's apart."""
+    """The project's innermost line on the stack, outside this package."""
     here = Path(__file__).parent
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
@@ -126,7 +126,7 @@ def is_result(tensor: torch.Tensor) -> bool:
 
 
 class _Reads(TorchDispatchMode):
-    """Notes a read of a tensor of results unless it comes from a copy that was made for the host."""
+    """Notes each read of a result tensor, except of copies made for the host."""
 
     def __init__(self, note: Callable[[], None]) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class _Reads(TorchDispatchMode):
 
 @contextmanager
 def reads_on_cpu(note: Callable[[], None]) -> Iterator[None]:
-    """Call `note` wherever numbers are read from a tensor of results, or it is copied for the host."""
+    """Call `note` wherever values of a result tensor are read, or it is copied for the host."""
     tolist, cpu, reads = torch.Tensor.tolist, torch.Tensor.cpu, _Reads(note)
 
     def counted_tolist(tensor: torch.Tensor) -> Any:

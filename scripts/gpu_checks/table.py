@@ -1,4 +1,4 @@
-"""The checks in order of value, how long each may take, and all thresholds."""
+"""The checks, the most valuable first, their time limits, and all thresholds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Check(NamedTuple):
     run: str  # module:function
     title: str
-    limit: float  # seconds, after which it is ended
-    alone: bool = False  # on a GPU: it measures time or memory
+    limit: float  # seconds, after which it is killed
+    alone: bool = False  # runs alone on a GPU, because it measures time or memory
 
 
 HERE = __package__
@@ -30,7 +30,7 @@ CHECKS = {
     "two-ranks": Check(f"{HERE}.two_ranks:check", "two ranks on one device: FSDP, tensor parallelism, a hang", 120),
     "speed": Check(f"{HERE}.speed:check", "share of the measured peak, and times faster than padded", 180, alone=True),
 }
-BUDGET = 600.0  # seconds for all of them, on a GPU; what then has not run has failed
+BUDGET = 600.0  # seconds for all checks on a GPU; those that have not run by then have failed
 
 # layouts
 LAYOUT_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.02, "autocast": 0.02}  # relative; float32 with TF32's products
@@ -44,13 +44,13 @@ GOLDEN_FIRST, GOLDEN, GOLDEN_IPO = 3e-5, 5e-4, 1e-3
 # fsdp: bfloat16 against float32, as in tests/runs/test_golden.py
 BFLOAT16_BAND = {"logps": 5e-3, "loss": 0.1, "grad_norm": 0.1, "rewards": 0.2}
 # syncs
-MOST_READS = 1  # of the device by the host, in an update
+MOST_READS = 1  # reads of the device by the host per update
 # compile
-TIMES_FASTER_COMPILED = 0.9  # than eager: not slower, but for noise
+TIMES_FASTER_COMPILED = 0.9  # than eager: not slower, with a margin for noise
 # shapes
 NEW_SHAPE_MS = 5.0  # of the host's time; cuDNN's plans take 23 to 37
 # memory
-PREDICTION = {"cuda": 0.15, "cpu": 0.3}  # relative; on a CPU the libraries are most of so small a run
+PREDICTION = {"cuda": 0.15, "cpu": 0.3}  # relative; on a CPU libraries take most of the memory of so small a run
 GIVEN_BACK = 0.95  # of the reference's bytes
 # processes
 STOP_SECONDS = 60.0
@@ -58,6 +58,6 @@ STOP_SECONDS = 60.0
 RANKS_TOLERANCE = 1e-3  # of float32 metrics, relative, rewards absolute below 1
 HANG_SECONDS = 75.0  # from the start, for a timeout of 15
 # speed
-SHARE_OF_PEAK = 0.25  # set before anyone has run it on a GPU
+SHARE_OF_PEAK = 0.25  # a guess: set without a GPU
 LOSS_TOLERANCE = 0.02  # relative, between the layouts
 TIMES_FASTER = 1.2

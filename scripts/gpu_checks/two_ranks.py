@@ -1,6 +1,6 @@
-"""Point 10: two ranks on one device over gloo: sharded (FSDP2), cut (tensor parallelism), and one that hangs.
+"""Check 10: two ranks on one device over gloo: FSDP2, tensor parallelism, and a rank that hangs.
 
-NCCL wants a GPU for each rank. Whether gloo's collectives take tensors of a GPU is tried first, without our code:
+NCCL needs a GPU per rank. Whether gloo's collectives accept CUDA tensors is tried first, without our code:
 `python -m scripts.gpu_checks.two_ranks RANK STORE` is one rank of that.
 """
 
@@ -47,7 +47,7 @@ def check(setting: Setting) -> Outcome:
 
 
 def start_pair(setting: Setting, trainer: str, first: str, *overrides: str, name: str | None = None) -> list[Run]:
-    """Two ranks as torchrun would start them, but both on the first device."""
+    """Two ranks, started as by torchrun but both on the first device."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -63,7 +63,7 @@ def start_pair(setting: Setting, trainer: str, first: str, *overrides: str, name
 
 
 def on_gloo() -> None:
-    """Let this rank meet the other over gloo with a GPU too, of which it then takes the first."""
+    """Make this rank use gloo even with a GPU; it then takes the first one."""
     from dpo.system import launching
 
     assert callable(launching._backend)
@@ -71,7 +71,7 @@ def on_gloo() -> None:
 
 
 def hang() -> None:
-    """Let rank 1 stop for good in its second update."""
+    """Make rank 1 hang in its second update."""
     from trainers import BasicTrainer
 
     on_gloo()
@@ -99,7 +99,7 @@ def farthest(ours: list[dict], theirs: list[dict]) -> float:
 
 
 def end_of_hang(pair: list[Run]) -> tuple[float, str | None]:
-    """Seconds until the rank that waits has ended, and what was wrong with its end."""
+    """Seconds until the waiting rank has exited, and what was wrong with its exit."""
     waits, hangs = pair
     start = time.monotonic()
     status = waits.wait(HANG_SECONDS)
@@ -108,7 +108,7 @@ def end_of_hang(pair: list[Run]) -> tuple[float, str | None]:
     if status is None:
         return seconds, f"the other rank still waited after {HANG_SECONDS:g} s"
     if status == 0 or "rank 1 did not answer" not in waits.text():
-        return seconds, f"the other rank ended with status {status} and blamed nobody: {waits.last_line()}"
+        return seconds, f"the other rank exited with status {status} and named no rank: {waits.last_line()}"
     return seconds, None
 
 
@@ -116,14 +116,14 @@ def end_of_hang(pair: list[Run]) -> tuple[float, str | None]:
 
 
 def try_gloo(setting: Setting) -> None:
-    """Raises Skipped if torch's gloo cannot do the collectives of FSDP on tensors of a GPU."""
+    """Raises Skipped if torch's gloo cannot do FSDP's collectives on CUDA tensors."""
     store = str(Path(setting.folder) / "store")
     command = [sys.executable, "-m", "scripts.gpu_checks.two_ranks"]
     ranks = [Process(setting, f"gloo-{rank}", [*command, str(rank), store]) for rank in range(2)]
     statuses = [rank.wait(45) for rank in ranks]
     for status, rank in zip(statuses, ranks, strict=True):
         if status != 0:
-            raise Skipped(f"not possible: gloo on CUDA tensors ended with status {status}: {rank.last_line()}")
+            raise Skipped(f"not possible: gloo on CUDA tensors exited with status {status}: {rank.last_line()}")
 
 
 def probe(rank: int, store: str) -> None:

@@ -22,7 +22,7 @@ from dpo.training.self_test import self_test
 try:
     import tensor_parallel
 except ImportError as error:
-    tensor_parallel, reason = None, f"the package tensor_parallel does not import: {error}"
+    tensor_parallel, reason = None, f"the package tensor_parallel cannot be imported: {error}"
 else:
     reason = ""
 

@@ -206,7 +206,7 @@ def test_the_launcher_passes_a_signal_on_and_all_exit_with_143(rows, whole_shard
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 143, said
     assert said.count("SIGTERM: stopping after saving a checkpoint\n") == 1
-    go_on = f"stopped, as asked; to go on: the same command with local_run_dir={tmp_path / 'run'} resume=auto"
+    go_on = f"rerun the same command with local_run_dir={tmp_path / 'run'} resume=auto to continue"
     assert said.count(go_on) == 1
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 
@@ -218,7 +218,7 @@ def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(rows, w
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert said.count("Ctrl-C: stopping after saving a checkpoint; press Ctrl-C again") == 1
-    assert said.count("stopped, as asked") == 1
+    assert said.count("stopped by signal") == 1
     assert "Traceback" not in said
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 

@@ -166,7 +166,7 @@ def test_auto_starts_where_there_is_nothing_and_ends_where_all_is_done(run, tmp_
 
     run("run", "resume=auto", "n_examples=8")
 
-    assert f"{tmp_path}/run/step-8 is the end of its run: nothing is left to do" in capsys.readouterr().out
+    assert f"{tmp_path}/run/step-8: this run is already complete" in capsys.readouterr().out
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
@@ -339,7 +339,7 @@ def test_a_run_that_continues_elsewhere_knows_its_origin_when_that_is_pruned(run
     shutil.rmtree(tmp_path / "there" / "step-8")
     capsys.readouterr()
     run(*again)
-    assert "step-24 is the end of its run: nothing is left to do" in capsys.readouterr().out
+    assert "step-24: this run is already complete" in capsys.readouterr().out
 
 
 def test_a_link_that_a_copy_made_a_directory_is_one_sentence(run, tmp_path):

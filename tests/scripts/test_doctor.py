@@ -54,7 +54,7 @@ def test_text_report_of_this_machine(tmp_path):
     assert result.returncode == ("problem" in findings.values())  # a warning is none
     assert lines[-1].startswith(f"{list(findings.values()).count('problem')} problem")
     if not torch.cuda.is_available():
-        assert "gloo over 2 processes: right, 16 MB in" in result.stdout
+        assert "gloo over 2 processes: correct, 16 MB in" in result.stdout
         assert "recommended: trainer=BasicTrainer, float32, model=demo" in lines
         [text] = re.findall(r"ok       products.*\n.*", result.stdout)
         assert re.search(
@@ -174,7 +174,7 @@ def test_a_disk_that_cannot_be_written_is_a_problem(monkeypatch):
     monkeypatch.setattr(doctor.os, "access", lambda place, mode: False)
     [finding] = doctor.check_disk()
     assert finding.level == "problem"
-    assert finding.text.endswith("cannot be written")
+    assert finding.text.endswith("is not writable")
 
 
 def test_packages_are_held_against_the_requirements(tmp_path):
@@ -204,7 +204,7 @@ def test_an_unknown_block_class_is_a_problem(tmp_path):
 @pytest.mark.parametrize(
     ("netrc", "environment", "level", "text"),
     [
-        (None, {}, "warning", "no API key: a run that cannot ask for one on a terminal logs offline"),
+        (None, {}, "warning", "no API key: without a terminal to ask for one, runs log offline"),
         (None, {"WANDB_API_KEY": SECRET}, "ok", "an API key is in the environment"),
         (None, {"WANDB_API_KEY": SECRET, "WANDB_MODE": "offline"}, "ok", "WANDB_MODE=offline"),
         (f"machine api.wandb.ai login user password {SECRET}", {}, "ok", "an API key for api.wandb.ai is in NETRC"),
@@ -289,13 +289,13 @@ def install(folder: Path, code: str, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("code", "level", "text"),
     [
-        ("", "ok", "2.0.0 imports, for tensor_parallel.backend=tensor_parallel"),
+        ("", "ok", "2.0.0 can be imported; used by tensor_parallel.backend=tensor_parallel"),
         (
             "import pkg_resrc",
             "warning",
-            "2.0.0 does not import: ModuleNotFoundError: No module named 'pkg_resrc'",
+            "2.0.0 cannot be imported: ModuleNotFoundError: No module named 'pkg_resrc'",
         ),
-        ("import os; os.abort()", "warning", "2.0.0 does not import: status -6"),
+        ("import os; os.abort()", "warning", "2.0.0 cannot be imported: status -6"),
     ],
 )
 def test_an_optional_package_that_is_there_is_imported(code, level, text, monkeypatch, tmp_path):
@@ -318,9 +318,9 @@ def test_bandwidth_is_bytes_over_time_and_what_each_link_carries():
 
     # the slowest rank counts; 4 ranks send and receive 2 * 3/4 of the tensor
     assert finding[:2] == ("all-reduce", "ok")
-    assert finding.text == "nccl over 4 processes: right, 256 MB in 2.0 ms: 128.0 GB/s, bus 192.0 GB/s"
+    assert finding.text == "nccl over 4 processes: correct, 256 MB in 2.0 ms: 128.0 GB/s, bus 192.0 GB/s"
     alone = doctor.reduce_finding([{**result, "seconds": 0.001}], "nccl")
-    assert alone.text == "nccl over 1 process: right, 256 MB in 1.0 ms: 256.0 GB/s"
+    assert alone.text == "nccl over 1 process: correct, 256 MB in 1.0 ms: 256.0 GB/s"
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

@@ -52,11 +52,11 @@ def test_only_some_and_as_text():
     assert done.stdout.splitlines()[1].startswith(" 6 shapes     skipped")
     assert done.stdout.splitlines()[-2:] == [
         "0 passed, 0 failed, 1 skipped",
-        "torch sees no GPU here: what passed says little about one",
+        "torch sees no GPU: checks that passed on this CPU say little about one",
     ]
     refused = run_script("-m", "scripts.gpu_check", "--only", "shapes,sped")
     assert refused.returncode == 2
-    assert "--only names sped; there are layouts, demo," in refused.stderr
+    assert "--only: unknown checks sped; the checks are layouts, demo," in refused.stderr
 
 
 FAULTS = {
@@ -101,7 +101,7 @@ def test_a_failed_check_is_exit_status_1_and_the_time_for_all_is_limited(setting
 
     checks = {"late": Check("support.gpu_faults:passes", "late", 60)}
     [late] = run_checks(checks, setting, budget=0)
-    assert (late.state, late.figure) == ("failed", "not run: the time for all checks is over")
+    assert (late.state, late.figure) == ("failed", "not run: the time for all checks is used up")
 
 
 # --- what each of them finds -----------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_a_difference_between_the_layouts_and_a_wrong_kernel_fail(setting, monke
     assert "llama bfloat16 sdpa: attention ran as ours" in outcome.figure
 
     monkeypatch.setitem(table.LAYOUT_TOLERANCE, "bfloat16", 0.0)
-    assert "kept and right in 0 of 2" in layouts.check(setting).figure
+    assert "kept and correct in 0 of 2" in layouts.check(setting).figure
     names = ("efficient_attention", "cudnn_attention", "attention_math", "efficient_attention_backward")
     kernels = [layouts.sdpa_kernel(f"aten::_scaled_dot_product_{name}") for name in names]
     assert kernels == ["efficient", "cudnn", "math", None]
@@ -178,14 +178,14 @@ def test_a_run_that_ignores_sigterm_or_ends_otherwise_is_found(setting, monkeypa
     monkeypatch.setattr(processes, "STOP_SECONDS", 1.0)
     deaf = Process(setting, "deaf", ["sh", "-c", "trap '' TERM; echo begun; while true; do sleep 0.1; done"])
     assert processes.wait_for(lambda: "begun" in deaf.text())
-    assert processes.stop(deaf, None) == "not ended within 1 s"
+    assert processes.stop(deaf, None) == "did not exit within 1 s"
     assert deaf.process.wait() == -signal.SIGKILL
 
     killed = Process(setting, "killed", ["sleep", "60"])
     assert processes.stop(killed, None).startswith(f"status {-signal.SIGTERM} after")
     early = Process(setting, "early", ["sh", "-c", "echo no such model; exit 2"])
     early.wait()
-    assert processes.stop(early, None) == "ended with status 2 before it was asked to: no such model"
+    assert processes.stop(early, None) == "exited with status 2 before the signal: no such model"
     with pytest.raises(CheckFailed, match="early ended with status 2: no such model"):
         early.done()
 
@@ -197,7 +197,7 @@ def test_a_hang_must_end_the_other_rank_and_be_named(setting, monkeypatch):
     seconds, blame = two_ranks.end_of_hang(pair("echo because rank 1 did not answer within 15; exit 3"))
     assert blame is None
     assert seconds < 10
-    assert "blamed nobody: no idea" in two_ranks.end_of_hang(pair("echo no idea; exit 3"))[1]
+    assert "named no rank: no idea" in two_ranks.end_of_hang(pair("echo no idea; exit 3"))[1]
     monkeypatch.setattr(two_ranks, "HANG_SECONDS", 0.5)
     assert two_ranks.end_of_hang(pair("exec sleep 60"))[1] == "the other rank still waited after 0.5 s"
 
@@ -212,7 +212,7 @@ def test_shapes_of_published_models_are_cut_to_the_gpus_memory_and_say_so(monkey
     properties = SimpleNamespace(total_memory=80e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     settings, said = speed.cut_to_memory("llama-3-8b")
-    assert (settings["num_hidden_layers"], said) == (18, "cut to 18 of 32 layers for the GPU's memory")
+    assert (settings["num_hidden_layers"], said) == (18, "18 of 32 layers, to fit the GPU's memory")
     assert speed.cut_to_memory("pythia-2.8b")[1] == "all 32 layers"
     assert speed.count_parameters(speed.SHAPES["llama-3-8b"]) == 8_030_261_248
     assert speed.count_parameters(speed.SHAPES["pythia-2.8b"]) == 2_775_208_960

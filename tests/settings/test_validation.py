@@ -150,12 +150,12 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         ("loss.label_smoothing=-0.1", "loss.label_smoothing=-0.1 must be a number in [0, 0.5)"),
         ("n_epochs=null", "n_epochs and n_examples are both null"),
         ("eval_every=3", "eval_every=3 (examples) must be at least batch_size=4"),
-        ("batch_size=four", "batch_size=four must be a whole number above 0"),
-        ("batch_size=4.0", "batch_size=4.0 must be a whole number above 0"),
-        ("batch_size=true", "batch_size=True must be a whole number above 0"),  # a bool is an int in Python
-        ("batch_size=null", "batch_size=None must be a whole number above 0"),
-        ("warmup_steps=-1", "warmup_steps=-1 must be a whole number, 0 or more"),
-        ("seed=4294967296", "seed=4294967296 must be a whole number from 0 to 2**32 - 1"),
+        ("batch_size=four", "batch_size=four must be an integer >= 1"),
+        ("batch_size=4.0", "batch_size=4.0 must be an integer >= 1"),
+        ("batch_size=true", "batch_size=True must be an integer >= 1"),  # a bool is an int in Python
+        ("batch_size=null", "batch_size=None must be an integer >= 1"),
+        ("warmup_steps=-1", "warmup_steps=-1 must be an integer >= 0"),
+        ("seed=4294967296", "seed=4294967296 must be an integer from 0 to 2**32 - 1"),
         ("lr=nan", "lr=nan must be a number above 0"),
         ("lr=inf", "lr=inf must be a number above 0"),
         ("collective_timeout_secs=1e30", "collective_timeout_secs=1e+30 must be seconds above 0, ten million at most"),
