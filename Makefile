@@ -1,5 +1,6 @@
 # make demo   train a small model end to end: SFT, then DPO (3 minutes on 2 cores, after installation)
-# make test   lint and tests
+# make test   lint and tests, 5 minutes on 2 cores; of large matrices the corners
+# make test-all  all tests, also those marked slow; before an issue is closed
 # make doctor what this machine has, what is wrong with it, what to train with
 # make gpu-check the acceptance run on a GPU, 10 minutes; without one what a CPU can show of it
 # make lock  requirements.lock made anew, after requirements.txt or requirements-dev.txt changed
@@ -8,15 +9,18 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-IN_PARALLEL := -n auto --maxprocesses 4
+IN_PARALLEL := -n auto --dist worksteal  # tests/conftest.py says how many
 
-.PHONY: demo test lint doctor golden gpu-check format lock clean-demo
+.PHONY: demo test test-all lint doctor golden gpu-check format lock clean-demo
 
 demo: $(VENV)/.installed
 	$(RUN) -m scripts.demo
 
 test: lint
-	$(RUN) -m pytest -q $(IN_PARALLEL) --dist loadfile
+	$(RUN) -m pytest -q $(IN_PARALLEL)
+
+test-all: lint
+	$(RUN) -m pytest -q $(IN_PARALLEL) -m ""
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
@@ -29,7 +33,7 @@ gpu-check: $(VENV)/.installed
 	$(RUN) -m scripts.gpu_check
 
 golden: $(VENV)/.installed-dev
-	$(RUN) -m pytest -q tests/@test_golden.py -m "" $(IN_PARALLEL)
+	$(RUN) -m pytest -q tests/runs/test_golden.py -m "" $(IN_PARALLEL)
 
 format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix .
