@@ -25,6 +25,7 @@ test-all: lint
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/basedpyright --pythonpath $(RUN)
 
 doctor: $(VENV)/.installed
 	$(RUN) -m scripts.doctor
