@@ -75,7 +75,7 @@ CORNERS = {  # `make test` runs the plain runs and each layout and mesh once, `m
     ("words-dpo", "references cached, sharded"),
     ("words-dpo", "sharded", 1),
     ("words-ipo", "cut", 2),
-    ("words-dpo", "cut and sharded", 2),
+    ("words-sft", "cut and sharded", 2),
     ("words-dpo", "cut by the package", 1),
 }
 
