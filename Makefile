@@ -1,5 +1,6 @@
 # make demo   train a small model end to end: SFT, then DPO (3 minutes on 2 cores, after installation)
-# make test   lint and tests
+# make test   lint and tests, 5 minutes on 2 cores; of large matrices the corners
+# make test-all  all tests, also those marked slow; before an issue is closed
 # make doctor what this machine has, what is wrong with it, what to train on it
 # make gpu-check the acceptance run on a GPU, 10 minutes; without a GPU, the checks that make sense on a CPU
 # make lock   write requirements.lock again, after requirements.txt or requirements-dev.txt changed
@@ -8,19 +9,23 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-IN_PARALLEL := -n auto --maxprocesses 4
+IN_PARALLEL := -n auto --dist worksteal  # tests/conftest.py says how many
 
-.PHONY: demo test lint doctor golden gpu-check format lock clean-demo
+.PHONY: demo test test-all lint doctor golden gpu-check format lock clean-demo
 
 demo: $(VENV)/.installed
 	$(RUN) -m scripts.demo
 
 test: lint
-	$(RUN) -m pytest -q $(IN_PARALLEL) --dist loadfile
+	$(RUN) -m pytest -q $(IN_PARALLEL)
+
+test-all: lint
+	$(RUN) -m pytest -q $(IN_PARALLEL) -m ""
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/basedpyright --pythonpath $(RUN)
 
 doctor: $(VENV)/.installed
 	$(RUN) -m scripts.doctor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +43,7 @@ HUB_IDS = {
 ROWS_PER_WORKER = 5000  # Stack Exchange's: a few seconds of work, more than a worker's start takes
 
 
-def _progress(rows: Sequence, name: str, silent: bool) -> Iterator:
+def _progress(rows: Sequence, name: str, silent: bool) -> Iterable:
     # disable=None shows the bar only on a terminal
     return tqdm.tqdm(rows, desc=f"Processing {name}", disable=True if silent else None)
 

@@ -28,7 +28,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from dpo.system.host_memory import host_memory
@@ -257,7 +257,8 @@ def check_block_class(configs: Path = ROOT / "config" / "model") -> list[Finding
     """Whether transformers still has the block class that each model config names."""
     import yaml
 
-    [library] = importlib.util.find_spec("transformers").submodule_search_locations
+    package: Any = importlib.util.find_spec("transformers")
+    [library] = package.submodule_search_locations
     files = Path(library).glob("models/*/modeling_*.py")  # read as text: importing them all would take minutes
     known = {name for file in files for name in re.findall(r"^class (\w+)", file.read_text("utf-8"), re.M)}
     named = {c.stem: yaml.safe_load(c.read_text("utf-8"))["block_name"] for c in sorted(configs.glob("*.yaml"))}
@@ -271,6 +272,7 @@ def check_backends() -> list[Finding]:
 
     findings = [Finding("flex_attention", OK, f"torch has {flex_attention.flex_attention.__name__}")]
     for module, (user, install) in BACKENDS.items():
+        version = ""
         try:
             version = importlib.metadata.version(module)
             ask(sys.executable, "-P", "-c", f"import {module}", limit=START_LIMIT)

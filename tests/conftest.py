@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from support.runs import GOLDEN, ROOT, small_run, write_rows
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, for many tests wait; each takes a gigabyte of memory."""
+    return min(len(os.sched_getaffinity(0)) + 1, 5)
 
 
 @pytest.fixture(scope="session")

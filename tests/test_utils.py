@@ -125,7 +125,8 @@ def _gather_on_one_of_two(rank: int, port: int, folder: str) -> None:
 def test_two_processes_gather_every_rows_in_rank_order_and_one_of_them_prints(tmp_path, monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    torch.multiprocessing.spawn(_gather_on_one_of_two, (utils.get_open_port(), str(tmp_path)), nprocs=2)
+    arguments = (utils.get_open_port(), str(tmp_path))
+    torch.multiprocessing.start_processes(_gather_on_one_of_two, arguments, nprocs=2, start_method="forkserver")
 
     rows = "[[1.0, 2.0], [10.0, 20.0], [101.0, 102.0], [110.0, 120.0]]"
     assert (tmp_path / "0.txt").read_text().splitlines() == ["only rank 0", rows]

@@ -237,7 +237,7 @@ def _alike(ours: Any, theirs: Any) -> bool:
 
 
 @cache
-def _keys_of_state(kind: type[torch.optim.Optimizer], ndim: int) -> set[str]:
+def _keys_of_state(kind: Callable[..., torch.optim.Optimizer], ndim: int) -> set[str]:
     """The keys of an optimizer class's state per parameter, found by updating one."""
     parameter = torch.nn.Parameter(torch.zeros((2,) * ndim))
     parameter.grad = torch.zeros_like(parameter)

@@ -111,13 +111,14 @@ def padded_batch(
 def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, torch.Tensor]:
     """The prompts of examples, padded on the left as generation wants them: `prompt_{input_ids,attention_mask}`."""
     elements = [{"prompt_input_ids": list(e.prompt), "prompt_attention_mask": [1] * len(e.prompt)} for e in examples]
-    return collate(elements, find_pad_token(tokenizer))  # type: ignore[return-value]
+    batch: Any = collate(elements, find_pad_token(tokenizer))
+    return batch
 
 
 def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> Batch:
     """Rows of lists padded to one batch of int64 tensors on the CPU; what is no list of tokens stays a list."""
     pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
-    batch: dict[str, Any] = {}
+    batch: Any = {}
     for key in rows[0]:
         values = [row[key] for row in rows]
         kind = next((suffix for suffix in pad_values if key.endswith(suffix)), None)
@@ -127,7 +128,7 @@ def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> Batch:
         side = "left" if key.startswith("prompt") else "right"
         tensors = [torch.tensor(value, dtype=torch.int64) for value in values]
         batch[key] = pad_sequence(tensors, batch_first=True, padding_value=pad_values[kind], padding_side=side)
-    return batch  # type: ignore[return-value]
+    return batch
 
 
 def find_pad_token(tokenizer: Any) -> int:
@@ -149,11 +150,12 @@ def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], Batch]:
 
 def concatenated_inputs(batch: Batch) -> dict[str, torch.Tensor]:
     """Chosen rows, then rejected rows, padded to one length: `concatenated_{input_ids,attention_mask,labels}`."""
-    length = max(batch["chosen_input_ids"].shape[1], batch["rejected_input_ids"].shape[1])
+    rows: dict[str, Any] = {**batch}
+    length = max(rows["chosen_input_ids"].shape[1], rows["rejected_input_ids"].shape[1])
     pad_values = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
     return {
         f"concatenated_{key}": torch.cat(
-            [pad_to_length(batch[f"{side}_{key}"], length, value) for side in ("chosen", "rejected")]
+            [pad_to_length(rows[f"{side}_{key}"], length, value) for side in ("chosen", "rejected")]
         )
         for key, value in pad_values.items()
     }

@@ -146,8 +146,9 @@ def _count_texts(report: SplitReport, examples: Sequence[dict[str, str]]) -> Non
         pair = tuple(texts.values())
         report.empty_responses += not all(text.strip() for text in pair)
         if len(pair) == 2:
-            report.duplicated_pairs += pair in seen
-            report.contradictory_pairs += pair[::-1] in seen and pair[0] != pair[1]
+            report.duplicated_pairs += pair in seen  # pyright: ignore[reportOperatorIssue]  # None only at the end
+            reverse = pair[::-1] in seen and pair[0] != pair[1]
+            report.contradictory_pairs += reverse  # pyright: ignore[reportOperatorIssue]  # None only at the end
             seen.add(pair)
 
 
@@ -215,7 +216,8 @@ def _count_tokens(
     )
     report.truncated_prompts += len(cut_prompt) < len(prompt_ids)
     report.truncated_responses += any(len(c) <= len(f) for c, f in zip(cut, full, strict=True))
-    report.identical_pairs += len(cut) == 2 and cut[0] == cut[1]
+    identical = len(cut) == 2 and cut[0] == cut[1]
+    report.identical_pairs += identical  # pyright: ignore[reportOperatorIssue]  # None only at the end
     report.longest = max(report.longest, len(cut_prompt) + max(map(len, cut)))
     return tuple(len(ids) for ids in cut)
 
@@ -279,7 +281,8 @@ class TrainingData:
         return cls(
             tokenizer,
             TextEncoder(tokenizer, largest=largest),
-            *(StoredPrompts(PromptFile(*where)) for where in (train, test)),
+            StoredPrompts(PromptFile(*train)),
+            StoredPrompts(PromptFile(*test)),
             Preflight(**splits, **report),
         )
 

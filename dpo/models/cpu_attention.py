@@ -91,7 +91,7 @@ def masked_attention_backward(
             grad_value[:, columns] += p.to(g.dtype).mT @ g_rows
     grads[0] *= scale
     grads[1] *= scale
-    return tuple(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True))
+    return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
 
 
 def _grouped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

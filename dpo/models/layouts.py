@@ -89,7 +89,7 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
         input_ids[i, :end] = (*prompt, *response)
         attention_mask[i, :end] = 1
         labels[i, start:end] = response
-    return PaddedRows(*map(torch.from_numpy, (input_ids, attention_mask, labels)), sides)
+    return PaddedRows(*map(torch.from_numpy, (input_ids, attention_mask, labels)), sides=sides)
 
 
 class SharedPrefix:

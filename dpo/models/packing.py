@@ -44,7 +44,7 @@ class Packed:
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
         """Every tensor changed: moved or pinned."""
         tensors = (getattr(self, field.name) for field in fields(self)[:-2])
-        return Packed(*map(change, tensors), self.shape)
+        return Packed(*map(change, tensors), shape=self.shape)
 
     def masks(self, purpose: Any, make: Callable[[], Any]) -> Any:
         """What `make` gives for a purpose, made once: policy and reference often share it. Only the last is kept."""
@@ -179,7 +179,7 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
                 slots += range(response * shape[1] + first, response * shape[1] + len(ids))
                 at = end
     tensors = (input_ids, position_ids, tree_of, branch_of, *map(_int64, (scored, targets, slots)), response_index)
-    return Packed(*(torch.from_numpy(np.ascontiguousarray(t)) for t in tensors), shape)
+    return Packed(*(torch.from_numpy(np.ascontiguousarray(t)) for t in tensors), shape=shape)
 
 
 def _int64(values: list[int]) -> np.ndarray:

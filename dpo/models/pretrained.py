@@ -88,9 +88,10 @@ def load_model(
         elif archive is not None:
             model = _model_of_archive(name, archive, found, **made, device_map=device_map)
         else:
-            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 name, **found, **made, device_map=device_map, output_loading_info=True
             )
+            model, loading = loaded
             _refuse_gaps(name, loading)
     disable_dropout(model)
     return model
@@ -112,7 +113,8 @@ def _model_of_archive(
     structure = load_structure(name, **found, **made)
     weights = read_archive(archive, structure)
     in_file = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
-    model, loading = type(structure).from_pretrained(
+    kind: Any = type(structure)
+    model, loading = kind.from_pretrained(
         None,
         config=load_config(name, **found),
         state_dict=weights,

@@ -21,7 +21,7 @@ def choose_device_map(gpus: int) -> str | dict[str, int] | None:
 def move_less(model: Any, blocks: list[torch.nn.Module]) -> None:
     """Keep a spread model's outputs where they are computed, and copy inputs that its blocks share once per GPU."""
     model._hf_hook.io_same_device = False
-    copies = WeakTensorKeyDictionary()  # {tensor still in use: {device: copy}}
+    copies: Any = WeakTensorKeyDictionary()  # {tensor still in use: {device: copy}}
 
     def copied(value: Any, device: torch.device) -> Any:
         if not isinstance(value, torch.Tensor) or value.device == device or value.requires_grad:

@@ -53,7 +53,8 @@ class _SharedInput:
 
     def __init__(self) -> None:
         self.takers = 0  # modules that share the input
-        self._given = self._converted = None
+        self._given: Any = None
+        self._converted: Any = None
         self._left = 0  # takers that have not received it
 
     def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -192,7 +193,7 @@ def cut_modules(modules: Mapping[str, torch.nn.Module], plan: Mapping[str, Style
             setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
 
 
-def _compute_with_slices(module: torch.nn.Module, style: Style, mesh: DeviceMesh, width: int) -> None:
+def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, width: int) -> None:
     forward, rank = module.forward, mesh.get_local_rank()
     if style.cut == "out" and hasattr(module, "nf"):
         module.nf = module.weight.to_local().shape[1]  # the output width of transformers' Conv1D

@@ -64,6 +64,7 @@ class NonFiniteGuard(Callback):
         columns = {name: column.tolist() for name, column in update.table.items()}
         lines = []
         for row, example in enumerate(update.examples):
+            assert example.id is not None  # it came from the data
             number, index = example.id
             prompt = self.context.data.train[number]
             _, _, texts = list(examples_of(prompt, sft_mode=sft_mode))[index]

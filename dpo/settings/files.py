@@ -27,7 +27,8 @@ def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path
     if run_dir is not None:
         defaults["local_run_dir"] = str(run_dir)
     missing = _missing(OmegaConf.to_container(config), defaults)
-    return OmegaConf.merge(missing, config) if missing else config  # type: ignore[return-value]
+    merged: Any = OmegaConf.merge(missing, config) if missing else config
+    return merged
 
 
 def require(config: DictConfig) -> None:
@@ -64,9 +65,9 @@ def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def flatten(config: DictConfig) -> dict[str, Any]:
     """Dotted keys to plain values, `dataset_sources` left whole; '???' and what cannot be resolved stay as they are."""
-    values = OmegaConf.to_container(config, resolve=False)
-    whole = {key: values.pop(key) for key in ANYTHING if key in values}  # type: ignore[union-attr]
-    flat = {key: value for key, value in dotted(values) if value != {}} | whole  # type: ignore[arg-type]
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    whole = {key: values.pop(key) for key in ANYTHING if key in values}
+    flat = {key: value for key, value in dotted(values) if value != {}} | whole
     for name, value in flat.items():
         if isinstance(value, str) and "${" in value:
             try:
@@ -84,8 +85,8 @@ def keys_in(file: Path) -> list[str]:
 
 @cache  # the files do not change while a process runs
 def _load(file: Path) -> dict[str, Any]:
-    content = OmegaConf.to_container(OmegaConf.load(file))
-    return {key: value for key, value in content.items() if key not in OF_HYDRA}  # type: ignore[union-attr]
+    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    return {key: value for key, value in content.items() if key not in OF_HYDRA}
 
 
 def _missing(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:

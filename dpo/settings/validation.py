@@ -64,7 +64,8 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
     found = {key: _value_problem(key, value, keys) for key, value in values.items()}
     problems += filter(None, found.values())
     sound = {k: v for k, v in values.items() if k in keys and v != "???" and keys[k].rule.holds(v)}
-    if values.get("resume") == "auto" and "get_local_run_dir" in str(OmegaConf.to_container(config)["local_run_dir"]):
+    written: Any = OmegaConf.to_container(config)
+    if values.get("resume") == "auto" and "get_local_run_dir" in str(written["local_run_dir"]):
         problems.append("resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR")
     problems += _process_problems(sound, plan)
     problems += _combination_problems(sound)

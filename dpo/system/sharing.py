@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -31,7 +31,7 @@ def once_per_machine(
     dist.all_gather_object(machines, _machine())
     first = machines.index(machines[rank])
     key = f"once per machine, call {store.add(f'calls of {rank}', 1)}, rank"
-    made = None
+    made: Any = None
     if rank == first:
         made = _make(make, give, store, f"{key} {rank}", min(BEAT_SECS, silence_secs / 4))
     said = _wait(store, {other: f"{key} {other}" for other in map(machines.index, machines)}, silence_secs)

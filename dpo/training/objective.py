@@ -163,6 +163,7 @@ def make_objective(
     tried = [(policy, plan.compute_dtype)]
     if reference is not None and type(reference.model) is not type(policy):  # which may take less
         tried.append((reference.model, plan.reference_dtype))
+    layout = None
     for model, dtype in tried:
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             layout, note = choose_layout(
@@ -178,4 +179,5 @@ def make_objective(
             log(note)
             break
     equal = reference is not None and hold_the_same(policy, reference.model, mesh)
+    assert layout is not None
     return Objective(policy, reference, layout, mesh, autocast=autocast, models_are_equal=equal)

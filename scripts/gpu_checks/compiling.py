@@ -36,7 +36,7 @@ class Counts:
         if self.gpu:
             from torch._inductor.compile_fx import compile_fx  # what the backend "inductor" calls
 
-            compiled = compile_fx(graph, inputs)
+            compiled: Any = compile_fx(graph, inputs)
         else:
             compiled = graph.forward
 

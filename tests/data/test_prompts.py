@@ -71,8 +71,8 @@ def test_digest_and_order_of_three_epochs_are_those_of_lists_of_prompts(names, d
     """The numbers were taken when prompts were lists, which runs of that time continue from."""
     data = prepare_data(
         names, load_tokenizer(str(GOLDEN / "tiny-llama")), get_dataset=get_dataset, sft_mode=False,
-        batch_size=2, eval_batch_size=1, max_length=64, max_prompt_length=32, n_epochs=2, n_examples=None, cache_dir=None,
-        folder=tmp_path, silent=True,
+        batch_size=2, eval_batch_size=1, max_length=64, max_prompt_length=32, n_epochs=2, n_examples=None,
+        cache_dir=None, folder=tmp_path, silent=True,
         dataset_sources={"hh": str(GOLDEN / "words")},
     )  # fmt: skip
     assert data.digest == digest

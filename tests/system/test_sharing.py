@@ -6,8 +6,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -16,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from support import warm
-from support.runs import GOLDEN, ROOT, train, write_rows
+from support.runs import GOLDEN, environment_of, train, write_rows
 
 import preference_datasets
 from benchmarks.step_overhead import compose
@@ -177,13 +175,12 @@ def test_asked_to_stop_while_the_data_is_loaded_all_processes_stop_at_once(rows,
     (tmp_path / "slow").mkdir()
     os.mkfifo(tmp_path / "slow" / "train.jsonl")
     overrides = command("run", "trainer=FSDPTrainer", "world_size=2", f"dataset_sources.hh={tmp_path / 'slow'}")
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *overrides], stdout=log, stderr=log)
+    process = warm.Python("train.py", *overrides, environment=environment_of(), merge=True)
     try:
         end = os.open(tmp_path / "slow" / "train.jsonl", os.O_WRONLY)  # waits until rank 0 reads
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         start = time.monotonic()
-        assert process.wait(60) == 143, (tmp_path / "log").read_text()
+        assert process.wait(60) == 143, process.stdout.read()
         assert time.monotonic() - start < 20
         os.close(end)
     finally:
