@@ -1,36 +1,21 @@
-"""A loss and a watcher are added to a copy of the project by what CONTRIBUTING.md names, and no other line."""
+"""A loss and a callback are added to a copy of the project as CONTRIBUTING.md says, and no other line changes."""
 
 from __future__ import annotations
 
 import csv
 import math
+import re
 import shutil
+import textwrap
 from pathlib import Path
 
 import pytest
 from support.runs import ROOT, metrics_of, run_python, small_run
 
-SIMPO = '''
-def _simpo(scores: Scores, *, beta: float, gamma: float) -> Losses:
-    """SimPO (arXiv 2405.14734, eq. 6)."""
-    from torch.nn.functional import logsigmoid
-
-    chosen, rejected = beta * scores.chosen / scores.chosen_lengths, beta * scores.rejected / scores.rejected_lengths
-    return Losses(-logsigmoid(chosen - rejected - gamma), chosen.detach(), rejected.detach())
-
-
-'''
-SIMPO_ROW = '    "simpo": Loss(_simpo, reference=False),\n'
-SIMPO_YAML = """\
-# SimPO: mean log-probabilities, a margin, no reference
-name: simpo
-
-# scale of the rewards
-beta: ???
-
-# margin that the chosen response's reward is to have
-gamma: 0.5
-"""
+BLOCK = re.compile(r"```(python|yaml)\n(.*?)```", re.DOTALL)
+FUNCTION, ROW, YAML = (
+    textwrap.dedent(code) for _, code in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+)
 CSV = '''\
 """`losses.csv`: the loss of each update."""
 
@@ -80,9 +65,9 @@ def copy(tmp_path) -> Path:
         shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train.py", "trainers.py", "preference_datasets.py", "utils.py"):
         shutil.copy(ROOT / name, project)
-    insert(project / "dpo" / "losses.py", "LOSSES = {\n", SIMPO)
-    insert(project / "dpo" / "losses.py", '    "dpo": Loss(_dpo),\n', SIMPO_ROW)
-    (project / "config" / "loss" / "simpo.yaml").write_text(SIMPO_YAML)
+    insert(project / "dpo" / "losses.py", "LOSSES = {\n", FUNCTION + "\n\n")
+    insert(project / "dpo" / "losses.py", '    "dpo": Loss(_dpo),\n', ROW.removeprefix("LOSSES = {\n"))
+    (project / "config" / "loss" / "simpo.yaml").write_text(YAML)
     (project / "dpo" / "reporting" / "csv_writer.py").write_text(CSV)
     table = project / "dpo" / "reporting" / "table.py"
     insert(table, "from dpo.reporting.files", "from dpo.reporting.csv_writer import CsvWriter\n")
@@ -105,7 +90,7 @@ def test_a_loss_is_a_function_a_row_and_a_file_and_a_watcher_a_class_and_a_row(c
     updates = metrics_of(run_dir, "train")
     assert [line["updates"] for line in updates] == [1, 2, 3, 4]  # from the checkpoint after 8 examples
     for line in updates:  # the loss of a pair is at least that of the mean margin: it is convex
-        assert line["loss/train"] >= math.log1p(math.exp(0.5 - line["rewards_train/margins"])) - 1e-6
+        assert line["loss/train"] >= math.log1p(math.exp(1.0 - line["rewards_train/margins"])) - 1e-6
     with (run_dir / "losses.csv").open(newline="") as file:
         assert [(int(n), float(loss)) for n, loss in csv.reader(file)] == [
             (line["updates"], line["loss/train"]) for line in updates
