@@ -17,6 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from support.runs import metrics_of, train, write_rows
 
+from benchmarks.soak import find_differences
 from dpo.checkpoint.contents import find_misfit, find_odd_part
 from dpo.checkpoint.files import (
     MANIFEST,
@@ -408,3 +409,22 @@ def test_remove_takes_links_and_leaves_what_they_lead_to(tmp_path):
     remove(tmp_path / "a")
     assert os.listdir(tmp_path) == []
     check_writable(tmp_path / "new")
+
+
+# --- files of before -----------------------------------------------------------------------------------------------
+
+
+def as_before_callbacks(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a run as it was written before 2026-11-22, from one of today."""
+    state, callbacks = dict(state), state["callbacks"]
+    del state["callbacks"]
+    checkpoints = {**state["checkpoints"], "saved_at": state.pop("saved_at")}
+    return {**state, **callbacks["nonfinite"], "checkpoints": checkpoints, "logger": callbacks["files"]}
+
+
+def test_a_run_of_before_there_were_callbacks_continues_bit_for_bit(run, tmp_path):
+    run("whole", "nan_policy=skip")
+    run("run", "nan_policy=skip", "n_examples=16")
+    replace_state(tmp_path / "run" / "step-16" / "trainer.pt", as_before_callbacks)
+    run("run", "nan_policy=skip", "resume=auto")
+    assert find_differences(tmp_path / "whole", tmp_path / "run") == []
