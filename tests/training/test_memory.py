@@ -192,7 +192,7 @@ def test_running_out_of_memory_is_one_sentence_with_what_would_help(command, tmp
 
     assert run.wait() == 1
     said = run.log.read_text().splitlines()[-1]
-    assert re.search(r"out of memory: a process needs about [\d.]+ GB, and its device has [\d.]+ GB; less: \w", said)
+    assert re.search(r"out of memory: a process needs about [\d.]+ GB, and its device has [\d.]+ GB; try \w", said)
     assert "can't allocate memory: you tried to allocate 40000000000000 bytes" in said
     assert (tmp_path / "run" / "step-8" / "manifest.json").exists()
 
