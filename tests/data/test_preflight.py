@@ -265,7 +265,7 @@ def test_a_model_that_embeds_fewer_tokens_than_the_texts_use_is_refused(three_pa
         max(data.tokenizer(text)["input_ids"]) for p in [*data.train, *data.test] for text in (p.text, *p.responses)
     )
     data.encode.check_vocabulary(largest + 1)
-    with pytest.raises(InputError, match=rf"token id {largest}, but the model has only {largest} tokens"):
+    with pytest.raises(InputError, match=rf"token id {largest}, but the model has only {largest} embeddings"):
         data.encode.check_vocabulary(largest)
 
 
@@ -274,7 +274,7 @@ def test_a_text_that_is_tokenized_later_is_checked_too(tokenizer):
     [id_of_a] = encode(" a")
     encode.check_vocabulary(id_of_a + 1)
     beyond = next(word for word in (" b", " c", " the", " zebra") if max(tokenizer(word)["input_ids"]) > id_of_a)
-    with pytest.raises(InputError, match=rf"the model has only {id_of_a + 1} tokens"):
+    with pytest.raises(InputError, match=rf"the model has only {id_of_a + 1} embeddings"):
         encode(beyond)
 
 
