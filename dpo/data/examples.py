@@ -1,4 +1,4 @@
-"""The examples of a run: their order, and each as the token ids that a model is fed. Knows no tensor and no process."""
+"""The examples of a run: their order, and their token ids. Knows no tensor and no process."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class TextExample(NamedTuple):
     """An example as text: a pair, or an SFT target."""
 
     prompt: Prompt
-    index: int  # its place among the prompt's examples
-    texts: dict[str, str]  # chosen (under SFT the target) and, of a pair, rejected
+    index: int  # among the prompt's examples
+    texts: dict[str, str]  # chosen (under SFT the target) and, for a pair, rejected
 
 
 class Example(NamedTuple):
-    """An example as a model is fed it: token ids after truncation, EOS included."""
+    """An example as the token ids that the model is fed: truncated, including EOS."""
 
     prompt: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]  # chosen, rejected; under SFT the target
-    id: tuple[int, int] | None = None  # the prompt's place in its split, the example's place in the prompt
+    id: tuple[int, int] | None = None  # (index of the prompt in its split, of the example in its prompt)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of each response with its prompt."""
+        """The number of tokens, counting the prompt once per response."""
         return sum(len(self.prompt) + len(response) for response in self.responses)
 
     @property
     def n_scored(self) -> tuple[int, ...]:
-        """Tokens of each response that something predicts: without a prompt nothing predicts the first."""
+        """The number of scored tokens per response; without a prompt nothing predicts the first."""
         return tuple(len(response) - (not self.prompt) for response in self.responses)
 
     @property
@@ -70,10 +70,10 @@ def iterate_examples(
     n_examples: int | None,
     seed: int,
 ) -> Iterator[list[TextExample]]:
-    """The examples of each batch in the reference's order, until `n_epochs` or `n_examples` is reached.
+    """Yields the examples of each batch in the reference's order, until `n_epochs` or `n_examples` is reached.
 
-    Each epoch shuffles the order left by the one before, prompt by prompt; all pairs of a prompt follow each other.
-    The partial batch at an epoch's end is dropped, though its examples count towards `n_examples`.
+    Each epoch shuffles the prompts again, starting from the previous order; pairs of a prompt stay together. The
+    partial batch at the end of an epoch is dropped, but its examples count towards `n_examples`.
     """
     order = array("I", range(len(prompts)))
     epoch_seeds = np.random.RandomState(seed)
@@ -95,7 +95,7 @@ def iterate_examples(
 
 
 def prime(examples: Iterable[TextExample], encode: TextEncoder) -> None:
-    """Tokenize all their texts in one call."""
+    """Tokenize all texts of the examples in one call."""
     encode.prime(text for example in examples for text in (example.prompt.text, *example.texts.values()))
 
 

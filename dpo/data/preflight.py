@@ -1,4 +1,4 @@
-"""What a run will train on, said before it starts: counts per split, updates, dropped examples."""
+"""The preflight: counts what a run will train on before it starts, and refuses what it cannot train on."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from dpo.system.sharing import once_per_machine
 
 @dataclass
 class SplitReport:
-    """Counts over the examples of one split (pairs, or SFT targets, which have no counts of pairs); lengths in tokens.
+    """Counts over the examples of a split (pairs, or SFT targets, which have no counts of pairs); lengths in tokens.
 
-    What needs token ids is counted over all examples, or over a random sample of a split that is larger.
+    Counts that need token ids are over all examples, or over a random sample of a large split.
     """
 
     prompts: int = 0
     examples: int = 0
-    empty_responses: int = 0  # examples with a response of nothing but whitespace and EOS
-    duplicated_pairs: int | None = 0  # a pair that an earlier pair of its prompt repeats
-    contradictory_pairs: int | None = 0  # a pair whose reverse is also there
-    joined_words: int = 0  # examples with a response whose first word runs into the prompt's last: no space between
-    joined_example: str = ""  # where they meet, in the first of these
-    tokenized: int = 0  # examples over which the rest is counted
-    truncated_prompts: int = 0  # examples whose prompt is cut
-    truncated_responses: int = 0  # examples of which a response is cut, and with it its EOS
+    empty_responses: int = 0  # examples with a response of only whitespace and EOS
+    duplicated_pairs: int | None = 0  # pairs that repeat an earlier pair of their prompt
+    contradictory_pairs: int | None = 0  # pairs that reverse an earlier pair of their prompt
+    joined_words: int = 0  # examples with a response not separated by a space from the prompt's last word
+    joined_example: str = ""  # the text around that place, in the first of these
+    tokenized: int = 0  # number of examples in the following counts
+    truncated_prompts: int = 0  # examples with a truncated prompt
+    truncated_responses: int = 0  # examples with a truncated response, which loses its EOS
     identical_pairs: int | None = 0  # chosen and rejected are the same tokens after truncation: no gradient under DPO
     longest: int = 0  # prompt and response of one example
     mean_chosen_tokens: float = 0.0
@@ -56,7 +56,7 @@ class SplitReport:
 
 @dataclass
 class Preflight:
-    """Both splits, and what the stop rule makes of them."""
+    """The counts of both splits, and of updates."""
 
     train: SplitReport
     test: SplitReport
@@ -69,13 +69,13 @@ class Preflight:
         return max(s.longest for s in splits) if all(s.tokenized == s.examples for s in splits) else max_length
 
     def tell(self, batch_size: int) -> str:
-        """What is printed before a run starts."""
+        """The lines to print before a run starts."""
         splits = {"train": self.train, "test": self.test}
         lines = [describe(split, report) for split, report in splits.items()]
         lines += [warning for split, report in splits.items() if (warning := warn(split, report))]
         lines.append(
-            f"{self.updates:,} updates of {batch_size} examples will run; last partial batches drop "
-            f"{self.dropped_examples:,} examples"
+            f"{self.updates:,} updates of {batch_size} examples will run; {self.dropped_examples:,} examples in "
+            f"partial batches are dropped"
         )
         return "\n".join(lines)
 
@@ -89,7 +89,7 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
     if per_epoch == 0:
         return 0, examples
     if n_examples is not None:
-        whole = max(0, -(-(n_examples - per_epoch * batch_size) // examples))  # epochs before the one that reaches it
+        whole = max(0, -(-(n_examples - per_epoch * batch_size) // examples))  # full epochs before the last one
         if n_epochs is None or whole < n_epochs:
             # the batch that reaches n_examples is the last; one always runs
             last = max(1, -(-(n_examples - whole * examples) // batch_size))
@@ -108,7 +108,7 @@ def inspect_split(
 ) -> SplitReport:
     """Count every example of a split, and the tokens of at most `sample_size` of them.
 
-    The rest is tokenized in the background while training. Raises InputError that names the first text with EOS.
+    The other texts are tokenized in the background during training. Raises InputError with the first text with EOS.
     """
     report = SplitReport(prompts=len(prompts))
     ends = array("q")  # number of examples up to each prompt
@@ -140,7 +140,7 @@ def inspect_split(
 
 
 def _count_texts(report: SplitReport, examples: Sequence[dict[str, str]]) -> None:
-    """Add the counts of one prompt's examples that need no tokens."""
+    """Add the counts of a prompt's examples that need no token ids."""
     seen: set[tuple[str, ...]] = set()
     for texts in examples:
         pair = tuple(texts.values())
@@ -153,7 +153,8 @@ def _count_texts(report: SplitReport, examples: Sequence[dict[str, str]]) -> Non
 
 
 def _count_joined(report: SplitReport, prompt: Prompt, examples: Sequence[dict[str, str]]) -> None:
-    """Add the examples in which two words run together. Chat templates set turns off; some scripts know no spaces."""
+    """Count the examples in which two words run together. Not if a chat template separates turns, or the script has no
+    spaces."""
     if prompt.rendered or not _is_of_word(prompt.text[-1:]):
         return
     for texts in examples:
@@ -164,13 +165,13 @@ def _count_joined(report: SplitReport, prompt: Prompt, examples: Sequence[dict[s
 
 
 def _is_of_word(character: str) -> bool:
-    """Whether a prompt that ends with it, or a response that begins with it, needs a space there."""
+    """Whether a prompt that ends with this character, or a response that begins with it, needs a space there."""
     return bool(character) and not character.isspace() and unicodedata.east_asian_width(character) not in "WF"
 
 
 def _find_eos(prompt: Prompt, examples: Sequence[dict[str, str]], encode: TextEncoder) -> dict[str, str]:
-    """The texts of a prompt's examples that contain EOS, with the prompt. A rendered chat may: there EOS ends earlier
-    turns, as meant."""
+    """{text with EOS: its prompt} for a prompt's examples. Empty for a rendered chat, in which EOS ends earlier
+    turns."""
     if prompt.rendered:
         return {}
     eos, eos_id = encode.tokenizer.eos_token, encode.tokenizer.eos_token_id
@@ -185,12 +186,12 @@ def _refuse_eos(guilty: Mapping[str, str], encode: TextEncoder) -> None:
         raise InputError(
             f"{len(guilty)} text{'s contain' if len(guilty) > 1 else ' contains'} the EOS token "
             f"{encode.tokenizer.eos_token!r}, which would end it early; clean the data. The first: {text[:300]!r}, "
-            f"under the prompt {prompt_text[-200:]!r}"
+            f"for the prompt {prompt_text[-200:]!r}"
         )
 
 
 def _token_digest(examples: Sequence[TextExample], encode: TextEncoder) -> str:
-    """What tells a tokenizer that gives other ids, whatever its files are called or which version wrote them."""
+    """A digest that differs for tokenizers that give other token ids, whatever their files or versions."""
     tokenizer = encode.tokenizer
     digest = hashlib.sha256(repr((tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))).encode())
     for prompt, _, texts in examples:
@@ -207,7 +208,7 @@ def _find_example(prompts: Sequence[Prompt], ends: Sequence[int], number: int, s
 def _count_tokens(
     report: SplitReport, example: TextExample, encode: TextEncoder, max_length: int, max_prompt: int
 ) -> tuple[int, ...]:
-    """Add one example's counts to the report; token counts of its responses as they will be scored."""
+    """Add an example's counts to the report. Returns the token counts of its responses as they will be scored."""
     prompt, _, texts = example
     eos = encode.tokenizer.eos_token_id
     prompt_ids, full = encode(prompt.text), [encode(text) for text in texts.values()]
@@ -223,7 +224,7 @@ def _count_tokens(
 
 
 def describe(split: str, report: SplitReport) -> str:
-    """One paragraph for stdout: what is there, then only the counts that are not 0."""
+    """One paragraph to print: the size of the split, then the counts that are not 0."""
     of_texts = {
         "with an empty response": report.empty_responses,
         "duplicated pairs": report.duplicated_pairs,
@@ -237,7 +238,7 @@ def describe(split: str, report: SplitReport) -> str:
     text = f"{split}: {report.examples:,} examples of {report.prompts:,} prompts"
     text += "".join(f", {count:,} {what}" for what, count in of_texts.items() if count)
     if report.tokenized < report.examples:
-        text += f"; of {report.tokenized:,} drawn at random"
+        text += f"; in a random sample of {report.tokenized:,}"
     text += "".join(f", {count:,} {what}" for what, count in of_tokens.items() if count)
     text += f"; {report.mean_chosen_tokens:.1f} tokens per chosen response"
     if report.mean_rejected_tokens is not None:
@@ -248,12 +249,12 @@ def describe(split: str, report: SplitReport) -> str:
 
 
 def warn(split: str, report: SplitReport) -> str | None:
-    """What is probably not meant, with an example."""
+    """A warning about what is probably a mistake, with an example."""
     if not report.joined_words:
         return None
     return (
         f"warning: {split}: in {report.joined_words:,} of {report.examples:,} examples a response follows its prompt "
-        f"without a space, as in {report.joined_example!r}; texts are used as they are: begin responses with a space, "
+        f"without a space, as in {report.joined_example!r}; texts are used verbatim: begin responses with a space, "
         f"or end prompts with one"
     )
 
@@ -269,7 +270,7 @@ class TrainingData:
     report: Preflight
 
     def give(self) -> str:
-        """All that `take` needs in another process of this machine, as long as this one runs."""
+        """What `take` needs in another process of this machine, while this one runs."""
         largest = self.encode.largest
         return json.dumps([self.train.where, self.test.where, largest, asdict(self.report)])
 
@@ -288,7 +289,7 @@ class TrainingData:
 
     @cached_property
     def digest(self) -> str:
-        """Of the training prompts, responses and pairs in their order."""
+        """A digest of the training prompts, responses and pairs, in order."""
         digest = hashlib.sha256()
         for prompt in self.train:
             digest.update(repr((prompt.text, prompt.responses, prompt.pairs, prompt.sft_target)).encode())
@@ -312,9 +313,9 @@ def prepare_data(
     folder: str | Path,
     silent: bool,
 ) -> TrainingData:
-    """Load and count both splits, and print the counts unless `silent`. If they are large, their texts go to `folder`.
+    """Load and count both splits, and print the counts unless `silent`. Large texts are stored in `folder`.
 
-    Raises InputError for what cannot be trained on, and for a split that does not fill one batch.
+    Raises InputError for data that cannot be trained on, and for a split that does not fill one batch.
     """
     encode = TextEncoder(tokenizer)
     prompts, reports = {}, {}
@@ -329,7 +330,7 @@ def prepare_data(
                 f"the {split} split of {', '.join(names)} has {reports[split].examples} examples, too few for one "
                 f"batch of {key}={size}: lower {key} or add data"
             )
-    give_back_freed_memory()  # the texts as Python's strings
+    give_back_freed_memory()  # of the texts as Python strings
     updates, dropped = count_updates(
         reports["train"].examples, batch_size=batch_size, n_epochs=n_epochs, n_examples=n_examples
     )
@@ -342,7 +343,7 @@ def prepare_data(
 def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *, silent: bool = False) -> TrainingData:
     """Tokenizer, prompts of both splits and the preflight, for a config; `get_dataset` loads a dataset by name.
 
-    Every process of a run must call it: one of each machine loads and counts, and the others share what it has.
+    Every process of a run must call it: one per machine loads and counts, and the others share its data.
     """
     model, cache_dir = config.model, get_cache_dir(config.local_dirs)
     name = model.tokenizer_name_or_path or model.name_or_path
@@ -377,7 +378,7 @@ def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *,
 
 
 def doubts(config: DictConfig, report: Preflight) -> list[str]:
-    """Settings that this much data makes look like mistakes."""
+    """Warnings about settings that look like mistakes for this amount of data."""
     found, updates, test = [], report.updates, report.test.examples
     if config.warmup_steps > updates:
         found.append(f"warmup_steps={config.warmup_steps} of {updates:,} updates: lr stays below {config.lr}")

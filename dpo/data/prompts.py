@@ -1,4 +1,4 @@
-"""A prompt with all that is trained on it, and many of them outside of Python's memory, shared by processes."""
+"""Prompts with their responses, and a store of many prompts in a mapped file that processes share."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dpo.data.schema import PreferenceData
 from dpo.data.tokenization import TruncationMode
 from dpo.errors import RunError
 
-IN_MEMORY = 2**28  # bytes of records above which they go to a disk
+IN_MEMORY = 2**28  # bytes; more records than this are stored on disk
 
 
 class Prompt(NamedTuple):
-    """One prompt with all that is trained on it."""
+    """A prompt with its responses, pairs and SFT target."""
 
     text: str
     responses: list[str]
     pairs: list[tuple[int, int]]
     sft_target: str
     truncation_mode: TruncationMode
-    rendered: bool  # by a chat template: special tokens in the text are meant
-    number: int = 0  # its place in its split
+    rendered: bool  # by a chat template: special tokens in the text are intended
+    number: int = 0  # its index in its split
 
     def examples(self, sft_mode: bool) -> list[dict[str, str]]:
         """The texts of each example: the SFT target, or every pair."""
@@ -42,9 +42,9 @@ class Prompt(NamedTuple):
 def iterate_prompts(
     get_dataset: Callable[..., PreferenceData], names: Sequence[str], split: str, **dataset_options: Any
 ) -> Iterator[Prompt]:
-    """The prompts of several datasets, one after the other.
+    """Yields the prompts of several datasets, one after another.
 
-    What was yielded is not held any more: a second copy of all texts might not fit.
+    Drops what it has yielded: a second copy of all texts might not fit into memory.
     """
     number = 0
     for name in names:
@@ -56,7 +56,7 @@ def iterate_prompts(
 
 
 class PromptFile(NamedTuple):
-    """Where other processes of this machine find stored prompts, as long as the process that stored them runs."""
+    """Where other processes of this machine find stored prompts, while the process that stored them runs."""
 
     path: str
     n: int
@@ -64,9 +64,9 @@ class PromptFile(NamedTuple):
 
 
 class StoredPrompts(Sequence[Prompt]):
-    """Prompts that are made from a mapped file when they are asked for: what is in memory, all processes share.
+    """Prompts that are decoded on demand from a mapped file, whose memory all processes share.
 
-    A record is JSON, so that nothing in the file is more than data.
+    Records are JSON, so that the file holds only data.
     """
 
     def __init__(self, where: PromptFile) -> None:
@@ -89,7 +89,7 @@ class StoredPrompts(Sequence[Prompt]):
     def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
         if isinstance(place, slice):
             return [self[number] for number in range(self.n)[place]]
-        number = range(self.n)[place]  # counts from the end too, and raises IndexError
+        number = range(self.n)[place]  # handles negative indices, and raises IndexError
         start, end = self._ends[number : number + 2].tolist()
         text, responses, pairs, target, mode, rendered = json.loads(self._bytes[start:end])
         target = responses[target] if isinstance(target, int) else target
@@ -97,9 +97,9 @@ class StoredPrompts(Sequence[Prompt]):
 
 
 def store_prompts(prompts: Iterable[Prompt], folder: str | Path) -> StoredPrompts:
-    """Prompts in memory, or in `folder` if they are many, in a file without a name: it ends with its processes.
+    """Store prompts in memory, or in `folder` if they are large, in an unnamed file that disappears with its processes.
 
-    Raises RunError if that cannot be written.
+    Raises RunError if it cannot be written.
     """
     ends, records = array("q", [0]), _Records(Path(folder))
     for prompt in prompts:
@@ -111,7 +111,7 @@ def store_prompts(prompts: Iterable[Prompt], folder: str | Path) -> StoredPrompt
 
 
 class _Records:
-    """A file that is in memory as long as it is small."""
+    """A file that is in memory while it is small."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.size, self.in_memory = folder, 0, True
@@ -128,7 +128,7 @@ class _Records:
         except OSError as error:
             raise RunError(
                 f"the texts of the data cannot be written to {self.folder}, after {self.size / 1e9:.2f} GB ({error}): "
-                f"free some space, or name a directory on another disk first in local_dirs"
+                f"free some space, or put a directory on another disk first in local_dirs"
             ) from error
 
     def _move_to_disk(self) -> None:
@@ -142,7 +142,7 @@ class _Records:
 
 
 def _encode(prompt: Prompt) -> bytes:
-    """A prompt as its record; its target, which usually is a response, as that one's number."""
+    """The record of a prompt; its target, which usually is a response, is stored as that response's index."""
     target = prompt.sft_target
     place = prompt.responses.index(target) if target in prompt.responses else target
     record = [prompt.text, prompt.responses, prompt.pairs, place, prompt.truncation_mode, prompt.rendered]

@@ -1,4 +1,4 @@
-"""From texts to token ids: a tokenizer that remembers, EOS, truncation. Knows no dataset and no process."""
+"""From texts to token ids: a caching tokenizer, EOS, truncation. Knows no dataset and no process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TruncationMode = Literal["keep_start", "keep_end"]
 
 
 class TextEncoder:
-    """A tokenizer that remembers: a text that comes again soon is tokenized once, without special tokens.
+    """A caching tokenizer: a text that soon comes again is tokenized once, without special tokens.
 
-    `prime` tokenizes many texts in one call, which fast tokenizers spread over the cores. Ids are kept as 32-bit
-    arrays, a seventh of what Python lists of integers take, under a digest of their text. Those asked for longest ago
-    go first once all take more than `max_bytes`. Several threads may share it. `largest` is the largest token id yet.
+    `prime` tokenizes many texts in one call, which fast tokenizers spread over the cores. Ids are cached as 32-bit
+    arrays, a seventh of the size of Python lists of integers, under a digest of their text. The least recently used are
+    dropped once all take more than `max_bytes`. Threads may share it. `largest` is the largest token id so far.
     """
 
     def __init__(self, tokenizer: Any, *, max_bytes: int = 2**28, largest: int = -1) -> None:
@@ -44,17 +44,17 @@ class TextEncoder:
         self.check_vocabulary(self._n_embeddings)
 
     def check_vocabulary(self, n_embeddings: float) -> None:
-        """From now on, too, raises InputError if a text has a token id that the model has no embedding for."""
+        """Raises InputError, now or later, once a text has a token id that the model has no embedding for."""
         self._n_embeddings = n_embeddings
         if self.largest >= n_embeddings:
             raise InputError(
-                f"the tokenizer gives token id {self.largest} but the model embeds only {n_embeddings} tokens; "
+                f"the tokenizer gives token id {self.largest}, but the model has only {n_embeddings} embeddings; "
                 f"set model.tokenizer_name_or_path to the model's own tokenizer"
             )
 
     def __call__(self, text: str) -> list[int]:
         key = _digest(text)
-        while (ids := self._find(key)) is None:  # another thread may have pushed it out again
+        while (ids := self._find(key)) is None:  # another thread may have evicted it
             self.prime([text])
         return ids.tolist()
 
@@ -66,7 +66,7 @@ class TextEncoder:
             return ids
 
     def _keep(self, key: bytes, ids: array) -> None:
-        """The newest stays, however long it is."""
+        """Cache these; the newest entry stays, however long it is."""
         with self._changing:
             self._known[key] = ids
             self._n_bytes += _size(ids)
@@ -74,7 +74,7 @@ class TextEncoder:
                 self._n_bytes -= _size(self._known.popitem(last=False)[1])
 
 
-ENTRY_BYTES = 280  # of a remembered text beside its ids: digest, array, their places in the dictionary
+ENTRY_BYTES = 280  # of a cached text in addition to its ids: digest, array, dictionary entry
 
 
 def _size(ids: array) -> int:
@@ -92,10 +92,10 @@ def truncate(
     max_length: int,
     max_prompt_length: int,
 ) -> tuple[list[int], list[list[int]]]:
-    """Cut a prompt and its responses (EOS included) to `max_length` tokens together, only if the longest is too long.
+    """Truncate a prompt and its responses (EOS included) to `max_length` tokens together, if the longest is too long.
 
-    First the prompt to `max_prompt_length` (its start or its end is kept), then, if that is not enough, every
-    response to `max_length - max_prompt_length`, whatever room a short prompt may leave: the reference's rule.
+    The reference's rule: first the prompt to `max_prompt_length` (keeping its start or its end), then, if that is not
+    enough, every response to `max_length - max_prompt_length`, even if a short prompt leaves more room.
     """
     longest = max(map(len, responses))
     if len(prompt) + longest > max_length:
@@ -112,7 +112,7 @@ def encode_with_eos(encode: TextEncoder, text: str, *, rendered: bool = False) -
     """
     eos = encode.tokenizer.eos_token_id
     if eos is None:
-        raise InputError("the tokenizer has no EOS token, which ends every response: set tokenizer.eos_token")
+        raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
     ids = encode(text)
     if eos in ids and not rendered:
         raise InputError(f"EOS token {encode.tokenizer.eos_token!r} inside a response: {text!r}")

@@ -1,6 +1,6 @@
 """The shared-prefix layout: a prompt once, and after it each of its distinct responses once, as a tree in one row.
 
-    prompt | chosen | rejected     positions restart after the prompt; no response sees another
+    prompt | chosen | rejected     positions restart after the prompt; responses do not see each other
 
 A response's last token predicts nothing, so it is not fed. Pure index arithmetic: knows no model and no process.
 """
@@ -25,9 +25,9 @@ NONE = -1  # tree of padding; branch of a prompt
 
 @dataclass
 class Packed:
-    """R rows of L tokens, several trees in each, and where the log-probabilities of U responses are found in them.
+    """R rows of L tokens, each of several trees, and the positions of U responses' log-probabilities in them.
 
-    All int64. N is the number of scored tokens, T the most of one response, B the number of examples.
+    All int64. N is the number of scored tokens, T the largest number in one response, B the number of examples.
     """
 
     input_ids: torch.Tensor  # (R, L)
@@ -36,34 +36,35 @@ class Packed:
     branch: torch.Tensor  # (R, L): which response of its tree, NONE for the prompt
     scored: torch.Tensor  # (N,): row * L + column of the token that predicts a response token
     targets: torch.Tensor  # (N,): the token to predict
-    slots: torch.Tensor  # (N,): response * T + place in the response
-    response_index: torch.Tensor  # (sides, B): the response that an example has as chosen, as rejected
+    slots: torch.Tensor  # (N,): response * T + index in the response
+    response_index: torch.Tensor  # (sides, B): index of an example's chosen and of its rejected response
     shape: tuple[int, int]  # (U, T)
-    _masks: tuple[Any, Any] | None = None  # what they were made for, and they
+    _masks: tuple[Any, Any] | None = None  # (purpose, masks)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
-        """Every tensor changed: moved or pinned."""
+        """A copy with `change` applied to every tensor, to move or pin it."""
         tensors = (getattr(self, field.name) for field in fields(self)[:-2])
         return Packed(*map(change, tensors), shape=self.shape)
 
     def masks(self, purpose: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gives for a purpose, made once: policy and reference often share it. Only the last is kept."""
+        """`make()`, cached by purpose: policy and reference often share masks. Only the last is kept."""
         if self._masks is None or self._masks[0] != purpose:
             self._masks = (purpose, make())
         return self._masks[1]
 
 
 def count_tokens(example: Example) -> int:
-    """Tokens fed for an example alone."""
+    """The number of tokens fed for an example alone."""
     return len(example.prompt) + sum(len(r) - 1 for r in set(example.responses))
 
 
 def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
-    """Indices of the examples in `parts` lists of about equally many fed tokens, long examples first; none is empty.
+    """Split the indices of the examples into `parts` lists of about equally many fed tokens, long examples first; none
+    is empty.
 
-    Examples of one prompt stay neighbours, so that few prompts are run in two lists.
+    Examples of a prompt stay together, so that few prompts are run in two lists.
     """
-    longest: dict[tuple, tuple[int, int]] = {}  # of each prompt, with a number that keeps equally long ones apart
+    longest: dict[tuple, tuple[int, int]] = {}  # by prompt, with an index that tells equally long prompts apart
     for i, example in enumerate(examples):
         length, number = longest.get(example.prompt, (0, i))
         longest[example.prompt] = max(length, count_tokens(example)), number
@@ -86,17 +87,17 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
 
 class _Tree(NamedTuple):
     prompt: tuple[int, ...]
-    branches: list[tuple[int, tuple[int, ...]]]  # (number, token ids) of responses
+    branches: list[tuple[int, tuple[int, ...]]]  # (index, token ids) of responses
     length: int  # tokens fed
 
 
 def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, length: int | None = None) -> Packed:
-    """Trees of the examples, several in a row where they fit; the length of a row is a multiple of `alignment`.
+    """Pack the trees of the examples into rows whose length is a multiple of `alignment`.
 
-    A prompt with more responses than fit beside it in `row_tokens` is repeated. `length` is that of the rows; None
-    chooses the one that costs least, twice `row_tokens` at most.
+    A prompt with more responses than fit with it in `row_tokens` is repeated. `length` is that of the rows; None
+    chooses the cheapest, at most twice `row_tokens`.
     """
-    indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> response -> number
+    indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> response -> index
     count = 0
     for prompt, responses, _ in examples:
         for response in responses:
@@ -125,7 +126,7 @@ def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[
 
 
 def _row_lengths(trees: list[_Tree], alignment: int) -> list[int]:
-    """Lengths to try: from the longest tree's to twice that, but no more than all trees need, rounded up."""
+    """Row lengths to try: from the longest tree's to twice that, but not more than all trees need, rounded up."""
     longest = max(1, trees[0].length)
     most = max(longest, min(2 * longest, sum(tree.length for tree in trees)))
     lengths = (longest + (most - longest) * i // 16 for i in range(17))
@@ -133,7 +134,7 @@ def _row_lengths(trees: list[_Tree], alignment: int) -> list[int]:
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> tuple[list[list[_Tree]], int]:
-    """Each tree, the longest first, in the first row that has room for it."""
+    """Put each tree, the longest first, into the first row with room for it."""
     rows: list[list[_Tree]] = []
     room: list[int] = []
     for tree in trees:
@@ -147,13 +148,13 @@ def _fill_rows(trees: list[_Tree], length: int) -> tuple[list[list[_Tree]], int]
 
 
 def _cost(filling: tuple[list[list[_Tree]], int]) -> float:
-    """What rows of a length cost: a token's matrices, and its attention, which costs as much at ATTENTION_LENGTH."""
+    """The relative cost of rows: matrix products per token, plus attention, which costs as much at ATTENTION_LENGTH."""
     rows, length = filling
     return len(rows) * length * (1 + length / ATTENTION_LENGTH)
 
 
 def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, shape: tuple[int, int]) -> Packed:
-    """Write the trees of each row one after the other."""
+    """Write the trees of each row one after another."""
     input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
     tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
     scored: list[int] = []
@@ -187,8 +188,9 @@ def _int64(values: list[int]) -> np.ndarray:
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
-    """Whether a token (second to last dim) sees another, (R, 1, L, L) bool: one of its prompt or of its own response,
-    not later, and, with a sliding window, fewer than `window` positions back. Padding sees padding."""
+    """Whether a token (second to last dim) sees another, (R, 1, L, L) bool. It sees tokens of its prompt and of its own
+    response that are not later, and, with a sliding window, fewer than `window` positions back. Padding sees
+    padding."""
     tree, branch, position = packed.tree, packed.branch, packed.position_ids
     seen = tree[:, :, None] == tree[:, None, :]
     seen &= (branch[:, None, :] == NONE) | (branch[:, :, None] == branch[:, None, :])
@@ -199,7 +201,7 @@ def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
 
 
 def tree_block_mask(packed: Packed, *, window: int | None = None) -> BlockMask:
-    """`tree_mask` for FlexAttention, which skips the blocks in which nothing is seen."""
+    """`tree_mask` for FlexAttention, which skips fully masked blocks."""
     tree, branch, position = packed.tree, packed.branch, packed.position_ids
 
     def sees(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite, or spike."""
+"""NaN or infinite losses and gradients, and spikes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from dpo.reporting.events import Callback, RunContext, Update
 
 POLICIES = ("raise", "skip")
 SPIKE = 10.0
-MAX_SKIPPED = 10  # updates that a run leaves out before it gives up
+MAX_SKIPPED = 10  # updates that a run skips before it aborts
 
 
 class NonFinite(RunError):
-    """The loss or the gradient is NaN or infinite; raised by every process of a run at the same update."""
+    """The loss or the gradient is NaN or infinite; every process of a run raises it at the same update."""
 
 
 class NonFiniteGuard(Callback):
-    """Stands between the gradient and the optimizer, on every rank. What it refuses is saved for replay."""
+    """Aborts or skips an update with a NaN or infinite loss or gradient, on every rank, and saves its batch for
+    replay."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -59,7 +60,8 @@ class NonFiniteGuard(Callback):
         return False
 
     def _write(self, folder: Path, update: Update) -> None:
-        """The examples with their prompts' places in the data and their metrics, as `dataset_sources` reads them."""
+        """Write the examples, with the indices of their prompts and their metrics, as a dataset for
+        `dataset_sources`."""
         sft_mode = not LOSSES[self.context.config.loss.name].pairwise
         columns = {name: column.tolist() for name, column in update.table.items()}
         lines = []
@@ -82,7 +84,8 @@ class NonFiniteGuard(Callback):
 
 
 class SpikeWarner(Callback):
-    """Warns of a loss or gradient norm above `SPIKE` times the median of the last 100, once there were 20."""
+    """Warns about a loss or gradient norm above `SPIKE` times the median of the last 100, after the first 20
+    updates."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)

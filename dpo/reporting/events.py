@@ -1,4 +1,4 @@
-"""What happens in a run, and what watches it: each callback owns its files and its part of a checkpoint."""
+"""The events of a run, and the callbacks that watch it: each owns its files and its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Update(NamedTuple):
     n_examples: int  # that the run has trained on
     examples: Sequence[Example]
     table: Mapping[str, torch.Tensor]  # metrics of each example, (B,)
-    metrics: Mapping[str, float]  # means over the examples; beside them grad_norm and, once it is made, lr and speed
+    metrics: Mapping[str, float]  # means over the examples, grad_norm, and once it is applied lr and speed
 
 
 class Sample(NamedTuple):
-    """A prompt with what policy and reference (None for SFT) continued it with."""
+    """A prompt with continuations by the policy and the reference (None for SFT)."""
 
     prompt: str
     policy: str
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """An evaluation after so many updates and examples."""
+    """An evaluation after `n_updates` and `n_examples`."""
 
     n_updates: int
     n_examples: int
@@ -58,27 +58,27 @@ class Callback:
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        """Whether this process has one. Most are on rank 0 alone."""
+        """Whether this process has one. Most are on rank 0 only."""
         return context.rank == 0
 
     def on_start(self) -> None:
         """The run starts, or continues from what `load_state_dict` was given."""
 
     def allows(self, update: Update) -> bool:
-        """Whether the optimizer may make an update, whose gradient is there. All ranks must answer alike."""
+        """Whether the optimizer may apply an update, whose gradient is computed. All ranks must return the same."""
         return True
 
     def on_update(self, update: Update) -> None:
-        """An update was made, or left out because a callback did not allow it."""
+        """An update was applied, or skipped because a callback did not allow it."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """The policy was evaluated."""
 
     def on_end(self) -> None:
-        """The run has ended: by itself, stopped by a signal, or because of a loss that is not finite."""
+        """The run has ended: it is complete, was stopped by a signal, or aborted on NaN."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the callback of a continued run needs, for a checkpoint."""
+        """What the callback needs on resume, for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Callback:
 
 
 class Callbacks:
-    """The callbacks of a process by name, told of events in their order."""
+    """The callbacks of a process by name; events go to them in this order."""
 
     def __init__(self, callbacks: Mapping[str, Callback]) -> None:
         self.callbacks = dict(callbacks)

@@ -13,16 +13,16 @@ from dpo.system.run_directory import LOG_FILES, create_run_dir
 
 
 class FileLogger(Callback):
-    """`metrics.jsonl`, `samples.jsonl` and `samples.txt` in the run directory; every line is flushed at once.
+    """`metrics.jsonl`, `samples.jsonl` and `samples.txt` in the run directory; every line is flushed immediately.
 
-    What is not a finite number is null, as JSON wants it. The directory is made if it is not there. Lines that were
-    logged after the checkpoint from which a run continues are cut off: they will be logged again.
+    NaN and infinite values are null, as JSON requires. Creates the directory if needed. On resume, lines that were
+    logged after the checkpoint are removed: they will be logged again.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self.run_dir = context.run_dir
-        self._sizes: Mapping[str, int] = {}  # of the files, at the checkpoint
+        self._sizes: Mapping[str, int] = {}  # of the files at the checkpoint
 
     def on_start(self) -> None:
         create_run_dir(str(self.run_dir), continued=True)
@@ -30,12 +30,12 @@ class FileLogger(Callback):
             path, size = self.run_dir / name, self._sizes[name]
             found = path.stat().st_size if path.exists() else 0
             if found < size:
-                print(f"warning: {path} lacks lines that were logged before the checkpoint")
+                print(f"warning: {path} is missing lines that were logged before the checkpoint")
             elif found > size:
                 os.truncate(path, size)
 
     def state_dict(self) -> dict[str, Any]:
-        """The bytes of each file, which are on the disk by then."""
+        """The size of each file, after syncing it to the disk."""
         sizes = {}
         for name in LOG_FILES:
             path = self.run_dir / name
@@ -54,9 +54,9 @@ class FileLogger(Callback):
         with path.open("ab+") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":  # a full disk, or somebody else, has cut it
+                if file.read() != b"\n":  # truncated by a full disk or another program
                     file.truncate(path.read_bytes().rfind(b"\n") + 1)
-                    print(f"warning: {path} ended in the middle of a line, which is removed", flush=True)
+                    print(f"warning: {path} ended with an incomplete line, which was removed", flush=True)
             file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
     def on_update(self, update: Update) -> None:

@@ -1,4 +1,4 @@
-"""What a run shows: on a terminal a bar, in a log file plain lines with the same words, which grep finds."""
+"""Progress of a run: a bar on a terminal, or plain lines with the same text in a log file, which grep finds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 from dpo.reporting.events import Callback, Evaluation, Update
 from dpo.settings.files import dotted
 
-QUIET_SECS = 30  # between two lines of a log file about an evaluation or sampling that goes on
-SHOWN = {  # of an update's metrics, with how many digits
+QUIET_SECS = 30  # between progress lines of an evaluation or of sampling in a log file
+SHOWN = {  # metrics of an update that are shown: their label and significant digits
     "loss/train": ("loss", 4),
     "rewards_train/accuracies": ("acc", 2),
     "rewards_train/margins": ("margin", 3),
@@ -26,7 +26,7 @@ ABSENT = object()
 
 
 def number(value: float, digits: int = 3) -> str:
-    """So many significant digits, and no exponent for what is large."""
+    """A value with so many significant digits, without an exponent if it is large."""
     return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
@@ -38,13 +38,13 @@ def duration(seconds: float) -> str:
 
 
 def table(title: str, metrics: Mapping[str, float]) -> str:
-    """A line for each name and value, one below the other."""
+    """A title, then a line for each name and value."""
     width = max(map(len, metrics), default=0)
     return "\n".join([f"{title}:", *(f"  {name:<{width}}  {value:>10.5g}" for name, value in metrics.items())])
 
 
 def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """`key=value` of what is not as in the defaults, nested keys with dots."""
+    """`key=value` for each value that differs from its default; nested keys have dots."""
 
     before = dict(dotted(defaults))
     changed = {key: value for key, value in dotted(values) if before.get(key, ABSENT) != value}
@@ -52,27 +52,28 @@ def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[
 
 
 def _shows_bars() -> bool:
-    """Whether output goes to a terminal of some size; without rows, as recorders have it, tqdm would draw nothing."""
+    """Whether output goes to a terminal; not if it has no rows, as with terminal recorders, where tqdm draws
+    nothing."""
     if not sys.stdout.isatty():
         return False
     try:
         return 0 not in os.get_terminal_size(sys.stdout.fileno())
-    except OSError:  # no file that could have a size
+    except OSError:  # stdout is not a file with a size
         return True
 
 
 class Task:
-    """How far one of the things is that take long: updates, an evaluation, sampling. `each` is an item's examples."""
+    """The progress of a long task: updates, an evaluation, sampling. `each` is the number of examples per item."""
 
     def __init__(self, what: str, *, total: int, done: int, each: int | None) -> None:
         self.what, self.total, self.done, self.each = what, total, done, each
-        self.part, self.note = 0.0, ""  # of the item at hand
+        self.part, self.note = 0.0, ""  # of the current item
         self.began, self.before = time.monotonic(), done
-        self.elsewhere = 0.0  # seconds that went into other tasks meanwhile
+        self.elsewhere = 0.0  # seconds spent in other tasks meanwhile
         self.said = self.began
 
     def left(self) -> str:
-        """How long the rest takes if it goes on like this; empty while nobody knows."""
+        """The time left at the speed so far; empty while unknown."""
         done = self.done + self.part - self.before
         if done <= 0:
             return ""
@@ -87,23 +88,23 @@ class Task:
 
 
 class Progress(Callback):
-    """A bar on a terminal. In a log file lines: of updates one at most every `interval` seconds, of anything else that
-    takes long one every half a minute. `each` says how many examples an item of a task has, if that is known."""
+    """A bar on a terminal. In a log file, lines: for updates at most one every `interval` seconds, for other long tasks
+    one every half minute. `each` is the number of examples per item of a task, if known."""
 
     def __init__(self, *, interval: float, silent: bool, each: Mapping[str, int] | None = None) -> None:
         self.interval, self.silent, self.each = interval, silent, each or {}
         self.show_bar = not silent and _shows_bars()
-        self._open: list[tuple[Task, Any]] = []  # tasks inside of tasks, and their bars
+        self._open: list[tuple[Task, Any]] = []  # nested tasks and their bars
         self._last_update = float("-inf")
 
     @classmethod
     def of(cls, config: DictConfig, *, silent: bool) -> Progress:
-        """As a config says."""
+        """With the settings of a config."""
         each = {"update": config.batch_size, **dict.fromkeys(("evaluate", "sample"), config.eval_batch_size)}
         return cls(interval=config.minimum_log_interval_secs, silent=silent, each=each)
 
     def updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
-        """Iterate over the batches of updates, `done` of the `total` before. `on_update` follows each."""
+        """Iterate over the batches of updates; `done` of `total` were done before. `on_update` follows each."""
         with self._showing("update", total=total, done=done, leave=True):
             yield from items
 
@@ -132,19 +133,19 @@ class Progress(Callback):
         self.line(table(f"evaluation after {evaluation.n_examples:,} examples", evaluation.metrics))
 
     def part(self, done: int, total: int, what: str) -> None:
-        """So much of the item at hand is done, for instance of the tokens of its continuations."""
+        """Report progress within the current item, for instance in tokens."""
         if self._open:
             task, _ = self._open[-1]
             task.part, task.note = done / total, f"{what} {done}/{total}"
             self._show()
 
     def line(self, text: str) -> None:
-        """A line that does not break the bar."""
+        """Print a line above the bar."""
         if not self.silent:
             tqdm.tqdm.write(text, file=sys.stdout) if self.show_bar else print(text, flush=True)
 
     def close(self) -> None:
-        """Leave the bars as they are: what else is printed comes below them."""
+        """Close the bars, so that further output appears below them."""
         while self._open:
             self._open.pop()[1].close()
 

@@ -16,15 +16,15 @@ from dpo.errors import InputError
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.redaction import redact
 
-FINISH_SECS = 300  # that W&B may take to send the rest at the end
+FINISH_SECS = 300  # W&B's time limit for sending the rest at the end
 
 
 class WandbLogger(Callback):
-    """Weights & Biases, under the reference's names; training metrics at most every `minimum_log_interval_secs`.
+    """Weights & Biases, with the reference's names; training metrics at most every `minimum_log_interval_secs`.
 
-    Steps are `counters/examples` (a metric, not W&B's own step), so that a run rolled back to an earlier checkpoint
-    can log the same counts again and loses nothing. The system's own records go with it. A run never waits or fails for
-    W&B: what cannot be sent stays on the disk (`wandb sync`), and `metrics.jsonl` has everything.
+    Steps are `counters/examples` (a metric, not W&B's own step), so that a run that resumes from an earlier checkpoint
+    can log the same counts again without losing any. A run never waits or fails because of W&B: what cannot be sent
+    stays on the disk (`wandb sync`), and `metrics.jsonl` has everything.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -55,19 +55,19 @@ class WandbLogger(Callback):
             self.run = self._start(wandb, settings)
         except (wandb.Error, ValueError) as error:  # offline too
             reason = " ".join(str(error).split())[:300]
-            raise InputError(f"W&B cannot start: {reason}; put that right, or wandb.enabled=false") from error
+            raise InputError(f"W&B cannot start: {reason}; fix this, or set wandb.enabled=false") from error
         self.run.define_metric("counters/examples")
         self.run.define_metric("*", step_metric="counters/examples")
 
     @staticmethod
     def _start(wandb: Any, settings: Mapping[str, Any]) -> Any:
-        """A W&B run; offline, and said so, if it cannot reach its server or has no key."""
+        """A W&B run; offline, with a message, if it cannot reach its server or has no key."""
         init = partial(
             wandb.init,
             **settings,
-            settings=wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True),  # which has the command line
+            settings=wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True),  # metadata has the command line
         )
-        offline = None  # why, if so
+        offline = None  # the reason
         try:  # with a mode set, a key configured or a terminal to ask on, wandb itself knows what to do
             if not (os.environ.get("WANDB_MODE") or (sys.stdin and sys.stdin.isatty()) or wandb.login(prompt=False)):
                 offline = "no API key and no terminal to ask for one"
@@ -113,7 +113,7 @@ class WandbLogger(Callback):
         return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("run_dir") == str(self.context.run_dir.resolve()):  # not that of a run it continues
+        if state.get("run_dir") == str(self.context.run_dir.resolve()):  # else this run continues another one
             self._run_id = state["wandb_id"]
 
     def on_end(self) -> None:

@@ -1,7 +1,7 @@
-"""What a run will need of memory, from its shapes alone; which settings would make it less.
+"""Predicts a run's memory from shapes alone, and which settings would reduce it.
 
-A model without weights runs a forward and a backward on the largest microbatch, as fake tensors that have shapes and
-lifetimes but no numbers (`torch._subclasses.FakeTensorMode`); a ledger follows what is alive when.
+A model without weights runs a forward and a backward on the largest microbatch with fake tensors, which have shapes and
+lifetimes but no data (`torch._subclasses.FakeTensorMode`); a tracker records what is alive when.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from dpo.training.optimization import OPTIMIZERS
 # of what comes and goes: holes in what one process on a CPU keeps (`launching.keep_freed_memory`), measured on SmolLM2
 KEPT = 0.2
 REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`distributed.distribute`)
-LOOKED_AT = 50  # global batches among which the largest microbatch is sought
+LOOKED_AT = 50  # global batches that are searched for the largest microbatch
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes of one process at its peak, by what they are for."""
+    """Bytes of one process at its peak, by purpose."""
 
     policy: int
     gradients: int
     optimizer: int
     reference: int
-    gathered: int  # weights of other processes' shards, while they are needed
-    reduced: int  # a unit's gradients on their way to their shards, in float32
+    gathered: int  # weights gathered from other processes' shards
+    reduced: int  # a unit's gradients while they are reduced, in float32
     activations: int
     logits: int
-    update: int  # what the optimizer computes for all parameters at once, on a GPU
-    kept: int  # freed and not given back, on a CPU
+    update: int  # temporaries of an optimizer that updates all parameters at once, on a GPU
+    kept: int  # freed but kept by the allocator, on a CPU
     process: int  # Python, libraries and data: host memory
 
     @property
@@ -58,7 +58,7 @@ class MemoryEstimate(NamedTuple):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Follows the storages of all tensors that operations inside it make."""
+    """Tracks the storages of all tensors that operations inside it create."""
 
     def __init__(self, held: Iterable[torch.Tensor], *, vocabulary: int | None = None) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @classmethod
     def of(cls, model: Any) -> MemoryTracker:
-        """One that tells a model's gradients and logits from its activations."""
+        """A tracker that distinguishes a model's gradients and logits from its activations."""
         tracker = cls((*model.parameters(), *model.buffers()), vocabulary=model.get_output_embeddings().weight.shape[0])
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(tracker._is_gradient)
@@ -107,7 +107,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def predict(config: DictConfig, plan: Plan, data: TrainingData) -> MemoryEstimate:
-    """What a process needs at its peak. Under tensor parallelism activations are those of whole layers: too many."""
+    """The peak of a process. Under tensor parallelism it counts the activations of whole layers, which is too much."""
     fake = FakeTensorMode()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with fake:
@@ -132,7 +132,7 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> MemoryEstimat
 
 
 def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu: bool) -> MemoryEstimate:
-    """All but activations, and what is kept for them."""
+    """Everything but activations and what the allocator keeps."""
     model, dims, compute = config.model, plan.dims, DTYPES[plan.compute_dtype]
     n = sum(p.numel() for p in policy.parameters()) // (dims.shard_size * dims.tensor_size)
     weights, states, temporary = n * DTYPES[model.policy_dtype].itemsize, *_states_of(config.optimizer)
@@ -154,7 +154,7 @@ def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu:
 
 
 def _with_activations(need: MemoryEstimate, peak: Counter[str], plan: Plan, device: str) -> MemoryEstimate:
-    """What a phase needs whose activations are these."""
+    """The memory of a phase with these activations."""
     comes_and_goes = need.gradients + need.optimizer + peak["activations"] + peak["logits"]
     kept = int(KEPT * comes_and_goes) if device == "cpu" and plan.dims.world_size == 1 else 0
     return need._replace(activations=peak["activations"], logits=peak["logits"], kept=kept)
@@ -163,7 +163,7 @@ def _with_activations(need: MemoryEstimate, peak: Counter[str], plan: Plan, devi
 def _largest_microbatches(
     config: DictConfig, plan: Plan, data: TrainingData, layout: Layout
 ) -> tuple[Microbatch, Microbatch]:
-    """The microbatches with most tokens: of the run's first batches, and of its evaluations."""
+    """The microbatches with the most tokens, of the run's first batches and of its evaluations."""
     limit = min(config.n_examples or 10**9, LOOKED_AT * config.batch_size)
     first = OmegaConf.merge(config, {"n_examples": limit})
     trained: list[Microbatch] = []
@@ -182,7 +182,7 @@ def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:
 
 
 def _run(policy: Any, layout: Layout, inputs: Any, autocast: str | None, n_backwards: int) -> MemoryTracker:
-    """Forward and backward, twice if gradients are added up, for then the second finds them there; 0: forward alone."""
+    """Run forward and backward; twice if gradients accumulate, as the second finds them allocated; 0: forward only."""
     device = policy.device.type
     tracker = MemoryTracker.of(policy)
     with tracker, torch.set_grad_enabled(n_backwards > 0):
@@ -196,7 +196,7 @@ def _run(policy: Any, layout: Layout, inputs: Any, autocast: str | None, n_backw
 
 
 def _states_of(optimizer: str) -> tuple[float, float]:
-    """Bytes per byte of parameter, seen on a small one: of state, and of what comes and goes in an update of all."""
+    """Bytes per byte of parameter, measured on a small one: of state, and of temporaries in an update."""
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
     small = OPTIMIZERS[optimizer]([parameter], lr=0.1, foreach=True)  # as on a GPU
@@ -208,14 +208,14 @@ def _states_of(optimizer: str) -> tuple[float, float]:
 
 
 def _units(policy: Any, block_name: str | None) -> list[int]:
-    """Parameters of what FSDP gathers and reduces at a time: the root (embeddings and head), then each block."""
+    """The sizes of the FSDP units in parameters: the root (embeddings and head), then each block."""
     blocks = [sum(p.numel() for p in block.parameters()) for block in find_blocks(policy, block_name)]
     return [sum(p.numel() for p in policy.parameters()) - sum(blocks), *blocks]
 
 
-# --- said ----------------------------------------------------------------------------------------------------------
+# --- reports -------------------------------------------------------------------------------------------------------
 
-HELP = (  # keys, and the value that would help
+HELP = (  # keys, and the value to try
     ("gradient_accumulation_steps", lambda c: 2 * c.gradient_accumulation_steps),
     ("activation_checkpointing", lambda c: True),
     ("model.attn_implementation", lambda c: "sdpa"),
@@ -226,7 +226,7 @@ HELP = (  # keys, and the value that would help
 
 
 def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
-    """The three settings that would save most, each with what a process would need then."""
+    """The three settings that would save the most, each with the memory a process would then need."""
     need, found = predict(config, plan, data), []
     for key, change in HELP:
         value = change(config)
@@ -243,31 +243,31 @@ def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
 
 
 def dry_run(config: DictConfig, plan: Plan, data: TrainingData) -> None:
-    """Print what the run would need, and what would help if that is more than there is."""
+    """Print the memory that the run would need and, if it would not fit, settings that would help."""
     need, available = predict(config, plan, data), _device_memory(plan)
     for name, value in need._asdict().items():
         if value:
             print(f"{name:>12} {value / 1e9:8.2f} GB")
-    print(f"{'in all':>12} {need.total / 1e9:8.2f} GB of each process; its device has {available / 1e9:.2f} GB")
+    print(f"{'total':>12} {need.total / 1e9:8.2f} GB per process; its device has {available / 1e9:.2f} GB")
     if need.total > available:
         print(f"won't fit; try {_join(suggest(config, plan, data))}")
 
 
 @contextmanager
 def explaining_out_of_memory(config: DictConfig, plan: Plan, data: TrainingData) -> Iterator[None]:
-    """Raise RunError that says what was needed and which settings would help when memory runs out inside."""
+    """Inside, running out of memory raises RunError with what was needed and which settings would help."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError, and so is that of its CPU allocator
+    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError, on CUDA and in its CPU allocator
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "t allocate memory" not in str(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # and what they hold
+        traceback.clear_frames(error.__traceback__)  # frees the tensors they hold
         torch.cuda.empty_cache()
         need, available = predict(config, plan, data).total, _device_memory(plan)
         said = " ".join(str(error).split())[:200]
         raise RunError(
             f"out of memory: a process needs about {need / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
-            f"less: {_join(suggest(config, plan, data))} ({said})"
+            f"try {_join(suggest(config, plan, data))} ({said})"
         ) from error
 
 
@@ -276,7 +276,7 @@ def _join(found: list[str]) -> str:
 
 
 def _device_memory(plan: Plan) -> int:
-    """Bytes that one process may have: its GPU's, those of all GPUs if it is alone, or its part of the host's."""
+    """Bytes available to one process: its GPU's memory, that of all GPUs if it is alone, or its share of the host's."""
     if torch.cuda.is_available():
         gpus = range(1 if plan.trainer.multi_process else torch.cuda.device_count())
         return sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)

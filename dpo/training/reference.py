@@ -1,6 +1,6 @@
-"""Log-probabilities of the frozen reference, kept by content: a response is scored once, whatever asks for it again.
+"""The frozen reference, and a cache of its log-probabilities by content, so that each response is scored once.
 
-A file of them serves another run with the same reference and data: another beta, another loss.
+A file of them serves other runs with the same reference and data, for another beta or loss.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from dpo.errors import InputError, RunError
 from dpo.system.plain_files import check_readable
 from dpo.training.batches import GlobalBatch
 
-KEY = np.dtype(f"S{KEY_BYTES}")  # compares byte by byte; what it leaves off when printed are zeros at the end
-TOLERANCE = 1e-2  # relative, of a stored log-probability: rounding in half precision, not another model
+KEY = np.dtype(f"S{KEY_BYTES}")  # compares byte by byte; only its printed form drops trailing zeros
+TOLERANCE = 1e-2  # relative, of a stored log-probability: allows rounding in half precision, not another model
 
 
 def read_logps(path: Path) -> LogpTable:
-    """What `ReferenceLogps.save` wrote. Raises InputError for any other file."""
+    """Read a file of `ReferenceLogps.save`. Raises InputError for any other file."""
     try:
         check_readable(path)
         with np.load(path, allow_pickle=False) as file:
             return LogpTable.of(file["keys"].reshape(-1, KEY_BYTES), file["logps"])
     except MemoryError:
         raise
-    except Exception as error:  # reading bytes that were damaged or made up can raise anything
+    except Exception as error:  # reading damaged or forged bytes can raise anything
         raise InputError(f"{path} is not a file of reference log-probabilities ({error}): remove it") from error
 
 
 class LogpTable:
-    """Log-probabilities by key, 24 bytes an entry and those added last, a thirty-second of them, in a dictionary."""
+    """Log-probabilities by key: sorted arrays of 24 bytes per entry, and a dictionary of the most recent entries, at
+    most a thirty-second of all."""
 
     def __init__(self) -> None:
         self._keys, self._logps = np.empty(0, KEY), np.empty(0)  # sorted by key
@@ -53,18 +54,18 @@ class LogpTable:
         return table
 
     def add(self, entries: Mapping[bytes, float]) -> None:
-        """Know these too, and instead of what was known under their keys. Values are finite."""
+        """Add entries, which replace those with equal keys. Values are finite."""
         self._recent.update(entries)
         if len(self._recent) > max(2**14, len(self._keys) // 32):
             self._merge_recent()
 
     def merge(self, other: LogpTable) -> None:
-        """Know all that the other knows, too."""
+        """Add all entries of another table."""
         self._merge_recent()
         self._merge(*other.arrays())
 
     def find(self, keys: Sequence[bytes]) -> np.ndarray | None:
-        """The values of these keys, (n,); None unless all are known."""
+        """The values of these keys, (n,); None unless all are present."""
         values = np.array([self._recent.get(key, np.nan) for key in keys])
         [old] = np.isnan(values).nonzero()  # values are finite
         if len(old) == 0:
@@ -77,7 +78,7 @@ class LogpTable:
         return values
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """All keys in their order, and their values."""
+        """All keys, sorted, and their values."""
         self._merge_recent()
         return self._keys, self._logps
 
@@ -88,7 +89,7 @@ class LogpTable:
             self._recent = {}
 
     def _merge(self, keys: np.ndarray, logps: np.ndarray) -> None:
-        """The last one of equal keys counts."""
+        """Merge entries into the arrays; the last of equal keys wins."""
         keys, last = np.unique(keys[::-1], return_index=True)
         logps = logps[::-1][last]
         places = np.searchsorted(self._keys, keys)
@@ -113,23 +114,23 @@ class LogpTable:
 
 
 class ReferenceLogps:
-    """What the reference gave so far, by `content_key`."""
+    """The cached log-probabilities of the reference, by `content_key`."""
 
     def __init__(self) -> None:
         self._known = LogpTable()
 
     def add(self, keys: Sequence[tuple[bytes, ...]], values: torch.Tensor) -> None:
-        """A table of keys, (B, 2), and its log-probabilities."""
+        """Add the log-probabilities of a table of keys, (B, 2)."""
         flat = zip((key for row in keys for key in row), values.flatten().tolist(), strict=True)
         self._known.add({key: logp for key, logp in flat if math.isfinite(logp)})
 
     def find(self, keys: Sequence[tuple[bytes, ...]]) -> torch.Tensor | None:
-        """The log-probabilities of a table of keys, (B, 2) float64; None unless all are known."""
+        """The log-probabilities of a table of keys, (B, 2) float64; None unless all are cached."""
         values = self._known.find([key for row in keys for key in row]) if keys else None
         return None if values is None else torch.from_numpy(values).reshape(len(keys), -1)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All that is known, (n, KEY_BYTES) bytes and (n,) values, for a checkpoint."""
+        """All entries for a checkpoint: (n, KEY_BYTES) bytes and (n,) values."""
         keys, logps = self._known.arrays()
         return {
             "keys": torch.from_numpy(keys.view(np.uint8).reshape(-1, KEY_BYTES).copy()),
@@ -137,11 +138,11 @@ class ReferenceLogps:
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Know what a checkpoint knew."""
+        """Restore a `state_dict()`."""
         self._known = LogpTable.of(state["keys"].to(torch.uint8).numpy(), state["logps"].numpy())
 
     def save(self, path: Path) -> None:
-        """Write all that is known, whole or not at all."""
+        """Write all entries to a file, atomically."""
         keys, logps = self._known.arrays()
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}")
@@ -159,10 +160,11 @@ class ReferenceLogps:
         *,
         seed: int,
     ) -> int:
-        """Know all pairs of the batches, from what was `read` in a file, else from `score`; how many were scored.
+        """Cache all pairs of the batches, from the entries `read` from a file, else from `score`. Returns how many were
+        scored.
 
-        What the file knows of a batch that is scored, and of one more drawn by `seed`, is compared: raises InputError
-        if it differs.
+        The file's entries for batches that are scored, and for one more drawn by `seed`, are compared with the scores:
+        raises InputError if they differ.
         """
         known, self._known = self._known, LogpTable()
         self._known.merge(read)
@@ -189,7 +191,7 @@ class ReferenceLogps:
 
 
 def _compare(keys: Sequence[tuple[bytes, ...]], values: torch.Tensor, read: LogpTable) -> None:
-    """Raises InputError if what was read is not what the reference gives now."""
+    """Raises InputError if entries read from a file differ from what the reference gives now."""
     pairs = [
         (read[key], value)
         for row, logps in zip(keys, values.tolist(), strict=True)
@@ -202,15 +204,16 @@ def _compare(keys: Sequence[tuple[bytes, ...]], values: torch.Tensor, read: Logp
 
 
 class Reference:
-    """The frozen reference: a model, and what it gave so far. Without a model all of a run's pairs are cached."""
+    """The frozen reference: a model and its cached log-probabilities. Without a model all pairs of the run are
+    cached."""
 
     def __init__(self, model: torch.nn.Module, digest: str | None) -> None:
         self.model: torch.nn.Module | None = model
-        self.digest = digest  # see `model_digest`; on rank 0 alone
+        self.digest = digest  # see `model_digest`; on rank 0 only
         self.logps = ReferenceLogps()
 
     def free(self) -> None:
-        """Give the model's memory back."""
+        """Free the model's memory."""
         self.model = None
         gc.collect()  # a sharded model is part of reference cycles
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Step 0: a few rows of the first batch, before the first update, through what the run relies on."""
+"""The step-0 self-test: checks, on a few examples before the first update, what the run relies on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from dpo.errors import InputError
 from dpo.losses import LOSSES, Scores
 
-ULPS = 8  # by which a forward may differ from the same again
+ULPS = 8  # by which two forwards of the same inputs may differ
 
 
 @torch.no_grad()
@@ -25,13 +25,13 @@ def self_test(
     same_dtype: bool,
     repeats_to: torch.dtype | None = None,
 ) -> list[str]:
-    """Check policy and reference (None: the loss needs none); lines to print. Leaves the policy in train mode.
+    """Check policy and reference (None: the loss needs none). Returns lines to print. Leaves the policy in train mode.
 
-    `forward` gives a model's log-probabilities, (chosen, rejected) or (chosen,), of a few examples; `lengths` are
+    `forward` returns a model's log-probabilities, (chosen, rejected) or (chosen,), of a few examples; `lengths` are
     their scored tokens, (sides, B).
-    Log-probabilities are finite, train-mode and eval-mode forwards agree to rounding (in `repeats_to` if a forward
-    may not repeat itself better), and, when policy and reference have the same dtype, rewards are 0 and the loss is
-    that of a reference equal to the policy (ln 2 for DPO). Raises InputError that names the failed check and its
+    Checks that log-probabilities are finite; that train-mode and eval-mode forwards agree up to rounding (that of dtype
+    `repeats_to`, if a forward does not repeat more exactly); and, if policy and reference have the same dtype, that
+    rewards are 0 and the loss is that of equal models (ln 2 for DPO). Raises InputError with the failed check and its
     likely cause.
     """
     in_train, of_reference, scale = _check_forwards(policy, reference, forward, repeats_to)
@@ -44,8 +44,8 @@ def self_test(
     expected = LOSSES[name](equal, loss_config).losses.mean().item()
     if not math.isfinite(expected):
         raise InputError(
-            f"self-test: the {name} loss of equal models is {expected} with loss.beta={beta}, which float32 cannot "
-            f"hold: choose one nearer to 0.1"
+            f"self-test: the {name} loss of equal models is {expected} with loss.beta={beta}, which overflows float32: "
+            f"choose a beta closer to 0.1"
         )
     losses, *rewards = LOSSES[name](scores, loss_config)
     reward = max(r.abs().max().item() for r in rewards)
@@ -60,7 +60,7 @@ def self_test(
     if reward > tolerance:
         raise InputError(
             f"self-test: first rewards reach {reward:.3g} instead of 0, so policy and reference do not hold the same "
-            f"weights; was only one of them loaded from model.archive? (self_test=false goes on regardless)"
+            f"weights; was only one of them loaded from model.archive? (self_test=false skips this check)"
         )
     if not math.isclose(loss, expected, rel_tol=1e-3, abs_tol=tolerance):
         raise InputError(f"self-test: the first {name} loss is {loss:.6g} instead of {expected:.6g}")
@@ -89,7 +89,7 @@ def _check_forwards(
     scale = max(v.abs().max().item() for v in in_train)
     if difference > ULPS * torch.finfo(repeats_to or in_train[0].dtype).eps * scale:
         raise InputError(
-            f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}, so something random "
-            f"is on in training (dropout, router noise) in {type(policy).__name__}; switch it off in the model's config"
+            f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}: "
+            f"{type(policy).__name__} is random in train mode (dropout, router noise); disable that in its config"
         )
     return in_train, of_reference, scale

@@ -24,7 +24,7 @@ def check(setting: Setting) -> Outcome:
     length, batch, n = setting.pick((512, 16, 96), (512, 16, 96), (96, 4, 12))
     whole = (*common, *large, f"max_length={length}", f"batch_size={batch}", f"n_examples={n}")
     dry, real = Run(setting, "dry", *whole, "dry_run=true"), Run(setting, "real", *whole)
-    said = re.search(r"in all +([\d.]+) GB", dry.done().text())
+    said = re.search(r"total +([\d.]+) GB", dry.done().text())
     if said is None:
         raise CheckFailed("the dry run printed no total")
     predicted, peak = float(said[1]), real.done().records(split="train")[-1]["memory/peak_gb"]

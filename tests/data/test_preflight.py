@@ -238,7 +238,7 @@ def test_what_will_run_is_printed_and_written_before_it_starts(three_pairs, tmp_
     printed = capsys.readouterr().out
     assert "train: 3 examples of 2 prompts" in printed
     assert "test: 1 examples of 1 prompts" in printed
-    assert "2 updates of 2 examples will run; last partial batches drop 2 examples" in printed
+    assert "2 updates of 2 examples will run; 2 examples in partial batches are dropped" in printed
     data.report.write(tmp_path / "preflight.json")
     written = json.loads((tmp_path / "preflight.json").read_text())
     assert (written["updates"], written["dropped_examples"], written["train"]["examples"]) == (2, 2, 3)
@@ -265,7 +265,7 @@ def test_a_model_that_embeds_fewer_tokens_than_the_texts_use_is_refused(three_pa
         max(data.tokenizer(text)["input_ids"]) for p in [*data.train, *data.test] for text in (p.text, *p.responses)
     )
     data.encode.check_vocabulary(largest + 1)
-    with pytest.raises(InputError, match=rf"token id {largest} but the model embeds only {largest} tokens"):
+    with pytest.raises(InputError, match=rf"token id {largest}, but the model has only {largest} embeddings"):
         data.encode.check_vocabulary(largest)
 
 
@@ -274,7 +274,7 @@ def test_a_text_that_is_tokenized_later_is_checked_too(tokenizer):
     [id_of_a] = encode(" a")
     encode.check_vocabulary(id_of_a + 1)
     beyond = next(word for word in (" b", " c", " the", " zebra") if max(tokenizer(word)["input_ids"]) > id_of_a)
-    with pytest.raises(InputError, match=rf"the model embeds only {id_of_a + 1} tokens"):
+    with pytest.raises(InputError, match=rf"the model has only {id_of_a + 1} embeddings"):
         encode(beyond)
 
 
@@ -285,7 +285,9 @@ def test_of_a_large_split_texts_are_counted_and_the_tokens_of_a_sample(tokenizer
     )
     assert (report.examples, report.empty_responses, report.tokenized) == (100, 50, 20)
     assert 0 < report.truncated_prompts < 20
-    assert f"; of 20 drawn at random, {report.truncated_prompts} with a truncated prompt" in describe("train", report)
+    assert f"; in a random sample of 20, {report.truncated_prompts} with a truncated prompt" in describe(
+        "train", report
+    )
 
 
 def test_eos_is_found_beyond_the_sample(tokenizer):

@@ -105,7 +105,7 @@ def test_a_line_that_was_cut_is_removed_and_the_next_is_whole(cut, tmp_path, cap
     logger.on_update(update(3, {"loss/train": 0.25}))
 
     assert [json.loads(line)["updates"] for line in path.read_text().splitlines()] == [1, 3]
-    assert "ended in the middle of a line, which is removed" in capsys.readouterr().out
+    assert "ended with an incomplete line, which was removed" in capsys.readouterr().out
 
 
 def test_what_is_no_finite_number_is_null(tmp_path):
@@ -121,7 +121,7 @@ def test_settings_that_wandb_refuses_are_one_sentence(variable, value, tmp_path)
                  "wandb.enabled=true", f"local_run_dir={tmp_path}/run")  # fmt: skip
     result = run_script("train.py", *overrides, **{variable: value})
     assert result.returncode == 2, result.stderr
-    assert re.search(r"^error: W&B cannot start: .*; put that right, or wandb.enabled=false$", result.stderr, re.M)
+    assert re.search(r"^error: W&B cannot start: .*; fix this, or set wandb.enabled=false$", result.stderr, re.M)
 
 
 def test_samples_are_kept_for_programs_and_for_eyes(tmp_path):
