@@ -135,6 +135,7 @@ def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, mode
         from dpo.checkpoint.resume import check_inputs, open_run
         from dpo.models.loading import find_model_config
         from dpo.parallel.mesh import from_rank_0
+        from dpo.reporting.table import LOGS
         from dpo.system.run_directory import write_record
         from dpo.system.waiting import meet_rank_0
 
@@ -144,7 +145,7 @@ def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, mode
 
     if rank == 0:
         print(describe(config), flush=True)
-    run = open_run(config) if rank == 0 else None  # and hold it until the end
+    run = open_run(config, LOGS) if rank == 0 else None  # and hold it until the end
     meet_rank_0("the run's directory")
     resume_from = from_rank_0(run.checkpoint if run else None)
     set_seed(config.seed)  # Python's, numpy's and torch's

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -33,7 +33,7 @@ from dpo.settings.files import dotted, flatten
 from dpo.settings.keys import KEYS, Resume
 from dpo.system.plain_files import check_readable, check_writable, remove
 from dpo.system.redaction import redact
-from dpo.system.run_directory import LOCK, LOG_FILES, ORIGIN, check_free, create_run_dir, lock_run_dir
+from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, lock_run_dir
 from dpo.system.waiting import made_progress
 
 FACTS = frozenset(("updates", "evaluated", "best_at", "config", "data"))  # that a manifest has about its run
@@ -88,39 +88,39 @@ def look_at_run(config: DictConfig) -> ResumePoint | None:
     return found
 
 
-def open_run(config: DictConfig) -> Run:
+def open_run(config: DictConfig, logs: Sequence[str]) -> Run:
     """Create or reopen the directory of a run, and find the checkpoint from which it continues, if any.
 
-    A run that continues in another directory starts with copies of that checkpoint and of the logs. Raises InputError
-    if the directory holds another run or is locked, if a named checkpoint is missing, and if the config is not its
-    run's.
+    A run that continues in another directory starts with copies of that checkpoint and of the files named `logs`.
+    Raises InputError if the directory holds another run or is locked, if a named checkpoint is missing, and if the
+    config is not its run's.
     """
     if config.resume is None:
-        return _claim(config, continued=False)
+        return _claim(config, logs, continued=False)
     path, source = _real(config.local_run_dir), _source(config)
     if _is_of(source, path):
-        return _continue_here(config, source)
+        return _continue_here(config, source, logs)
     found = _find_whole(source, config)
     begun = _is_begun(path, found)
     if begun and find_checkpoints(path):  # the same command was run before
-        return _continue_here(config, path)
-    run = _claim(config, continued=begun)
-    _begin_with(found, run.directory)
+        return _continue_here(config, path, logs)
+    run = _claim(config, logs, continued=begun)
+    _begin_with(found, run.directory, logs)
     return _go_on(run, found)
 
 
-def _claim(config: DictConfig, *, continued: bool) -> Run:
-    run_dir = create_run_dir(config.local_run_dir, continued=continued)
+def _claim(config: DictConfig, logs: Sequence[str], *, continued: bool) -> Run:
+    run_dir = create_run_dir(config.local_run_dir, logs=logs, continued=continued)
     return Run(run_dir, lock_run_dir(run_dir))
 
 
-def _continue_here(config: DictConfig, source: Path) -> Run:
+def _continue_here(config: DictConfig, source: Path, logs: Sequence[str]) -> Run:
     """Continue in the run's own directory, or start there if `auto` finds nothing."""
-    run = _claim(config, continued=True)
+    run = _claim(config, logs, continued=True)
     tidy(run.directory)
     found = _find_whole(source, config)
     if found is None:
-        _move_logs_aside(run.directory)
+        _move_logs_aside(run.directory, logs)
         return run
     if _is_named(source):
         _refuse_going_back(found, config.resume)
@@ -208,8 +208,8 @@ def _move_damaged_aside(found: ResumePoint, run_dir: Path) -> None:
             path.rename(next(name for name in names if not name.exists()))
 
 
-def _move_logs_aside(run_dir: Path) -> None:
-    for log in (run_dir / name for name in LOG_FILES if (run_dir / name).exists()):
+def _move_logs_aside(run_dir: Path, logs: Sequence[str]) -> None:
+    for log in (run_dir / name for name in logs if (run_dir / name).exists()):
         print(f"{run_dir} holds no checkpoint, so the run starts over; {log.name} becomes {log.name}.old")
         log.replace(f"{log}.old")
 
@@ -287,10 +287,10 @@ def _point_again(run: Run) -> None:
         point(run.directory / "BEST", best)
 
 
-def _begin_with(found: ResumePoint, run_dir: Path) -> None:
+def _begin_with(found: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
     """Copy another run's logs and then its checkpoint, which is complete or absent, after recording which one it is."""
     (run_dir / ORIGIN).write_text(found.manifest["sha256"])
-    for log in (found.path.parent / name for name in LOG_FILES):
+    for log in (found.path.parent / name for name in logs):
         if log.exists():
             check_readable(log)
             _copy(log, run_dir / log.name)

@@ -53,6 +53,8 @@ class RunContext(NamedTuple):
 class Callback:
     """Watches a run. Made before a checkpoint is loaded; `on_start` comes after, and is where files are opened."""
 
+    files: tuple[str, ...] = ()  # names in the run directory of what it appends to
+
     def __init__(self, context: RunContext) -> None:
         self.context = context
 

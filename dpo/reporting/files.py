@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, `samples.jsonl` and `samples.txt`."""
+"""Files that a run appends to: `metrics.jsonl`, `samples.jsonl` and `samples.txt`."""
 
 from __future__ import annotations
 
@@ -9,35 +9,45 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
-from dpo.system.run_directory import LOG_FILES, create_run_dir
+from dpo.system.run_directory import create_run_dir
 
 
-class FileLogger(Callback):
-    """`metrics.jsonl`, `samples.jsonl` and `samples.txt` in the run directory; every line is flushed immediately.
+class LogWriter(Callback):
+    """Appends lines to `files` in the run directory, flushed at once. The directory is made if it is not there.
 
-    NaN and infinite values are null, as JSON requires. Creates the directory if needed. On resume, lines that were
-    logged after the checkpoint are removed: they will be logged again.
+    Lines that were written after the checkpoint from which a run continues are cut off: they will be written again.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self.run_dir = context.run_dir
-        self._sizes: Mapping[str, int] = {}  # of the files at the checkpoint
+        self._sizes: Mapping[str, int] = {}  # of the files, at the checkpoint
 
     def on_start(self) -> None:
-        create_run_dir(str(self.run_dir), continued=True)
-        for name in (name for name in LOG_FILES if name in self._sizes):  # a checkpoint may name any file
+        create_run_dir(str(self.run_dir), logs=self.files, continued=True)
+        for name in (name for name in self.files if name in self._sizes):  # a checkpoint may name any file
             path, size = self.run_dir / name, self._sizes[name]
             found = path.stat().st_size if path.exists() else 0
             if found < size:
-                print(f"warning: {path} is missing lines that were logged before the checkpoint")
+                print(f"warning: {path} lacks lines that were logged before the checkpoint")
             elif found > size:
                 os.truncate(path, size)
 
+    def append(self, name: str, lines: Iterable[str]) -> None:
+        """Add lines to one of the files."""
+        path = self.run_dir / name
+        with path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # a full disk, or another process, truncated it
+                    file.truncate(path.read_bytes().rfind(b"\n") + 1)
+                    print(f"warning: {path} ended in the middle of a line, which is removed", flush=True)
+            file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
+
     def state_dict(self) -> dict[str, Any]:
-        """The size of each file, after syncing it to the disk."""
+        """The bytes of each file, which are on the disk by then."""
         sizes = {}
-        for name in LOG_FILES:
+        for name in self.files:
             path = self.run_dir / name
             sizes[name] = 0
             if path.exists():
@@ -49,15 +59,11 @@ class FileLogger(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sizes = state.get("log_bytes", {})
 
-    def _append(self, name: str, lines: Iterable[str]) -> None:
-        path = self.run_dir / name
-        with path.open("ab+") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":  # truncated by a full disk or another program
-                    file.truncate(path.read_bytes().rfind(b"\n") + 1)
-                    print(f"warning: {path} ended with an incomplete line, which was removed", flush=True)
-            file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
+
+class FileLogger(LogWriter):
+    """Metrics and samples. What is not a finite number is null, as JSON wants it."""
+
+    files = ("metrics.jsonl", "samples.jsonl", "samples.txt")
 
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
@@ -68,16 +74,16 @@ class FileLogger(Callback):
         if not evaluation.samples:
             return
         records = ({"examples": examples, **sample._asdict()} for sample in evaluation.samples)
-        self._append("samples.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
+        self.append("samples.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
         lines = []
         for sample in evaluation.samples:
             lines += [f"{'=' * 30} after {examples} examples {'=' * 30}", sample.prompt.strip()]
             lines += ["--- policy ---", sample.policy.strip()]
             lines += ["--- reference ---", sample.reference.strip()] if sample.reference is not None else []
             lines.append("")
-        self._append("samples.txt", lines)
+        self.append("samples.txt", lines)
 
     def _log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"split": split, "examples": examples, "updates": updates, **finite}
-        self._append("metrics.jsonl", [json.dumps(line)])
+        self.append("metrics.jsonl", [json.dumps(line)])

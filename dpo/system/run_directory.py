@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -22,9 +22,8 @@ from dpo.system.plain_files import check_link, check_writable
 from dpo.system.redaction import redact
 
 LOCK = ".lock"
-LOG_FILES = ("metrics.jsonl", "samples.jsonl", "samples.txt")
 ORIGIN = ".continues"  # in a run that continues another one: the checksum of the other's manifest
-FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN, *LOG_FILES)
+FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN)
 PACKAGES = (
     "torch",
     "transformers",
@@ -79,15 +78,18 @@ def check_free(path: str | Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
 
 
-def create_run_dir(path: str, *, continued: bool = False) -> Path:
-    """Create the directory. Raises InputError if it already holds a run, unless that run is `continued`, or if
-    something other than a file is where the run would write one."""
+def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = False) -> Path:
+    """Create the directory, in which files of the names `logs` will be appended to.
+
+    Raises InputError if it already holds a run, unless that run is `continued`, or if something other than a file is
+    where the run would write one.
+    """
     if not continued:
         check_free(path)
     run_dir = Path(path)
     with _explaining(path):
         run_dir.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
+        for name in (*FILES, *logs):
             check_writable(run_dir / name)
         for name in ("LATEST", "BEST"):
             check_link(run_dir / name)

@@ -36,6 +36,7 @@ from dpo.errors import InputError
 from dpo.models.weights import find_archive
 from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
+from dpo.reporting.table import LOGS
 from dpo.system.plain_files import check_readable, check_writable, remove
 from dpo.system.run_directory import FILES, create_run_dir
 from dpo.training.optimization import OPTIMIZERS, warmup
@@ -94,7 +95,7 @@ def test_what_a_run_writes_is_a_file_of_its_own_or_the_run_does_not_begin(kind, 
     make(kind, tmp_path / name)
     called = "symbolic link" if kind in ("device", "loop") else kind
     with pytest.raises(InputError, match=f"{name} is a {called}; a regular file is expected: move it away"):
-        create_run_dir(str(tmp_path), continued=True)
+        create_run_dir(str(tmp_path), logs=LOGS, continued=True)
     assert (tmp_path / "elsewhere").read_text() == "precious"
 
 

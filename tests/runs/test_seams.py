@@ -21,33 +21,15 @@ CSV = '''\
 
 from __future__ import annotations
 
-import csv
-import os
-from collections.abc import Mapping
-from typing import Any
-
-from dpo.reporting.events import Callback, Update
+from dpo.reporting.events import Update
+from dpo.reporting.files import LogWriter
 
 
-class CsvWriter(Callback):
-    """One line per update; what was written after the checkpoint of a resumed run is written again."""
-
-    def on_start(self) -> None:
-        self.file = (self.context.run_dir / "losses.csv").open("a", newline="")
-        os.truncate(self.file.fileno(), getattr(self, "size", 0))
+class CsvWriter(LogWriter):
+    files = ("losses.csv",)
 
     def on_update(self, update: Update) -> None:
-        csv.writer(self.file).writerow([update.number, update.metrics["loss/train"]])
-        self.file.flush()
-
-    def on_end(self) -> None:
-        self.file.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"size": os.fstat(self.file.fileno()).st_size}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.size = state["size"]
+        self.append("losses.csv", [f"{update.number},{update.metrics['loss/train']!r}"])
 '''
 
 
@@ -84,14 +66,16 @@ def test_a_loss_is_a_function_a_row_and_a_file_and_a_watcher_a_class_and_a_row(c
     first = run_python("train.py", *asked, "n_examples=12", cwd=copy)
     shutil.rmtree(run_dir / "step-12")
     second = run_python("train.py", *asked, "n_examples=16", "resume=auto", cwd=copy)
+    elsewhere = [f"local_run_dir={tmp_path / 'elsewhere'}", f"resume={run_dir}", "n_examples=20"]
+    third = run_python("train.py", *(o for o in asked if "local_run_dir" not in o), *elsewhere, cwd=copy)
 
     assert (refused.returncode, refused.stderr) == (2, "bad configuration:\n  - loss.gamma=much must be a number\n")
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    updates = metrics_of(run_dir, "train")
-    assert [line["updates"] for line in updates] == [1, 2, 3, 4]  # from the checkpoint after 8 examples
-    for line in updates:  # the loss of a pair is at least that of the mean margin: it is convex
-        assert line["loss/train"] >= math.log1p(math.exp(1.0 - line["rewards_train/margins"])) - 1e-6
-    with (run_dir / "losses.csv").open(newline="") as file:
-        assert [(int(n), float(loss)) for n, loss in csv.reader(file)] == [
-            (line["updates"], line["loss/train"]) for line in updates
-        ]
+    assert [run.returncode for run in (first, second, third)] == [0, 0, 0], first.stderr + second.stderr + third.stderr
+    for folder, n_updates in ((run_dir, 4), (tmp_path / "elsewhere", 5)):  # the first from the checkpoint after 2
+        updates = metrics_of(folder, "train")
+        assert [line["updates"] for line in updates] == [*range(1, n_updates + 1)]
+        for line in updates:  # the loss is convex: its mean is at least that of the mean margin
+            assert line["loss/train"] >= math.log1p(math.exp(1.0 - line["rewards_train/margins"])) - 1e-6
+        with (folder / "losses.csv").open(newline="") as file:
+            found = [(int(number), float(loss)) for number, loss in csv.reader(file)]
+        assert found == [(line["updates"], line["loss/train"]) for line in updates]
