@@ -33,6 +33,7 @@ def test_flops_of_a_padded_and_of_a_packed_pair():
         ("step_overhead", ("n_examples=8", "n_eval_examples=4"), "outside forward, backward and optimizer"),
         ("compare", ("--updates=1", "--only=padded;ours", "batch_size=4"), "losses of the counted updates"),
         ("profile_update", ("batch_size=4", "model.autocast=bfloat16"), "matrix products"),
+        pytest.param("startup", ("--answers", "--repeats=1"), "golden run to first update", marks=pytest.mark.slow),
         pytest.param("startup", ("--pairs=200", "batch_size=4", *TINY[:2]), "the data takes", marks=pytest.mark.slow),
         pytest.param(
             "stack_exchange",
