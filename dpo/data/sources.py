@@ -125,9 +125,9 @@ def _parse_json(lines: Any, file: Path) -> Iterator[Any]:
 def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequence[Mapping[str, Any]]:
     import datasets
 
+    revision: dict[str, Any] = {"revision": source.revision} if source.revision else {}
     try:
-        revision = source.revision or None
-        rows: Any = datasets.load_dataset(source.path, split=split, cache_dir=cache_dir, revision=revision)
+        rows: Any = datasets.load_dataset(source.path, split=split, cache_dir=cache_dir, **revision)
         return rows
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

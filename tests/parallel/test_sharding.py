@@ -382,11 +382,11 @@ def count_all_reduces_in_an_update(rank: int, world_size: int, run_dir: Path) ->
 def agree_to_stop(rank: int, world_size: int, run_dir: Path) -> None:
     trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer",))
     trainer.train_step(next(trainer.train_iterator))
-    assert not trainer.stop_is_agreed
+    assert not trainer.stop.is_agreed
     if rank == 1:
-        trainer._asked_to_stop.append(signal.SIGTERM)
+        trainer.stop.signals.append(signal.SIGTERM)
     trainer.train_step(next(trainer.train_iterator))
-    assert trainer.stop_is_agreed
+    assert trainer.stop.is_agreed
 
 
 def test_if_one_process_is_asked_to_stop_all_know_it_after_an_update(tmp_path):
@@ -397,14 +397,15 @@ def break_off_sampling(rank: int, world_size: int, run_dir: Path) -> None:
     trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer", "max_length=96"))
     forwards = []
     trainer.policy.register_forward_pre_hook(lambda *_: forwards.append(1))  # after the question whether to stop
-    before = trainer._before_token
+    raise_if_any, tokens = trainer.stop.raise_if_any, []
 
-    def one_is_asked(number: int, most: int) -> None:
-        if rank == 1 and number == 3:
-            trainer._asked_to_stop.append(signal.SIGTERM)
-        before(number, most)
+    def one_is_asked() -> None:
+        tokens.append(1)
+        if rank == 1 and len(tokens) == 4:
+            trainer.stop.signals.append(signal.SIGTERM)
+        raise_if_any()
 
-    trainer._before_token = one_is_asked
+    trainer.stop.raise_if_any = one_is_asked
     with pytest.raises(Stopped):
         trainer.evaluator.samples(n_examples=0)
     assert len(forwards) == 3
@@ -426,7 +427,7 @@ def count_gathers_in_sampling(rank: int, world_size: int, run_dir: Path, memory:
     if memory is not None:
         sharding.host_memory = lambda: HostMemory(memory, memory)
     trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer",))
-    units = [m for model in trainer._sampled_models() for m in model.modules() if isinstance(m, FSDPModule)]
+    units = [m for model in trainer.evaluator.sampled_models() for m in model.modules() if isinstance(m, FSDPModule)]
     sharded = {id(p) for p in trainer.policy.parameters()}
     with GatherCount() as counted:
         samples = trainer.evaluator.samples(n_examples=0)

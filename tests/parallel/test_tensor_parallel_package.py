@@ -165,12 +165,13 @@ def test_a_frozen_reference_in_half_precision(family, dtype):
 def test_forwards_agree_bit_for_bit_on_more_devices(family):
     whole = build(family)
     policy, reference = (split_over_devices(whole, ["cpu"] * 4) for _ in range(2))
+    examples = examples_of(2)
     (note,) = self_test(
         policy,
         reference,
-        lambda model: plain_logps(model, examples_of(2)),
-        loss_name="dpo",
-        loss_options=DPO,
+        lambda model: plain_logps(model, examples),
+        lengths=torch.tensor([example.n_scored for example in examples]).T,
+        loss_config={"name": "dpo", **DPO},
         same_dtype=True,
     )
     assert "rewards within 0 of 0" in note

@@ -75,9 +75,9 @@ def ask_to_stop_while_loading(number: int) -> None:
 
     model_loaders = loading.model_loaders
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **options: Any) -> Any:
         os.kill(os.getpid(), number)
-        return model_loaders(*arguments)
+        return model_loaders(*arguments, **options)
 
     loading.model_loaders = slow
 
