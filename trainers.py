@@ -73,6 +73,8 @@ class Trainer:
         self.rank, self.world_size = rank, world_size
         self.plan = resolve(config, trainer=self.spec, world_size=world_size)
         self.loss = self.plan.loss
+        if self.loss.reference and reference_model is None:
+            raise InputError(f"loss={config.loss.name} needs a reference model")
         self.mesh = Mesh(rank, self.plan.dims, timeout_secs=config.collective_timeout_secs)
         self.data = data or self.load_data(config, silent=rank != 0)
         self.tokenizer = self.data.tokenizer
@@ -113,8 +115,6 @@ class Trainer:
         return self.place(policy, compute_dtype=DTYPES[self.plan.compute_dtype])
 
     def _place_reference(self, reference_model: Any) -> Reference:
-        if reference_model is None:
-            raise InputError(f"loss={self.config.loss.name} needs a reference model")
         load = partial(loaded_reference, reference_model, self.config, with_digest=self.rank == 0)
         model, digest = after_rank_0("the reference's weights", load)
         return Reference(self.place(model, compute_dtype=DTYPES[self.plan.reference_dtype]), digest)
@@ -187,7 +187,9 @@ class Trainer:
             metrics.append((microbatch.indices.to(objective.device, non_blocking=True), of_examples))
         release_gathered(self.reference_model)
         # everything that the host asks of the device in an update, and that processes agree on: waits for the device
-        scalars = self._scalars(self.clip_gradient())
+        norm, stop = self.clip_gradient(), bool(self.stop.signals)
+        # all processes have the same norm, and any may be asked to stop: the reduction sums
+        scalars = {"grad_norm": norm if self.rank == 0 else torch.zeros_like(norm), "stop": torch.full_like(norm, stop)}
         reduced = objective.reduce(metrics, len(batch.examples), batch.keys, scalars)
         self.stop.is_agreed = reduced.scalars.pop("stop") > 0
         lr = self.scheduler.get_last_lr()[0]
@@ -201,13 +203,6 @@ class Trainer:
         seconds = time.perf_counter() - start
         speed = {"examples_per_second": len(batch.examples) / seconds, "tokens_per_second": batch.n_tokens / seconds}
         return update._replace(metrics={**update.metrics, "lr": lr, **speed, "memory/peak_gb": peak_memory_gb()})
-
-    def _scalars(self, grad_norm: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is summed over the processes beside the metrics: all have one norm, any may be asked to stop."""
-        return {
-            "grad_norm": grad_norm if self.rank == 0 else torch.zeros_like(grad_norm),
-            "stop": torch.full_like(grad_norm, bool(self.stop.signals)),
-        }
 
     def clip_gradient(self) -> torch.Tensor:
         """Clip by global norm; the norm before clipping."""

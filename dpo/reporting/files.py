@@ -13,9 +13,9 @@ from dpo.system.run_directory import create_run_dir
 
 
 class LogWriter(Callback):
-    """Appends lines to `files` in the run directory, flushed at once. The directory is made if it is not there.
+    """Appends lines to `files` in the run directory and flushes them immediately. Creates the directory if needed.
 
-    Lines that were written after the checkpoint from which a run continues are cut off: they will be written again.
+    On resume, lines that were written after the checkpoint are removed: they will be written again.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -29,7 +29,7 @@ class LogWriter(Callback):
             path, size = self.run_dir / name, self._sizes[name]
             found = path.stat().st_size if path.exists() else 0
             if found < size:
-                print(f"warning: {path} lacks lines that were logged before the checkpoint")
+                print(f"warning: {path} is missing lines that were logged before the checkpoint")
             elif found > size:
                 os.truncate(path, size)
 
@@ -39,13 +39,13 @@ class LogWriter(Callback):
         with path.open("ab+") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":  # a full disk, or another process, truncated it
+                if file.read() != b"\n":  # truncated by a full disk or another program
                     file.truncate(path.read_bytes().rfind(b"\n") + 1)
-                    print(f"warning: {path} ended in the middle of a line, which is removed", flush=True)
+                    print(f"warning: {path} ended with an incomplete line, which was removed", flush=True)
             file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
     def state_dict(self) -> dict[str, Any]:
-        """The bytes of each file, which are on the disk by then."""
+        """The size of each file, after syncing it to the disk."""
         sizes = {}
         for name in self.files:
             path = self.run_dir / name
@@ -61,7 +61,7 @@ class LogWriter(Callback):
 
 
 class FileLogger(LogWriter):
-    """Metrics and samples. What is not a finite number is null, as JSON wants it."""
+    """Metrics and samples. NaN and infinite values are null, as JSON requires."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt")
 
