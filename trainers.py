@@ -226,8 +226,7 @@ class Trainer:
     def self_test(self) -> None:
         """The step-0 checks, on the first two evaluation examples per process."""
         examples = self.eval_batches[0].examples[: 2 * self.mesh.data_size]
-        rank, size = self.mesh.data_rank, self.mesh.data_size
-        [microbatch] = self.objective.layout.split(examples, 1, rank=rank, size=size)
+        [microbatch] = self.objective.layout.split(examples, 1, rank=self.mesh.data_rank, size=self.mesh.data_size)
         microbatch = microbatch.to(self.objective.device)
         notes = self_test(
             self.policy,
