@@ -87,16 +87,11 @@ def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
     Recomputation to save memory is not counted.
     """
     packed = isinstance(inputs, Packed)
-    rows, length = inputs.input_ids.shape if packed else _padded_shape(inputs)
+    rows, length = inputs.input_ids.shape
     scored = len(inputs.scored) if packed else rows * length
     body = rows * length * (2 * shape.matrices + 4 * length * shape.attention)
     head = scored * 2 * shape.head
     return (body + head) * (3 + with_reference)
-
-
-def _padded_shape(batch: Any) -> tuple[int, int]:
-    sides = [batch[key] for key in ("chosen_input_ids", "rejected_input_ids") if key in batch]
-    return sum(len(side) for side in sides), max(side.shape[1] for side in sides)
 
 
 def measure(overrides: list[str], updates: int) -> dict[str, Any]:

@@ -21,6 +21,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 import train
+from dpo.reporting.events import Callback, Update
+from dpo.reporting.table import CALLBACKS
 from dpo.settings.command_line import check_command_line
 from dpo.settings.files import CONFIG_DIR
 from trainers import TRAINERS, BasicTrainer
@@ -40,6 +42,20 @@ def timed(part: str, function: Callable) -> Callable:
     return wrapper
 
 
+class Stopwatch(Callback):
+    """The seconds of each update, and of its parts."""
+
+    def on_start(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.began = time.perf_counter()
+
+    def on_update(self, update: Update) -> None:
+        now = time.perf_counter()
+        self.rows.append({"update": now - self.began, **PARTS})
+        PARTS.clear()
+        self.began = now
+
+
 class TimedTrainer(BasicTrainer):
     """The trainer with a stopwatch around the model's work; the rest of an update is overhead."""
 
@@ -49,20 +65,8 @@ class TimedTrainer(BasicTrainer):
         self.optimizer.step = timed("optimizer", self.optimizer.step)
         self.optimizer.zero_grad = timed("optimizer", self.optimizer.zero_grad)
         torch.Tensor.backward = timed("backward", torch.Tensor.backward)
-        rows = []
-        show, start = self.progress.train, time.perf_counter()
-
-        def end_of_update(metrics: dict[str, float], *, updates: int) -> None:
-            nonlocal start
-            show(metrics, updates=updates)
-            now = time.perf_counter()
-            rows.append({"update": now - start, **PARTS})
-            PARTS.clear()
-            start = now
-
-        self.progress.train = end_of_update
         super().train()
-        report(rows[1:])  # the first includes the self-test
+        report(self.callbacks.callbacks["stopwatch"].rows[1:])  # the first includes the self-test
 
 
 def report(rows: list[dict[str, float]]) -> None:
@@ -85,6 +89,7 @@ def compose(overrides: list[str]) -> DictConfig:
 
 
 if __name__ == "__main__":
+    CALLBACKS["stopwatch"] = Stopwatch
     with tempfile.TemporaryDirectory() as folder:
         config = compose([f"local_run_dir={folder}", *sys.argv[1:]])
         TRAINERS["BasicTrainer"] = TimedTrainer
