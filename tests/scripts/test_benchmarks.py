@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from support.runs import GOLDEN, ROOT, run_script
 
 from benchmarks import chart
 from benchmarks.compare import Shape, count_flops
 from dpo.data.examples import Example
+from dpo.models.layouts import pad
 from dpo.models.packing import pack
 
 TINY = (
@@ -19,7 +19,7 @@ TINY = (
 
 def test_flops_of_a_padded_and_of_a_packed_pair():
     shape = Shape(matrices=1000, head=70, attention=16)
-    rows = {f"{side}_input_ids": torch.zeros(2, 10) for side in ("chosen", "rejected")}
+    rows = pad([Example((1, 2, 3), ((10, 11, 9), (20, 9)))] * 2, 10)
     # 40 tokens of 4 rows of 10; a reference: forward, policy: forward and a backward of two
     assert count_flops(shape, rows, with_reference=True) == 4 * 40 * (2 * 1000 + 4 * 10 * 16 + 2 * 70)
     assert count_flops(shape, rows, with_reference=False) == 3 * 40 * (2 * 1000 + 4 * 10 * 16 + 2 * 70)
