@@ -145,7 +145,7 @@ def test_a_tokenizer_without_a_pad_token_pads_with_eos(bare_tokenizer):
 
 def test_one_with_neither_is_told_what_to_set(bare_tokenizer):
     bare_tokenizer.eos_token = None
-    with pytest.raises(InputError, match=r"no EOS token, which ends every response: set tokenizer\.eos_token"):
+    with pytest.raises(InputError, match=r"no EOS token, which must end every response: set tokenizer\.eos_token"):
         next(get_batch_iterator(["demo"], bare_tokenizer, n_epochs=1, silent=True))
     with pytest.raises(InputError, match=r"neither a pad token nor EOS to pad with: set tokenizer\.pad_token"):
         get_collate_fn(bare_tokenizer)
