@@ -114,7 +114,9 @@ def test_what_is_no_finite_number_is_null(tmp_path):
     assert line == '{"split": "train", "examples": 4, "updates": 1, "a": null, "b": null, "c": 1.5}\n'
 
 
-@pytest.mark.parametrize(("variable", "value"), [("WANDB_MODE", "foo"), ("WANDB_BASE_URL", "nowhere")])
+@pytest.mark.parametrize(
+    ("variable", "value"), [pytest.param("WANDB_MODE", "foo", marks=pytest.mark.slow), ("WANDB_BASE_URL", "nowhere")]
+)
 def test_settings_that_wandb_refuses_are_one_sentence(variable, value, tmp_path):
     overrides = ("model.name_or_path=tests/golden/tiny-llama", "dataset_sources.hh=tests/golden/words", "batch_size=4",
                  "model.block_name=null", "eval_batch_size=4", "n_eval_examples=4", "loss=sft", "exp_name=x",

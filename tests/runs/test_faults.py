@@ -187,6 +187,7 @@ def test_a_rank_that_is_killed_ends_the_run_which_continues(rank, rows, whole_sh
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 
 
+@pytest.mark.slow  # 30 s of waiting; that a worker that hangs ends all is in test_launching
 def test_a_rank_that_hangs_ends_the_run_within_the_timeout_and_it_continues(rows, whole_sharded, tmp_path):
     process = start_sharded(rows, tmp_path / "run", "collective_timeout_secs=5")
     wait_for_updates(tmp_path / "run", 3, process)
@@ -278,6 +279,7 @@ def test_workers_end_with_their_parent_and_the_run_continues(rows, whole_sharded
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_crashed_run_which_continues_by_itself(rows, whole_sharded, tmp_path):
     overrides = [
         o for o in small_run(rows, tmp_path / "run", *SHARDED, "resume=auto") if not o.startswith("world_size")

@@ -31,7 +31,12 @@ def test_flops_of_a_padded_and_of_a_packed_pair():
     ("module", "arguments", "said"),
     [
         ("step_overhead", ("n_examples=8", "n_eval_examples=4"), "outside forward, backward and optimizer"),
-        ("compare", ("--updates=1", "--only=padded;ours", "batch_size=4"), "losses of the counted updates"),
+        pytest.param(
+            "compare",
+            ("--updates=1", "--only=padded;ours", "batch_size=4"),
+            "losses of the counted updates",
+            marks=pytest.mark.slow,
+        ),
         ("profile_update", ("batch_size=4", "model.autocast=bfloat16"), "matrix products"),
         pytest.param("startup", ("--answers", "--repeats=1"), "golden run to first update", marks=pytest.mark.slow),
         pytest.param("startup", ("--pairs=200", "batch_size=4", *TINY[:2]), "the data takes", marks=pytest.mark.slow),

@@ -41,6 +41,7 @@ def levels(findings: list[Finding]) -> dict[str, str]:
 # --- this machine ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_text_report_of_this_machine(tmp_path):
     result = run_python("-m", "scripts.doctor", HF_TOKEN=SECRET, NETRC=str(tmp_path / "none"))
 
