@@ -69,7 +69,7 @@ class Trainer:
         data: TrainingData | None = None,
         resume_from: Path | None = None,
     ) -> None:
-        self.config, self.seed, self.run_dir = config, seed, Path(run_dir)
+        self.config, self.seed, self.run_dir = config, seed, Path(run_dir)  # these five are the reference's
         self.rank, self.world_size = rank, world_size
         self.plan = resolve(config, trainer=self.spec, world_size=world_size)
         self.loss = self.plan.loss
@@ -110,7 +110,7 @@ class Trainer:
         config, policy = self.config, after_rank_0("the policy's weights", partial(loaded, policy, self.config))
         self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
         check_positions(policy, config.max_length)
-        if config.activation_checkpointing:  # the older of the method's two names works on every transformers 5
+        if config.activation_checkpointing:  # the older name, which every transformers 5 has
             policy.gradient_checkpointing_enable({"use_reentrant": False})
         return self.place(policy, compute_dtype=DTYPES[self.plan.compute_dtype])
 
@@ -122,7 +122,7 @@ class Trainer:
     @property
     def reference_model(self) -> torch.nn.Module | None:
         """None if the loss needs no reference, or once all of its log-probabilities are cached."""
-        return self.reference and self.reference.model
+        return self.reference.model if self.reference else None
 
     # --- what a subclass says ---------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Trainer:
     def train(self) -> None:
         """Train to the end of the data, evaluating and saving when due and after the last update.
 
-        Asked to stop by a signal, it finishes the update (several processes the next), saves, raises Stopped.
+        On a stop signal it finishes the update (several processes possibly one more), saves, and raises Stopped.
         """
         self.check_and_score_reference()
         total, done = self.data.report.updates, self.state.batch_counter
@@ -186,9 +186,9 @@ class Trainer:
             (losses.sum() * self.mesh.data_size / self.config.batch_size).backward()
             metrics.append((microbatch.indices.to(objective.device, non_blocking=True), of_examples))
         release_gathered(self.reference_model)
-        # everything that the host asks of the device in an update, and that processes agree on: waits for the device
+        # the only synchronization of host and device in an update; also carries what the processes must agree on
         norm, stop = self.clip_gradient(), bool(self.stop.signals)
-        # all processes have the same norm, and any may be asked to stop: the reduction sums
+        # sums over the ranks: rank 0 alone gives the norm, which is equal on all, and every rank whether to stop
         scalars = {"grad_norm": norm if self.rank == 0 else torch.zeros_like(norm), "stop": torch.full_like(norm, stop)}
         reduced = objective.reduce(metrics, len(batch.examples), batch.keys, scalars)
         self.stop.is_agreed = reduced.scalars.pop("stop") > 0
@@ -266,10 +266,10 @@ class Trainer:
         state, metrics = self.state, None
         if state.evaluated_at != state.example_counter and (last or self.evaluation_is_due()):
             metrics = self.evaluator.metrics()
-            wants_samples = self.config.sample_during_eval
-            samples = self.evaluator.samples(n_examples=state.example_counter) if wants_samples else []
+            is_wanted = self.config.sample_during_eval
+            samples = self.evaluator.samples(n_examples=state.example_counter) if is_wanted else []
             self.callbacks.emit("evaluation", Evaluation(state.batch_counter, state.example_counter, metrics, samples))
-            state.evaluated_at, state.saved_at = state.example_counter, -1
+            state.evaluated_at, state.saved_at = state.example_counter, -1  # -1: save again, with the metrics
         save_every = self.config.save_every or self.eval_every
         if self._has_unsaved() and (last or state.example_counter % save_every == 0):
             self.save(metrics=metrics)

@@ -44,8 +44,9 @@ def preference_loss(
     """(losses, chosen rewards, rejected rewards), each (B,), from summed log-probabilities (B,).
 
     DPO: eq. 7 of arXiv 2305.18290; with `label_smoothing` eps in [0, 0.5), conservative DPO, which assumes that a
-    fraction eps of the pairs is flipped (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036.
-    `reference_free` takes the reference as uniform in the loss; the rewards still use it. Rewards are detached.
+    fraction eps of the pairs is flipped (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036,
+    without `label_smoothing`.
+    `reference_free` treats the reference as uniform in the loss; the rewards still use it. Rewards are detached.
     """
     from torch.nn.functional import logsigmoid  # here: validation reads LOSSES, and needs no torch
 
@@ -69,10 +70,10 @@ class Scores(NamedTuple):
 
     chosen: Tensor
     chosen_lengths: Tensor
-    rejected: Tensor | None = None
-    rejected_lengths: Tensor | None = None
-    reference_chosen: Tensor | None = None
-    reference_rejected: Tensor | None = None
+    rejected: Any = None  # as the others below: a tensor if the loss needs it
+    rejected_lengths: Any = None
+    reference_chosen: Any = None
+    reference_rejected: Any = None
 
 
 class Losses(NamedTuple):
@@ -88,15 +89,13 @@ def _sft(scores: Scores) -> Losses:
 
 
 def _dpo(scores: Scores, *, beta: float, label_smoothing: float, reference_free: bool) -> Losses:
-    return Losses(*preference_loss(*_pair(scores), beta, label_smoothing, reference_free=reference_free))
+    logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
+    return Losses(*preference_loss(*logps, beta, label_smoothing, reference_free=reference_free))
 
 
 def _ipo(scores: Scores, *, beta: float) -> Losses:
-    return Losses(*preference_loss(*_pair(scores), beta, ipo=True))
-
-
-def _pair(scores: Scores) -> tuple[Any, Any, Any, Any]:
-    return scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
+    logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
+    return Losses(*preference_loss(*logps, beta, ipo=True))
 
 
 @dataclass(frozen=True)
@@ -111,9 +110,9 @@ class Loss:
         +1,
     )  # the metric by which checkpoints are ranked; +1: higher wins
 
-    def __call__(self, scores: Scores, config: Mapping[str, Any]) -> Losses:
+    def __call__(self, scores: Scores, loss_config: Mapping[str, Any]) -> Losses:
         """The losses under `config.loss`."""
-        return self.fn(scores, **{key: value for key, value in config.items() if key != "name"})
+        return self.fn(scores, **{key: value for key, value in loss_config.items() if key != "name"})
 
 
 LOSSES = {

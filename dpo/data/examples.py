@@ -39,7 +39,7 @@ class Example(NamedTuple):
     @property
     def n_scored(self) -> tuple[int, ...]:
         """The number of scored tokens per response; without a prompt nothing predicts the first."""
-        return tuple(len(response) - (not self.prompt) for response in self.responses)
+        return tuple(len(response) - (0 if self.prompt else 1) for response in self.responses)
 
     @property
     def keys(self) -> tuple[bytes, ...]:
@@ -73,7 +73,8 @@ def iterate_examples(
     """Yields the examples of each batch in the reference's order, until `n_epochs` or `n_examples` is reached.
 
     Each epoch shuffles the prompts again, starting from the previous order; pairs of a prompt stay together. The
-    partial batch at the end of an epoch is dropped, but its examples count towards `n_examples`.
+    partial batch at the end of an epoch is dropped, but its examples count towards `n_examples`. With fewer examples
+    than `batch_size`, or without any limit, it never ends: callers check that.
     """
     order = array("I", range(len(prompts)))
     epoch_seeds = np.random.RandomState(seed)

@@ -84,7 +84,7 @@ class Preflight:
 
 
 def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> tuple[int, int]:
-    """(updates, dropped examples) of `iterate_batches`, without iterating."""
+    """(updates, dropped examples) of `iterate_examples`, without iterating."""
     per_epoch, remainder = divmod(examples, batch_size)
     if per_epoch == 0:
         return 0, examples

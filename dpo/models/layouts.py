@@ -121,7 +121,6 @@ def row_tokens(max_length: int) -> int:
 
 GPU_ALIGNMENT = 64  # tokens: CUDA's fused attention copies a mask whose rows are not aligned, in every layer
 Layout = Padded | SharedPrefix
-LAYOUTS = {"padded": Padded, "shared_prefix": SharedPrefix}
 
 
 class Longest(NamedTuple):

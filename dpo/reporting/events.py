@@ -14,17 +14,17 @@ from dpo.data.preflight import TrainingData
 
 
 class Update(NamedTuple):
-    """An update of the optimizer. Counts include it."""
+    """A global batch that was trained on, or skipped because a callback did not allow it. Counts include it."""
 
     number: int
     n_examples: int  # that the run has trained on
     examples: Sequence[Example]
     table: Mapping[str, torch.Tensor]  # metrics of each example, (B,)
-    metrics: Mapping[str, float]  # means over the examples, grad_norm, and once it is applied lr and speed
+    metrics: Mapping[str, float]  # means over the examples and grad_norm; in `on_update` also lr and speed
 
 
 class Sample(NamedTuple):
-    """A prompt with continuations by the policy and the reference (None for SFT)."""
+    """A prompt with continuations by the policy and the reference (None if there is none, or it was freed)."""
 
     prompt: str
     policy: str
@@ -51,7 +51,10 @@ class RunContext(NamedTuple):
 
 
 class Callback:
-    """Watches a run. Made before a checkpoint is loaded; `on_start` comes after, and is where files are opened."""
+    """Watches a run, and may veto an update.
+
+    It is made before a checkpoint is loaded; `on_start` comes after, and is where files are opened.
+    """
 
     files: tuple[str, ...] = ()  # names in the run directory of what it appends to
 
@@ -94,10 +97,10 @@ class Callbacks:
         self.callbacks = dict(callbacks)
 
     @classmethod
-    def of(cls, table: Mapping[str, type[Callback]], context: RunContext, **made: Callback) -> Callbacks:
-        """Those that are `made` already, then those of a table that are wanted."""
+    def of(cls, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> Callbacks:
+        """The callbacks given by name, then those of the table that are wanted."""
         wanted = {name: callback for name, callback in table.items() if callback.is_wanted(context)}
-        return cls({**made, **{name: callback(context) for name, callback in wanted.items()}})
+        return cls({**given, **{name: callback(context) for name, callback in wanted.items()}})
 
     def emit(self, event: str, *details: Any) -> None:
         """Call `on_EVENT(*details)` of each."""

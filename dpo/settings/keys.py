@@ -202,7 +202,7 @@ KEYS: dict[str, Key] = {
     "loss.beta": Key(
         FINITE,
         KEEP,
-        how_to_set="loss.beta=0.1 is the paper's choice; the smaller, the further from the reference",
+        how_to_set="loss.beta=0.1 is the DPO paper's choice",
     ),
     "loss.label_smoothing": Key(SMOOTHING, KEEP),
     "loss.reference_free": Key(FLAG, KEEP),

@@ -46,9 +46,10 @@ def on_stop_signals(act: Callable[[int], object]) -> Iterator[None]:
     heard: dict[int, float] = {}  # when each came first
 
     def hear(number: int, _: object) -> None:
-        since = time.monotonic() - heard.setdefault(number, time.monotonic())
-        if number == signal.SIGINT and since > 0:
-            if since > SAME_SECS:
+        now, first = time.monotonic(), heard.get(number)
+        heard.setdefault(number, now)
+        if number == signal.SIGINT and first is not None:
+            if now - first > SAME_SECS:
                 raise KeyboardInterrupt
             return
         if len(heard) == 1 and _speaks():

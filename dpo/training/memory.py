@@ -31,9 +31,9 @@ from dpo.system.host_memory import host_memory, resident_memory
 from dpo.training.batches import Batches
 from dpo.training.optimization import OPTIMIZERS
 
-# of what comes and goes: holes in what one process on a CPU keeps (`launching.keep_freed_memory`), measured on SmolLM2
+# of what comes and goes: holes in what one process on a CPU keeps (`malloc.keep_freed_memory`), measured on SmolLM2
 KEPT = 0.2
-REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`distributed.distribute`)
+REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)
 LOOKED_AT = 50  # global batches that are searched for the largest microbatch
 
 

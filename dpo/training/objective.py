@@ -31,8 +31,8 @@ REFERENCE = ("reference/chosen", "reference/rejected")  # columns beside the met
 class Objective:
     """The loss of a policy, whose gradient an update follows.
 
-    `autocast` is the dtype in which float32 weights are multiplied, None for their own. As long as the
-    `models_are_equal`, no pair is ranked right: rewards then differ by what dtypes round, if at all.
+    `autocast` is the dtype in which float32 weights are multiplied, None for their own. While the
+    `models_are_equal`, accuracies are 0, because rewards differ by rounding alone.
     """
 
     def __init__(
@@ -80,14 +80,18 @@ class Objective:
                 reference = self.forward(self.reference.model, microbatch)
         logps = self.forward(self.policy, microbatch)
         reference = tuple(r.to(logps[0]) for r in reference)
-        scores = Scores(*(x for pair in zip(logps, microbatch.lengths, strict=True) for x in pair))
+        scores = Scores(chosen=logps[0], chosen_lengths=microbatch.lengths[0])
+        if loss.pairwise:
+            scores = scores._replace(rejected=logps[1], rejected_lengths=microbatch.lengths[1])
         if reference:
             scores = scores._replace(reference_chosen=reference[0], reference_rejected=reference[1])
         losses, *rewards = loss(scores, loss_config)
-        metrics = _reward_metrics(split, *rewards, equal=self.models_are_equal) if loss.pairwise else {}
+        metrics: Metrics = {}
         if loss.pairwise:
+            metrics |= _reward_metrics(split, *rewards, equal=self.models_are_equal)
             metrics[f"logps_{split}/rejected"] = scores.rejected.detach()
-        metrics |= dict(zip(REFERENCE, reference, strict=True)) if reference and to_cache else {}
+        if reference and to_cache:
+            metrics |= zip(REFERENCE, reference, strict=True)
         return losses, metrics | {f"logps_{split}/chosen": scores.chosen.detach(), f"loss/{split}": losses.detach()}
 
     def cached_reference(self, batch: GlobalBatch) -> torch.Tensor | None:
@@ -124,7 +128,7 @@ class Objective:
     def score_all(self, batches: Iterable[GlobalBatch], path: Path) -> str:
         """Cache all pairs of the batches, from the file at `path` or scored now, and write the file; a line about it.
 
-        Raises InputError if the file holds something else than the reference gives now.
+        Raises InputError if the file disagrees with what the reference gives now.
         """
         read = read_logps(path) if self.mesh.rank == 0 and path.exists() else LogpTable()
         read, seed = from_rank_0((read, secrets.randbits(32)))
@@ -161,7 +165,7 @@ def make_objective(
     autocast = DTYPES[plan.autocast] if plan.autocast else None
     device = next(policy.parameters()).device
     tried = [(policy, plan.compute_dtype)]
-    if reference is not None and type(reference.model) is not type(policy):  # which may take less
+    if reference is not None and type(reference.model) is not type(policy):  # which may not take the same layout
         tried.append((reference.model, plan.reference_dtype))
     layout = None
     for model, dtype in tried:

@@ -13,7 +13,6 @@ import preference_datasets
 import train  # noqa: F401  (registers the config's resolvers)
 import trainers
 from dpo.losses import LOSSES
-from dpo.models.layouts import LAYOUTS
 from dpo.models.pretrained import DTYPES
 from dpo.settings import choices
 from dpo.settings.files import defaults_of
@@ -87,7 +86,6 @@ def test_the_names_of_the_config_are_those_of_the_tables():
     specs = {*choices.TRAINERS.values(), *choices.TENSOR_PARALLEL_BACKENDS.values()}
     assert {spec.name: spec for spec in specs} == {name: cls.spec for name, cls in trainers.TRAINERS.items()}
     assert all(cls.__name__ == name for name, cls in trainers.TRAINERS.items())
-    assert set(choices.LAYOUTS) == LAYOUTS.keys()
     assert {name: f"torch.{name}" for name in choices.DTYPES} == {name: str(dtype) for name, dtype in DTYPES.items()}
     assert all(cls.__name__ == name and issubclass(cls, torch.optim.Optimizer) for name, cls in OPTIMIZERS.items())
     assert (*defaults_of()["dataset_sources"], "demo") == preference_datasets.BUILT_IN

@@ -101,7 +101,7 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         "did you mean BasicTrainer?",
         "model.name_or_path is not set: choose model=pythia28 or another of config/model, "
         "or give model.name_or_path=DIR_OR_HUB_ID",
-        "loss.beta is not set: loss.beta=0.1 is the paper's choice; the smaller, the further from the reference",
+        "loss.beta is not set: loss.beta=0.1 is the DPO paper's choice",
         "loss.label_smoothing=0.5 must be a number in [0, 0.5): the fraction of flipped pairs",
         "batch_size=6 must be divisible by gradient_accumulation_steps * processes = 4 * 1 = 4: try batch_size=8, "
         "or gradient_accumulation_steps=1, 2, 3 or 6",
@@ -138,7 +138,7 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
             "model.tokenizer_name_or_path='~/no'",
             "model.tokenizer_name_or_path=~/no is not there: no such directory (~ ",
         ),
-        ("loss.name=dpoo", "loss.name=dpoo is not one of dpo, ipo, sft"),
+        ("loss.name=dpoo", f"loss.name=dpoo is not one of {', '.join(sorted(LOSSES))}"),
         ("model.policy_dtype=fp32", "model.policy_dtype=fp32 is not one of bfloat16, float16, float32"),
         ("model.reference_dtype=half", "model.reference_dtype=half is not one of bfloat16, float16, float32"),
         (
