@@ -41,7 +41,7 @@ from dpo.system.paths import get_local_dir
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
 from dpo.training.batches import Batches, GlobalBatch
-from dpo.training.evaluation import Evaluator
+from dpo.training.evaluation import Evaluator, find_interval, notes_on_interval
 from dpo.training.metrics import peak_memory_gb
 from dpo.training.objective import make_objective
 from dpo.training.optimization import OPTIMIZERS, warmup
@@ -80,7 +80,7 @@ class Trainer:
         self.tokenizer = self.data.tokenizer
         self.progress = Progress.of(config, silent=rank != 0)
         self.policy = self._place_policy(policy)
-        self.reference = self._place_reference(reference_model) if self.loss.reference else None
+        self.reference = None if reference_model is None else self._place_reference(reference_model)
         for note in self.notes():
             self.progress.line(note)
         self.optimizer = self.make_optimizer()
@@ -121,7 +121,7 @@ class Trainer:
 
     @property
     def reference_model(self) -> torch.nn.Module | None:
-        """None if the loss needs no reference, or once all of its log-probabilities are cached."""
+        """None if there is none, or once all of its log-probabilities are cached."""
         return self.reference.model if self.reference else None
 
     # --- what a subclass says ---------------------------------------------------------------------------------------
@@ -135,19 +135,16 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """What to log at the start."""
-        config = self.config
-        found = remarks(self.policy, attention=config.model.attn_implementation, max_length=config.max_length)
-        if self.eval_every != config.eval_every:
-            found.append(
-                f"warning: eval_every={config.eval_every} is not a multiple of batch_size={config.batch_size}; "
-                f"evaluating every {self.eval_every} examples"
-            )
-        return found
+        wanted, max_length = self.config.model.attn_implementation, self.config.max_length
+        return [*remarks(self.policy, attention=wanted, max_length=max_length), *notes_on_interval(self.config)]
 
     @property
-    def eval_every(self) -> int:
-        """Examples between evaluations, whole batches."""
-        return self.config.eval_every - self.config.eval_every % self.config.batch_size
+    def example_counter(self) -> int:
+        return self.state.example_counter
+
+    @property
+    def batch_counter(self) -> int:
+        return self.state.batch_counter
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.config.optimizer](self.policy.parameters(), lr=self.config.lr)
@@ -215,7 +212,7 @@ class Trainer:
         """The step-0 checks before the first update; with `cache_reference_logps=all`, all that the reference gives."""
         if self.state.batch_counter == 0 and self.config.self_test:  # later the policy is not the reference any more
             self.self_test()
-        if self.reference is not None and self.config.cache_reference_logps == "all":
+        if self.loss.reference and self.config.cache_reference_logps == "all":
             path = Path(get_local_dir(self.config.local_dirs)) / "reference_logps" / f"{self.reference.digest}.npz"
             batches = itertools.chain(self.eval_batches, self.batches.train())
             total = len(self.eval_batches) + self.data.report.updates
@@ -230,7 +227,7 @@ class Trainer:
         microbatch = microbatch.to(self.objective.device)
         notes = self_test(
             self.policy,
-            self.reference_model,
+            self.reference_model if self.loss.reference else None,
             lambda model: self.objective.forward(model, microbatch),
             lengths=microbatch.lengths,
             loss_config=self.config.loss,
@@ -270,13 +267,13 @@ class Trainer:
             samples = self.evaluator.samples(n_examples=state.example_counter) if is_wanted else []
             self.callbacks.emit("evaluation", Evaluation(state.batch_counter, state.example_counter, metrics, samples))
             state.evaluated_at, state.saved_at = state.example_counter, -1  # -1: save again, with the metrics
-        save_every = self.config.save_every or self.eval_every
+        save_every = self.config.save_every or find_interval(self.config)
         if self._has_unsaved() and (last or state.example_counter % save_every == 0):
             self.save(metrics=metrics)
 
     def evaluation_is_due(self) -> bool:
         examples = self.state.example_counter
-        return examples % self.eval_every == 0 and (examples > 0 or self.config.do_first_eval)
+        return examples % find_interval(self.config) == 0 and (examples > 0 or self.config.do_first_eval)
 
     def _has_unsaved(self) -> bool:
         return 0 < self.state.example_counter != self.state.saved_at and not self.config.debug

@@ -77,14 +77,14 @@ class Scores(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What a loss gives, each (B,). Rewards are detached; a loss that is not pairwise has none."""
+    """What a loss gives, each (B,). Rewards are detached; a pairwise loss must give them, another has none."""
 
     losses: Tensor
     chosen_rewards: Tensor | None = None
     rejected_rewards: Tensor | None = None
 
 
-def _sft(scores: Scores) -> Losses:
+def _sft(scores: Scores, **_: Any) -> Losses:  # a ported config may have beta
     return Losses(-scores.chosen)
 
 
@@ -109,6 +109,10 @@ class Loss:
         "rewards_eval/accuracies",
         +1,
     )  # the metric by which checkpoints are ranked; +1: higher wins
+
+    def __post_init__(self) -> None:
+        if self.reference and not self.pairwise:
+            raise ValueError("a loss with a reference must be pairwise: give reference=False")
 
     def __call__(self, scores: Scores, loss_config: Mapping[str, Any]) -> Losses:
         """The losses under `config.loss`."""

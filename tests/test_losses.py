@@ -10,7 +10,7 @@ import torch
 import yaml
 from support.runs import ROOT
 
-from dpo.losses import LOSSES, Scores, _get_batch_logps, preference_loss
+from dpo.losses import LOSSES, Loss, Scores, _get_batch_logps, preference_loss
 
 # one pair, log-probabilities (policy chosen, policy rejected, reference chosen, reference rejected):
 # h = (-10 - -13) - (-11 - -12) = 3 - 1 = 2
@@ -113,3 +113,12 @@ def test_the_table_of_losses_hands_its_options_on():
     assert tuple(LOSSES["ipo"](scores, {"name": "ipo", "beta": 0.5})) == preference_loss(*PAIR, 0.5, ipo=True)
     assert LOSSES["sft"](Scores(PAIR[0], lengths), {"name": "sft"}) == (-PAIR[0], None, None)
     assert [LOSSES[name].reference for name in ("sft", "dpo", "ipo")] == [False, True, True]
+
+
+def test_sft_takes_no_notice_of_a_ported_beta():
+    assert LOSSES["sft"](Scores(PAIR[0], torch.ones(1)), {"name": "sft", "beta": 0.1}).losses == -PAIR[0]
+
+
+def test_a_reference_without_pairs_is_refused():
+    with pytest.raises(ValueError, match="must be pairwise: give reference=False"):
+        Loss(LOSSES["sft"].fn, pairwise=False)

@@ -505,6 +505,14 @@ def test_a_reference_that_is_not_needed_any_more_is_freed_though_it_is_part_of_a
         gc.enable()
 
 
+def test_a_reference_that_is_given_without_need_is_sampled(make_trainer, tiny_llama):
+    trainer = make_trainer(*SFT, "max_length=36")
+    both = BasicTrainer(copy.deepcopy(tiny_llama), trainer.config, 0, trainer.run_dir, tiny_llama, data=trainer.data)
+    both.self_test()
+    assert (both.example_counter, both.batch_counter) == (0, 0)
+    assert all(sample.reference for sample in both.evaluator.samples(n_examples=0))
+
+
 def test_before_the_first_update_rounding_ranks_no_pair_right(run, tmp_path):
     run("run", "model.reference_dtype=float16")
     (first, *_), (update, *_) = (metrics_of(tmp_path / "run", split) for split in ("eval", "train"))

@@ -135,9 +135,7 @@ def as_now(name: str, state: Any) -> Any:
     if name != "trainer" or find_odd(state, OLD_TRAINER):
         return state
     logger = state["logger"]
-    callbacks = {"nonfinite": {"skipped": state["skipped"]}}
-    if "log_bytes" in logger:
-        callbacks["files"] = {"log_bytes": logger["log_bytes"]}
+    callbacks = {"nonfinite": {"skipped": state["skipped"]}, "files": {"log_bytes": logger.get("log_bytes", {})}}
     if "wandb_id" in logger and "run_dir" in logger:
         callbacks["wandb"] = {"wandb_id": logger["wandb_id"], "run_dir": logger["run_dir"]}
     return {**state, "saved_at": state["checkpoints"]["saved_at"], "callbacks": callbacks}

@@ -83,11 +83,11 @@ class Callback:
         """The run has ended: it is complete, was stopped by a signal, or aborted on NaN."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the callback needs on resume, for a checkpoint."""
+        """What the callback needs on resume, for a checkpoint: tensors, numbers, texts, and lists and dicts of them."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`; not called if the checkpoint has none of this callback."""
+        """Continue from a `state_dict()`, which is empty if the checkpoint has none of this callback."""
 
 
 class Callbacks:
@@ -115,9 +115,24 @@ class Callbacks:
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The states of those that have one."""
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
+        for name, state in states.items():
+            _check_plain(state, f"{name}.state_dict()")
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         for name, callback in self.callbacks.items():
-            if name in states:
-                callback.load_state_dict(states[name])
+            callback.load_state_dict(states.get(name, {}))
+
+
+def _check_plain(value: Any, place: str) -> None:
+    """Raises TypeError for what a checkpoint, which is read as data, would not give back."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_plain(item, f"{place}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for item in value:
+            _check_plain(item, place)
+    elif not isinstance(value, torch.Tensor) and type(value) not in (bool, int, float, str, type(None)):
+        raise TypeError(
+            f"{place} is a {type(value).__name__}: a checkpoint holds tensors, numbers, texts, lists, dicts"
+        )

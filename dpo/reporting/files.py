@@ -57,7 +57,7 @@ class LogWriter(Callback):
         return {"log_bytes": sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sizes = state.get("log_bytes", {})
+        self._sizes = state.get("log_bytes", dict.fromkeys(self.files, 0))  # 0: this callback was added since
 
 
 class FileLogger(LogWriter):

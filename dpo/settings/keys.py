@@ -76,6 +76,7 @@ RUN_NAME = Rule(
     "a name for the run, relative and without '..'",
 )
 SMOOTHING = Rule(lambda v: _is_number(v) and 0 <= v < 0.5, "a number in [0, 0.5): the fraction of flipped pairs")
+ANYTHING = Rule(lambda v: True, "anything")
 PORT = Rule(lambda v: _is_int(v) and 0 < v < 65536, "a port from 1 to 65535")
 DTYPE = _one_of(DTYPES)
 
@@ -134,7 +135,9 @@ def key_of_option(default: Any) -> Key:
     """For an option of a loss that has no row: a value like its default in `config/loss`, and for '???' a number."""
     if isinstance(default, bool):
         return Key(FLAG, KEEP)
-    return Key(TEXT if isinstance(default, str) and default != "???" else NUMBER, KEEP)
+    if _is_number(default) or default == "???":
+        return Key(NUMBER, KEEP)
+    return Key(TEXT if isinstance(default, str) else ANYTHING, KEEP)
 
 
 KEYS: dict[str, Key] = {

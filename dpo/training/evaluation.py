@@ -19,6 +19,21 @@ from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
 
 
+def find_interval(config: DictConfig) -> int:
+    """Examples between evaluations: whole batches."""
+    return config.eval_every - config.eval_every % config.batch_size
+
+
+def notes_on_interval(config: DictConfig) -> list[str]:
+    """A line if the interval is not what was asked for."""
+    if find_interval(config) == config.eval_every:
+        return []
+    return [
+        f"warning: eval_every={config.eval_every} is not a multiple of batch_size={config.batch_size}; "
+        f"evaluating every {find_interval(config)} examples"
+    ]
+
+
 class Evaluator:
     """Means over the evaluation batches, and continuations of their first prompts.
 

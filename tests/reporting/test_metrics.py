@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from support.runs import ROOT, run_script, train
 from support.wandb_server import WandbServer
 
-from dpo.reporting.events import Callbacks, Evaluation, RunContext, Sample, Update
+from dpo.reporting.events import Callback, Callbacks, Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
 from dpo.reporting.wandb import WandbLogger
 from dpo.training.metrics import peak_memory_gb, reduce_metrics
@@ -153,6 +153,24 @@ def test_all_callbacks_are_told_and_their_states_kept_by_name(tmp_path):
         assert {file.name for file in folder.iterdir()} == {"metrics.jsonl", "samples.jsonl", "samples.txt"}
     state = callbacks.state_dict()
     assert state["a"] == state["b"] == {"log_bytes": {f.name: f.stat().st_size for f in folders[0].iterdir()}}
+
+
+def test_a_state_that_a_checkpoint_would_not_give_back_is_refused_when_it_is_saved():
+    class Odd(Callback):
+        def state_dict(self):
+            return {"seen": {1, 2}}
+
+    callbacks = Callbacks({"odd": Odd(RunContext(OmegaConf.create(), Path(), 0, None, print))})
+    with pytest.raises(TypeError, match=r"odd\.state_dict\(\)\['seen'\] is a set: a checkpoint holds tensors"):
+        callbacks.state_dict()
+
+
+def test_what_a_callback_wrote_after_a_checkpoint_that_does_not_know_it_is_cut(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    logger = FileLogger(RunContext(OmegaConf.create(), tmp_path, 0, None, print))
+    Callbacks({"files": logger}).load_state_dict({})
+    logger.on_start()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 WANDB_LOGGER = """
