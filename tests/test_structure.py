@@ -97,7 +97,7 @@ def test_files_and_functions_are_short():
     ]
     assert long_files == {}
     assert len(functions) > 100
-    assert [f for f in functions if f[1] > 60] == []
+    assert [f for f in functions if f[1] > 50] == []
 
 
 IMPORT_ALL = """
