@@ -6,6 +6,7 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -200,15 +201,16 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
 def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
     """Start the workers, wait for them, and leave none behind."""
     try:  # the parent serves the store, so the port is bound before any worker is told of it
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    except dist.DistError as error:
+        server = socket.create_server(("127.0.0.1", port))
+    except OSError as error:
         raise InputError(f"port {port} is in use; fsdp_port=null picks a free one") from error
+    address, port = server.getsockname()
     context = multiprocessing.get_context(START_METHOD)
     pipes, processes = [], []
     try:
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            rank_env = RankEnv(rank, world_size, local_rank=rank, address="127.0.0.1", port=store.port)
+            rank_env = RankEnv(rank, world_size, local_rank=rank, address=address, port=port)
             process = context.Process(
                 target=_run_worker, args=(rank_env, os.getpid(), sender, worker, args, timeout_secs)
             )
@@ -217,9 +219,12 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             sender.close()
             pipes.append(receiver)
             processes.append(process)
+        # a thread serves the store: it starts after the workers, which may be forked
+        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
         asked: list[int] = []
         with on_stop_signals(partial(_forward, processes, asked)):
             _wait_for(processes, pipes, timeout_secs, asked, began=time.monotonic())
+        del store  # until here
     finally:
         for process in processes:
             process.kill()
