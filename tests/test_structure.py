@@ -19,6 +19,7 @@ ROOMS = (
     "parallel",
     "checkpoint",
     "models",
+    "analysis",
     "reporting",
     "training",
     "run",

@@ -1,0 +1,1 @@
+"""Reads the records of runs: curves, findings, the ledger, the report."""
