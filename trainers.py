@@ -44,7 +44,7 @@ from dpo.training.batches import Batches, GlobalBatch
 from dpo.training.evaluation import Evaluator, find_interval, notes_on_interval
 from dpo.training.metrics import peak_memory_gb
 from dpo.training.objective import make_objective
-from dpo.training.optimization import OPTIMIZERS, warmup
+from dpo.training.optimization import OPTIMIZERS, Schedule
 from dpo.training.reference import Reference
 from dpo.training.self_test import self_test
 from dpo.training.stop import StopRequest
@@ -81,10 +81,8 @@ class Trainer:
         self.progress = Progress.of(config, silent=rank != 0)
         self.policy = self._place_policy(policy)
         self.reference = None if reference_model is None else self._place_reference(reference_model)
-        for note in self.notes():
-            self.progress.line(note)
         self.optimizer = self.make_optimizer()
-        self.scheduler = warmup(self.optimizer, config.warmup_steps)
+        self.scheduler = Schedule.of(config, self.optimizer, updates=self.data.report.updates, size=self.mesh.data_size)
         longest = self.data.report.longest(config.max_length)
         self.objective = make_objective(
             config, self.plan, self.policy, self.reference, self.mesh, longest=longest, log=self.progress.line
@@ -103,6 +101,8 @@ class Trainer:
         self.state = RunState(self.reference, rank=rank, checkpoints=self.checkpoints, callbacks=self.callbacks)
         if resume_from is not None:
             self.checkpoints.restore(resume_from, self._stateful())
+        for note in self.notes():
+            self.progress.line(note)
         self.train_iterator = self.batches.train(skip=self.state.batch_counter)
         self.callbacks.emit("start")
 
@@ -136,7 +136,8 @@ class Trainer:
     def notes(self) -> list[str]:
         """What to log at the start."""
         wanted, max_length = self.config.model.attn_implementation, self.config.max_length
-        return [*remarks(self.policy, attention=wanted, max_length=max_length), *notes_on_interval(self.config)]
+        found = [*remarks(self.policy, attention=wanted, max_length=max_length), *notes_on_interval(self.config)]
+        return found + self.scheduler.notes
 
     @property
     def example_counter(self) -> int:
@@ -216,8 +217,7 @@ class Trainer:
             path = Path(get_local_dir(self.config.local_dirs)) / "reference_logps" / f"{self.reference.digest}.npz"
             batches = itertools.chain(self.eval_batches, self.batches.train())
             total = len(self.eval_batches) + self.data.report.updates
-            note = self.objective.score_all(self.progress.over(batches, total=total, what="score"), path)
-            self.progress.line(note)
+            self.progress.line(self.objective.score_all(self.progress.over(batches, total=total, what="score"), path))
             self.reference.free()
 
     def self_test(self) -> None:
@@ -245,7 +245,9 @@ class Trainer:
                 yield
                 self.checkpoints.finish()
             except (Stopped, NonFinite) as ending:  # on every process
-                if isinstance(ending, Stopped) and self._has_unsaved():
+                if isinstance(ending, NonFinite):
+                    self.callbacks.emit("abort", str(ending))
+                elif self._has_unsaved():
                     self.save()
                 self.callbacks.emit("end")  # may take a while to send the rest: before the others end
                 self.checkpoints.finish()

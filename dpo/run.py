@@ -54,12 +54,15 @@ def _try_out(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
     from dpo.checkpoint.resume import check_inputs, look_at_run
     from dpo.models.loading import check_parts, find_model_config
     from dpo.training.memory import dry_run
+    from dpo.training.optimization import notes_on_scaling
 
     found = look_at_run(config)
     check_parts(config, plan)
     _set_up_torch(config)  # the memory that attention needs depends on its kernel
     data = find_class(plan).load_data(config)
     check_inputs(found, data, find_model_config(config))
+    for line in notes_on_scaling(config, plan.dims.data_size) if found is None else ():  # a run keeps its rate
+        print(line)
     dry_run(config, plan, data)
 
 

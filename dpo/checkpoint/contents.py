@@ -99,7 +99,13 @@ FACTS = {
 PARTS = {
     "policy": Each(TEXT, TENSOR),
     "optimizer": {"state": Each(COUNT, Each(TEXT, OF_STATE)), "param_groups": [{"params": [COUNT], "lr": NUMBER}]},
-    "scheduler": {"last_epoch": COUNT, "base_lrs": [NUMBER], "_last_lr": [NUMBER], "lr_lambdas": [NONE]},
+    "scheduler": {
+        "last_epoch": COUNT,
+        "base_lrs": [NUMBER],
+        "_last_lr": [NUMBER],
+        "lr_lambdas": [NONE],
+        "updates": Maybe(COUNT),
+    },
     "trainer": {
         "example_counter": COUNT,
         "batch_counter": COUNT,
@@ -111,7 +117,8 @@ PARTS = {
         "callbacks": {
             "nonfinite": {"skipped": COUNT},
             "files": Maybe({"log_bytes": Each(TEXT, COUNT)}),
-            "wandb": Maybe({"wandb_id": TEXT, "run_dir": TEXT}),
+            "tensorboard": Maybe({"examples": FROM_MINUS_1}),
+            "wandb": Maybe({"wandb_id": TEXT, "run_dir": TEXT, "best": Maybe(NUMBER)}),
         },
     },
     "random": {"states": [{"python": OF_PYTHON, "numpy": OF_NUMPY, "torch": OF_TORCH, "cuda": [BYTES]}]},

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dpo.checkpoint.checksums import BLOCK, HashedFile
 from dpo.checkpoint.contents import FACTS as FACT_SHAPES
@@ -29,7 +29,7 @@ from dpo.checkpoint.files import (
 )
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.settings.files import dotted, flatten
+from dpo.settings.files import defaults_of, dotted, flatten
 from dpo.settings.keys import KEYS, Resume
 from dpo.system.plain_files import check_readable, check_writable, remove
 from dpo.system.redaction import redact
@@ -216,7 +216,7 @@ def _move_logs_aside(run_dir: Path, logs: Sequence[str]) -> None:
 
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
     """Raises InputError that names each changed key that a resumed run may not change."""
-    was = manifest["config"]
+    was = _defaults_for(config) | manifest["config"]  # what the run's version had no key for, it did as by default
     differs = {key: f"{key}={config.get(key)} (was {was[key]})" for key in was if was[key] != config.get(key)}
     changed = [text for key, text in differs.items() if _on_resume(key) is Resume.KEEP]
     if not changed and (allowed := [text for key, text in differs.items() if _on_resume(key) is Resume.CHANGE]):
@@ -226,6 +226,12 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
             f"{where} is of a run with another config: {', '.join(changed)}; use the same values to continue it, or "
             f"start a new run from its weights with model.archive={where}"
         )
+
+
+def _defaults_for(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of those of a config's keys that have a row in `KEYS` and one default, whatever the loss."""
+    defaults = flatten(OmegaConf.create(defaults_of()))
+    return {key: value for key, value in defaults.items() if key in KEYS and key in config}
 
 
 def _on_resume(key: str) -> Resume:

@@ -382,6 +382,8 @@ def doubts(config: DictConfig, report: Preflight) -> list[str]:
     found, updates, test = [], report.updates, report.test.examples
     if config.warmup_steps > updates:
         found.append(f"warmup_steps={config.warmup_steps} of {updates:,} updates: lr stays below {config.lr}")
+    elif config.schedule != "constant" and config.warmup_steps >= updates - 1:
+        found.append(f"warmup_steps={config.warmup_steps} of {updates:,} updates: none is left for {config.schedule}")
     if config.n_eval_examples > test:
         found.append(f"n_eval_examples={config.n_eval_examples} of {test:,} test examples: some count again")
     return found

@@ -79,6 +79,9 @@ class Callback:
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """The policy was evaluated."""
 
+    def on_abort(self, reason: str) -> None:
+        """The run ends because of NaN or infinite values; `on_end` follows. `reason` is a sentence."""
+
     def on_end(self) -> None:
         """The run has ended: it is complete, was stopped by a signal, or aborted on NaN."""
 

@@ -7,31 +7,35 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from dpo.errors import InputError
+from dpo.losses import LOSSES
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.redaction import redact
 
 FINISH_SECS = 300  # W&B's time limit for sending the rest at the end
+REPORT = "report/report.html"  # in the run directory, if the run writes one
 
 
 class WandbLogger(Callback):
     """Weights & Biases, with the reference's names; training metrics at most every `minimum_log_interval_secs`.
 
     Steps are `counters/examples` (a metric, not W&B's own step), so that a run that resumes from an earlier checkpoint
-    can log the same counts again without losing any. A run never waits or fails because of W&B: what cannot be sent
-    stays on the disk (`wandb sync`), and `metrics.jsonl` has everything.
+    can log the same counts again without losing any. The summary has the last evaluation as `last/NAME`, the best
+    one after the first update as `best/NAME`. A run never waits or fails because of W&B: what cannot be sent stays on
+    the disk (`wandb sync`), and `metrics.jsonl` has everything.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self._run_id: str | None = None  # of the run to continue
-        self._last_train = float("-inf")
-        self._lost = False
+        self._last_train = self._best = float("-inf")
+        self._lost = self._aborted = False
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -46,6 +50,9 @@ class WandbLogger(Callback):
             "name": redact(config.exp_name),
             "project": redact(config.wandb.project),
             "entity": redact(config.wandb.entity),
+            "group": redact(config.wandb.group),
+            "tags": redact(list(config.wandb.tags)),
+            "notes": redact(config.wandb.notes),
             "config": redact(OmegaConf.to_container(config, resolve=True)),
             "dir": str(self.context.run_dir),
             "id": self._run_id,
@@ -58,6 +65,7 @@ class WandbLogger(Callback):
             raise InputError(f"W&B cannot start: {reason}; fix this, or set wandb.enabled=false") from error
         self.run.define_metric("counters/examples")
         self.run.define_metric("*", step_metric="counters/examples")
+        self._upload("preflight.json")
 
     @staticmethod
     def _start(wandb: Any, settings: Mapping[str, Any]) -> Any:
@@ -95,6 +103,15 @@ class WandbLogger(Callback):
                 tables[f"{who}_samples"] = self._table(columns=["step", "prompt", "sample"], data=rows)
         if tables:
             self._unless_lost(self.run.log, {**tables, "counters/examples": examples})
+        self._summarize("last", evaluation)
+        name, sign = LOSSES[self.context.config.loss.name].best
+        if evaluation.n_updates > 0 and sign * evaluation.metrics[name] > self._best:  # false for NaN
+            self._best = sign * evaluation.metrics[name]
+            self._summarize("best", evaluation)
+
+    def _summarize(self, which: str, evaluation: Evaluation) -> None:
+        facts = {"examples": evaluation.n_examples, "updates": evaluation.n_updates, **evaluation.metrics}
+        self._unless_lost(self.run.summary.update, {f"{which}/{name}": value for name, value in facts.items()})
 
     def _send(self, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
         self._unless_lost(self.run.log, {**metrics, "counters/examples": examples, "counters/updates": updates})
@@ -110,11 +127,23 @@ class WandbLogger(Callback):
             print(f"warning: W&B logging disabled after an error ({what}); metrics.jsonl is still written", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve())}
+        return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve()), "best": self._best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("run_dir") == str(self.context.run_dir.resolve()):  # else this run continues another one
             self._run_id = state["wandb_id"]
+            self._best = state.get("best", self._best)
+
+    def on_abort(self, reason: str) -> None:
+        self._aborted = True
+        self._unless_lost(self.run.alert, "run aborted", redact(reason), "ERROR")
 
     def on_end(self) -> None:
-        self._unless_lost(self.run.finish)
+        self._upload(REPORT)
+        self._unless_lost(self.run.finish, int(self._aborted))
+
+    def _upload(self, name: str) -> None:
+        """A file of the run directory, if it is there and wanted, under the same name."""
+        if self.context.config.wandb.artifacts and (self.context.run_dir / name).is_file():
+            base = escape(str(self.context.run_dir.resolve()))  # W&B takes it for a pattern
+            self._unless_lost(self.run.save, f"{base}/{name}", base, "now")

@@ -18,8 +18,10 @@ from dpo.settings.choices import (
     CACHING,
     DTYPES,
     LAYOUTS,
+    LR_SCALINGS,
     NAN_POLICIES,
     OPTIMIZERS,
+    SCHEDULES,
     TENSOR_PARALLEL_BACKENDS,
     TRAINERS,
 )
@@ -65,6 +67,11 @@ PROJECT = Rule(
     lambda v: TEXT.holds(v) and len(v) <= 128 and not set(v) & set("/\\#?%:"),
     "a name of at most 128 characters without / \\ # ? % :, as W&B wants it",
 )
+GROUP = Rule(lambda v: TEXT.holds(v) and len(v) <= 128, "a text of at most 128 characters, as W&B wants it")
+TAGS = Rule(
+    lambda v: isinstance(v, list) and all(TEXT.holds(tag) and len(tag) <= 64 for tag in v) and len(set(v)) == len(v),
+    "a list of different texts of at most 64 characters, as W&B wants them, such as [dpo,first]",
+)
 PATH = Rule(lambda v: isinstance(v, str) and bool(v.strip()) and "\0" not in v, "a path")
 NAMES = Rule(
     lambda v: isinstance(v, list) and bool(v) and all(isinstance(n, str) and n for n in v) and len(set(v)) == len(v),
@@ -75,6 +82,7 @@ RUN_NAME = Rule(
     lambda v: TEXT.holds(v) and not os.path.isabs(v) and ".." not in v.split("/") and "\0" not in v,
     "a name for the run, relative and without '..'",
 )
+FRACTION = Rule(lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1")
 SMOOTHING = Rule(lambda v: _is_number(v) and 0 <= v < 0.5, "a number in [0, 0.5): the fraction of flipped pairs")
 ANYTHING = Rule(lambda v: True, "anything")
 PORT = Rule(lambda v: _is_int(v) and 0 < v < 65536, "a port from 1 to 65535")
@@ -91,6 +99,12 @@ class Needs(NamedTuple):
 
 
 SEVERAL = Needs("a trainer of several processes: trainer=FSDPTrainer", lambda values, plan: plan.trainer.multi_process)
+DIFFERENT_ROWS = Needs(
+    "several processes that see different rows: trainer=FSDPTrainer", lambda values, plan: plan.dims.data_size > 1
+)
+DECAY = Needs(
+    "schedule=linear or schedule=cosine", lambda values, plan: values.get("schedule") != "constant", refused=True
+)
 FREE_PORT = Needs(
     "processes that train.py starts itself: trainer=FSDPTrainer, without a launcher",
     lambda values, plan: plan.trainer.multi_process and not plan.launched,
@@ -105,7 +119,7 @@ REFERENCE = Needs(
     lambda values, plan: plan.loss.reference,
 )
 SAMPLES = Needs("sample_during_eval=true", lambda values, plan: values.get("sample_during_eval"))
-CHECKPOINTS = Needs("debug=false", lambda values, plan: not values.get("debug"))
+NO_DEBUG = Needs("debug=false", lambda values, plan: not values.get("debug"))
 WANDB = Needs(
     "wandb.enabled=true and debug=false", lambda values, plan: values.get("wandb.enabled") and not values.get("debug")
 )
@@ -156,12 +170,18 @@ KEYS: dict[str, Key] = {
     "wandb.enabled": Key(FLAG, CHANGE),
     "wandb.entity": Key(_or_null(TEXT), CHANGE, WANDB),
     "wandb.project": Key(PROJECT, CHANGE, WANDB),
+    "wandb.group": Key(_or_null(GROUP), ANEW, WANDB),
+    "wandb.tags": Key(TAGS, CHANGE, WANDB),
+    "wandb.notes": Key(_or_null(TEXT), CHANGE, WANDB),
+    "wandb.artifacts": Key(FLAG, CHANGE, WANDB),
+    "tensorboard.enabled": Key(FLAG, CHANGE, NO_DEBUG),
     "local_dirs": Key(PATHS, ANEW),
     "local_run_dir": Key(PATH, ANEW),
     "sample_during_eval": Key(FLAG, CHANGE),
     "n_eval_model_samples": Key(COUNT, CHANGE, SAMPLES),
     "do_first_eval": Key(FLAG, CHANGE),
     "lr": Key(FINITE, KEEP),
+    "lr_scaling": Key(_one_of(LR_SCALINGS), KEEP, DIFFERENT_ROWS),
     "gradient_accumulation_steps": Key(COUNT, CHANGE),
     "max_grad_norm": Key(POSITIVE, KEEP),
     "max_length": Key(COUNT, KEEP),
@@ -172,14 +192,16 @@ KEYS: dict[str, Key] = {
     "trainer": Key(_one_of(TRAINERS), CHANGE),
     "optimizer": Key(_one_of(OPTIMIZERS), KEEP),
     "warmup_steps": Key(NATURAL, KEEP),
+    "schedule": Key(_one_of(SCHEDULES), KEEP),
+    "min_lr_ratio": Key(FRACTION, KEEP, DECAY),
     "layout": Key(_one_of(LAYOUTS), CHANGE),
     "cache_reference_logps": Key(_one_of(CACHING), CHANGE, REFERENCE),
     "num_workers": Key(NATURAL, CHANGE),
     "compile": Key(FLAG, CHANGE),
     "activation_checkpointing": Key(FLAG, CHANGE),
     "eval_every": Key(COUNT, CHANGE),
-    "save_every": Key(_or_null(COUNT), CHANGE, CHECKPOINTS),
-    "keep_checkpoints": Key(_or_null(AT_LEAST_2), CHANGE, CHECKPOINTS),
+    "save_every": Key(_or_null(COUNT), CHANGE, NO_DEBUG),
+    "keep_checkpoints": Key(_or_null(AT_LEAST_2), CHANGE, NO_DEBUG),
     "resume": Key(_or_null(PATH), ANEW),
     "nan_policy": Key(_one_of(NAN_POLICIES), CHANGE),
     "deterministic": Key(FLAG, CHANGE),
@@ -215,6 +237,12 @@ KEYS: dict[str, Key] = {
 ALIASES = {
     "learning_rate": "lr",
     "optim": "optimizer",
+    "lr_scheduler": "schedule",
+    "lr_scheduler_type": "schedule",
+    "lr_schedule": "schedule",
+    "min_lr": "min_lr_ratio, a fraction of lr",
+    "min_lr_rate": "min_lr_ratio",
+    "scale_lr": "lr_scaling",
     "train_batch_size": "batch_size, over all processes",
     "per_device_train_batch_size": "batch_size, over all processes",
     "per_device_eval_batch_size": "eval_batch_size, over all processes",
@@ -233,7 +261,8 @@ ALIASES = {
     "resume_from_checkpoint": "resume",
     "output_dir": "local_run_dir",
     "run_name": "exp_name",
-    "report_to": "wandb.enabled",
+    "report_to": "wandb.enabled, or tensorboard.enabled",
+    "use_tensorboard": "tensorboard.enabled",
     "dataset": "datasets",
     "dataset_name": "datasets",
     "model_name": "model.name_or_path",
@@ -247,4 +276,7 @@ ALIASES = {
     "loss_type": "loss",
     "label_smoothing": "loss.label_smoothing",
     "wandb_project": "wandb.project",
+    "wandb_group": "wandb.group",
+    "wandb_tags": "wandb.tags",
+    "wandb_notes": "wandb.notes",
 }

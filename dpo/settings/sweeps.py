@@ -13,6 +13,7 @@ from typing import Any
 from dpo.settings.command_line import key_of
 from dpo.system.redaction import redact
 
+LONGEST_GROUP = 128  # characters, of W&B
 LONGEST_NAME = 100  # characters; file systems take 255, of which W&B and others append some
 QUALITIES = (("rewards_eval/accuracies", max), ("loss/eval", min))  # of which the first that was measured counts
 
@@ -54,6 +55,7 @@ class Sweep:
         config.local_run_dir = f"{os.path.expanduser(config.local_run_dir)}{'/' if given else '_'}{job.name}"
         job.directory = Path(config.local_run_dir)
         job.folder = job.directory.parent if given else Path(hydra_config.sweep.dir)
+        config.wandb.group = config.wandb.group or redact(job.folder.name)[-LONGEST_GROUP:]
         if not config.dry_run:
             self.jobs.append(job)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,8 @@ def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
             f"max_prompt_length={sound['max_prompt_length']} must be below max_length={sound['max_length']}, "
             f"or no token is left for a response"
         )
+    if sound.get("tensorboard.enabled") and not sound.get("debug") and find_spec("tensorboard") is None:
+        yield "tensorboard.enabled=True needs the package tensorboard: pip install tensorboard, or leave it off"
     if have("n_epochs", "n_examples") and sound["n_epochs"] is None and sound["n_examples"] is None:
         yield "n_epochs and n_examples are both null, so training would never end: give one of them"
     if have("eval_every", "batch_size") and sound["eval_every"] < sound["batch_size"]:

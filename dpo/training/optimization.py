@@ -2,13 +2,82 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from omegaconf import DictConfig
+from torch.optim.lr_scheduler import LambdaLR
 
 from dpo.settings import choices
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in choices.OPTIMIZERS}
+SCHEDULES = {  # what is left of the decay when this fraction of it is done
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: (1.0 + math.cos(math.pi * done)) / 2,
+}
+LR_SCALINGS = {"none": lambda processes: 1, "linear": lambda processes: processes, "sqrt": math.sqrt}
 
 
-def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """A learning rate that rises linearly over `steps` updates, then stays."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (steps + 1)))
+def notes_on_scaling(config: DictConfig, size: int) -> list[str]:
+    """A line on the rate that a run in `size` processes that see different rows begins with, if it is scaled."""
+    lr, scaling = config.lr, config.lr_scaling
+    if scaling == "none":
+        return []
+    return [f"learning rate {lr * LR_SCALINGS[scaling](size):.6g}: lr={lr} for {size} processes, lr_scaling={scaling}"]
+
+
+class Schedule(LambdaLR):
+    """The learning rate of each update: linear warm-up, then constant or down to `min_ratio` of it after `updates`.
+
+    It depends on how many updates were applied and on nothing else. So a run that continues has the rates of one that
+    was never stopped; if it is longer or shorter now, from there on those of a run of the new length. It keeps the rate
+    it began with, whatever the number of processes. `notes` are lines to log at the start.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, warmup_steps: int, updates: int, kind: str, min_ratio: float
+    ) -> None:
+        self.updates = updates  # in the checkpoint, unlike the next two
+        self.kind = kind
+        self.notes: list[str] = []
+
+        def factor(update: int) -> float:
+            if update <= warmup_steps:
+                return (update + 1) / (warmup_steps + 1)
+            done = min(1.0, (update - warmup_steps) / max(1, updates - warmup_steps))
+            return min_ratio + (1.0 - min_ratio) * SCHEDULES[kind](done)
+
+        super().__init__(optimizer, factor)
+
+    @classmethod
+    def of(cls, config: DictConfig, optimizer: torch.optim.Optimizer, *, updates: int, size: int) -> Schedule:
+        """For a run of so many updates, in `size` processes that see different rows."""
+        for group in optimizer.param_groups:
+            group["lr"] *= LR_SCALINGS[config.lr_scaling](size)
+        curve = {"kind": config.schedule, "min_ratio": config.min_lr_ratio, "warmup_steps": config.warmup_steps}
+        schedule = cls(optimizer, updates=updates, **curve)
+        schedule.notes = notes_on_scaling(config, size)
+        return schedule
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if name not in ("kind", "notes")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a run with this state was, on our own curve."""
+        ours = self.base_lrs
+        super().load_state_dict({**state, "updates": self.updates})
+        if self.base_lrs != ours:
+            self.notes = [f"learning rate {self.base_lrs[0]:.6g}, as the run began; a new one would have {ours[0]:.6g}"]
+        former = state.get("updates", self.updates)  # absent from checkpoints of before there were schedules
+        before = self._last_lr
+        self._last_lr = [lr * curve(self.last_epoch) for lr, curve in zip(self.base_lrs, self.lr_lambdas, strict=True)]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = lr
+        if self.kind != "constant" and former != self.updates:
+            self.notes.append(
+                f"schedule={self.kind} now ends after {self.updates:,} updates, not {former:,}: the next has learning "
+                f"rate {self._last_lr[0]:.4g}, not {before[0]:.4g}"
+            )

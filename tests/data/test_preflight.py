@@ -298,10 +298,14 @@ def test_eos_is_found_beyond_the_sample(tokenizer):
 
 def test_settings_that_the_data_makes_look_like_mistakes_are_doubted():
     report = Preflight(SplitReport(examples=64), SplitReport(examples=8), updates=16, dropped_examples=0)
-    config = OmegaConf.create({"warmup_steps": 16, "n_eval_examples": 8, "lr": 1e-3})
+    config = OmegaConf.create({"warmup_steps": 16, "n_eval_examples": 8, "lr": 1e-3, "schedule": "constant"})
     assert doubts(config, report) == []
     config.warmup_steps, config.n_eval_examples = 150, 256
     assert doubts(config, report) == [
         "warmup_steps=150 of 16 updates: lr stays below 0.001",
         "n_eval_examples=256 of 8 test examples: some count again",
     ]
+    config.schedule, config.warmup_steps, config.n_eval_examples = "cosine", 15, 8
+    assert doubts(config, report) == ["warmup_steps=15 of 16 updates: none is left for cosine"]
+    config.warmup_steps = 14
+    assert doubts(config, report) == []

@@ -179,14 +179,15 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from dpo.reporting import wandb
 from dpo.reporting.events import Evaluation, RunContext, Sample, Update
-config = OmegaConf.create({"exp_name": "n", "minimum_log_interval_secs": 0, "wandb": {"project": "p", "entity": None}})
+config = OmegaConf.create({"exp_name": "n", "minimum_log_interval_secs": 0, "loss": {"name": "sft"}, "wandb": {
+    "project": "p", "entity": None, "group": None, "tags": [], "notes": None, "artifacts": True}})
 logger = wandb.WandbLogger(RunContext(config, Path(sys.argv[1]), 0, None, print))
 """
 
 WANDB_RUN = """
 logger.on_start()
 logger.on_update(Update(1, 4, [], {}, {"loss/train": 0.5}))
-logger.on_evaluation(Evaluation(1, 4, {}, [Sample("p", "x", "y")]))
+logger.on_evaluation(Evaluation(1, 4, {"loss/eval": 0.5}, [Sample("p", "x", "y")]))
 logger.on_end()
 print("the run went on")
 """
@@ -223,8 +224,9 @@ def test_wandb_gets_training_metrics_at_most_every_interval_and_every_evaluation
     monkeypatch.setenv("WANDB_MODE", "disabled")
     clock = iter([100.0, 100.5, 101.0, 101.9, 102.0])
     monkeypatch.setattr("dpo.reporting.wandb.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    project = {"project": "p", "entity": None}
-    config = OmegaConf.create({"exp_name": "n", "minimum_log_interval_secs": 1.0, "wandb": project})
+    project = {"project": "p", "entity": None, "group": None, "tags": [], "notes": None, "artifacts": True}
+    settings = {"exp_name": "n", "minimum_log_interval_secs": 1.0, "loss": {"name": "sft"}, "wandb": project}
+    config = OmegaConf.create(settings)
     logger = WandbLogger(RunContext(config, tmp_path, 0, None, print))
     logger.on_start()
     logged = []

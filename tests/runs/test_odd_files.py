@@ -39,7 +39,7 @@ from dpo.reporting.files import FileLogger
 from dpo.reporting.table import LOGS
 from dpo.system.plain_files import check_readable, check_writable, remove
 from dpo.system.run_directory import FILES, create_run_dir
-from dpo.training.optimization import OPTIMIZERS, warmup
+from dpo.training.optimization import OPTIMIZERS, Schedule
 from dpo.training.reference import read_logps
 
 # --- files that are no files ---------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def states() -> dict[str, Any]:
     parameter = torch.nn.Parameter(torch.zeros(2, 3))
     parameter.grad = torch.ones(2, 3)
     optimizer = torch.optim.AdamW([parameter], lr=1e-3)
-    scheduler = warmup(optimizer, 4)
+    scheduler = Schedule(optimizer, warmup_steps=4, updates=8, kind="cosine", min_ratio=0.0)
     optimizer.step()
     scheduler.step()
     logps = {"keys": torch.zeros(2, 16, dtype=torch.uint8), "logps": torch.zeros(2)}
@@ -234,7 +234,8 @@ def states() -> dict[str, Any]:
     callbacks = {
         "nonfinite": {"skipped": 0},
         "files": {"log_bytes": {"metrics.jsonl": 3}},
-        "wandb": {"wandb_id": "x", "run_dir": "/x"},
+        "tensorboard": {"examples": -1},
+        "wandb": {"wandb_id": "x", "run_dir": "/x", "best": 0.5},
     }
     trainer = {**counters, "checkpoints": checkpoints, "reference_logps": logps, "callbacks": callbacks}
     random_states = {"states": [random_state()]}
@@ -387,7 +388,7 @@ def test_a_run_that_continues_elsewhere_meets_such_files_there(run, tmp_path):
 
 def test_a_schedulers_state_sets_only_what_it_has(tmp_path, states):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = warmup(optimizer, 4)
+    scheduler = Schedule(optimizer, warmup_steps=4, updates=8, kind="cosine", min_ratio=0.0)
     saved = {"scheduler": {**scheduler.state_dict(), "step": 3, "last_epoch": 2}, "random": states["random"]}
     checkpoint = tmp_path / "step-8"
     write_checkpoint(checkpoint, saved.items(), step_idx=8, metrics=None, facts={})

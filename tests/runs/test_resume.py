@@ -52,6 +52,8 @@ WAYS = {
     "mixed datasets": (4, ("datasets=[hh,more]", "n_examples=48", "eval_every=12")),
     "sampling": (3, ("sample_during_eval=true", "n_eval_model_samples=4")),
     "SFT": (3, ("loss=sft",)),
+    "cosine": (3, ("schedule=cosine", "warmup_steps=1")),
+    "linear": (3, ("schedule=linear", "warmup_steps=1", "min_lr_ratio=0.1")),
     "IPO, AdamW": (3, ("loss=ipo", "loss.beta=0.1", "optimizer=AdamW")),
     "padded": (3, ("layout=padded",)),
     "autocast": (3, ("model.autocast=bfloat16",)),

@@ -1,0 +1,75 @@
+"""TensorBoard, through torch's writer, which needs the package `tensorboard`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dpo.errors import InputError
+from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
+
+FLUSH_SECS = 10  # what a killed run loses at most
+
+
+class TensorBoardLogger(Callback):
+    """Event files in `tensorboard` of the run directory: every update and evaluation, under W&B's names.
+
+    Steps are examples. A resumed run begins a file that makes TensorBoard hide what was logged after the checkpoint.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self._n_examples = -1  # that were logged
+
+    @classmethod
+    def is_wanted(cls, context: RunContext) -> bool:
+        return super().is_wanted(context) and context.config.tensorboard.enabled and not context.config.debug
+
+    def on_start(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self.context.run_dir / "tensorboard"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{folder} cannot be written: {error}; choose another local_run_dir") from error
+        self._writer = SummaryWriter(str(folder), purge_step=self._n_examples + 1, flush_secs=FLUSH_SECS)
+
+    def on_update(self, update: Update) -> None:
+        self._log({**update.metrics, "counters/updates": update.number}, examples=update.n_examples)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        examples = evaluation.n_examples
+        self._log(evaluation.metrics, examples=examples)
+        for who in ("policy", "reference"):
+            if text := _as_markdown(evaluation.samples, who):
+                self._writer.add_text(f"{who}_samples", text, examples)
+        self._writer.flush()
+
+    def _log(self, metrics: Mapping[str, float], *, examples: int) -> None:
+        self._n_examples = examples
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, examples)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._writer.flush()
+        return {"examples": self._n_examples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._n_examples = state.get("examples", -1)
+
+    def on_end(self) -> None:
+        self._writer.close()
+
+
+def _as_markdown(samples: Iterable[Sample], who: str) -> str:
+    """Prompts and what `who` continued them with as literal blocks, which nothing in a text can end."""
+    parts = []
+    for sample in samples:
+        if (continuation := getattr(sample, who)) is not None:
+            parts += ["**prompt**", _literal(sample.prompt), f"**{who}**", _literal(continuation), "---"]
+    return "\n\n".join(parts[:-1])
+
+
+def _literal(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.strip().splitlines())

@@ -1,0 +1,175 @@
+"""The learning rate of every update: formulas worked by hand, and what a run that continues makes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from support.runs import metrics_of, train
+
+from dpo.checkpoint.files import MANIFEST, digest_of, read_state
+from dpo.errors import InputError
+from dpo.training.objective import Objective
+from dpo.training.optimization import Schedule
+
+
+def optimizer_of(lr: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+def rates(schedule: Schedule, updates: int) -> list[float]:
+    """The learning rates of the next updates."""
+    found = []
+    for _ in range(updates):
+        [group] = schedule.optimizer.param_groups
+        assert schedule.get_last_lr() == [group["lr"]]
+        found.append(group["lr"])
+        schedule.optimizer.step()
+        schedule.step()
+    return found
+
+
+def schedule_of(kind: str, *, updates: int, warmup_steps: int = 0, min_ratio: float = 0.0) -> Schedule:
+    return Schedule(optimizer_of(), warmup_steps=warmup_steps, updates=updates, kind=kind, min_ratio=min_ratio)
+
+
+HALF = math.sqrt(0.5)  # cos(pi / 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        ("constant", {"updates": 6, "warmup_steps": 3}, [1 / 4, 2 / 4, 3 / 4, 1, 1, 1]),
+        ("linear", {"updates": 4}, [1, 3 / 4, 2 / 4, 1 / 4]),
+        ("linear", {"updates": 6, "warmup_steps": 2}, [1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4]),
+        ("linear", {"updates": 4, "min_ratio": 0.2}, [1, 0.8, 0.6, 0.4]),
+        ("linear", {"updates": 3, "min_ratio": 1.0}, [1, 1, 1]),
+        ("cosine", {"updates": 4}, [1, (1 + HALF) / 2, 1 / 2, (1 - HALF) / 2]),
+        ("cosine", {"updates": 5, "warmup_steps": 1}, [1 / 2, 1, (1 + HALF) / 2, 1 / 2, (1 - HALF) / 2]),
+        ("cosine", {"updates": 4, "min_ratio": 0.1}, [1, 0.1 + 0.9 * (1 + HALF) / 2, 0.55, 0.1 + 0.9 * (1 - HALF) / 2]),
+        ("cosine", {"updates": 1}, [1]),
+        ("cosine", {"updates": 3, "warmup_steps": 3}, [1 / 4, 2 / 4, 3 / 4]),
+        ("linear", {"updates": 2, "warmup_steps": 9}, [1 / 10, 2 / 10]),
+    ],
+)
+def test_the_rate_rises_over_the_warmup_and_then_falls_to_the_least_at_the_end(kind, settings, expected):
+    schedule = schedule_of(kind, **settings)
+    assert rates(schedule, len(expected)) == pytest.approx(expected, rel=1e-12)
+    if kind != "constant" and settings.get("warmup_steps", 0) < len(expected):  # what one more update would have
+        assert schedule.get_last_lr() == pytest.approx([settings.get("min_ratio", 0.0)], abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_after_the_warmup_it_is_the_curve_of_transformers(kind):
+    import transformers
+
+    theirs = {
+        "linear": transformers.get_linear_schedule_with_warmup,
+        "cosine": transformers.get_cosine_schedule_with_warmup,
+    }[kind](optimizer_of(), 3, 10)
+    expected = []
+    for _ in range(10):
+        expected += theirs.get_last_lr()
+        theirs.optimizer.step()
+        theirs.step()
+    assert rates(schedule_of(kind, updates=10, warmup_steps=3), 10)[3:] == pytest.approx(expected[3:], rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("updates", [3, 6, 20])
+def test_a_state_continues_on_the_curve_of_as_many_updates_as_there_now_are(kind, updates):
+    first = schedule_of(kind, updates=6, warmup_steps=1, min_ratio=0.1)
+    rates(first, 2)
+    whole = schedule_of(kind, updates=updates, warmup_steps=1, min_ratio=0.1)
+    again = schedule_of(kind, updates=updates, warmup_steps=1, min_ratio=0.1)
+    again.optimizer.load_state_dict(first.optimizer.state_dict())
+    again.load_state_dict(first.state_dict())
+
+    assert rates(again, 5) == rates(whole, 7)[2:]  # bit for bit
+    assert again.state_dict() == whole.state_dict()
+    assert len(again.notes) == (kind != "constant" and updates != 6)
+
+
+# --- runs ----------------------------------------------------------------------------------------------------------
+
+
+def lrs(run_dir) -> list[float]:
+    return [line["lr"] for line in metrics_of(run_dir, "train")]
+
+
+def test_a_run_that_is_made_longer_has_from_there_on_the_rates_of_the_longer_run(run, tmp_path, capsys):
+    settings = ("schedule=linear", "warmup_steps=1", "do_first_eval=false", "eval_every=40")
+    run("whole", *settings, "n_examples=40")
+    run("run", *settings, "n_examples=16")
+    assert "schedule=linear now ends" not in capsys.readouterr().out
+    run("run", *settings, "n_examples=40", "resume=auto")
+
+    ours, whole = lrs(tmp_path / "run"), lrs(tmp_path / "whole")
+    assert ours[:4] == pytest.approx([5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 * 1 / 3])
+    assert whole[:4] == pytest.approx([5e-4, 1e-3, 1e-3 * 8 / 9, 1e-3 * 7 / 9])
+    assert ours[4:] == whole[4:]
+    said = "schedule=linear now ends after 10 updates, not 4: the next has learning rate 0.0006667, not 0"
+    assert said in capsys.readouterr().out
+
+
+def test_an_update_that_is_skipped_takes_no_step_along_the_curve(run, tmp_path, monkeypatch):
+    losses_of, seen = Objective.losses, []
+
+    def spoilt(self, *arguments, split, **options):
+        losses, metrics = losses_of(self, *arguments, split=split, **options)
+        seen.extend([1] * (split == "train"))
+        return (losses * float("nan") if split == "train" and len(seen) == 3 else losses), metrics
+
+    monkeypatch.setattr(Objective, "losses", spoilt)
+    run("run", "schedule=linear", "warmup_steps=0", "nan_policy=skip", "do_first_eval=false", "eval_every=24")
+    assert lrs(tmp_path / "run") == pytest.approx([1e-3 * n / 6 for n in (6, 5, 4, 4, 3, 2)])
+
+
+def test_another_schedule_makes_it_another_run_also_if_the_checkpoint_is_of_before_there_were_any(run, tmp_path):
+    run("run", "n_examples=8")
+    file = tmp_path / "run" / "step-8" / MANIFEST
+    manifest = json.loads(file.read_text())
+    for key in ("schedule", "min_lr_ratio", "lr_scaling", "wandb.tags", "tensorboard.enabled"):
+        del manifest["config"][key]
+    file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+    with pytest.raises(InputError, match=r"another config: schedule=cosine \(was constant\);"):
+        run("run", "resume=auto", "schedule=cosine")
+    run("run", "resume=auto")
+    assert lrs(tmp_path / "run") == pytest.approx([1e-3 * n / 5 for n in (1, 2, 3, 4, 5, 5)])
+
+
+# --- scaling -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_the_rate_is_scaled_by_processes_that_see_different_rows(scaling, factor):
+    settings = {"lr": 5e-7, "lr_scaling": scaling, "schedule": "constant", "min_lr_ratio": 0.0, "warmup_steps": 0}
+    schedule = Schedule.of(OmegaConf.create(settings), optimizer_of(5e-7), updates=3, size=4)
+    assert rates(schedule, 2) == [factor * 5e-7] * 2
+    said = (
+        [] if scaling == "none" else [f"learning rate {factor * 5e-7}: lr=5e-07 for 4 processes, lr_scaling={scaling}"]
+    )
+    assert schedule.notes == said
+
+
+def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(command, run, tmp_path, capsys):
+    settings = ("lr_scaling=linear", "warmup_steps=0", "do_first_eval=false", "eval_batch_size=8", "n_eval_examples=8")
+    shared = ("trainer=FSDPTrainer", "world_size=2", "n_examples=8")
+    run("run", *settings, *shared, "dry_run=true")
+    assert "learning rate 0.002: lr=0.001 for 2 processes, lr_scaling=linear" in capsys.readouterr().out
+    result = train(*command("run", *settings, *shared))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("learning rate 0.002: lr=0.001 for 2 processes, lr_scaling=linear") == 1
+    assert lrs(tmp_path / "run") == [0.002] * 2
+
+    run("run", *settings, "n_examples=12", "resume=auto")
+
+    assert lrs(tmp_path / "run") == [0.002] * 3
+    said = capsys.readouterr().out
+    assert re.findall("learning rate .*", said) == ["learning rate 0.002, as the run began; a new one would have 0.001"]
+    groups = read_state(tmp_path / "run" / "step-12" / "optimizer.pt")["param_groups"]
+    assert [group["lr"] for group in groups] == [0.002]
