@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -51,7 +52,7 @@ class WandbLogger(Callback):
             "project": redact(config.wandb.project),
             "entity": redact(config.wandb.entity),
             "group": redact(config.wandb.group),
-            "tags": redact(list(config.wandb.tags)),
+            "tags": redact(list(config.wandb.tags)) or None,  # else those of WANDB_TAGS would be dropped
             "notes": redact(config.wandb.notes),
             "config": redact(OmegaConf.to_container(config, resolve=True)),
             "dir": str(self.context.run_dir),
@@ -144,6 +145,13 @@ class WandbLogger(Callback):
 
     def _upload(self, name: str) -> None:
         """A file of the run directory, if it is there and wanted, under the same name."""
-        if self.context.config.wandb.artifacts and (self.context.run_dir / name).is_file():
-            base = escape(str(self.context.run_dir.resolve()))  # W&B takes it for a pattern
-            self._unless_lost(self.run.save, f"{base}/{name}", base, "now")
+        file = self.context.run_dir / name
+
+        def copy_and_save() -> None:  # W&B would link it, with a warning
+            copy = Path(self.run.dir) / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+            self.run.save(escape(str(copy)), base_path=escape(self.run.dir), policy="now")  # it takes patterns
+
+        if self.context.config.wandb.artifacts and file.is_file():
+            self._unless_lost(copy_and_save)

@@ -8,10 +8,12 @@ import threading
 
 
 class WandbServer:
-    """Serves on a free port of this machine until `close`; `requests` are the paths that were asked for."""
+    """Serves on a free port of this machine until `close`; `requests` are the paths that were asked for, `bodies`
+    the JSON that came with them."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []
+        self.bodies: list[dict] = []
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -21,7 +23,11 @@ class WandbServer:
             def do_POST(self) -> None:
                 outer.requests.append(self.path)
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                answer = outer._answer(json.loads(body)) if self.path.endswith("/graphql") else {}
+                answer = {}
+                if self.path.endswith(("/graphql", "/file_stream")):
+                    outer.bodies.append(json.loads(body))
+                if self.path.endswith("/graphql"):
+                    answer = outer._answer(outer.bodies[-1])
                 content = json.dumps(answer).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(content)))
