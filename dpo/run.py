@@ -61,8 +61,9 @@ def _try_out(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
     _set_up_torch(config)  # the memory that attention needs depends on its kernel
     data = find_class(plan).load_data(config)
     check_inputs(found, data, find_model_config(config))
-    for line in notes_on_scaling(config, plan.dims.data_size) if found is None else ():  # a run keeps its rate
-        print(line)
+    if found is None:  # a run that continues keeps the rate it began with
+        for line in notes_on_scaling(config, plan.dims.data_size):
+            print(line)
     dry_run(config, plan, data)
 
 
