@@ -264,10 +264,13 @@ class Trainer:
         """Evaluate, sample and save, each if it is due here and was not done; `last`: all are due."""
         state, metrics = self.state, None
         if state.evaluated_at != state.example_counter and (last or self.evaluation_is_due()):
-            metrics = self.evaluator.metrics().means()
+            evaluated = self.evaluator.metrics()
+            metrics, examples = evaluated.means(), [e for batch in self.eval_batches for e in batch.examples]
             is_wanted = self.config.sample_during_eval
             samples = self.evaluator.samples(n_examples=state.example_counter) if is_wanted else []
-            self.callbacks.emit("evaluation", Evaluation(state.batch_counter, state.example_counter, metrics, samples))
+            counters = state.batch_counter, state.example_counter
+            evaluation = Evaluation(*counters, metrics, samples, examples, evaluated.examples)
+            self.callbacks.emit("evaluation", evaluation)
             state.evaluated_at, state.saved_at = state.example_counter, -1  # -1: save again, with the metrics
         save_every = self.config.save_every or find_interval(self.config)
         if self._has_unsaved() and (last or state.example_counter % save_every == 0):

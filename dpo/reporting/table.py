@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dpo.reporting.anomalies import NonFiniteGuard, SpikeWarner
 from dpo.reporting.files import FileLogger
+from dpo.reporting.ledger import Ledger
 from dpo.reporting.wandb import WandbLogger
 
 CALLBACKS = {
     "nonfinite": NonFiniteGuard,
     "files": FileLogger,
+    "ledger": Ledger,
     "wandb": WandbLogger,
     "spikes": SpikeWarner,
 }
