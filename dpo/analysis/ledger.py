@@ -7,6 +7,7 @@ cut it. `ledger.parquet` is made from it, and depends on its rows alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from dpo.errors import InputError
+from dpo.system.plain_files import check_readable
 
 STREAM, PARQUET = "ledger.arrows", "ledger.parquet"
 TEXTS = ("example", "dataset", "split")
@@ -75,11 +79,13 @@ def write_parquet(stream: Path, target: Path) -> int:
 
 
 def read_ledger(run_dir: Path) -> pa.Table | None:
-    """All rows in order, as far as the run has come; None if it has no ledger."""
+    """All rows in order, as far as the run has come; None if it has no ledger. Raises InputError for another file."""
     if (run_dir / STREAM).exists():
         table = pa.concat_tables([ENCODED.empty_table(), *_groups(run_dir / STREAM)])
     elif (run_dir / PARQUET).exists():
-        table = pq.read_table(run_dir / PARQUET)
+        check_readable(run_dir / PARQUET)
+        with _explaining(run_dir / PARQUET):
+            table = pq.read_table(run_dir / PARQUET).cast(ENCODED)
     else:
         return None
     return table.unify_dictionaries().combine_chunks()
@@ -108,14 +114,27 @@ def _encode(table: pa.Table) -> pa.Table:
 
 def _batches(stream: Path) -> Iterator[pa.RecordBatch]:
     """What was appended at a time, up to what a kill cut off, or what is just being written."""
+    check_readable(stream)
     with stream.open("rb") as file:
+        with _explaining(stream):
+            reader = pa.ipc.open_stream(file)
+            if reader.schema != SCHEMA:
+                raise pa.ArrowInvalid("its columns are others")
         try:
-            yield from pa.ipc.open_stream(file)
+            yield from reader
         except pa.ArrowInvalid:
             return
         except OSError as error:
             if error.errno is not None:  # the system's, not Arrow's about a body that is cut off
                 raise
+
+
+@contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowKeyError, ValueError) as error:
+        raise InputError(f"{path} is not a ledger of this version: {' '.join(str(error).split())[:200]}") from error
 
 
 # --- what the rows say ---------------------------------------------------------------------------------------------
