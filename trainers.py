@@ -42,8 +42,8 @@ from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
 from dpo.training.batches import Batches, GlobalBatch
 from dpo.training.evaluation import Evaluator, find_interval, notes_on_interval
-from dpo.training.metrics import peak_memory_gb
-from dpo.training.objective import make_objective
+from dpo.training.metrics import REFERENCE, peak_memory_gb
+from dpo.training.objective import Metrics, make_objective
 from dpo.training.optimization import OPTIMIZERS, Schedule
 from dpo.training.reference import Reference
 from dpo.training.self_test import self_test
@@ -173,22 +173,16 @@ class Trainer:
         start, objective = time.perf_counter(), self.objective
         self.policy.train()
         cached = objective.cached_reference(batch)
-        losses_of = partial(
-            objective.losses, cached=cached, split="train", loss_config=self.config.loss, to_cache=cached is None
-        )
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
             accumulate(self.policy, last=i == len(batch.microbatches))
-            losses, of_examples = losses_of(microbatch)
-            # the mean over the global batch, of which FSDP will take the mean over processes
-            (losses.sum() * self.mesh.data_size / self.config.batch_size).backward()
-            metrics.append((microbatch.indices.to(objective.device, non_blocking=True), of_examples))
+            metrics.append(self._backward(microbatch, cached))
         release_gathered(self.reference_model)
-        # the only synchronization of host and device in an update; also carries what the processes must agree on
         norm, stop = self.clip_gradient(), bool(self.stop.signals)
         # sums over the ranks: rank 0 alone gives the norm, which is equal on all, and every rank whether to stop
         scalars = {"grad_norm": norm if self.rank == 0 else torch.zeros_like(norm), "stop": torch.full_like(norm, stop)}
-        reduced = objective.reduce(metrics, len(batch.examples), batch.keys, scalars)
+        # the only synchronization of host and device in an update; also carries what the processes must agree on
+        reduced = objective.reduce(metrics, len(batch.examples), batch.keys if cached is None else [], scalars)
         self.stop.is_agreed = reduced.scalars.pop("stop") > 0
         lr = self.scheduler.get_last_lr()[0]
         counters = self.state.count(len(batch.examples))
@@ -201,6 +195,14 @@ class Trainer:
         seconds = time.perf_counter() - start
         speed = {"examples_per_second": len(batch.examples) / seconds, "tokens_per_second": batch.n_tokens / seconds}
         return update._replace(metrics={**update.metrics, "lr": lr, **speed, "memory/peak_gb": peak_memory_gb()})
+
+    def _backward(self, microbatch: Microbatch, cached: torch.Tensor | None) -> tuple[torch.Tensor, Metrics]:
+        """Add a microbatch's gradient. Returns its indices and metrics; its inputs, mask and graph can go."""
+        microbatch = microbatch.to(self.objective.device)
+        losses, metrics = self.objective.losses(microbatch, cached, split="train", loss_config=self.config.loss)
+        # the mean over the global batch, of which FSDP will take the mean over processes
+        (losses.sum() * self.mesh.data_size / self.config.batch_size).backward()
+        return microbatch.indices, metrics
 
     def clip_gradient(self) -> torch.Tensor:
         """Clip by global norm; the norm before clipping."""
@@ -264,10 +266,13 @@ class Trainer:
         """Evaluate, sample and save, each if it is due here and was not done; `last`: all are due."""
         state, metrics = self.state, None
         if state.evaluated_at != state.example_counter and (last or self.evaluation_is_due()):
-            metrics = self.evaluator.metrics()
+            evaluated = self.evaluator.metrics()
+            metrics, examples = evaluated.means(), [e for batch in self.eval_batches for e in batch.examples]
             is_wanted = self.config.sample_during_eval
             samples = self.evaluator.samples(n_examples=state.example_counter) if is_wanted else []
-            self.callbacks.emit("evaluation", Evaluation(state.batch_counter, state.example_counter, metrics, samples))
+            counters = state.batch_counter, state.example_counter
+            evaluation = Evaluation(*counters, metrics, samples, examples, evaluated.examples)
+            self.callbacks.emit("evaluation", evaluation)
             state.evaluated_at, state.saved_at = state.example_counter, -1  # -1: save again, with the metrics
         save_every = self.config.save_every or find_interval(self.config)
         if self._has_unsaved() and (last or state.example_counter % save_every == 0):
@@ -331,14 +336,9 @@ class BasicTrainer(Trainer):
         self, batch: Batch, loss_config: DictConfig, train: bool = True
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The mean loss of a batch of this process, and detached per-example metrics, each (B,)."""
-        losses, metrics = self.objective.losses(
-            self._microbatch_of(batch),
-            None,
-            split="train" if train else "eval",
-            loss_config=loss_config,
-            to_cache=False,
-        )
-        return losses.mean(), metrics
+        split = "train" if train else "eval"
+        losses, metrics = self.objective.losses(self._microbatch_of(batch), None, split=split, loss_config=loss_config)
+        return losses.mean(), {name: values for name, values in metrics.items() if name not in REFERENCE}
 
     def get_batch_samples(self, batch: Batch) -> tuple[list[str], list[str]]:
         """(policy, reference) continuations of the batch's prompts; none of a reference that is not there."""

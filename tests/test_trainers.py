@@ -22,6 +22,7 @@ from dpo.models.layouts import Padded, pad
 from dpo.models.weights import load_archive
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.state import hold_the_same
+from dpo.training.metrics import Reduced
 from dpo.training.reference import ReferenceLogps
 from preference_datasets import get_batch_iterator
 from trainers import BasicTrainer
@@ -292,7 +293,7 @@ def test_debug_writes_metrics_and_no_checkpoints_and_no_wandb(make_trainer):
 def test_best_points_to_the_best_evaluation_and_latest_to_the_last(loss, name, values, make_trainer, monkeypatch):
     trainer = make_trainer(*loss, "eval_every=4", "n_examples=12", "self_test=false")
     scripted = iter(values)
-    monkeypatch.setattr(trainer.evaluator, "metrics", lambda: {name: next(scripted)})
+    monkeypatch.setattr(trainer.evaluator, "metrics", lambda: Reduced({name: torch.tensor([next(scripted)])}, {}))
 
     trainer.train()
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpo.data.prompts import Prompt
-from dpo.data.tokenization import TextEncoder, encode_texts
+from dpo.data.tokenization import TextEncoder, encode_whole, truncate
 
 KEY_BYTES = 16
 
@@ -30,6 +30,9 @@ class Example(NamedTuple):
     prompt: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]  # chosen, rejected; under SFT the target
     id: tuple[int, int] | None = None  # (index of the prompt in its split, of the example in its prompt)
+    dataset: str = ""
+    digest: str = ""  # the `text_digest`, by which other runs know it
+    truncated: bool = False  # the prompt or a response
 
     @property
     def n_tokens(self) -> int:
@@ -52,6 +55,15 @@ def content_key(prompt: Sequence[int], response: Sequence[int]) -> bytes:
     digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=KEY_BYTES)
     digest.update(array("q", (*prompt, *response)).tobytes())
     return digest.digest()
+
+
+def text_digest(prompt: str, responses: Iterable[str]) -> str:
+    """A digest of an example's texts, whatever the dataset is called and wherever the example is in it."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for text in (prompt, *responses):
+        data = text.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
 
 
 def examples_of(prompt: Prompt, *, sft_mode: bool) -> Iterator[TextExample]:
@@ -107,14 +119,16 @@ def encode_examples(
     prime(examples, encode)
     encoded = []
     for prompt, index, texts in examples:
-        ids, responses = encode_texts(
-            prompt.text,
-            list(texts.values()),
-            encode,
-            truncation_mode=prompt.truncation_mode,
-            max_length=max_length,
-            max_prompt_length=max_prompt_length,
-            rendered=prompt.rendered,
+        whole = encode_whole(prompt.text, list(texts.values()), encode, rendered=prompt.rendered)
+        ids, responses = truncate(*whole, prompt.truncation_mode, max_length, max_prompt_length)
+        encoded.append(
+            Example(
+                tuple(ids),
+                tuple(map(tuple, responses)),
+                (prompt.number, index),
+                prompt.dataset,
+                text_digest(prompt.text, texts.values()),
+                truncated=(ids, responses) != whole,
+            )
         )
-        encoded.append(Example(tuple(ids), tuple(map(tuple, responses)), (prompt.number, index)))
     return encoded

@@ -31,6 +31,7 @@ class Prompt(NamedTuple):
     truncation_mode: TruncationMode
     rendered: bool  # by a chat template: special tokens in the text are intended
     number: int = 0  # its index in its split
+    dataset: str = ""  # the name of its dataset
 
     def examples(self, sft_mode: bool) -> list[dict[str, str]]:
         """The texts of each example: the SFT target, or every pair."""
@@ -49,7 +50,7 @@ def iterate_prompts(
     number = 0
     for name in names:
         data = get_dataset(name, split, **dataset_options)
-        kind = {"truncation_mode": data.truncation_mode, "rendered": data.rendered}
+        kind = {"truncation_mode": data.truncation_mode, "rendered": data.rendered, "dataset": name}
         for text in list(data):
             yield Prompt(text, **data.pop(text), **kind, number=number)
             number += 1
@@ -91,9 +92,9 @@ class StoredPrompts(Sequence[Prompt]):
             return [self[number] for number in range(self.n)[place]]
         number = range(self.n)[place]  # handles negative indices, and raises IndexError
         start, end = self._ends[number : number + 2].tolist()
-        text, responses, pairs, target, mode, rendered = json.loads(self._bytes[start:end])
+        text, responses, pairs, target, mode, rendered, dataset = json.loads(self._bytes[start:end])
         target = responses[target] if isinstance(target, int) else target
-        return Prompt(text, responses, [(a, b) for a, b in pairs], target, mode, rendered, number)
+        return Prompt(text, responses, [(a, b) for a, b in pairs], target, mode, rendered, number, dataset)
 
 
 def store_prompts(prompts: Iterable[Prompt], folder: str | Path) -> StoredPrompts:
@@ -145,5 +146,6 @@ def _encode(prompt: Prompt) -> bytes:
     """The record of a prompt; its target, which usually is a response, is stored as that response's index."""
     target = prompt.sft_target
     place = prompt.responses.index(target) if target in prompt.responses else target
-    record = [prompt.text, prompt.responses, prompt.pairs, place, prompt.truncation_mode, prompt.rendered]
+    kind = prompt.truncation_mode, prompt.rendered, prompt.dataset
+    record = [prompt.text, prompt.responses, prompt.pairs, place, *kind]
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()

@@ -119,6 +119,16 @@ def encode_with_eos(encode: TextEncoder, text: str, *, rendered: bool = False) -
     return [*ids, eos]
 
 
+def encode_whole(
+    prompt: str, responses: Sequence[str], encode: TextEncoder, *, rendered: bool = False
+) -> tuple[list[int], list[list[int]]]:
+    """Token ids of a prompt and of its responses, EOS appended. Raises InputError if a text contains EOS."""
+    prompt_ids = encode(prompt)
+    if encode.tokenizer.eos_token_id in prompt_ids and not rendered:
+        raise InputError(f"EOS token {encode.tokenizer.eos_token!r} inside a prompt: {prompt!r}")
+    return prompt_ids, [encode_with_eos(encode, text, rendered=rendered) for text in responses]
+
+
 def encode_texts(
     prompt: str,
     responses: Sequence[str],
@@ -130,8 +140,5 @@ def encode_texts(
     rendered: bool = False,
 ) -> tuple[list[int], list[list[int]]]:
     """Token ids of a prompt and of its responses, EOS appended, truncated together."""
-    prompt_ids = encode(prompt)
-    if encode.tokenizer.eos_token_id in prompt_ids and not rendered:
-        raise InputError(f"EOS token {encode.tokenizer.eos_token!r} inside a prompt: {prompt!r}")
-    response_ids = [encode_with_eos(encode, text, rendered=rendered) for text in responses]
-    return truncate(prompt_ids, response_ids, truncation_mode, max_length, max_prompt_length)
+    whole = encode_whole(prompt, responses, encode, rendered=rendered)
+    return truncate(*whole, truncation_mode, max_length, max_prompt_length)

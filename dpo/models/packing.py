@@ -72,7 +72,7 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
     seen: set[tuple] = set()
     costs = []
     for i in order:
-        prompt, responses, _ = examples[i]
+        prompt, responses = examples[i][:2]
         new = [r for r in dict.fromkeys(responses) if (prompt, r) not in seen]
         costs.append(sum(len(r) - 1 for r in new) + (0 if prompt in seen else len(prompt)))
         seen |= {prompt, *((prompt, r) for r in new)}
@@ -99,13 +99,13 @@ def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, le
     """
     indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> response -> index
     count = 0
-    for prompt, responses, _ in examples:
+    for prompt, responses, *_ in examples:
         for response in responses:
             known = indices.setdefault(prompt, {})
             if response not in known:
                 known[response] = count
                 count += 1
-    response_index = [[indices[p][response] for response in responses] for p, responses, _ in examples]
+    response_index = [[indices[p][response] for response in responses] for p, responses, *_ in examples]
     trees = [tree for prompt, known in indices.items() for tree in _trees(prompt, known, row_tokens)]
     trees.sort(key=lambda tree: -tree.length)
     lengths = _row_lengths(trees, alignment) if length is None else [-(-length // alignment) * alignment]

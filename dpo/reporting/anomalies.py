@@ -15,7 +15,6 @@ from dpo.errors import RunError
 from dpo.losses import LOSSES
 from dpo.reporting.events import Callback, RunContext, Update
 
-POLICIES = ("raise", "skip")
 SPIKE = 10.0
 MAX_SKIPPED = 10  # updates that a run skips before it aborts
 

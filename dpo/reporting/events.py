@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ class Update(NamedTuple):
     number: int
     n_examples: int  # that the run has trained on
     examples: Sequence[Example]
-    table: Mapping[str, torch.Tensor]  # metrics of each example, (B,)
+    table: Mapping[str, torch.Tensor]  # of each example, (B,): metrics and the reference's log-probabilities
     metrics: Mapping[str, float]  # means over the examples and grad_norm; in `on_update` also lr and speed
 
 
@@ -38,6 +39,8 @@ class Evaluation(NamedTuple):
     n_examples: int
     metrics: Mapping[str, float]
     samples: Sequence[Sample]
+    examples: Sequence[Example] = ()
+    table: Mapping[str, torch.Tensor] = MappingProxyType({})  # of each example, (B,), as an update's
 
 
 class RunContext(NamedTuple):

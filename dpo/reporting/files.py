@@ -1,4 +1,4 @@
-"""Files that a run appends to: `metrics.jsonl`, `samples.jsonl` and `samples.txt`."""
+"""Files that a run appends to and that a resumed run cuts: `metrics.jsonl`, `samples.jsonl` and `samples.txt`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.run_directory import create_run_dir
 
 
-class LogWriter(Callback):
-    """Appends lines to `files` in the run directory and flushes them immediately. Creates the directory if needed.
+class Appender(Callback):
+    """Appends to `files` in the run directory. Creates the directory if needed.
 
-    On resume, lines that were written after the checkpoint are removed: they will be written again.
+    On resume, what was written after the checkpoint is removed: it will be written again.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -29,20 +29,9 @@ class LogWriter(Callback):
             path, size = self.run_dir / name, self._sizes[name]
             found = path.stat().st_size if path.exists() else 0
             if found < size:
-                print(f"warning: {path} is missing lines that were logged before the checkpoint")
+                print(f"warning: {path} is missing what was logged before the checkpoint")
             elif found > size:
                 os.truncate(path, size)
-
-    def append(self, name: str, lines: Iterable[str]) -> None:
-        """Add lines to one of the files."""
-        path = self.run_dir / name
-        with path.open("ab+") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":  # truncated by a full disk or another program
-                    file.truncate(path.read_bytes().rfind(b"\n") + 1)
-                    print(f"warning: {path} ended with an incomplete line, which was removed", flush=True)
-            file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
     def state_dict(self) -> dict[str, Any]:
         """The size of each file, after syncing it to the disk."""
@@ -58,6 +47,21 @@ class LogWriter(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sizes = state.get("log_bytes", dict.fromkeys(self.files, 0))  # 0: this callback was added since
+
+
+class LogWriter(Appender):
+    """Appends lines, which are flushed immediately."""
+
+    def append(self, name: str, lines: Iterable[str]) -> None:
+        """Add lines to one of the files."""
+        path = self.run_dir / name
+        with path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # truncated by a full disk or another program
+                    file.truncate(path.read_bytes().rfind(b"\n") + 1)
+                    print(f"warning: {path} ended with an incomplete line, which was removed", flush=True)
+            file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
 
 class FileLogger(LogWriter):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dpo.reporting.anomalies import NonFiniteGuard, SpikeWarner
 from dpo.reporting.files import FileLogger
+from dpo.reporting.ledger import Ledger
 from dpo.reporting.tensorboard import TensorBoardLogger
 from dpo.reporting.wandb import WandbLogger
 
 CALLBACKS = {
     "nonfinite": NonFiniteGuard,
     "files": FileLogger,
+    "ledger": Ledger,
     "tensorboard": TensorBoardLogger,
     "wandb": WandbLogger,
     "spikes": SpikeWarner,

@@ -15,6 +15,7 @@ from dpo.parallel.sharding import release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
 from dpo.training.batches import GlobalBatch
+from dpo.training.metrics import Reduced
 from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
 
@@ -35,7 +36,7 @@ def notes_on_interval(config: DictConfig) -> list[str]:
 
 
 class Evaluator:
-    """Means over the evaluation batches, and continuations of their first prompts.
+    """Metrics of the evaluation batches, and continuations of their first prompts.
 
     Before each batch and each sampled token it raises Stopped if any process was asked to stop.
     """
@@ -55,24 +56,22 @@ class Evaluator:
         self.mesh, self.progress, self.stop, self.seed = objective.mesh, progress, stop, seed
 
     @torch.no_grad()
-    def metrics(self) -> dict[str, float]:
-        """Means over the examples of the evaluation batches."""
+    def metrics(self) -> Reduced:
+        """The metrics of all examples of the evaluation batches."""
         objective, n_examples, metrics = self.objective, 0, []
         objective.policy.eval()
         cached = [objective.cached_reference(batch) for batch in self.batches]
-        losses_of = partial(
-            objective.losses, split="eval", loss_config=self.config.loss, to_cache=any(c is None for c in cached)
-        )
+        losses_of = partial(objective.losses, split="eval", loss_config=self.config.loss)
         batches = self.progress.over(self.batches, total=len(self.batches), what="evaluate")
         for batch, reference in zip(batches, cached, strict=True):
             self.stop.raise_if_any()
-            for microbatch in batch.microbatches:
-                _, of_examples = losses_of(microbatch, reference)
-                metrics.append((microbatch.indices.to(objective.device) + n_examples, of_examples))
+            for microbatch in (microbatch.to(objective.device) for microbatch in batch.microbatches):
+                metrics.append((microbatch.indices + n_examples, losses_of(microbatch, reference)[1]))
             n_examples += len(batch.examples)
         if objective.reference is not None:
             release_gathered(objective.reference.model)
-        return objective.reduce(metrics, n_examples, [key for batch in self.batches for key in batch.keys]).means()
+        to_cache = any(reference is None for reference in cached)
+        return objective.reduce(metrics, n_examples, [k for b in self.batches for k in b.keys] if to_cache else [])
 
     def samples(self, *, n_examples: int) -> list[Sample]:
         """Continuations of the first `n_eval_model_samples` evaluation prompts, in whole batches, at least one.

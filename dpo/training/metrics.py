@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+REFERENCE = ("reference/chosen", "reference/rejected")  # beside the metrics: the reference's log-probabilities
+
 # of each microbatch: indices of its examples in the global batch (n,), and their metrics, (n,) each
 MicrobatchMetrics = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
@@ -17,13 +19,14 @@ MicrobatchMetrics = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 class Reduced(NamedTuple):
     """The metrics of a global batch over all processes, on the host."""
 
-    examples: dict[str, torch.Tensor]  # (B,) each, in the order of the examples
+    examples: dict[str, torch.Tensor]  # metrics and REFERENCE, (B,) each, in the order of the examples
     scalars: dict[str, float]
 
     def means(self) -> dict[str, float]:
-        """Means over the examples, and the scalars as they are."""
-        means = torch.stack(list(self.examples.values())).double().mean(1)
-        return dict(zip(self.examples, means.tolist(), strict=True)) | self.scalars
+        """Means of the metrics over the examples, and the scalars as they are."""
+        metrics = {name: values for name, values in self.examples.items() if name not in REFERENCE}
+        means = torch.stack(list(metrics.values())).double().mean(1)
+        return dict(zip(metrics, means.tolist(), strict=True)) | self.scalars
 
 
 def reduce_metrics(

@@ -21,11 +21,10 @@ from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import hold_the_same
 from dpo.settings.plan import Plan
 from dpo.training.batches import GlobalBatch
-from dpo.training.metrics import MicrobatchMetrics, Reduced, reduce_metrics
+from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_metrics
 from dpo.training.reference import LogpTable, Reference, read_logps
 
 Metrics = dict[str, torch.Tensor]  # per example, each (B,)
-REFERENCE = ("reference/chosen", "reference/rejected")  # columns beside the metrics, to be cached
 
 
 class Objective:
@@ -64,15 +63,13 @@ class Objective:
         *,
         split: str,
         loss_config: Mapping[str, Any],
-        to_cache: bool,
     ) -> tuple[torch.Tensor, Metrics]:
-        """Losses of the examples, (B,), and their detached metrics.
+        """Losses of the examples of a microbatch on the device, (B,), and their detached metrics.
 
         `cached` are the reference's log-probabilities of the whole global batch, as `cached_reference` gives them.
-        With `to_cache` the reference's log-probabilities are among the metrics, under REFERENCE.
+        Beside the metrics are the reference's log-probabilities, under REFERENCE.
         """
-        loss, microbatch = LOSSES[loss_config["name"]], microbatch.to(self.device)
-        reference: Logps = ()
+        loss, reference = LOSSES[loss_config["name"]], ()
         if loss.reference and cached is not None:
             reference = cached[microbatch.indices].unbind(1)
         elif loss.reference:  # before the policy's forward, whose activations stay
@@ -90,7 +87,7 @@ class Objective:
         if loss.pairwise:
             metrics |= _reward_metrics(split, *rewards, equal=self.models_are_equal)
             metrics[f"logps_{split}/rejected"] = scores.rejected.detach()
-        if reference and to_cache:
+        if reference:
             metrics |= zip(REFERENCE, reference, strict=True)
         return losses, metrics | {f"logps_{split}/chosen": scores.chosen.detach(), f"loss/{split}": losses.detach()}
 
@@ -108,11 +105,13 @@ class Objective:
         keys: Sequence[tuple[bytes, ...]],
         scalars: Mapping[str, torch.Tensor] | None = None,
     ) -> Reduced:
-        """The metrics of all examples on every process, and the sums of `scalars` over the processes."""
+        """The metrics of all examples on every process, and the sums of `scalars` over the processes.
+
+        With `keys` the reference's log-probabilities are cached.
+        """
         reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
-        scored = [reduced.examples.pop(name) for name in REFERENCE if name in reduced.examples]
-        if scored:
-            self.reference.logps.add(keys, torch.stack(scored, dim=1))
+        if keys:
+            self.reference.logps.add(keys, torch.stack([reduced.examples[name] for name in REFERENCE], dim=1))
         return reduced
 
     @torch.no_grad()

@@ -286,7 +286,7 @@ def sample_train_and_save(rank: int, world_size: int, run_dir: Path, overrides: 
         "models are equal": trainer.objective.models_are_equal,
     }
     result["metrics"] = [dict(trainer.train_step(next(trainer.train_iterator)).metrics) for _ in range(2)]
-    result["evaluation"] = trainer.evaluator.metrics()
+    result["evaluation"] = trainer.evaluator.metrics().means()
     trainer.save(run_dir / "saved")
     if rank == 0:
         (run_dir / "result.json").write_text(json.dumps(result))

@@ -1,0 +1,90 @@
+"""`ledger.parquet`: what each example gave at each visit. See `dpo/analysis/ledger.py` for its columns and files.
+
+pyarrow is imported by runs that have a ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dpo.data.examples import Example
+from dpo.reporting.events import Evaluation, RunContext, Update
+from dpo.reporting.files import Appender
+from dpo.system.plain_files import check_writable
+
+if TYPE_CHECKING:
+    import torch
+
+GROWTH = 1.25  # of the rows since ledger.parquet was written last, before an evaluation writes it again
+
+
+class Ledger(Appender):
+    """Appends the examples of each update, also of one that was skipped, and of each evaluation.
+
+    An append is one write of some kilobytes. All rows are read and written as Parquet at the start, at an evaluation if
+    they have grown by a quarter, and at the end: at most five times what the last time takes.
+    """
+
+    files = ("ledger.arrows",)
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.rows = self.written = 0
+
+    @classmethod
+    def is_wanted(cls, context: RunContext) -> bool:
+        return super().is_wanted(context) and context.config.ledger
+
+    def on_start(self) -> None:
+        from dpo.analysis.ledger import PARQUET, STREAM, begin
+
+        super().on_start()
+        self.stream, self.parquet = self.run_dir / STREAM, self.run_dir / PARQUET
+        check_writable(self.parquet)
+        begin(self.stream)
+        self._write()
+
+    def on_update(self, update: Update) -> None:
+        self._append("train", update.number, update.number - 1, update.examples, update.table)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self._append("eval", evaluation.n_updates, evaluation.n_updates, evaluation.examples, evaluation.table)
+        if self.rows >= GROWTH * self.written:
+            self._write()
+
+    def on_end(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        from dpo.analysis.ledger import write_parquet
+
+        self.rows = self.written = write_parquet(self.stream, self.parquet)
+
+    def _append(
+        self, split: str, number: int, done: int, examples: Sequence[Example], table: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Add a row for each example of update or evaluation `number`, of a policy that had `done` updates."""
+        from dpo.analysis.ledger import append
+
+        context, n = self.context, len(examples)
+        updates_per_epoch = context.data.report.train.examples // context.config.batch_size
+        tokens = list(zip(*(example.n_scored for example in examples), strict=True))
+        columns: dict[str, Any] = {
+            "example": [example.digest for example in examples],
+            "dataset": [example.dataset for example in examples],
+            "update": [number] * n,
+            "epoch": [done // updates_per_epoch] * n,
+            "split": [split] * n,
+            "policy_chosen": table[f"logps_{split}/chosen"],
+            "policy_rejected": table.get(f"logps_{split}/rejected"),
+            "reference_chosen": table.get("reference/chosen"),
+            "reference_rejected": table.get("reference/rejected"),
+            "chosen_tokens": tokens[0],
+            "rejected_tokens": tokens[1] if len(tokens) > 1 else None,
+            "truncated": [example.truncated for example in examples],
+            "loss": table[f"loss/{split}"],
+            "margin": table.get(f"rewards_{split}/margins"),
+        }
+        append(self.stream, columns)
+        self.rows += n
