@@ -115,7 +115,7 @@ class Trainer:
         return self.place(policy, compute_dtype=DTYPES[self.plan.compute_dtype])
 
     def _place_reference(self, reference_model: Any) -> Reference:
-        load = partial(loaded_reference, reference_model, self.config, with_digest=self.rank == 0)
+        load = partial(loaded_reference, reference_model, self.config, self.plan, with_digest=self.rank == 0)
         model, digest = after_rank_0("the reference's weights", load)
         return Reference(self.place(model, compute_dtype=DTYPES[self.plan.reference_dtype]), digest)
 

@@ -83,7 +83,7 @@ def model_loaders(
 
     archive = config.model.archive
     policy = partial(load, config.model.policy_dtype, archive if resume_from is None else str(resume_from))
-    reference = partial(load, config.model.reference_dtype, archive)
+    reference = partial(load, plan.reference_dtype, archive)
     return policy, reference if plan.loss.reference else None
 
 
@@ -99,7 +99,7 @@ def loaded(model: Any, config: DictConfig) -> Any:
     return model
 
 
-def loaded_reference(model: Any, config: DictConfig, *, with_digest: bool) -> tuple[Any, str | None]:
+def loaded_reference(model: Any, config: DictConfig, plan: Plan, *, with_digest: bool) -> tuple[Any, str | None]:
     """The frozen reference, and its digest if wanted, which takes a pass over its weights."""
-    model, settings = loaded(model, config).eval(), config.model
-    return model, model_digest(model, settings.autocast or settings.reference_dtype) if with_digest else None
+    model = loaded(model, config).eval()
+    return model, model_digest(model, plan.autocast or plan.reference_dtype) if with_digest else None

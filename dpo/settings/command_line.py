@@ -115,8 +115,7 @@ def parse(arguments: list[str]) -> CommandLine:
     left = iter(arguments)
     for argument in left:
         if not argument.startswith("-"):
-            is_open = argument.startswith(("dataset_sources.", "dataset_sources="))  # to new names
-            overrides.append(f"++{argument}" if is_open else argument)
+            overrides.append(_sign_of(argument) + argument)
             continue
         name, has_value, value = argument.partition("=")
         if name not in (*FLAGS, *WITH_VALUE):
@@ -132,6 +131,13 @@ def parse(arguments: list[str]) -> CommandLine:
         else:
             options += words
     return CommandLine(options, _with_paths(overrides), config_dir)
+
+
+def _sign_of(override: str) -> str:
+    """What Hydra wants before an override that adds something, so that nobody has to type it."""
+    if override.startswith(("dataset_sources.", "dataset_sources=")):  # open to new names
+        return "++"
+    return "+" if override.startswith("experiment=") else ""  # none is chosen by default
 
 
 def _with_paths(overrides: list[str]) -> list[str]:
@@ -176,18 +182,19 @@ def _find_problems(line: CommandLine, own_configs: Path) -> list[str]:
         if problems or line.only_shows:
             return problems
         overrides = [_first_of_sweep(o) for o in line.overrides] if line.is_sweep else line.overrides
-        return _find_refused(overrides, line.search, own_configs)
+        places = [own_configs, *([] if line.config_dir is None else [Path(line.config_dir)])]
+        return _find_refused(overrides, line.search, places)
 
 
-def _find_refused(overrides: list[str], search: list[str], own_configs: Path) -> list[str]:
+def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -> list[str]:
     """Why Hydra cannot apply overrides, and what is wrong with the config that the others make."""
 
     def refusal(tried: list[str]) -> str | None:
-        return _refusal(tried, search, own_configs)
+        return _refusal(tried, search, places)
 
     if not refusal(overrides):
         return []
-    groups = [o for o in overrides if o.split("=")[0] in os.listdir(own_configs)]
+    groups = [o for o in overrides if any((place / key_of(o)).is_dir() for place in places)]
     refused = {o: reason for o in groups if (reason := refusal([o]))}
     groups = [o for o in groups if o not in refused]
     refused |= {o: reason for o in overrides if o not in refused and (reason := refusal([*groups, o]))}
@@ -228,6 +235,9 @@ def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]
         [f"{o.split('=', 1)[0]}={part}" for part in swept] if (swept := _parts_of_sweep(o)) else [o]
         for o in line.overrides
     ]
+    for name in (f"{key_of(o)}/{o.partition('=')[2]}.yaml" for values in parts for o in values if chooses_a_file(o)):
+        if (directory / name).is_file() and (own_configs / name).is_file():
+            yield f"{directory / name} would not be used, as there is a {own_configs.name}/{name}: rename it"
     found: dict[str, None] = {}
     for overrides in itertools.product(*(values if chooses_a_file(values[0]) else values[:1] for values in parts)):
         own = _hydras_own([*line.search, *overrides])
@@ -259,28 +269,28 @@ def _hydras_own(overrides: list[str]) -> dict[str, Any]:
     return {key: value for key, value in values if not key.startswith(HOW_COMPOSED)}
 
 
-def _refusal(overrides: list[str], search: list[str], own_configs: Path) -> str | None:
+def _refusal(overrides: list[str], search: list[str], places: list[Path]) -> str | None:
     """Why Hydra cannot compose with these overrides, in a sentence; None if it can."""
     try:
         hydra.compose("config", [*search, *overrides], return_hydra_config=True)
         return None
     except COMPOSING as error:
-        return _explain(overrides[-1], error, own_configs)
+        return _explain(overrides[-1], error, places)
 
 
-def _explain(override: str, error: Exception, own_configs: Path) -> str:
+def _explain(override: str, error: Exception, places: list[Path]) -> str:
     key, equals, value = override.lstrip("+~").partition("=")
     if not equals and not override.startswith("~"):
         return f"{override} is not an override: write NAME=VALUE"
-    if (own_configs / key).is_dir():
-        options = sorted(path.stem for path in (own_configs / key).glob("*.yaml"))
+    options = sorted(path.stem for place in places for path in (place / key).glob("*.yaml"))
+    if options and value not in options:
         return f"{key}={value} is not one of {', '.join(options)}"
     if "is not in struct" in f"{error}{error.__cause__}":
         group, _, name = key.partition(".")
-        having = sorted(f.stem for f in own_configs.glob(f"{group}/*.yaml") if name in keys_in(f))
+        having = sorted(f.stem for f in places[0].glob(f"{group}/*.yaml") if name in keys_in(f))
         if having:
             return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={h}' for h in having)}"
-        return did_you_mean(key, [*KEYS, "dataset_sources", *os.listdir(own_configs)])
+        return did_you_mean(key, [*KEYS, "dataset_sources", *os.listdir(places[0])])
     if value.startswith("~"):
         return f"{override}: ~ is not expanded here; write the whole path"
     return f"{override} is not a valid override: {' '.join(str(error).split())[:300]}"

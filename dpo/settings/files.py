@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -108,7 +109,8 @@ def help_text() -> str:
     groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
     options = {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
     main = (CONFIG_DIR / "config.yaml").read_text(encoding="utf-8").split("\ndefaults:")[0]
-    parts = [HELP, *(f"{name}: {', '.join(names)}" for name, names in options.items()), "", main]
+    lines = (f"{name}: {', '.join(names)}" for name, names in options.items())
+    parts = [HELP, *(fill(line, 118, subsequent_indent="  ", break_on_hyphens=False) for line in lines), "", main]
     parts += ["# model=...: another model has another name_or_path and block_name", _nested("model", "blank_model")]
     for loss in options["loss"]:
         parts += [f"# loss={loss}", _nested("loss", loss)]
@@ -124,6 +126,7 @@ HELP = """Preference training: SFT, DPO, conservative DPO, IPO.
 
 python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft batch_size=64 gradient_accumulation_steps=2
 python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST exp_name=dpo ...
+python train.py experiment=hh_pythia28_sft ...
 python train.py -m loss=dpo loss.beta=0.05,0.1,0.5 exp_name=sweep ...
 
 Config groups (choose with group=option):

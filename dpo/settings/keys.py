@@ -219,7 +219,7 @@ KEYS: dict[str, Key] = {
     "model.block_name": Key(_or_null(TEXT), CHANGE),
     "model.policy_dtype": Key(DTYPE, KEEP),
     "model.fsdp_policy_mp": Key(_or_null(DTYPE), KEEP, GATHERED),
-    "model.reference_dtype": Key(DTYPE, KEEP, REFERENCE),
+    "model.reference_dtype": Key(_or_null(DTYPE), KEEP, REFERENCE),
     "model.autocast": Key(_or_null(_one_of(AUTOCAST_DTYPES)), KEEP),
     "model.attn_implementation": Key(_one_of(ATTENTION), CHANGE),
     "model.random_init": Key(FLAG, KEEP),

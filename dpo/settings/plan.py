@@ -72,12 +72,13 @@ def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_siz
         every_process = values.get("tensor_parallel_size") is None
         tensor_size = size if every_process else _count(values, "tensor_parallel_size") or 1
     gathered_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
+    compute_dtype = gathered_dtype or values.get("model.policy_dtype")
     loss = _named(LOSSES, values.get("loss.name"), LOSSES["dpo"])
     return Plan(
         trainer=trainer,
         dims=ParallelDims.of(size, shard_size=_count(values, "fsdp_shard_size"), tensor_size=tensor_size),
-        compute_dtype=gathered_dtype or values.get("model.policy_dtype"),
-        reference_dtype=values.get("model.reference_dtype"),
+        compute_dtype=compute_dtype,
+        reference_dtype=values.get("model.reference_dtype") or compute_dtype,
         autocast=values.get("model.autocast"),
         loss=loss,
         launched=rank_env is not None,

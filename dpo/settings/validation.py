@@ -29,6 +29,7 @@ HYDRAS_OWN = (
 )
 OF_HYDRAS_PLUGINS = ("hydra.launcher.", "hydra.sweeper.")
 
+RUN_OF_SFT = "RUN_OF_SFT"  # in the documents and in config/experiment: a directory that only the user knows
 COLUMNS = ("prompt", "chosen", "rejected")  # of own data
 
 
@@ -108,11 +109,12 @@ def find_unused(config: DictConfig, plan: Plan) -> list[str]:
 
 
 def _find_unused(values: Mapping[str, Any], plan: Plan) -> Iterator[tuple[str, Any, Needs]]:
-    """Keys that differ from their defaults and lack what they need."""
+    """Keys that differ from their defaults and lack what they need; null asks for nothing."""
     defaults = flatten(OmegaConf.create(defaults_of()))
     for key, (_, _, needs, _) in KEYS.items():
-        if needs is not None and key in values and values[key] != defaults[key] and not needs.met(values, plan):
-            yield key, values[key], needs
+        value = values.get(key)
+        if needs is not None and value not in (None, defaults[key]) and not needs.met(values, plan):
+            yield key, value, needs
 
 
 def _process_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
@@ -200,6 +202,12 @@ def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
         name = sound.get(key) or ""
         if name.startswith(("/", ".", "~")) and not Path(name).exists():
             yield f"{key}={name} is not there: no such directory" + " (~ is not expanded)" * name.startswith("~")
+    archive = sound.get("model.archive") or ""
+    if archive.startswith(RUN_OF_SFT) and not Path(archive).exists():
+        yield (
+            f"model.archive={archive} stands for the run of SFT that this one continues: "
+            f"give model.archive=ITS_DIRECTORY/LATEST, or null to start from the weights of model.name_or_path"
+        )
     if have("max_length", "max_prompt_length") and sound["max_prompt_length"] >= sound["max_length"]:
         yield (
             f"max_prompt_length={sound['max_prompt_length']} must be below max_length={sound['max_length']}, "

@@ -142,7 +142,7 @@ def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu:
         policy=weights,
         gradients=weights,
         optimizer=int(weights * states),
-        reference=n * DTYPES[model.reference_dtype].itemsize if plan.loss.reference else 0,
+        reference=n * DTYPES[plan.reference_dtype].itemsize if plan.loss.reference else 0,
         gathered=(root + 2 * largest) * compute.itemsize // dims.tensor_size,  # the block that runs, and the next
         reduced=max(root, largest) * REDUCED // dims.tensor_size,
         update=int(weights * temporary) if on_gpu and dims.world_size == 1 else 0,  # shards are updated one by one

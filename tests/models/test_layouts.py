@@ -31,7 +31,6 @@ SHARED = {
     ),
     "gemma2, every second layer windowed": lambda: transformers.Gemma2Config(**LOCAL_TOO, final_logit_softcapping=2.0),
     "gemma3, some layers windowed": lambda: transformers.Gemma3TextConfig(**LOCAL_TOO),
-    "gemma3, as it is": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8),
     "cohere, logit_scale": lambda: transformers.CohereConfig(**GROUPED, logit_scale=0.25),
     "granite, logits_scaling": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=4.0),
     "opt": lambda: transformers.OPTConfig(

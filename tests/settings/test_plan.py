@@ -77,6 +77,13 @@ def test_the_policy_computes_in_the_dtype_in_which_it_is_gathered():
     assert (plan.compute_dtype, plan.reference_dtype, plan.autocast) == ("bfloat16", "bfloat16", None)
 
 
+def test_a_reference_without_a_dtype_computes_as_the_policy_does():
+    null = "model.reference_dtype=null"
+    assert plan_of(null).reference_dtype == "float32"
+    assert plan_of(null, "model.policy_dtype=bfloat16").reference_dtype == "bfloat16"
+    assert plan_of(null, "trainer=FSDPTrainer", "model.fsdp_policy_mp=bfloat16").reference_dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("override", ["trainer=3", "world_size=-1", "tensor_parallel_size=x", "loss.name=[a]"])
 def test_a_value_that_makes_no_sense_leaves_a_plan(override):
     assert plan_of("trainer=TensorParallelTrainer", override).dims.world_size in (1, 2)

@@ -1,0 +1,79 @@
+"""The models of config/model: blocks that transformers has, and families that train, with either layout."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import yaml
+from support.models import FAMILIES, build
+from support.runs import ROOT, metrics_of
+
+from dpo.parallel.sharding import find_blocks
+from dpo.settings.choices import LAYOUTS
+
+FILES = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((ROOT / "config" / "model").glob("*.yaml"))}
+MODELS = {name: content for name, content in FILES.items() if name not in ("blank_model", "demo")}
+FAMILY_OF = {  # by how ids on the Hub begin: what `model_type` in the config.json there says
+    "gpt2": "gpt2, tied",
+    "EleutherAI/gpt-j": "gpt-j",
+    "EleutherAI/pythia": "gpt-neox",
+    "huggyllama/": "llama",
+    "meta-llama/": "llama",
+    "HuggingFaceTB/SmolLM2": "llama, tied",
+    "mistralai/Mistral-7B": "mistral",
+    "Qwen/Qwen2.5": "qwen2, tied, with biases",
+    "Qwen/Qwen3": "qwen3, norms per head",
+    "google/gemma-2": "gemma2",
+    "google/gemma-3": "gemma3, norms per head",
+    "microsoft/": "phi3, fused projections",  # Phi 4 too
+    "allenai/OLMo-2": "olmo2, norms over all heads",
+}
+MADE_IN_BFLOAT16 = {family for family in FAMILY_OF.values() if not family.startswith("gp")}
+
+
+def family_of(name: str) -> str:
+    [family] = {family for start, family in FAMILY_OF.items() if MODELS[name]["name_or_path"].startswith(start)}
+    return family
+
+
+ONE_OF_EACH = {family_of(name): name for name in MODELS}
+structure_of = cache(lambda family: build(family, on_meta=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_names_the_class_of_the_models_blocks(name):
+    family, content = family_of(name), MODELS[name]
+    model = structure_of(family)
+    assert content["block_name"] in model._no_split_modules
+    assert len(find_blocks(model, content["block_name"])) == model.config.num_hidden_layers
+    if name != "llama7b":  # of the reference, as it was
+        of_reference = {"reference_dtype": None} if family in MADE_IN_BFLOAT16 else {}
+        assert content.keys() - {"defaults", "name_or_path", "block_name"} == of_reference.keys()
+
+
+def test_no_two_files_are_of_one_model():
+    assert len({content["name_or_path"] for content in FILES.values()}) == len(FILES)
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_a_family_trains_two_updates_alike_in_both_layouts(family, run, tokenizer, tmp_path, capsys):
+    config = FAMILIES[family]()
+    config.vocab_size = len(tokenizer)
+    config.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    settings = (
+        f"model.name_or_path={tmp_path / 'model'}", "model.random_init=true", "model.reference_dtype=null",
+        "do_first_eval=false", "batch_size=4", "n_examples=8", "optimizer=SGD", "lr=0.1", "warmup_steps=1",
+        "debug=true",
+    )  # fmt: skip
+    updates = {}
+    for layout in LAYOUTS:
+        run(layout, f"model={ONE_OF_EACH[family]}", f"layout={layout}", *settings)
+        updates[layout] = metrics_of(tmp_path / layout, "train")
+    assert "layout=padded: " not in capsys.readouterr().out  # not even a family that cannot share prefixes
+    assert len(updates["padded"]) == 2
+    for shared, padded in zip(updates["shared_prefix"], updates["padded"], strict=True):
+        compared = ("loss/train", "grad_norm", "logps_train/chosen", "logps_train/rejected")
+        assert {k: shared[k] for k in compared} == pytest.approx({k: padded[k] for k in compared}, rel=1e-4)
+    assert updates["padded"][0]["loss/train"] != updates["padded"][1]["loss/train"]

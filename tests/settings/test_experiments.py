@@ -1,0 +1,121 @@
+"""Whole experiments of config/experiment and of a user: chosen with + and without, with any other override."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import hydra
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from support.runs import ROOT, metrics_of, train
+
+import train as train_script
+from dpo.settings.command_line import find_problems, parse
+from dpo.settings.files import help_text
+from dpo.settings.plan import ParallelDims, resolve
+
+EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiment").glob("*.yaml"))
+OF_THE_PAPER = {"batch_size": 64, "gradient_accumulation_steps": 2, "eval_batch_size": 32, "trainer": "FSDPTrainer"}
+
+
+def compose(*arguments: str):
+    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        return hydra.compose("config", parse(list(arguments)).arguments)
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_is_complete_and_every_override_counts_more(name, plus, tmp_path):
+    archive = f"model.archive={tmp_path}"  # of the run of SFT
+    config = compose(f"{plus}experiment={name}", archive)
+    processes = 8 if name.endswith("8gpu") else 4
+    dims = ParallelDims.of(processes if config.trainer == "FSDPTrainer" else 1)
+    assert train_script.find_config_problems(config, replace(resolve(config), dims=dims)) == []
+    assert config.exp_name == name
+
+    other = ("model=demo", "loss=ipo", "loss.beta=0.3", "exp_name=mine", "lr=1e-3", "datasets=[demo]", "n_epochs=3")
+    for line in ([*other, f"{plus}experiment={name}"], [f"{plus}experiment={name}", *other]):
+        changed = compose(*line)
+        assert (changed.loss.name, changed.loss.beta, changed.model.block_name) == ("ipo", 0.3, "LlamaDecoderLayer")
+        assert (changed.exp_name, changed.lr, changed.datasets, changed.n_epochs) == ("mine", 1e-3, ["demo"], 3)
+        assert changed.batch_size == config.batch_size
+
+
+@pytest.mark.parametrize("data", ["hh", "shp", "se"])
+@pytest.mark.parametrize("loss", ["sft", "dpo"])
+def test_the_papers_runs_have_the_settings_of_the_published_command(data, loss):
+    values = OmegaConf.to_container(compose(f"experiment={data}_pythia28_{loss}"))
+    published = OF_THE_PAPER | {"lr": 5e-7, "optimizer": "RMSprop", "warmup_steps": 150, "max_length": 512}
+    assert {key: values[key] for key in published} == published
+    assert values["datasets"] == [data]
+    assert values["loss"]["name"] == loss
+    assert values["loss"].get("beta") == (0.1 if loss == "dpo" else None)
+    model = values["model"]
+    assert (model["name_or_path"], model["fsdp_policy_mp"]) == ("EleutherAI/pythia-2.8b", "bfloat16")
+
+
+def test_a_run_of_dpo_asks_for_the_run_of_sft_that_it_continues():
+    result = train("experiment=hh_pythia28_dpo")
+    assert result.returncode == 2
+    [_, problem] = result.stderr.splitlines()
+    assert problem.startswith("  - model.archive=RUN_OF_SFT/LATEST stands for the run of SFT that this one continues: ")
+    assert train_script.find_config_problems(compose("experiment=hh_pythia28_dpo", "model.archive=null")) == []
+
+
+def test_a_sweep_over_experiments_is_a_run_of_each(tmp_path):
+    small = ("model=demo", "datasets=[demo]", "trainer=BasicTrainer", "model.fsdp_policy_mp=null", "debug=true")
+    short = ("batch_size=4", "n_examples=8", "do_first_eval=false", "n_eval_examples=4", "eval_batch_size=4")
+    names = ("shp_pythia28_sft", "hh_pythia28_dpo")
+    result = train(
+        "-m", f"experiment={','.join(names)}", *small, *short, "model.archive=null", "local_dirs=[.]",
+        f"local_run_dir={tmp_path}/runs", f"hydra.sweep.dir={tmp_path}/hydra",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    for number, name in enumerate(names):
+        run = tmp_path / "runs" / f"{number}_experiment={name}"
+        assert yaml.safe_load((run / "config.yaml").read_text())["exp_name"] == name
+        assert len(metrics_of(run, "train")) == 2
+
+
+def test_help_names_every_experiment_and_model():
+    for group in ("experiment", "model"):
+        [listed] = re.findall(rf"^{group}: (.*(?:\n  .*)*)", help_text(), re.MULTILINE)
+        assert listed.replace("\n ", "").split(", ") == sorted(f.stem for f in (ROOT / "config" / group).iterdir())
+
+
+# --- of a user -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A directory with `experiment/mine.yaml`, which builds on one of ours, and `experiment/hh_pythia28_sft.yaml`."""
+    folder = tmp_path / "configs" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - hh_pythia28_sft\n  - _self_\n  - override /model: demo\nlr: 1e-4\n"
+    )
+    (folder / "hh_pythia28_sft.yaml").write_text("# @package _global_\nlr: 1e-4\n")
+    return folder.parent
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_an_own_experiment_may_build_on_one_of_ours(own, plus):
+    result = train(f"--config-dir={own}", "--cfg", "job", f"{plus}experiment=mine", "batch_size=16")
+    assert result.returncode == 0, result.stderr
+    composed = yaml.safe_load(result.stdout)
+    assert (float(composed["lr"]), composed["batch_size"], composed["eval_batch_size"]) == (1e-4, 16, 32)
+    assert composed["model"]["block_name"] == "LlamaDecoderLayer"
+
+
+def test_an_own_file_with_the_name_of_one_of_ours_is_refused(own):
+    [problem] = find_problems(parse([f"--config-dir={own}", "experiment=hh_pythia28_sft"]), ROOT / "config")
+    name = "experiment/hh_pythia28_sft.yaml"
+    assert problem == f"{own}/{name} would not be used, as there is a config/{name}: rename it"
+
+
+def test_an_experiment_that_is_not_there_gets_the_choices_with_those_of_the_user(own):
+    [problem, *_] = find_problems(parse([f"--config-dir={own}", "experiment=mein"]), ROOT / "config")
+    assert problem.startswith("experiment=mein is not one of chat7b_1gpu, chat7b_8gpu, hh_pythia28_dpo, ")
+    assert problem.endswith(", mine, se_pythia28_dpo, se_pythia28_sft, shp_pythia28_dpo, shp_pythia28_sft")
