@@ -180,6 +180,7 @@ KEYS: dict[str, Key] = {
     "eval_every": Key(COUNT, CHANGE),
     "save_every": Key(_or_null(COUNT), CHANGE, CHECKPOINTS),
     "keep_checkpoints": Key(_or_null(AT_LEAST_2), CHANGE, CHECKPOINTS),
+    "export": Key(FLAG, CHANGE, CHECKPOINTS),
     "resume": Key(_or_null(PATH), ANEW),
     "nan_policy": Key(_one_of(NAN_POLICIES), CHANGE),
     "deterministic": Key(FLAG, CHANGE),
