@@ -138,6 +138,8 @@ def _read_prompts(file: Path, out: Path) -> list[Any]:
     from dpo.data.sources import Source, load_rows
     from dpo.system.plain_files import check_writable
 
+    if not file.is_file():
+        raise InputError(f"--file {file} is not a file")
     check_writable(out)
     if not out.absolute().parent.is_dir():
         raise InputError(f"--out {out}: there is no directory {out.parent}")

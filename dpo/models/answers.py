@@ -42,7 +42,7 @@ def answer(
     numbers: Sequence[int],
     sampling: Sampling,
     *,
-    watch: Callable[[list[int]], bool] = bool,
+    watch: Callable[[list[int]], bool] | None = None,
 ) -> list[Answer]:
     """The model's answer to each prompt, whose number is mixed into the seed.
 
@@ -57,7 +57,9 @@ def answer(
         processors += [transformers.TemperatureLogitsWarper(float(sampling.temperature))]
         processors += [transformers.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
         processors += [_Noise([[sampling.seed, number] for number in numbers])]
-    watcher = _Watcher(lambda rows: watch(rows[-1, ids.shape[1] :].tolist()))
+    criteria = transformers.StoppingCriteriaList()
+    if watch is not None:
+        criteria.append(_Watcher(lambda rows: watch(rows[-1, ids.shape[1] :].tolist())))
     out = model.generate(
         ids,
         attention_mask=batch["prompt_attention_mask"].to(device),
@@ -67,7 +69,7 @@ def answer(
         eos_token_id=sorted(ends),
         pad_token_id=tokenizer.pad_token_id,
         logits_processor=processors,
-        stopping_criteria=transformers.StoppingCriteriaList([watcher]),
+        stopping_criteria=criteria,
     )
     answers = []
     for row in out[:, ids.shape[1] :].tolist():

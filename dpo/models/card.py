@@ -200,5 +200,6 @@ def _licence_of(base: str) -> dict[str, str]:
 
 def _on_licence(licence: Mapping[str, str]) -> str:
     if licence["license"] == UNKNOWN:
-        return "Not known here: that of the base model and of the data applies. Fill in `license` above before you publish."
-    return f"That of the base model: {licence.get('license_name', licence['license'])}. The data may have terms of its own."
+        return "Not known here: that of base model and data applies. Fill in `license` above before you publish."
+    name = licence.get("license_name", licence["license"])
+    return f"That of the base model: {name}. The data may have terms of its own."

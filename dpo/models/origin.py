@@ -28,7 +28,7 @@ class Origin(NamedTuple):
 def find_origin(
     path: str | Path, *, model: str | None = None, trust_remote_code: bool = False, hub: bool = False
 ) -> Origin:
-    """What a path names: a `policy.pt`, its directory, a run (its LATEST), a model's directory or, with `hub`, a Hub id.
+    """What a path names: a `policy.pt`, its directory, a run (its LATEST), a model's directory; with `hub` a Hub id.
 
     `model` is the base model's directory or Hub id: needed for a `policy.pt` without a run, and put in place of what a
     run's config says. Raises InputError if nothing of the kind is there.

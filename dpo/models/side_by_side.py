@@ -26,7 +26,7 @@ from dpo.system.gpus import count_gpus
 
 REFERENCE = "reference"
 Answers = Mapping[str, Answer]  # by the names of the sides
-Rewards = Mapping[str, float | None]
+Rewards = dict[str, float | None]
 
 
 class Side(NamedTuple):
@@ -48,16 +48,13 @@ class Panel:
 
     def encode(self, asked: Asked, where: str, sampling: Sampling) -> Tokens:
         """A prompt's tokens, without special tokens added, as in training. Raises InputError if they do not fit."""
-        ids = tuple(
-            self.tokenizer(render(asked, self.form, self.tokenizer, where), add_special_tokens=False)["input_ids"]
-        )
+        text = render(asked, self.form, self.tokenizer, where)
+        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             raise InputError(f"{where}: the prompt has no tokens")
         for side in self.sides:
             if max(ids) >= (n := side.model.get_input_embeddings().num_embeddings):
-                raise InputError(
-                    f"{where}: token id {max(ids)} is more than the {n} embeddings of the {side.name} allow"
-                )
+                raise InputError(f"{where}: the {side.name} has {n} embeddings, and none for token id {max(ids)}")
             if len(ids) + sampling.max_new_tokens > (n := count_positions(side.model)):
                 raise InputError(
                     f"{where}: {len(ids)} tokens of prompt and {sampling.max_new_tokens} of answer are more than the "
@@ -107,7 +104,7 @@ class Panel:
 
         pi is the policy that gave it; for the reference's answers, the first policy.
         """
-        found: list[dict[str, float | None]] = [dict.fromkeys(of_prompt) for of_prompt in answers]
+        found: list[Rewards] = [dict.fromkeys(of_prompt) for of_prompt in answers]
         if self.reference is None:
             return found
         for side in self.sides:
