@@ -28,18 +28,13 @@ from dpo.data.examples import iterate_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.prompts import Prompt, iterate_prompts
 from dpo.data.schema import PreferenceData, get_field
-from dpo.data.sources import Source, load_rows
+from dpo.data.sources import HUB_IDS, Source, load_rows
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
 
-HUB_IDS = {
-    "hh": "Anthropic/hh-rlhf",
-    "shp": "stanfordnlp/SHP",
-    "se": "HuggingFaceH4/stack-exchange-preferences",
-}
 ROWS_PER_WORKER = 5000  # Stack Exchange's: a few seconds of work, more than a worker's start takes
 
 

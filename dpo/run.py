@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpo.errors import InputError
+from dpo.errors import InputError, RunError
 from dpo.settings.files import defaults_of, with_defaults
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_config_problems
@@ -163,11 +164,13 @@ def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, mode
     if from_rank_0(run is not None and run.is_finished(data.report.updates)):
         if rank == 0:
             print(f"{resume_from}: this run is already complete")
+        _export(rank, config)
         return
     if run is not None:
         write_record(run.directory, OmegaConf.to_container(config))
         data.report.write(run.directory / "preflight.json")
     _train(rank, config, plan, trainer_class, data, models, resume_from)
+    _export(rank, config)
     if rank == 0:
         print(f"run directory: {config.local_run_dir}")
 
@@ -199,6 +202,28 @@ def _train(
         if rank == 0 and config.wandb.enabled and not config.debug:  # which has what is printed since it was started
             print(f"training on\n{data.report.tell(config.batch_size)}", flush=True)
         trainer.train()
+
+
+def _export(rank: int, config: DictConfig) -> None:
+    """Write the `hf` of a complete run's last checkpoint, on rank 0, if it is wanted and not there. If that fails, a
+    line says so."""
+    if not config.export or config.debug:
+        return
+    from dpo.checkpoint.files import EXPORTED
+    from dpo.models.export import export
+    from dpo.system.waiting import after_rank_0
+
+    def write() -> None:
+        latest = Path(config.local_run_dir) / "LATEST"
+        if rank != 0 or not latest.exists() or (latest / EXPORTED).exists():
+            return
+        try:
+            print(f"exported {export(latest, latest.resolve() / EXPORTED, verify=False)}", flush=True)
+        except (InputError, RunError) as error:
+            again = f"python -m scripts.export {config.local_run_dir} DIR"
+            print(f"warning: the run is complete, but not exported: {error}; {again} does it later", file=sys.stderr)
+
+    after_rank_0("the export", write)
 
 
 def _hide_progress_bars() -> None:

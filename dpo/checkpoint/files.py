@@ -32,6 +32,7 @@ from dpo.system.plain_files import check_link, check_readable, remove
 MANIFEST = "manifest.json"
 PARTS = ("policy", "optimizer", "scheduler", "trainer", "random")
 STEP = re.compile(r"step-(\d+)")
+EXPORTED = "hf"  # a directory in the run's last checkpoint, of which the manifest knows nothing: another form of it
 ALWAYS_KEPT = 2  # newest checkpoints, which pruning never removes: the newest may be corrupt
 
 
@@ -134,6 +135,8 @@ def tidy(run_dir: Path) -> None:
             remove(rest)
     for link in ("LATEST", "BEST"):
         remove(run_dir / f".{link}.tmp")
+    for rest in run_dir.glob(f"step-*/.{EXPORTED}.tmp"):
+        remove(rest)
 
 
 def step_of(directory: Path) -> int:
@@ -141,14 +144,18 @@ def step_of(directory: Path) -> int:
     return int(directory.name.removeprefix("step-"))
 
 
-def check_complete(directory: Path, progress: Callable[[], None] = no_progress) -> dict[str, Any]:
+def check_complete(
+    directory: Path, progress: Callable[[], None] = no_progress, *, only: str | None = None
+) -> dict[str, Any]:
     """The manifest of a checkpoint after verifying every byte, in several threads; `progress` is called after every
-    block. Raises DamagedCheckpoint if the checkpoint is not intact."""
+    block. `only` names the file to verify, None: all. Raises DamagedCheckpoint if the checkpoint is not intact."""
     manifest = _read_manifest(directory)
     blocks = manifest.get("blocks", {})
     parts = []
     try:
         for name, expected in manifest["files"].items():
+            if only not in (None, name):
+                continue
             check_readable(directory / name, DamagedCheckpoint)
             if (directory / name).stat().st_size != expected["bytes"]:
                 raise DamagedCheckpoint(f"{directory / name}: checksum mismatch")
@@ -199,7 +206,12 @@ def read_part(directory: Path, name: str) -> Any:
 
 
 def read_state(path: Path) -> Any:
-    """The `state` in a checkpoint's file, read as data. Raises DamagedCheckpoint if it holds anything else.
+    """The `state` in a checkpoint's file, as `read_file` gives it."""
+    return read_file(path)["state"]
+
+
+def read_file(path: Path) -> Mapping[str, Any]:
+    """What a checkpoint's file holds, `state` and more, read as data. Raises DamagedCheckpoint if it is anything else.
 
     Tensors are memory-mapped: the system reads pages on demand and drops them when memory is short. The caller must
     copy what it keeps, for the file may be deleted.
@@ -216,7 +228,7 @@ def read_state(path: Path) -> Any:
         raise DamagedCheckpoint(f"{path} cannot be read: {reason}") from error
     if not isinstance(content, Mapping) or "state" not in content:
         raise DamagedCheckpoint(f"{path} has no 'state'")
-    return content["state"]
+    return content
 
 
 def _can_be_mapped(path: Path) -> bool:

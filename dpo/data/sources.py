@@ -16,6 +16,11 @@ from typing import Any
 
 from dpo.errors import InputError
 
+HUB_IDS = {
+    "hh": "Anthropic/hh-rlhf",
+    "shp": "stanfordnlp/SHP",
+    "se": "HuggingFaceH4/stack-exchange-preferences",
+}
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 
 

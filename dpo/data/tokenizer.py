@@ -22,7 +22,7 @@ def explaining_load_errors(what: str, name: str):
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"{what} {name!r} contains Python code, which is not run by default: read it, then set "
-                f"model.trust_remote_code=true"
+                f"model.trust_remote_code=true, or --trust-remote-code for a script"
             ) from error
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{what} {name!r} cannot be loaded: give a local directory or a Hub id: {reason}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -146,10 +147,16 @@ def check_positions(model: Any, max_length: int) -> None:
 
     Rotary positions have no limit.
     """
+    if max_length > count_positions(model):
+        limit = count_positions(model)
+        raise InputError(f"max_length={max_length} is more than the {limit} positions that {type(model).__name__} has")
+
+
+def count_positions(model: Any) -> float:
+    """How many positions a model has learned; infinity if it learns none."""
     limit = getattr(model.config, "max_position_embeddings", None)
     tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not model.get_input_embeddings())
-    if limit is not None and max_length > limit and any(table.num_embeddings == limit for table in tables):
-        raise InputError(f"max_length={max_length} is more than the {limit} positions that {type(model).__name__} has")
+    return limit if limit is not None and any(table.num_embeddings == limit for table in tables) else math.inf
 
 
 def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:

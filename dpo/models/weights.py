@@ -21,35 +21,38 @@ OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|e
 RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head
 
 
-def find_archive(archive: str) -> Path:
-    """The `policy.pt` that `model.archive` names: the file, its directory, or a run's directory (its LATEST)."""
+def find_archive(archive: str, *, key: str = "model.archive=") -> Path:
+    """The `policy.pt` that a path names: the file, its directory, or a run's directory (its LATEST).
+
+    Here and below errors name the path after the `key` that gave it.
+    """
     path = Path(os.path.expanduser(archive))
     candidates = [path, path / "policy.pt", path / "LATEST" / "policy.pt"]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise InputError(f"model.archive={archive} is neither a policy.pt nor a directory that contains one")
+    raise InputError(f"{key}{archive} is neither a policy.pt nor a directory that contains one")
 
 
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+def _read_weights(path: Path, key: str) -> dict[str, torch.Tensor]:
     """The state dict inside a `policy.pt`."""
     try:
         state = read_state(path)
     except DamagedCheckpoint as error:
-        raise InputError(f"model.archive={path} is not a policy.pt (which is data, never code): {error}") from error
+        raise InputError(f"{key}{path} is not a policy.pt (which is data, never code): {error}") from error
     if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-        raise InputError(f"model.archive={path} is not a policy.pt: its 'state' does not map names to tensors")
+        raise InputError(f"{key}{path} is not a policy.pt: its 'state' does not map names to tensors")
     return dict(state)
 
 
-def read_archive(archive: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def read_archive(archive: str, model: torch.nn.Module, *, key: str = "model.archive=") -> dict[str, torch.Tensor]:
     """The weights in a `policy.pt`, ours or the published reference's, under their current names; read as data.
 
     Of `model`, which they are for, only names and shapes are used.
     Raises InputError if the file is missing, is not a `policy.pt`, or is of another architecture.
     """
-    path = find_archive(archive)
-    state = _read_weights(path)
+    path = find_archive(archive, key=key)
+    state = _read_weights(path, key)
     expected = model.state_dict(keep_vars=True)  # tied weights are one object
     state = {RENAMED[k] if k in RENAMED and RENAMED[k] in expected else k: v for k, v in state.items()}
     state = {k: v for k, v in state.items() if k in expected or not OBSOLETE_BUFFER.search(k)}
@@ -65,8 +68,7 @@ def read_archive(archive: str, model: torch.nn.Module) -> dict[str, torch.Tensor
         details = [f"unexpected: {', '.join(unknown[:3])}"] * bool(unknown)
         details += [f"missing: {', '.join(missing[:3])}"] * bool(missing) + reshaped[:2]
         raise InputError(
-            f"model.archive={path} does not match the architecture of the model "
-            f"({type(model).__name__}): {'; '.join(details)}"
+            f"{key}{path} does not match the architecture of the model ({type(model).__name__}): {'; '.join(details)}"
         )
     return state
 

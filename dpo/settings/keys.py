@@ -202,6 +202,7 @@ KEYS: dict[str, Key] = {
     "eval_every": Key(COUNT, CHANGE),
     "save_every": Key(_or_null(COUNT), CHANGE, NO_DEBUG),
     "keep_checkpoints": Key(_or_null(AT_LEAST_2), CHANGE, NO_DEBUG),
+    "export": Key(FLAG, CHANGE, NO_DEBUG),
     "resume": Key(_or_null(PATH), ANEW),
     "nan_policy": Key(_one_of(NAN_POLICIES), CHANGE),
     "deterministic": Key(FLAG, CHANGE),

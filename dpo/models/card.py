@@ -1,0 +1,205 @@
+"""The model card of an exported policy: what it was trained on and how, how well it did, under which licence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from omegaconf import OmegaConf
+
+from dpo.data.sources import HUB_IDS, Source
+from dpo.errors import InputError
+from dpo.models.origin import HUB_ID, Origin
+from dpo.settings.files import flatten
+from dpo.settings.keys import KEYS, Resume
+from dpo.system.plain_files import check_readable
+from dpo.system.redaction import redact
+
+UNKNOWN = "unknown"  # the Hub's word for a licence that is not known
+# what decides the weights: keys that a resumed run may not change, and how long it trained
+SETTINGS = (*(key for key, row in KEYS.items() if row.resume is Resume.KEEP), "n_epochs", "n_examples")
+SHOWN_ELSEWHERE = ("datasets", "model.name_or_path")
+
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{{ base }} trained with {{ loss }}{% if data %} on {{ data }}{% endif %}{% if examples %}, {{ examples }} examples\
+{% endif %}. Class: `{{ architecture }}`, weights in {{ dtype }}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{{ place }}"{{ code }})
+tokenizer = AutoTokenizer.from_pretrained("{{ place }}"{{ code }})
+```
+
+Prompts were tokenized without special tokens added, and every response ended with the EOS token.
+
+## Evaluation
+
+{% if metrics -%}
+Means over the evaluation examples, at this checkpoint.
+
+| metric | value |
+|---|---|
+{% for name, value in metrics -%}
+| `{{ name }}` | {{ value }} |
+{% endfor %}
+{%- else -%}
+This checkpoint was saved without an evaluation.
+{%- endif %}
+
+## Training data
+
+{% if sources -%}
+| dataset | source |
+|---|---|
+{% for name, source in sources -%}
+| {{ name }} | {{ source }} |
+{% endfor %}
+{%- else -%}
+Not known: no config of the run was found.
+{%- endif %}
+{%- if counts %}
+{{ counts }}
+{% endif %}
+## Settings
+
+{% if settings -%}
+| key | value |
+|---|---|
+{% for name, value in settings -%}
+| `{{ name }}` | `{{ value }}` |
+{% endfor %}
+{%- else -%}
+Not known: no config of the run was found.
+{%- endif %}
+
+## Code
+
+{% if commit -%}
+Git commit `{{ commit }}`{% if changed %}, with uncommitted changes{% endif %}; {{ versions }}.
+{%- else -%}
+The commit is not known.
+{%- endif %}
+
+## Licence
+
+{{ licence }}
+"""
+
+
+def write_card(folder: Path, origin: Origin, *, architecture: str, dtype: torch.dtype, saved: Mapping) -> None:
+    """Write `README.md`, from what the run has recorded about itself. `saved` is what its `policy.pt` holds."""
+    config = origin.config
+    values = redact(flatten(config)) if origin.run_dir else {}
+    base, loss = config.model.name_or_path, OmegaConf.select(config, "loss.name")
+    sources = [(name, _source(config, name)) for name in values.get("datasets", ())]
+    name = values.get("exp_name")
+    licence = _licence_of(base)
+    on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base)
+    card = ModelCard.from_template(
+        ModelCardData(
+            model_name=name,
+            base_model=base if on_hub else None,
+            datasets=[source for _, source in sources if HUB_ID.fullmatch(source)] or None,
+            library_name="transformers",
+            pipeline_tag="text-generation",
+            tags=[loss] if loss else None,
+            **licence,
+        ),
+        template_str=TEMPLATE,
+        title=name or f"{Path(base).name}, {loss or 'trained'}",
+        base=f"[{base}](https://huggingface.co/{base})" if on_hub else f"`{Path(base).name}`",
+        loss={"sft": "SFT", "dpo": "DPO", "ipo": "IPO"}.get(loss, loss or "preferences"),
+        data=", ".join(name for name, _ in sources),
+        examples=f"{saved['step_idx']:,}" if isinstance(saved.get("step_idx"), int) else None,
+        architecture=architecture,
+        dtype=str(dtype).removeprefix("torch."),
+        place="PATH_OR_HUB_ID",
+        code=", trust_remote_code=True" if list(folder.glob("*.py")) else "",
+        metrics=_metrics(saved.get("metrics")),
+        sources=sources,
+        counts=_counts(origin.run_dir),
+        settings=[(key, _cell(values[key])) for key in SETTINGS if key in values and key not in SHOWN_ELSEWHERE],
+        **_code(origin.run_dir),
+        licence=_on_licence(licence),
+    )
+    (folder / "README.md").write_text(card.content, encoding="utf-8")
+
+
+def _source(config: Any, name: str) -> str:
+    """Where a dataset came from: its Hub id, or the name of a local file; other directories are not for others."""
+    value = OmegaConf.select(config, "dataset_sources").get(name)
+    if value is None:
+        return HUB_IDS.get(name, "made by the training code")
+    source = Source.parse(name, value if isinstance(value, str) else OmegaConf.to_container(value))
+    if source.local is not None:
+        return f"local files: {source.local.name}"
+    return source.path
+
+
+def _metrics(metrics: Any) -> list[tuple[str, str]]:
+    metrics = metrics if isinstance(metrics, Mapping) else {}
+    return [(name, f"{value:.6g}") for name, value in metrics.items() if isinstance(value, (int, float))]
+
+
+def _cell(value: Any) -> str:
+    """A value in a table's cell; of a path its last part."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return (Path(text).name if text.startswith(("/", "~", "./", "../")) else text).replace("|", "\\|")
+
+
+def _counts(run_dir: Path | None) -> str:
+    train = _read_json(run_dir, "preflight.json").get("train")
+    if not isinstance(train, Mapping):
+        return ""
+    return f"\n{train.get('examples', 0):,} examples of {train.get('prompts', 0):,} prompts in the training split."
+
+
+def _code(run_dir: Path | None) -> dict[str, Any]:
+    facts = _read_json(run_dir, "env.json")
+    packages = facts.get("packages") or {}
+    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages)
+    commit = facts.get("git_commit")
+    return {
+        "commit": commit,
+        "changed": facts.get("git_uncommitted_changes"),
+        "versions": versions or "versions unknown",
+    }
+
+
+def _read_json(run_dir: Path | None, name: str) -> Mapping[str, Any]:
+    """A record that the run has written about itself; empty if it has not."""
+    if run_dir is None or not (run_dir / name).exists():
+        return {}
+    check_readable(run_dir / name)
+    try:
+        content = json.loads((run_dir / name).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{run_dir / name} is not JSON ({error}): move it away, or restore it") from error
+    return content if isinstance(content, Mapping) else {}
+
+
+def _licence_of(base: str) -> dict[str, str]:
+    """The licence fields of the base model's card, if it is in a local directory."""
+    card = Path(base).expanduser() / "README.md"
+    if not card.is_file():
+        return {"license": UNKNOWN}
+    data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+    found = {key: str(data[key]) for key in ("license", "license_name", "license_link") if data.get(key)}
+    return found or {"license": UNKNOWN}
+
+
+def _on_licence(licence: Mapping[str, str]) -> str:
+    if licence["license"] == UNKNOWN:
+        return "Not known here: that of base model and data applies. Fill in `license` above before you publish."
+    name = licence.get("license_name", licence["license"])
+    return f"That of the base model: {name}. The data may have terms of its own."

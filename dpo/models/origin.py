@@ -1,0 +1,74 @@
+"""What a path on a script's command line names: a checkpoint with its run's config, or a model's directory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from dpo.errors import InputError
+from dpo.models.weights import find_archive
+from dpo.settings.files import with_defaults
+from dpo.system.plain_files import check_readable
+
+CONFIG = "config.yaml"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class Origin(NamedTuple):
+    """Where a model comes from: architecture and tokenizer from `config.model`, weights too if there are no others."""
+
+    config: DictConfig  # of the run; of a model without a run what is known of it, and defaults
+    weights: Path | None  # a policy.pt
+    run_dir: Path | None  # has config.yaml
+
+
+def find_origin(
+    path: str | Path, *, model: str | None = None, trust_remote_code: bool = False, hub: bool = False
+) -> Origin:
+    """What a path names: a `policy.pt`, its directory, a run (its LATEST), a model's directory; with `hub` a Hub id.
+
+    `model` is the base model's directory or Hub id: needed for a `policy.pt` without a run, and put in place of what a
+    run's config says. Raises InputError if nothing of the kind is there.
+    """
+    path = Path(path).expanduser()
+    if (path / "config.json").is_file() and not (path / "policy.pt").exists():
+        return Origin(_config({}, model or str(path), trust_remote_code), None, None)
+    if hub and not path.exists() and HUB_ID.fullmatch(str(path)):
+        return Origin(_config({}, str(path), trust_remote_code), None, None)
+    if not path.exists():
+        raise InputError(f"{path} does not exist: give a run's directory, one of its step-N, or a model's directory")
+    weights = find_archive(str(path), key="").resolve()
+    places = [place for place in (weights.parent, weights.parent.parent) if (place / CONFIG).is_file()]
+    if not places:
+        if model is None:
+            raise InputError(
+                f"{weights} has no {CONFIG} of its run beside it: give --model DIR_OR_HUB_ID, its base model"
+            )
+        return Origin(_config({}, model, trust_remote_code), weights, None)
+    config = _config(_read_config(places[0] / CONFIG), model, trust_remote_code)
+    return Origin(config, weights, places[0])
+
+
+def _config(config: DictConfig | dict, model: str | None, trust_remote_code: bool) -> DictConfig:
+    config = with_defaults(config)
+    if model is not None:
+        OmegaConf.update(config, "model.name_or_path", model)
+    if trust_remote_code:
+        OmegaConf.update(config, "model.trust_remote_code", True)
+    return config
+
+
+def _read_config(path: Path) -> DictConfig:
+    """The config of a run, ours or the published reference's."""
+    check_readable(path)
+    try:
+        config = OmegaConf.load(path)
+        name = OmegaConf.select(config, "model.name_or_path")
+    except Exception as error:  # YAML of any kind may be there
+        raise InputError(f"{path} is not the config of a run: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(config, DictConfig) or not isinstance(name, str):
+        raise InputError(f"{path} is not the config of a run: it has no model.name_or_path")
+    return config

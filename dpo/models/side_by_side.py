@@ -1,0 +1,230 @@
+"""Policies and their reference, loaded to answer the same prompts side by side, with the answers' implicit rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import OmegaConf
+
+from dpo.data.asking import Asked, choose_form, render
+from dpo.data.tokenizer import load_tokenizer
+from dpo.errors import InputError
+from dpo.losses import LOSSES
+from dpo.models.answers import Answer, Sampling, Tokens, answer, log_probabilities
+from dpo.models.loading import source_of
+from dpo.models.origin import Origin, find_origin
+from dpo.models.pretrained import DTYPES, count_positions, load_config, load_model
+from dpo.models.weights import find_archive
+from dpo.parallel.device_map import choose_device_map
+from dpo.system.gpus import count_gpus
+
+REFERENCE = "reference"
+Answers = Mapping[str, Answer]  # by the names of the sides
+Rewards = dict[str, float | None]
+
+
+class Side(NamedTuple):
+    """A model that answers."""
+
+    name: str  # policy, policy_2, ...; or REFERENCE
+    model: Any
+    beta: float | None  # of the policy's loss
+    autocast: torch.dtype | None  # in which its run scored responses
+
+
+class Panel:
+    """Models that answer the same prompts: policies, then the reference, if there is one."""
+
+    def __init__(self, sides: Sequence[Side], tokenizer: Any, form: str) -> None:
+        self.sides, self.tokenizer, self.form = sides, tokenizer, form
+        self.policies = [side for side in sides if side.name != REFERENCE]
+        self.reference = next((side for side in sides if side.name == REFERENCE), None)
+
+    def encode(self, asked: Asked, where: str, sampling: Sampling) -> Tokens:
+        """A prompt's tokens, without special tokens added, as in training. Raises InputError if they do not fit."""
+        text = render(asked, self.form, self.tokenizer, where)
+        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids:
+            raise InputError(f"{where}: the prompt has no tokens")
+        for side in self.sides:
+            if max(ids) >= (n := side.model.get_input_embeddings().num_embeddings):
+                raise InputError(f"{where}: the {side.name} has {n} embeddings, and none for token id {max(ids)}")
+            if len(ids) + sampling.max_new_tokens > (n := count_positions(side.model)):
+                raise InputError(
+                    f"{where}: {len(ids)} tokens of prompt and {sampling.max_new_tokens} of answer are more than the "
+                    f"{n} positions of the {side.name}: give --max-new-tokens {max(1, int(n) - len(ids))}"
+                )
+        return ids
+
+    def answer(self, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling) -> list[Answers]:
+        """The answers of all sides to each prompt, whose number is mixed into the seed."""
+        by_side = [answer(side.model, self.tokenizer, prompts, numbers, sampling) for side in self.sides]
+        names = [side.name for side in self.sides]
+        return [dict(zip(names, of_prompt, strict=True)) for of_prompt in zip(*by_side, strict=True)]
+
+    def stream(self, prompt: Tokens, number: int, sampling: Sampling, show: Callable[[str, str], None]) -> Answers:
+        """The answers of all sides to a prompt, generated at the same time; `show` gets (name of a side, its text so
+        far). KeyboardInterrupt ends all."""
+        news: SimpleQueue[tuple[str, list[int] | None]] = SimpleQueue()
+        stop = Event()
+
+        def work(side: Side) -> Answer:
+            def watch(tokens: list[int]) -> bool:
+                news.put((side.name, tokens))
+                return stop.is_set()
+
+            try:
+                [made] = answer(side.model, self.tokenizer, [prompt], [number], sampling, watch=watch)
+                return made
+            finally:
+                news.put((side.name, None))
+
+        with ThreadPoolExecutor(len(self.sides), thread_name_prefix="answer") as threads:
+            try:
+                made = {side.name: threads.submit(work, side) for side in self.sides}
+                n_working = len(made)
+                while n_working:
+                    name, tokens = news.get()
+                    if tokens is None:
+                        n_working -= 1
+                    else:  # a character may be several tokens, of which the last are not there yet
+                        show(name, self.tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\ufffd"))
+            finally:
+                stop.set()
+        return {name: future.result() for name, future in made.items()}
+
+    def rewards(self, prompts: Sequence[Tokens], answers: Sequence[Answers]) -> list[Rewards]:
+        """The implicit reward beta * (log pi - log ref) of each answer, None without a reference or beta.
+
+        pi is the policy that gave it; for the reference's answers, the first policy.
+        """
+        found: list[Rewards] = [dict.fromkeys(of_prompt) for of_prompt in answers]
+        if self.reference is None:
+            return found
+        for side in self.sides:
+            policy = self.policies[0] if side is self.reference else side
+            if policy.beta is None:
+                continue
+            said = [of_prompt[side.name] for of_prompt in answers]
+            ours, theirs = (
+                log_probabilities(model, prompts, said, policy.autocast)
+                for model in (policy.model, self.reference.model)
+            )
+            for rewards, a, b in zip(found, ours, theirs, strict=True):
+                rewards[side.name] = policy.beta * (a - b)
+        return found
+
+
+class Choices(NamedTuple):
+    """What a user may say about a panel beside the policies."""
+
+    reference: str | None = None  # None: of the policies' runs
+    with_reference: bool = True
+    beta: float | None = None  # None: of the policies' runs
+    form: str = "auto"
+    model: str | None = None
+    trust_remote_code: bool = False
+
+
+def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[str], None] = print) -> Panel:
+    """Load the policies at these paths and their reference, one after the other; `log` gets what is not there.
+
+    Raises InputError if one cannot be loaded, if they have different tokenizers, or different references.
+    """
+    known = {"trust_remote_code": choices.trust_remote_code, "hub": True}
+    origins = [find_origin(path, model=choices.model, **known) for path in paths]
+    tokenizer = _tokenizer_of(origins[0])
+    form = choose_form(choices.form, _datasets_of(origins[0]), tokenizer)
+    reference = _find_reference(origins, choices) if choices.with_reference else None
+    others = [*origins[1:], *([reference[0]] if reference and choices.reference else [])]
+    for other in others:
+        _check_tokenizer(tokenizer, other)
+    sides = [_load_policy(origin, number, choices.beta) for number, origin in enumerate(origins, start=1)]
+    if reference:
+        origin, dtype = reference
+        try:
+            sides.append(Side(REFERENCE, _load(origin, dtype), None, None))
+        except InputError as error:
+            raise InputError(f"the reference: {error}; give --reference DIR, or --no-reference") from error
+    elif choices.with_reference:
+        log("no reference is known, so there are no rewards: give --reference DIR to see both")
+    if reference and not all(side.beta for side in sides if side.name != REFERENCE):
+        log("no beta is known, so there are no rewards: give --beta")
+    return Panel(sides, tokenizer, form)
+
+
+def _datasets_of(origin: Origin) -> list[str]:
+    return list(origin.config.datasets) if origin.run_dir else []
+
+
+def _tokenizer_of(origin: Origin) -> Any:
+    source = source_of(origin.config)
+    name = origin.config.model.tokenizer_name_or_path or source["name"]
+    return load_tokenizer(**{**source, "name": name})
+
+
+def _check_tokenizer(tokenizer: Any, origin: Origin) -> None:
+    """Raises InputError if a model has another tokenizer. A local directory may have none."""
+    name = origin.config.model.tokenizer_name_or_path or origin.config.model.name_or_path
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not list(folder.glob("tokenizer*")):
+        return
+    if _tokenizer_of(origin).get_vocab() != tokenizer.get_vocab():
+        raise InputError(f"{name} has another tokenizer than the first model: they cannot be compared token by token")
+
+
+def _find_reference(origins: Sequence[Origin], choices: Choices) -> tuple[Origin, str | None] | None:
+    """The reference and its dtype, None for its own; None if no run tells."""
+    if choices.reference is not None:
+        origin = find_origin(choices.reference, trust_remote_code=choices.trust_remote_code, hub=True)
+        return origin, _policy_dtype(origin)
+    found = [_reference_of(origin) for origin in origins if origin.run_dir is not None]
+    if not found:
+        return None
+    if len({(str(o.config.model.name_or_path), o.weights, dtype) for o, dtype in found}) > 1:
+        raise InputError("the policies were trained with different references: give --reference DIR, or --no-reference")
+    return found[0]
+
+
+def _reference_of(origin: Origin) -> tuple[Origin, str]:
+    """What a run started from: the reference of its loss; under a loss without one, the policy before training."""
+    model = origin.config.model
+    weights = None if model.archive is None else find_archive(model.archive).resolve()
+    loss = LOSSES.get(OmegaConf.select(origin.config, "loss.name"))
+    return origin._replace(weights=weights), model.reference_dtype if loss and loss.reference else model.policy_dtype
+
+
+def _policy_dtype(origin: Origin) -> str | None:
+    """That of the run; None: of the model's own config."""
+    return None if origin.weights is None else origin.config.model.policy_dtype
+
+
+def _load_policy(origin: Origin, number: int, beta: float | None) -> Side:
+    autocast = origin.config.model.autocast
+    return Side(
+        name="policy" if number == 1 else f"policy_{number}",
+        model=_load(origin, _policy_dtype(origin)),
+        beta=beta or OmegaConf.select(origin.config, "loss.beta"),
+        autocast=DTYPES[autocast] if autocast else None,
+    )
+
+
+def _load(origin: Origin, dtype: str | None) -> Any:
+    source, model = source_of(origin.config), origin.config.model
+    own_dtype = load_config(**source).dtype or torch.float32
+    loaded = load_model(
+        **source,
+        dtype=DTYPES[dtype] if dtype else own_dtype,
+        archive=None if origin.weights is None else str(origin.weights),
+        attn_implementation="eager" if model.attn_implementation == "eager" else "sdpa",  # the others need a GPU
+        random_init=model.random_init,
+        seed=origin.config.seed,
+        device_map=choose_device_map(count_gpus()),
+    )
+    return loaded.eval()

@@ -1,0 +1,83 @@
+"""Texts that grow, beside each other in columns of a terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import unicodedata
+from collections.abc import Sequence
+
+GAP = "  "
+NARROWEST = 20
+
+
+def width_of(text: str) -> int:
+    """Columns that a text takes on a terminal."""
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+
+
+def printable(text: str) -> str:
+    """The text with what would steer the terminal replaced: models may say anything."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else " " if c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Lines of at most `width`, broken at spaces where there are any. A longer text begins with the same lines, but for
+    the last."""
+    lines = []
+    for paragraph in printable(text).split("\n"):
+        line = ""
+        for word in paragraph.split(" "):
+            longer = f"{line} {word}" if line else word
+            if line and width_of(longer) > width:
+                lines.append(line)
+                longer = word
+            while width_of(longer) > width:
+                n = next(n for n in range(len(longer), 0, -1) if n == 1 or width_of(longer[:n]) <= width)
+                lines.append(longer[:n])
+                longer = longer[n:]
+            line = longer
+        lines.append(line)
+    return lines
+
+
+class Columns:
+    """A block of columns on a terminal, drawn again as its texts grow; what is above the last lines stays."""
+
+    def __init__(self, titles: Sequence[str]) -> None:
+        columns, self.rows = shutil.get_terminal_size()
+        self.width = max(NARROWEST, (columns - 1 - len(GAP) * (len(titles) - 1)) // len(titles))
+        self.texts = dict.fromkeys(titles, "")
+        self.n_fixed = self.n_drawn = 0  # lines that will not change; lines below them that are on the screen
+        self._print(f"\x1b[1m{self._row(list(titles))}\x1b[0m\n")
+
+    def show(self, title: str, text: str) -> None:
+        """Set a column's text, which begins as the former did."""
+        self.texts[title] = text
+        wrapped = [wrap(text, self.width) for text in self.texts.values()]
+        fixed = min(len(lines) - 1 for lines in wrapped)
+        self._draw(wrapped, fixed)
+
+    def close(self, footers: Sequence[str]) -> None:
+        """Draw all that is left, and a last line."""
+        wrapped = [wrap(text, self.width) for text in self.texts.values()]
+        self._draw(wrapped, max(map(len, wrapped)))
+        self._print(f"\x1b[2m{self._row(footers)}\x1b[0m\n\n")
+
+    def _draw(self, wrapped: list[list[str]], n_fixed: int) -> None:
+        """Lines up to `n_fixed` are drawn for the last time; of the others as many as the screen holds."""
+        end = min(max(map(len, wrapped)), max(n_fixed + self.rows - 2, n_fixed))
+        rows = [self._row([lines[i] if i < len(lines) else "" for lines in wrapped]) for i in range(self.n_fixed, end)]
+        back = f"\x1b[{self.n_drawn}A\r\x1b[J" if self.n_drawn else ""
+        self._print(back + "".join(f"{row}\n" for row in rows))
+        self.n_fixed, self.n_drawn = n_fixed, end - n_fixed
+
+    def _row(self, cells: Sequence[str]) -> str:
+        return GAP.join(cell + " " * (self.width - width_of(cell)) for cell in cells).rstrip()
+
+    @staticmethod
+    def _print(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()

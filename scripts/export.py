@@ -1,0 +1,49 @@
+"""Exports a checkpoint as a model of transformers: config, safetensors, tokenizer, generation config, model card.
+
+    python -m scripts.export CHECKPOINT OUT [--dtype bfloat16]
+
+CHECKPOINT is a run's directory (its LATEST), one of its step-N, LATEST or BEST, or a policy.pt, the published
+reference's too. A policy.pt whose run's config.yaml is not beside it needs `--model`, its base model. The weights keep
+their dtype unless `--dtype` is given. Exit status: 0 it is written, 1 it could not be written, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dpo.errors import InputError, RunError
+from dpo.settings.choices import DTYPES
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.export", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a run, one of its step-N, LATEST, BEST, or a policy.pt"
+    )
+    parser.add_argument("out", metavar="OUT", help="the directory to make")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the exported weights (default: as they are)")
+    parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="the base model, instead of that of the run's config")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code that the model brings")
+    asked = parser.parse_args(arguments)
+
+    from dpo.models.export import export  # with torch: not for --help
+
+    try:
+        out = export(
+            asked.checkpoint,
+            asked.out,
+            dtype=asked.dtype,
+            model=asked.model,
+            trust_remote_code=asked.trust_remote_code,
+        )
+    except (InputError, RunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    print(f"exported {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Asks policies and their reference: prompts typed at a terminal or lines of a file, answers side by side with rewards.
+
+    python -m scripts.sample CHECKPOINT_OR_DIR [...]
+    python -m scripts.sample CHECKPOINT_OR_DIR [...] --file prompts.jsonl --out answers.jsonl
+
+CHECKPOINT_OR_DIR is a run's directory (its LATEST), one of its step-N, LATEST or BEST, a policy.pt, a directory in
+Hugging Face's format or a Hub id. The reference is what the run started from, or `--reference`. An answer's reward is
+beta * (log pi - log ref), with the run's beta or `--beta`: of a policy's answer under that policy, of the reference's
+under the first policy. The seed of an answer is `--seed` and the prompt's number, so batches do not change it.
+
+A prompt that is a string is what the human says: to a model trained on hh, shp, se or demo as "\\n\\nHuman: ...
+\\n\\nAssistant:", else through the tokenizer's chat template, if it has one; `--format` chooses, raw feeds it as it is.
+Records of the file have `prompt`: a string, or a list of chat messages. Exit status: 0, 1 if the answers cannot be
+written, 2 bad input, 130 if Ctrl-C ended a file's answers early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpo.errors import InputError
+
+if TYPE_CHECKING:
+    from dpo.models.answers import Sampling
+    from dpo.models.side_by_side import Answers, Panel, Rewards
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.sample",
+        description=__doc__.replace("%", "%%"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("paths", nargs="+", metavar="CHECKPOINT_OR_DIR")
+    parser.add_argument("--reference", metavar="DIR", help="instead of the one that the run started from")
+    parser.add_argument("--no-reference", action="store_true", help="the policies alone")
+    parser.add_argument("--beta", type=_number(above=0), help="of the rewards, instead of the run's loss.beta")
+    parser.add_argument("--file", type=Path, help="prompts, one JSON object per line")
+    parser.add_argument("--out", type=Path, help="where the answers go, one JSON object per line; written anew")
+    parser.add_argument("--batch-size", "--batch_size", type=_count, default=8, help="of --file (default: 8)")
+    parser.add_argument(
+        "--temperature", type=_number(least=0), default=1.0, help="0: the most probable token (default: 1)"
+    )
+    parser.add_argument(
+        "--top-p", "--top_p", type=_number(above=0, most=1), default=1.0, help="0.9: only the most probable 90 percent"
+    )
+    parser.add_argument("--seed", type=_seed, default=0)
+    parser.add_argument("--max-new-tokens", "--max_new_tokens", type=_count, default=256, help="(default: 256)")
+    parser.add_argument("--format", choices=("auto", "chat", "hh", "raw"), default="auto", help="of prompts; see above")
+    parser.add_argument("--no-chat-template", dest="format", action="store_const", const="raw", help="--format raw")
+    parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code that a model brings")
+    asked = parser.parse_args(arguments)
+    if (asked.file is None) != (asked.out is None):
+        parser.error("--file and --out go together")
+    if asked.no_reference and asked.reference:
+        parser.error("--reference and --no-reference exclude each other")
+    return asked
+
+
+def _number(*, above: float = -math.inf, least: float = -math.inf, most: float = math.inf) -> Any:
+    def number(text: str) -> float:
+        value = float(text)
+        if not (above < value and least <= value <= most and math.isfinite(value)):
+            raise ValueError
+        return value
+
+    return number
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**32:
+        raise ValueError
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = parse(arguments)
+    try:
+        return _sample(asked)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # InputError names what cannot be read
+        print(f"error: the answers cannot be written: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _sample(asked: argparse.Namespace) -> int:
+    records = [] if asked.file is None else _read_prompts(asked.file, asked.out)  # before models are loaded
+
+    import transformers
+
+    from dpo.models.answers import Sampling
+    from dpo.models.side_by_side import Choices, load_panel
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    choices = Choices(
+        reference=asked.reference,
+        with_reference=not asked.no_reference,
+        beta=asked.beta,
+        form=asked.format,
+        model=asked.model,
+        trust_remote_code=asked.trust_remote_code,
+    )
+    sampling = Sampling(asked.max_new_tokens, asked.temperature, asked.top_p, asked.seed)
+    panel = load_panel(asked.paths, choices, log=lambda line: print(line, file=sys.stderr))
+    if asked.file is None:
+        return _converse(panel, sampling)
+    _answer_all(panel, sampling, records, asked)
+    return 0
+
+
+# --- a file of prompts ---------------------------------------------------------------------------------------------
+
+
+def _read_prompts(file: Path, out: Path) -> list[Any]:
+    from dpo.data.schema import get_field
+    from dpo.data.sources import Source, load_rows
+    from dpo.system.plain_files import check_writable
+
+    if not file.is_file():
+        raise InputError(f"--file {file} is not a file")
+    check_writable(out)
+    if not out.absolute().parent.is_dir():
+        raise InputError(f"--out {out}: there is no directory {out.parent}")
+    if out.resolve() == file.resolve():
+        raise InputError(f"--out {out} is the file of prompts itself: give another")
+    rows = load_rows(Source(str(file)), "train")
+    return [get_field(row, "prompt", f"record {n} of {file}", (str, list)) for n, row in enumerate(rows, start=1)]
+
+
+def _answer_all(panel: Panel, sampling: Sampling, records: list[Any], asked: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    prompts = [panel.encode(r, f"record {n} of {asked.file}", sampling) for n, r in enumerate(records, start=1)]
+    sums: dict[str, float] = {}
+    with asked.out.open("w", encoding="utf-8") as out:
+        for start in tqdm(range(0, len(prompts), asked.batch_size), unit="batch", disable=None):
+            batch = prompts[start : start + asked.batch_size]
+            answers = panel.answer(batch, range(start, start + len(batch)), sampling)
+            rewards = panel.rewards(batch, answers)
+            for record, prompt, said, reward in zip(records[start:], batch, answers, rewards, strict=False):
+                out.write(json.dumps(_as_record(record, len(prompt), said, reward), ensure_ascii=False) + "\n")
+                for name, value in reward.items():
+                    if value is not None:
+                        sums[name] = sums.get(name, 0.0) + value
+            out.flush()
+    means = "".join(f"; mean reward of the {name} {total / len(prompts):.4g}" for name, total in sums.items())
+    print(f"{len(prompts)} prompts answered in {asked.out}{means}")
+
+
+def _as_record(prompt: Any, n_prompt: int, answers: Answers, rewards: Rewards) -> dict[str, Any]:
+    texts: dict[str, str | None] = {name: answer.text for name, answer in answers.items()}
+    texts.setdefault("reference", None)
+    tokens = {"prompt": n_prompt, **{name: len(answer.tokens) for name, answer in answers.items()}}
+    return {"prompt": prompt, **texts, "rewards": rewards, "tokens": tokens}
+
+
+# --- prompts that are typed ----------------------------------------------------------------------------------------
+
+
+def _converse(panel: Panel, sampling: Sampling) -> int:
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if on_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (arrow keys in input())
+        print("Type a prompt and Enter; Ctrl-D or Ctrl-C ends.")
+    for number, line in enumerate(_typed(on_terminal)):
+        try:
+            prompt = panel.encode(line, "this prompt", sampling)
+        except InputError as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        (_show_columns if on_terminal else _show_lines)(panel, prompt, number, sampling)
+    return 0
+
+
+def _typed(on_terminal: bool) -> Iterator[str]:
+    """The lines that are typed, but for empty ones, until Ctrl-D or Ctrl-C."""
+    while True:
+        try:
+            line = input("> " if on_terminal else "")
+            if line.strip():
+                yield line
+        except (EOFError, KeyboardInterrupt):
+            if on_terminal:
+                print()
+            return
+
+
+def _show_columns(panel: Panel, prompt: tuple[int, ...], number: int, sampling: Sampling) -> None:
+    from scripts.columns import Columns
+
+    columns = Columns([side.name for side in panel.sides])
+    answers = panel.stream(prompt, number, sampling, lambda name, text: columns.show(name, text.strip()))
+    for name, answer in answers.items():
+        columns.show(name, answer.text.strip())
+    [rewards] = panel.rewards([prompt], [answers])
+    columns.close([_footer(answers, rewards, name) for name in answers])
+
+
+def _show_lines(panel: Panel, prompt: tuple[int, ...], number: int, sampling: Sampling) -> None:
+    [answers] = panel.answer([prompt], [number], sampling)
+    [rewards] = panel.rewards([prompt], [answers])
+    for name, answer in answers.items():
+        print(f"--- {name}: {_footer(answers, rewards, name)} ---\n{answer.text.strip()}")
+    print(flush=True)
+
+
+def _footer(answers: Answers, rewards: Rewards, name: str) -> str:
+    n_tokens = len(answers[name].tokens)
+    reward = rewards[name]
+    return ("" if reward is None else f"reward {reward:+.4g}, ") + f"{n_tokens} token{'s' * (n_tokens != 1)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
