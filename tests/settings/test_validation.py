@@ -343,6 +343,8 @@ def test_defaults_are_the_references():
         "cache_reference_logps": "as_needed",
         "num_workers": 1,
         "compile": False,
+        "export": True,
+        "ledger": False,
         "lr_scaling": "none",
         "schedule": "constant",
         "min_lr_ratio": 0.0,
@@ -466,6 +468,7 @@ WITHOUT = {  # settings under which a key has no effect
     "cache_reference_logps=all": ("loss=sft",),
     "save_every=8": ("debug=true",),
     "keep_checkpoints=2": ("debug=true",),
+    "export=false": ("debug=true",),
     "model.fsdp_policy_mp=bfloat16": (),
     "model.reference_dtype=float32": ("loss=sft",),
 }
