@@ -1,0 +1,64 @@
+"""A prompt is put into the form that a model was trained on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from dpo.data.asking import choose_form, render
+from dpo.data.demo import get_demo
+from dpo.errors import InputError
+
+TALK = [
+    {"role": "user", "content": "Good morning."},
+    {"role": "assistant", "content": "Good morning."},
+    {"role": "user", "content": "Is the ladder still here?"},
+]
+
+
+@pytest.fixture
+def chatty(tokenizer):
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("datasets", "template", "form"),
+    [(["hh"], False, "hh"), (["demo", "shp"], True, "hh"), (["mine"], True, "chat"), (["mine"], False, "raw"),
+     (["hh", "mine"], True, "chat"), ([], True, "chat"), ([], False, "raw")],
+)  # fmt: skip
+def test_auto_follows_the_training_data_and_the_tokenizer(datasets, template, form, tokenizer, chatty):
+    assert choose_form("auto", datasets, chatty if template else tokenizer) == form
+    assert choose_form("raw", datasets, chatty) == "raw"
+
+
+def test_a_dialogue_is_as_in_the_data(tokenizer):
+    asked = render(TALK, "hh", tokenizer, "here")
+    assert asked == (
+        "\n\nHuman: Good morning.\n\nAssistant: Good morning.\n\nHuman: Is the ladder still here?\n\nAssistant:"
+    )
+    last = render("Is the ladder still here?", "hh", tokenizer, "here")
+    assert last == "\n\nHuman: Is the ladder still here?\n\nAssistant:"
+    assert render(asked, "hh", tokenizer, "here") == asked  # it is one already
+    assert all(render(prompt, "hh", tokenizer, "here") == prompt for prompt in list(get_demo("test"))[:9])
+
+
+def test_a_chat_goes_through_the_template(chatty):
+    assert render("Hello", "chat", chatty, "here") == "[user]Hello[assistant]"
+    assert render(TALK[:2], "chat", chatty, "here") == "[user]Good morning.[assistant]Good morning.[assistant]"
+
+
+def test_raw_is_as_it_is(chatty):
+    assert render(" Once upon\n", "raw", chatty, "here") == " Once upon\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "form", "said"),
+    [(" ", "raw", "is empty"), ([], "chat", "no messages"), (TALK, "raw", "holds chat messages"),
+     ([{"role": "user"}], "chat", "'content' must be str"), (["hello"], "chat", "'role' must be str")],
+)  # fmt: skip
+def test_what_is_no_prompt_is_refused(asked, form, said, chatty):
+    with pytest.raises(InputError, match=f"^line 7: .*{said}"):
+        render(asked, form, chatty, "line 7")

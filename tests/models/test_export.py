@@ -1,0 +1,283 @@
+"""An exported checkpoint is, for transformers, the model that was trained: bit for bit, with all that belongs to it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from support.models import FAMILIES, build
+from support.runs import GOLDEN, run_script
+
+from dpo.checkpoint.files import PARTS, write_checkpoint
+from dpo.errors import InputError
+from dpo.models.export import export
+
+LLAMA = GOLDEN / "tiny-llama"
+IDS = torch.arange(20).view(2, 10)
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def base(tmp_path):
+    """Make the directory of a base model, without weights, for a config."""
+
+    def make(config: transformers.PretrainedConfig, name: str = "base") -> Path:
+        config.save_pretrained(tmp_path / name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(LLAMA / file, tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def archive(path: Path, state: dict, metrics: dict | None = None) -> Path:
+    torch.save({"step_idx": 64, "state": state, "metrics": metrics}, path)
+    return path
+
+
+def load(folder: Path, attention: str = "sdpa", **more) -> transformers.PreTrainedModel:
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=attention, output_loading_info=True, **more
+    )
+    assert not any(loading.values()), loading
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_comes_back_bit_for_bit(family, base, tmp_path):
+    config = FAMILIES[family]()
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build(family, dtype=dtype).eval()
+        policy = archive(tmp_path / "policy.pt", model.state_dict())
+        out = export(policy, tmp_path / str(dtype), model=str(base(config)))
+
+        again = load(out, "eager")
+
+        assert again.dtype == dtype
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == tied
+        stored = out.joinpath("model.safetensors").stat().st_size
+        assert stored < sum(p.nbytes for p in model.parameters()) + 10_000  # tied ones once
+
+
+def test_shards_have_an_index_and_another_dtype_is_the_rounded_model(base, tmp_path):
+    model, home = build("llama, tied").eval(), base(FAMILIES["llama, tied"]())
+    policy = archive(tmp_path / "policy.pt", model.state_dict())
+
+    out = export(policy, tmp_path / "out", model=str(home), dtype="bfloat16", shard_bytes=10_000)
+
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    shards = {path.name for path in out.glob("*.safetensors")}
+    assert len(shards) > 2
+    assert shards == set(index["weight_map"].values())
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    rounded = model.bfloat16().state_dict()
+    assert all(torch.equal(tensor, rounded[name]) for name, tensor in load(out).state_dict().items())
+
+
+def test_an_archive_of_the_published_reference_is_exported_given_its_base_model(base, tmp_path):
+    config = transformers.GPTNeoXConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    state = model.state_dict()
+    state["embed_out.weight"] = state.pop("lm_head.weight")  # as transformers 4.29 called it
+    state["gpt_neox.layers.0.attention.masked_bias"] = torch.tensor(-1e9)
+    (tmp_path / "LATEST").mkdir()
+    policy = archive(tmp_path / "LATEST" / "policy.pt", state)
+
+    with pytest.raises(InputError, match=r"has no config.yaml of its run beside it: give --model"):
+        export(policy, tmp_path / "out")
+    assert torch.equal(load(export(policy, tmp_path / "a", model=str(base(config))))(IDS).logits, model(IDS).logits)
+
+    # its runs have a config.yaml, of which we read what we know
+    (tmp_path / "config.yaml").write_text(
+        f"model:\n  name_or_path: {tmp_path / 'base'}\nloss:\n  name: dpo\n  beta: 0.1\n"
+    )
+    assert torch.equal(load(export(tmp_path, tmp_path / "b"))(IDS).logits, model(IDS).logits)
+
+
+def test_tokenizer_template_special_tokens_and_generation_config_survive(base, tmp_path):
+    home = base(transformers.LlamaConfig(vocab_size=1100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    before = transformers.AutoTokenizer.from_pretrained(home)
+    before.add_special_tokens({"pad_token": "<pad>", "additional_special_tokens": ["<turn>"]})
+    before.chat_template = CHAT
+    before.save_pretrained(home)
+    # which save_pretrained of transformers refuses to write, and published models have
+    (home / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.7, "eos_token_id": [0, 7]}')
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(home)).eval()
+
+    out = export(archive(tmp_path / "policy.pt", model.state_dict()), tmp_path / "out", model=str(home))
+
+    after = transformers.AutoTokenizer.from_pretrained(out)
+    text = "<turn> Where is the red umbrella?<pad><|endoftext|>"
+    assert after(text)["input_ids"] == before(text)["input_ids"]
+    assert after.special_tokens_map == before.special_tokens_map
+    assert after.get_vocab() == before.get_vocab()
+    asked = [{"role": "user", "content": "Hello"}]
+    assert after.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) == "<user>Hello<assistant>"
+    again = load(out)
+    assert again.get_input_embeddings().num_embeddings == 1100 > len(after)  # more than the tokenizer has
+    assert again.generation_config.eos_token_id == [0, 7]
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_a_tokenizer_without_a_pad_token_gets_none(base, tmp_path):
+    home = base(FAMILIES["llama"]())
+    out = export(archive(tmp_path / "policy.pt", build("llama").state_dict()), tmp_path / "out", model=str(home))
+    assert transformers.AutoTokenizer.from_pretrained(out).pad_token is None
+
+
+def test_dropout_is_in_the_config_as_published(base, tmp_path):
+    config = transformers.LlamaConfig(**FAMILIES["llama"]().to_diff_dict() | {"attention_dropout": 0.25})
+    policy = archive(tmp_path / "policy.pt", build("llama").state_dict())
+    assert load(export(policy, tmp_path / "out", model=str(base(config)))).config.attention_dropout == 0.25
+
+
+def test_a_models_own_code_goes_with_it_if_it_may_run(base, tmp_path):
+    home = base(FAMILIES["llama"]())
+    (home / "modeling_own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((home / "config.json").read_text())
+    places = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (home / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": places}))
+    model = build("llama").eval()
+    policy = archive(tmp_path / "policy.pt", model.state_dict())
+
+    with pytest.raises(InputError, match=r"contains Python code.*--trust-remote-code"):
+        export(policy, tmp_path / "out", model=str(home))
+    out = export(policy, tmp_path / "out", model=str(home), trust_remote_code=True)
+
+    shutil.rmtree(home)
+    again = load(out, "eager", trust_remote_code=True)
+    assert type(again).__name__ == "OwnForCausalLM"
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("there", ["a file", "a full directory"])
+def test_nothing_that_is_there_is_written_over(there, base, tmp_path):
+    out = tmp_path / "out"
+    if there == "a file":
+        out.write_text("mine")
+    else:
+        out.mkdir()
+        (out / "mine").touch()
+    with pytest.raises(InputError, match="out exists already"):
+        export(archive(tmp_path / "policy.pt", {}), out, model="anything")
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path):
+    states = {part: {"a": torch.arange(50.0)} for part in PARTS}
+    write_checkpoint(tmp_path / "step-8", states.items(), step_idx=8, metrics=None, facts={})
+    content = bytearray((tmp_path / "step-8" / "policy.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "step-8" / "policy.pt").write_bytes(content)
+
+    with pytest.raises(InputError, match=r"policy\.pt: checksum mismatch"):
+        export(tmp_path / "step-8", tmp_path / "out", model=str(LLAMA))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(InputError, match="is a model's directory, which transformers loads as it is"):
+        export(LLAMA, tmp_path / "out")
+    with pytest.raises(InputError, match="nowhere does not exist"):
+        export(tmp_path / "nowhere", tmp_path / "out")
+
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+from dpo.models.export import export
+def memory(field):
+    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+folder, home = sys.argv[1:]
+export(f"{folder}/small.pt", f"{folder}/small", model=home + "-small")  # imports
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = memory("VmRSS")
+export(f"{folder}/policy.pt", f"{folder}/out", model=home, shard_bytes=2**24)
+print(memory("VmHWM") - before)
+"""
+
+
+def test_no_more_than_a_shard_is_in_memory(base, tmp_path):
+    shape = {"num_attention_heads": 2, "vocab_size": 1024, "intermediate_size": 1024}
+    for name, layers in (("base-small", 1), ("base", 24)):
+        config = transformers.LlamaConfig(**shape, hidden_size=512, num_hidden_layers=layers)
+        base(config, name)
+        with torch.device("meta"):
+            shapes = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+        state = {key: torch.zeros(tensor.shape) for key, tensor in shapes.items()}
+        policy = archive(tmp_path / ("small.pt" if layers == 1 else "policy.pt"), state)
+
+    result = run_script("-c", MEASURE, str(tmp_path), str(tmp_path / "base"))
+
+    assert result.returncode == 0, result.stderr
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    peak, size = int(result.stdout.split()[-1]), policy.stat().st_size
+    assert size > 6 * 2**24
+    assert peak < 2 * 2**24  # a shard, and what the allocator keeps
+
+
+def test_the_card_tells_what_is_known(base, tmp_path):
+    home = base(FAMILIES["llama"]())
+    (home / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    run = tmp_path / "run"
+    (run / "step-64").mkdir(parents=True)
+    archive(
+        run / "step-64" / "policy.pt", build("llama").state_dict(), {"loss/eval": 0.5, "rewards_eval/margins": 1.25}
+    )
+    (run / "config.yaml").write_text(
+        f"exp_name: courteous\ndatasets: [hh, mine]\ndataset_sources: {{mine: /home/somebody/mine.jsonl}}\n"
+        f"lr: 1.0e-6\nmodel: {{name_or_path: {home}}}\nloss: {{name: dpo, beta: 0.3}}\n"
+    )
+    (run / "preflight.json").write_text('{"train": {"examples": 1234, "prompts": 1000}}')
+    (run / "env.json").write_text(
+        '{"git_commit": "abc123", "git_uncommitted_changes": false, "packages": {"torch": "2.13"}}'
+    )
+
+    card = (export(run / "step-64", tmp_path / "out") / "README.md").read_text()
+
+    head, text = card.split("---\n")[1:]
+    for line in ("license: apache-2.0", "- Anthropic/hh-rlhf", "library_name: transformers", "- dpo"):
+        assert line in head
+    assert "base_model" not in head  # a directory is nothing that the Hub knows
+    for part in (
+        "# courteous",
+        "DPO on hh, mine, 64 examples",
+        "`LlamaForCausalLM`",
+        "| mine | local files: mine.jsonl |",
+    ):
+        assert part in text
+    for part in (
+        "| `rewards_eval/margins` | 1.25 |",
+        "1,234 examples of 1,000 prompts",
+        "| `loss.beta` | `0.3` |",
+        "abc123",
+    ):
+        assert part in text
+    assert "/home/somebody" not in card
+    assert str(tmp_path) not in card
+    assert re.search(r"\{[{%]", card) is None
+
+
+def test_a_card_of_nothing_but_weights(base, tmp_path):
+    policy = archive(tmp_path / "policy.pt", build("llama").state_dict())
+    card = (export(policy, tmp_path / "out", model=str(base(FAMILIES["llama"]()))) / "README.md").read_text()
+    assert "license: unknown" in card
+    assert "saved without an evaluation" in card
+    assert card.count("Not known") == 3

@@ -1,0 +1,114 @@
+"""A complete run leaves its policy as a model of transformers, and loses nothing if that fails."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+
+import pytest
+import torch
+import transformers
+from support.faults import Run
+from support.runs import GOLDEN, metrics_of, run_script, small_run, train
+
+from dpo.checkpoint.files import check_complete
+from dpo.data.tokenizer import load_tokenizer
+from dpo.models.pretrained import load_model
+
+IDS = torch.arange(20).view(2, 10)
+
+
+def same_as_checkpoint(run_dir, folder) -> bool:
+    ours = load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, archive=str(run_dir), attn_implementation="sdpa")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return torch.equal(ours.eval()(IDS).logits, theirs.eval()(IDS).logits)
+
+
+def test_a_run_is_exported_verified_and_trained_further(command, tmp_path):
+    result = train(*command("run"))
+    run_dir = tmp_path / "run"
+    assert result.returncode == 0, result.stderr
+    assert f"exported {run_dir}/step-24/hf" in result.stdout
+    assert same_as_checkpoint(run_dir, run_dir / "LATEST" / "hf")
+    check_complete(run_dir / "step-24")
+    assert [path.name for path in run_dir.glob("step-*/hf")] == ["hf"]
+
+    shutil.rmtree(run_dir / "LATEST" / "hf")  # it comes back, and nothing is trained
+    again = train(*command("run", "resume=auto"))
+    assert "already complete" in again.stdout
+    assert same_as_checkpoint(run_dir, run_dir / "LATEST" / "hf")
+    assert f"exported {run_dir}" not in train(*command("run", "resume=auto")).stdout
+
+    further = train(*command("further", f"model.name_or_path={run_dir}/LATEST/hf", "export=false"))
+    assert further.returncode == 0, further.stderr
+    trained = metrics_of(run_dir, "eval")[-1]["logps_eval/chosen"]
+    assert metrics_of(tmp_path / "further", "eval")[0]["logps_eval/chosen"] == pytest.approx(trained, rel=1e-6)
+    assert not (tmp_path / "further" / "LATEST" / "hf").exists()
+    assert load_tokenizer(str(run_dir / "LATEST" / "hf")).get_vocab()
+
+
+@pytest.mark.parametrize("trainer", ["FSDPTrainer", "TensorParallelTrainer"])
+def test_several_processes_export_once(trainer, command, tmp_path):
+    result = train(*command("run", f"trainer={trainer}", "world_size=2", "eval_batch_size=8", "n_eval_examples=8"))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("exported ") == 1
+    assert same_as_checkpoint(tmp_path / "run", tmp_path / "run" / "LATEST" / "hf")
+
+
+def fail_to_export() -> None:
+    """The disk is full when the weights are to be written."""
+    import errno
+
+    from dpo.models import export
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    export.save_file = full
+
+
+def test_an_export_that_fails_costs_nothing_else(rows, tmp_path):
+    run = Run(small_run(rows, tmp_path / "run"), tmp_path / "log", fail_to_export)
+    assert run.wait() == 0
+    log = run.log.read_text()
+    assert log.count("warning: the run is complete, but not exported:") == 1
+    assert "No space left on device" in log
+    check_complete(tmp_path / "run" / "LATEST")
+    assert {path.suffix for path in (tmp_path / "run" / "LATEST").iterdir()} == {".pt", ".json"}
+
+
+def ask_to_stop_at_the_end() -> None:
+    import os
+
+    from trainers import BasicTrainer
+
+    clip = BasicTrainer.clip_gradient
+
+    def asking(self: BasicTrainer):
+        if self.state.batch_counter == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return clip(self)
+
+    BasicTrainer.clip_gradient = asking
+
+
+def test_a_run_that_is_stopped_is_not_exported(rows, tmp_path):
+    run = Run(small_run(rows, tmp_path / "run"), tmp_path / "log", ask_to_stop_at_the_end)
+    assert run.wait() == 128 + signal.SIGTERM
+    assert (tmp_path / "run" / "LATEST" / "policy.pt").exists()
+    assert not (tmp_path / "run" / "LATEST" / "hf").exists()
+
+
+def test_the_best_checkpoint_is_exported_by_hand(command, tmp_path):
+    run_dir = tmp_path / "run"
+    assert train(*command("run", "export=false")).returncode == 0
+
+    result = run_script("-m", "scripts.export", str(run_dir / "BEST"), str(tmp_path / "best"), "--dtype", "bfloat16")
+
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"exported {tmp_path}/best\n"
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "best").dtype == torch.bfloat16
+
+    result = run_script("-m", "scripts.export", str(run_dir / "BEST"), str(tmp_path / "best"))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"error: {tmp_path}/best exists already: remove it, or give another directory\n"

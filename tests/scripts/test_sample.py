@@ -1,0 +1,249 @@
+"""`python -m scripts.sample` answers as the models do, with the rewards that the trainer's loss gives those answers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import GOLDEN, environment_of, run_python, run_script, write_rows
+from support.warm import ROOT, Python
+
+from dpo.data.examples import Example
+from dpo.losses import preference_loss
+from dpo.models.answers import Sampling, answer, log_probabilities
+from dpo.models.layouts import Padded
+from dpo.models.pretrained import load_model
+from dpo.models.side_by_side import Choices, load_panel
+from scripts.sample import main
+
+LLAMA = str(GOLDEN / "tiny-llama")
+ASKED = ["Where is the red umbrella?", "Hello!", "Who has seen the old map, and when?", "Is it still here?"]
+
+
+def load(archive: Path | None = None):
+    return load_model(LLAMA, dtype=torch.float32, archive=archive and str(archive), attn_implementation="sdpa").eval()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    """A run whose policy has moved away from its reference."""
+    run = tmp_path_factory.mktemp("runs") / "run"
+    torch.manual_seed(0)
+    state = {key: tensor + 0.02 * torch.randn(tensor.shape) for key, tensor in load().state_dict().items()}
+    (run / "step-8").mkdir(parents=True)
+    torch.save({"step_idx": 8, "state": state, "metrics": None}, run / "step-8" / "policy.pt")
+    (run / "LATEST").symlink_to("step-8")
+    (run / "config.yaml").write_text(
+        f"datasets: [hh]\nloss: {{name: dpo, beta: 0.3}}\nmodel: {{name_or_path: {LLAMA}, reference_dtype: float32}}\n"
+    )
+    return run
+
+
+@pytest.fixture(scope="module")
+def panel(run_dir):
+    return load_panel([run_dir], Choices())
+
+
+def answered(run_dir: Path, out: Path, *more: str) -> list[dict]:
+    """What a file of prompts gives."""
+    file = write_rows(out.with_suffix(".prompts.jsonl"), [{"prompt": text} for text in ASKED])
+    arguments = [str(run_dir), "--file", str(file), "--out", str(out), "--max_new_tokens", "12", *more]
+    assert main(arguments) == 0
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_greedy_answers_are_those_of_generate(run_dir, tokenizer, tmp_path):
+    records = answered(run_dir, tmp_path / "a.jsonl", "--temperature", "0")
+
+    for name, model in (("policy", load(run_dir)), ("reference", load())):
+        for text, record in zip(ASKED, records, strict=True):
+            ids = tokenizer(f"\n\nHuman: {text}\n\nAssistant:", return_tensors="pt")["input_ids"]
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+            assert record[name] == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            assert record["tokens"]["prompt"] == ids.shape[1]
+            assert record["tokens"][name] == out.shape[1] - ids.shape[1]
+
+
+def test_rewards_are_those_of_the_loss(run_dir, panel):
+    prompts = [panel.encode(text, "here", Sampling(12)) for text in ASKED]
+    answers = panel.answer(prompts, range(4), Sampling(12))
+    rewards = panel.rewards(prompts, answers)
+
+    pairs = [
+        Example(prompt, (of["policy"].tokens, of["reference"].tokens))
+        for prompt, of in zip(prompts, answers, strict=True)
+    ]
+    [microbatch] = Padded().split(pairs, 1)
+    with torch.no_grad():
+        logps = [*Padded().forward(load(run_dir), microbatch.inputs), *Padded().forward(load(), microbatch.inputs)]
+    _, chosen, rejected = preference_loss(*logps, beta=0.3)
+    assert max(map(abs, chosen.tolist())) > 0.1
+    assert [r["policy"] for r in rewards] == pytest.approx(chosen.tolist(), abs=1e-4)
+    assert [r["reference"] for r in rewards] == pytest.approx(rejected.tolist(), abs=1e-4)
+
+
+def test_batches_change_nothing_and_seeds_do(run_dir, tmp_path):
+    options = ("--temperature", "0.8", "--top_p", "0.9", "--seed", "5")
+    one, all_at_once = (answered(run_dir, tmp_path / f"{n}.jsonl", *options, "--batch-size", n) for n in ("1", "4"))
+    for a, b in zip(one, all_at_once, strict=True):
+        assert {**a, "rewards": None} == {**b, "rewards": None}
+        assert a["rewards"] == pytest.approx(b["rewards"], abs=1e-4)
+    another = answered(run_dir, tmp_path / "6.jsonl", *options[:-1], "6")
+    assert [r["policy"] for r in another] != [r["policy"] for r in one]
+
+
+def test_draws_follow_the_models_distribution(tokenizer, tiny_llama):
+    ids = tuple(tokenizer("Where is")["input_ids"])
+    with torch.no_grad():
+        probabilities = tiny_llama(torch.tensor([ids])).logits[0, -1].float().div(0.5).softmax(-1)
+    numbers = range(4000)
+    drawn = answer(tiny_llama, tokenizer, [ids] * 4000, numbers, Sampling(1, temperature=0.5, top_p=0.5, seed=1))
+    counts = torch.zeros_like(probabilities)
+    for one in drawn:
+        counts[one.tokens[0]] += 1
+    order = probabilities.argsort(descending=True)
+    kept = order[: int((probabilities[order].cumsum(0) < 0.5).sum()) + 1]  # until half of the mass is reached
+    assert counts[kept].sum() == 4000
+    expected = probabilities[kept] / probabilities[kept].sum()
+    assert (counts[kept] / 4000 - expected).abs().max() < 4 * (0.25 / 4000) ** 0.5
+
+
+def test_an_answer_ends_with_eos_which_is_scored(tokenizer, tiny_llama):
+    model = copy.deepcopy(tiny_llama)
+    with torch.no_grad():
+        model.lm_head.weight[tokenizer.eos_token_id] += 3 * model.lm_head.weight.std()
+    prompts = [(5, 6, 7), (8,)]
+    answers = answer(model, tokenizer, prompts, [0, 1], Sampling(200, seed=3))
+    ended = [a for a in answers if len(a.tokens) < 200]
+    assert ended
+    assert all(a.tokens.index(tokenizer.eos_token_id) == len(a.tokens) - 1 for a in ended)
+    both = log_probabilities(model, prompts, answers)
+    assert both == pytest.approx([log_probabilities(model, [p], [a])[0] for p, a in zip(prompts, answers, strict=True)])
+
+
+def test_streamed_answers_are_the_same_and_grow(panel):
+    prompt = panel.encode(ASKED[0], "here", Sampling(8))
+    seen: dict[str, list[str]] = {"policy": [], "reference": []}
+
+    streamed = panel.stream(prompt, 0, Sampling(8, seed=2), lambda name, text: seen[name].append(text))
+
+    [answers] = panel.answer([prompt], [0], Sampling(8, seed=2))
+    assert streamed == answers
+    for name, texts in seen.items():
+        assert len(texts) > 1
+        assert all(b.startswith(a) for a, b in zip(texts, [*texts[1:], answers[name].text], strict=True))
+
+
+def test_a_plain_directory_has_no_reference_unless_one_is_given(run_dir, tmp_path, capsys):
+    [first, *_] = answered(GOLDEN / "tiny-llama", tmp_path / "a.jsonl", "--format", "hh")
+    assert "no reference is known" in capsys.readouterr().err
+    assert (first["reference"], first["rewards"]) == (None, {"policy": None})
+
+    [first, *_] = answered(run_dir, tmp_path / "b.jsonl", "--no-reference")
+    assert (first["reference"], first["rewards"]) == (None, {"policy": None})
+
+    given = ("--reference", LLAMA, "--beta", "0.3")
+    assert answered(run_dir, tmp_path / "c.jsonl", *given) == answered(run_dir, tmp_path / "d.jsonl")
+    [first, *_] = answered(GOLDEN / "tiny-llama", tmp_path / "e.jsonl", "--reference", str(run_dir), "--beta", "2")
+    assert first["rewards"]["policy"] is not None
+
+
+def test_several_policies_answer_beside_each_other(run_dir, panel):
+    several = load_panel([run_dir, GOLDEN / "tiny-llama"], Choices(beta=0.3))
+    assert [side.name for side in several.sides] == ["policy", "policy_2", "reference"]
+    prompts = [several.encode(ASKED[0], "here", Sampling(8))]
+    [answers] = several.answer(prompts, [0], Sampling(8))
+    assert answers["policy_2"] == answers["reference"] != answers["policy"]
+    [rewards] = several.rewards(prompts, [answers])
+    assert rewards["policy_2"] == 0 != rewards["policy"]  # it is the reference
+
+
+def test_a_policy_before_training_is_the_reference_under_sft(run_dir, tmp_path):
+    run = tmp_path / "sft"
+    (run / "step-8").mkdir(parents=True)
+    os.link(run_dir / "step-8" / "policy.pt", run / "step-8" / "policy.pt")
+    (run / "config.yaml").write_text(f"datasets: [hh]\nloss: {{name: sft}}\nmodel: {{name_or_path: {LLAMA}}}\n")
+    lines: list[str] = []
+    panel = load_panel([run / "step-8"], Choices(), log=lines.append)
+    assert panel.reference.model.dtype == torch.float32  # the policy's: reference_dtype is for losses with a reference
+    assert lines == ["no beta is known, so there are no rewards: give --beta"]
+
+
+def bad(run_dir: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
+    """Arguments, and what is said of them."""
+    run, file = str(run_dir), str(write_rows(tmp_path / "p.jsonl", [{"prompt": "Hello"}, {"prompt": 3}]))
+    roles = str(write_rows(tmp_path / "roles.jsonl", [{"prompt": [{"role": "system", "content": "Be kind."}]}]))
+    empty = str(write_rows(tmp_path / "empty.jsonl", [{"prompt": " "}]))
+    broken = tmp_path / "broken" / "config.yaml"
+    broken.parent.mkdir()
+    broken.write_text("[1, 2]")
+    (broken.parent / "policy.pt").touch()
+    out = ["--out", str(tmp_path / "out.jsonl")]
+    return {
+        "nothing there": ([f"{run}-nowhere"], "does not exist"),
+        "a bare archive": ([str(run_dir / "step-8" / "policy.pt"), "--model", "nowhere/at/all"], "cannot be loaded"),
+        "a broken config": ([str(broken.parent)], "is not the config of a run"),
+        "no file": ([run, "--file", f"{file}l", *out], "is not a file"),
+        "no text": ([run, "--file", file, *out], "record 2 of .*field 'prompt' must be str or list"),
+        "an empty prompt": ([run, "--file", empty, *out], "record 1 of .*the prompt is empty"),
+        "a role": ([run, "--file", roles, *out], "has no role system"),
+        "messages as they are": ([run, "--file", roles, *out, "--no-chat-template"], "holds chat messages"),
+        "no template": ([run, "--format", "chat"], "has no chat template"),
+        "over itself": ([run, "--file", empty, "--out", empty], "is the file of prompts itself"),
+        "nowhere to write": ([run, "--file", empty, "--out", f"{tmp_path}/no/out.jsonl"], "there is no directory"),
+        "no reference": ([run, "--reference", f"{run}-nowhere"], "does not exist"),
+    }
+
+
+def test_bad_input_is_a_sentence_and_status_2(run_dir, tmp_path, capsys):
+    for what, (arguments, said) in bad(run_dir, tmp_path).items():
+        assert main(arguments) == 2, what
+        errors = capsys.readouterr().err.splitlines()
+        assert len(errors) == 1, what
+        assert re.match(f"error: .*{said}", errors[0]), what
+
+
+@pytest.mark.parametrize(
+    "option", ["--temperature=-1", "--temperature=nan", "--top-p=0", "--top-p=1.5", "--seed=-1", "--batch-size=0",
+               "--max-new-tokens=0", "--beta=0", "--file=x", "--out=x"]
+)  # fmt: skip
+def test_odd_options_are_refused(option, run_dir):
+    with pytest.raises(SystemExit) as ended:
+        main([str(run_dir), option])
+    assert ended.value.code == 2
+
+
+def test_it_is_a_conversation_that_ends_with_the_input(run_dir):
+    asked = (
+        "import io, sys; sys.stdin = io.StringIO('Where is it?\\n\\nHello\\n'); sys.argv = ['sample', *sys.argv[1:]]; "
+    )
+    code = asked + "from scripts.sample import main; sys.exit(main())"
+    result = run_script("-c", code, str(run_dir), "--max-new-tokens", "4", PYTHONPATH=str(ROOT))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert [result.stdout.count(f"--- {name}: reward ") for name in ("policy", "reference")] == [2, 2]
+
+
+def test_ctrl_c_ends_it_cleanly(run_dir, tmp_path):
+    file = write_rows(tmp_path / "p.jsonl", [{"prompt": f"Number {n}?"} for n in range(2000)])
+    out = tmp_path / "out.jsonl"
+    arguments = ("-m", "scripts.sample", str(run_dir), "--file", str(file), "--out", str(out), "--batch-size", "1")
+    process = Python(*arguments, environment=environment_of())
+    deadline = time.monotonic() + 60
+    while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(60)
+    assert (process.returncode, errors.strip()) == (130, "")
+    assert all(json.loads(line)["policy"] for line in out.read_text().splitlines()[:-1])
+
+
+def test_help_needs_no_torch():
+    code = "import sys, scripts.export, scripts.sample; assert 'torch' not in sys.modules"
+    assert run_python("-c", code, PYTHONPATH=str(ROOT)).returncode == 0
