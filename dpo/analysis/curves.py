@@ -14,7 +14,8 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from numpy.lib.stride_tricks import sliding_window_view
 
 from dpo.analysis.runs import Log, Run
 from dpo.analysis.wording import figure as in_words
@@ -141,9 +142,19 @@ def logs_of(run: Run) -> tuple[tuple[str, Log], tuple[str, Log]]:
     return ("train", run.train), ("eval", run.eval)
 
 
-def smoothed(values: np.ndarray, width: int) -> np.ndarray:
-    """The running mean over `width` values around each, fewer at the ends; NaN does not count."""
+def evaluated(line: Line) -> tuple[np.ndarray, np.ndarray]:
+    """(examples, values) of a line's evaluations; accuracies without that of equal models, where each pair is a tie."""
+    examples, values = line.run.eval.points(line.metric.replace("SPLIT", "eval"))
+    ties = (examples == 0) & (values == 0) & line.metric.endswith("accuracies")
+    return examples[~ties], values[~ties]
+
+
+def smoothed(values: np.ndarray, width: int, *, robust: bool = False) -> np.ndarray:
+    """The running mean over `width` values around each, fewer at the ends, or the median; NaN does not count."""
     there, half = np.isfinite(values), width // 2
+    if robust:
+        padded = np.pad(values, half, constant_values=np.nan)
+        return np.array([np.median(w[np.isfinite(w)]) for w in sliding_window_view(padded, 2 * half + 1)])
     sums, counts = (np.concatenate([[0.0], np.cumsum(v)]) for v in (np.where(there, values, 0.0), there))
     at = np.arange(len(values))
     low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
@@ -171,7 +182,7 @@ def draw(chart: Chart, lines: Sequence[Line], theme: Theme, *, several: bool) ->
         axes: Any = picture.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axis, panel in zip(axes, panels, strict=True):
             for line in panel:
-                _draw_line(axis, line, theme)
+                _draw_line(axis, line, theme, several=several)
             _dress(axis, chart, theme, panel)
             if len(panels) > 1:
                 axis.set_title(panel[0].metric.rpartition("/")[2], color=theme.muted, fontsize=9, loc="left")
@@ -181,19 +192,20 @@ def draw(chart: Chart, lines: Sequence[Line], theme: Theme, *, several: bool) ->
     return file.getvalue()
 
 
-def _draw_line(axis: Any, line: Line, theme: Theme) -> None:
+def _draw_line(axis: Any, line: Line, theme: Theme, *, several: bool) -> None:
     color = theme.colors[line.color % len(theme.colors)]
     style = "-" if line.color < len(theme.colors) else (0, (4, 1.5))
     train = line.run.train
     values = train[line.metric.replace("SPLIT", "train")]
     n = int(np.isfinite(values).sum())
     if n >= FEWEST_TO_SMOOTH and _is_noisy(line.metric):
-        axis.plot(train.examples, values, color=color, alpha=0.28, linewidth=0.7)
-        axis.plot(train.examples, smoothed(values, width_of(n)), style, color=color, linewidth=1.7)
+        course = smoothed(values, width_of(n), robust=line.metric == "grad_norm")
+        axis.plot(train.examples, values, color=color, alpha=0.16 if several else 0.28, linewidth=0.7)
+        axis.plot(train.examples, course, style, color=color, linewidth=1.7)
     elif n:
         axis.plot(train.examples, values, style, color=color, linewidth=1.7, marker="." if n == 1 else None)
     if "SPLIT" in line.metric:
-        examples, held_out = line.run.eval.points(line.metric.replace("SPLIT", "eval"))
+        examples, held_out = evaluated(line)
         axis.plot(
             *(examples, held_out),
             color=color,
@@ -216,8 +228,10 @@ def _dress(axis: Any, chart: Chart, theme: Theme, lines: Sequence[Line]) -> None
     """Scales, ticks and what to compare with."""
     if chart.log_scale and _spans_decades(lines):
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
     if chart.share:
-        axis.set_ylim(-0.03, 1.03)
+        axis.set_ylim(_least(lines) - 0.06, 1.03)
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
         _rule(axis, 0.5, "chance", theme)
     elif chart.name in ("rewards", "margin"):
@@ -243,6 +257,15 @@ def _spans_decades(lines: Sequence[Line]) -> bool:
     usual = [float(np.median(v)) for v in values]
     peaks = max(float(v.max()) for v in values) / min(usual) if min(usual) > 0 else 0.0
     return peaks > 20 and min(float(v.min()) for v in values) > 0
+
+
+def _least(lines: Sequence[Line]) -> float:
+    """The least accuracy of an evaluation, or that training usually has; at most 0.45."""
+    found = [0.45]
+    for line in lines:
+        values = line.run.train.points(line.metric.replace("SPLIT", "train"))[1]
+        found += [*evaluated(line)[1], *smoothed(values, width_of(len(values)))]
+    return float(min(found))
 
 
 def _rule(axis: Any, height: float, text: str, theme: Theme) -> None:

@@ -101,7 +101,9 @@ def spikes(run: Run) -> Iterator[Finding]:
             continue
         place, times = max(found, key=lambda spike: spike[1])
         clipped = run.setting("max_grad_norm")
-        note = f" They were clipped to {clipped}, so no step was that large." if what == "Gradient" and clipped else ""
+        note = (
+            f" Gradients are clipped to {clipped}, so no step was that large." if what == "Gradient" and clipped else ""
+        )
         yield Finding(
             WARNING,
             f"{what} spikes",

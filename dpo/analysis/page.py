@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from dpo.analysis import summary
 from dpo.analysis.cost import cost_of
 from dpo.analysis.curves import THEMES, draw_all
-from dpo.analysis.findings import Finding
+from dpo.analysis.findings import WARNING, Finding
 from dpo.analysis.margin import margin_parts
 from dpo.analysis.reading import find_all
 from dpo.analysis.runs import Run, read_runs
@@ -64,6 +64,17 @@ class Section(NamedTuple):
     margin: summary.Bars | None
     settings: list[summary.Row]
 
+    @property
+    def warnings(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == WARNING]
+
+    @property
+    def notes(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level != WARNING]
+
+    def tile(self, label: str) -> summary.Tile | None:
+        return next((tile for tile in self.tiles if tile.label == label), None)
+
 
 def write_report(runs: Sequence[Path], out: Path, *, lead: Lead | None = None, ended: bool = False) -> Path:
     """Write the curves of runs and `report.html` into `out`; its path. `ended`: they say so, and may hold their locks.
@@ -92,9 +103,11 @@ def render(runs: Sequence[Run], pictures: Sequence[Shown], lead: Lead | None = N
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).get_template("page.html.jinja")
     costs = [cost_of(run) for run in runs]
+    sections = [_section(i, run, cost) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
     context: dict[str, Any] = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
-        "sections": [_section(i, run, cost) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))],
+        "sections": sections,
+        "columns": dict.fromkeys(tile.label for section in sections for tile in section.tiles),
         "lead": lead and Shown(lead.title, lead.alt, _data(lead.png), _data(lead.png_dark), lead.text),
         "pictures": pictures,
         "samples": summary.samples_of(runs),
@@ -113,6 +126,7 @@ def render(runs: Sequence[Run], pictures: Sequence[Shown], lead: Lead | None = N
         ],
         "made": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         "several": len(runs) > 1,
+        "best": _best(sections),
     }
     return template.render(context)
 
@@ -131,6 +145,16 @@ def _section(i: int, run: Run, cost: Any) -> Section:
         summary.margin_bars(margin_parts(run)),
         summary.all_settings(run),
     )
+
+
+def _best(sections: Sequence[Section]) -> dict[str, dict[str, float]]:
+    """By loss and label of a tile, the most that one of its runs is worth."""
+    best: dict[str, dict[str, float]] = {}
+    for section in sections:
+        of_loss = best.setdefault(section.run.loss, {})
+        for tile in section.tiles:
+            of_loss[tile.label] = max(of_loss.get(tile.label, tile.worth), tile.worth)
+    return best
 
 
 def _data(png: bytes) -> str:

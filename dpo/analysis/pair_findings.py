@@ -45,7 +45,7 @@ def margin_story(run: Run) -> Iterator[Finding]:
 
 
 def _change_value(change: Change) -> str:
-    return f"{change.name} {figure(change.before)}, then {figure(change.after)}"
+    return f"{change.name} {figure(change.before, 4)}, then {figure(change.after, 4)} ({signed(change.chosen)})"
 
 
 def _margin_value(parts: MarginParts) -> str:
@@ -95,8 +95,8 @@ def length_in_margin(run: Run) -> Iterator[Finding]:
         "Much of the margin is length" if hacked else "What length gives",
         f"{gives} of the margin {figure(parts.margin)} ({percent(share)}); mean tokens "
         f"{figure(parts.chosen_tokens)} chosen, {figure(parts.rejected_tokens)} rejected",
-        "This is what the margin would lose if both sides were equally long, at the same mean change per token. It "
-        "comes from means alone; with ledger=true a run records it pair by pair."
+        f"This is what the margin would {'lose' if share >= 0 else 'gain'} if both sides were equally long, at the "
+        "same mean change per token. It comes from means alone; with ledger=true a run records it pair by pair."
         + (
             " The policy may have learned to prefer a length instead of what makes a response better." if hacked else ""
         ),

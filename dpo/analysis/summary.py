@@ -27,6 +27,7 @@ class Tile(NamedTuple):
     label: str
     value: str
     detail: str
+    worth: float = math.nan  # more is better, among runs with the same loss; NaN: neither
 
 
 class Row(NamedTuple):
@@ -98,7 +99,8 @@ def _quality(run: Run) -> list[Tile]:
             detail = f"best so far, from {before}" if len(values) > 1 else "the first evaluation"
         else:
             detail = f"best {say(values[place])} at {examples[place]:,.0f} examples"
-        found.append(Tile(label, say(float(values[-1])), detail))
+        last = float(values[-1])
+        found.append(Tile(label, say(last), detail, sign * last if sign else math.nan))
     return found
 
 

@@ -41,15 +41,17 @@ def large(n: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`8 s`, `1 min 33 s`, `2 h 5 min`, `3 d 4 h`."""
+    """`8 s`, `1 min 33 s`, `25 min`, `2 h 5 min`, `3 d 4 h`."""
     if not math.isfinite(seconds):
         return "unknown"
-    whole = round(seconds)
+    if seconds < 1:
+        return f"{seconds:.2g} s"
+    whole = round(seconds) if seconds < 600 else 60 * round(seconds / 60)
     for size, name, part, rest in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:
             below = whole % size // part
             return f"{whole // size} {name}" + (f" {below} {rest}" if below else "")
-    return f"{whole} s" if seconds >= 1 else f"{seconds:.2g} s"
+    return f"{whole} s"
 
 
 def hours(value: float) -> str:
