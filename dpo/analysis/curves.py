@@ -14,6 +14,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.lib.stride_tricks import sliding_window_view
 
@@ -176,7 +177,7 @@ def draw(chart: Chart, lines: Sequence[Line], theme: Theme, *, several: bool) ->
         {"font.size": 9, "font.family": "sans-serif", "axes.unicode_minus": True, "path.simplify_threshold": 0.5}
     ):
         picture = Figure(figsize=SIZE, dpi=DPI, facecolor=theme.background, layout="constrained")
-        FigureCanvasAgg(picture)
+        canvas = FigureCanvasAgg(picture)
         of_sides = [[line for line in lines if line.metric == metric] for metric in chart.metrics]
         panels: list[list[Line]] = [panel for panel in of_sides if panel] if several else [list(lines)]
         axes: Any = picture.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -187,8 +188,9 @@ def draw(chart: Chart, lines: Sequence[Line], theme: Theme, *, several: bool) ->
             if len(panels) > 1:
                 axis.set_title(panel[0].metric.rpartition("/")[2], color=theme.muted, fontsize=9, loc="left")
         _head(picture, axes, chart, panels, theme, several=several)
+        canvas.draw()  # once; savefig would draw again for the layout
         file = io.BytesIO()
-        picture.savefig(file, format="png", facecolor=theme.background, metadata={"Software": None})
+        imsave(file, np.asarray(canvas.buffer_rgba()), format="png", metadata={"Software": None})
     return file.getvalue()
 
 

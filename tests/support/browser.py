@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,6 +19,13 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
+
+AS_3_AND_4 = """
+import fcntl, os, sys
+for number, pipe in zip((3, 4), [fcntl.fcntl(int(pipe), fcntl.F_DUPFD, 10) for pipe in sys.argv[1:3]]):
+    os.dup2(pipe, number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""  # it reads commands from 3 and answers on 4
 
 
 class Browser:
@@ -103,8 +111,8 @@ def browser() -> Iterator[Browser]:
     to_read, commands = os.pipe()
     answers, to_write = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        script = f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}'  # it reads commands from 3 and answers on 4
-        command = ["sh", "-c", script, CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "--remote-debugging-pipe"]
+        program = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "--remote-debugging-pipe"]
+        command = [sys.executable, "-c", AS_3_AND_4, str(to_read), str(to_write), *program]
         process = subprocess.Popen(
             command,
             pass_fds=(to_read, to_write),
