@@ -167,7 +167,7 @@ def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, mode
         _export(rank, config)
         return
     if run is not None:
-        write_record(run.directory, OmegaConf.to_container(config))
+        write_record(run.directory, OmegaConf.to_container(config), processes=plan.dims.world_size)
         data.report.write(run.directory / "preflight.json")
     _train(rank, config, plan, trainer_class, data, models, resume_from)
     _export(rank, config)

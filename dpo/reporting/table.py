@@ -5,6 +5,7 @@ from __future__ import annotations
 from dpo.reporting.anomalies import NonFiniteGuard, SpikeWarner
 from dpo.reporting.files import FileLogger
 from dpo.reporting.ledger import Ledger
+from dpo.reporting.report import ReportWriter
 from dpo.reporting.tensorboard import TensorBoardLogger
 from dpo.reporting.wandb import WandbLogger
 
@@ -12,6 +13,7 @@ CALLBACKS = {
     "nonfinite": NonFiniteGuard,
     "files": FileLogger,
     "ledger": Ledger,
+    "report": ReportWriter,
     "tensorboard": TensorBoardLogger,
     "wandb": WandbLogger,
     "spikes": SpikeWarner,

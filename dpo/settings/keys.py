@@ -208,6 +208,7 @@ KEYS: dict[str, Key] = {
     "deterministic": Key(FLAG, CHANGE),
     "dry_run": Key(FLAG, ANEW),
     "ledger": Key(FLAG, CHANGE),
+    "report": Key(FLAG, CHANGE),
     "minimum_log_interval_secs": Key(NON_NEGATIVE, CHANGE),
     "self_test": Key(FLAG, CHANGE),
     "model.name_or_path": Key(

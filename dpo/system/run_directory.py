@@ -11,10 +11,10 @@ import platform
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 import yaml
 
 from dpo.errors import InputError, RunError
@@ -46,8 +46,10 @@ def _git(*arguments: str) -> str:
         return ""
 
 
-def environment() -> dict[str, Any]:
+def environment(processes: int = 1) -> dict[str, Any]:
     """Versions, devices and the git commit: what it takes to repeat the run. No environment variables."""
+    import torch  # here: the report reads what a run left, and needs none
+
     commit = _git("rev-parse", "HEAD")
     return {
         "python": platform.python_version(),
@@ -56,6 +58,8 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),
+        "processes": processes,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": commit or None,
         "git_uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
     }
@@ -96,9 +100,9 @@ def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = Fal
     return run_dir
 
 
-def write_record(run_dir: Path, config: dict[str, Any]) -> None:
-    """Write `config.yaml` and `env.json`."""
-    facts = environment()
+def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -> None:
+    """Write `config.yaml` and `env.json`, for a run of so many processes."""
+    facts = environment(processes)
     with _explaining(run_dir):
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
         (run_dir / "env.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -119,6 +123,18 @@ def lock_run_dir(run_dir: Path) -> IO:
     except OSError as error:  # some network file systems have no locks
         print(f"warning: {run_dir} cannot be locked ({error}): do not start a second run there")
     return file
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a process holds the directory's lock: a run that trains. False where there are no locks."""
+    try:
+        with (run_dir / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # which is given back as the file is closed
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 @contextmanager

@@ -1,0 +1,329 @@
+"""The curves of one run or several as PNG, light and dark: every update thin, their running mean, evaluations as dots.
+
+Draws with matplotlib's own canvas: no window, no state of pyplot.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.image import imsave
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from numpy.lib.stride_tricks import sliding_window_view
+
+from dpo.analysis.runs import Log, Run
+from dpo.analysis.wording import figure as in_words
+from dpo.analysis.wording import percent
+
+SIZE, DPI = (4.8, 3.0), 200
+SIDES = ("chosen", "rejected")
+FEWEST_TO_SMOOTH = 8
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of the page, and of Okabe and Ito's palette, which people who see fewer colours tell apart too."""
+
+    name: str  # light, dark
+    background: str
+    ink: str
+    muted: str
+    grid: str
+    colors: tuple[str, ...]
+
+
+LIGHT = Theme(
+    "light",
+    "#ffffff",
+    "#1b1f24",
+    "#59616b",
+    "#e6e8eb",
+    ("#0072b2", "#d55e00", "#009e73", "#b5568c", "#c98a00", "#3c9bd0", "#6b6b6b"),
+)
+DARK = Theme(
+    "dark",
+    "#171b21",
+    "#e8eaed",
+    "#a0a8b3",
+    "#2b313a",
+    ("#56b4e9", "#f08a3c", "#2fc796", "#e39ac6", "#f0c04a", "#8fb8ff", "#b8bcc2"),
+)
+THEMES = (LIGHT, DARK)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture of one metric, or of the same for both sides of pairs."""
+
+    name: str  # of the file
+    title: str
+    metrics: tuple[str, ...]  # SPLIT stands for train and eval
+    unit: str = ""
+    log_scale: bool = False  # if the largest is far above the least
+    share: bool = False  # from 0 to 1
+    loss: str | None = None  # only of runs with this loss
+
+
+class Picture(NamedTuple):
+    """A chart that was drawn."""
+
+    name: str
+    title: str
+    alt: str
+    light: bytes
+    dark: bytes
+
+
+class Line(NamedTuple):
+    """One metric of one run, in one colour."""
+
+    run: Run
+    metric: str
+    color: int  # index in the theme's
+    label: str
+
+
+def charts_for(runs: Sequence[Run]) -> list[Chart]:
+    """What there may be to draw, in the page's order; losses of different kinds are different pictures."""
+    losses = list(dict.fromkeys(run.loss for run in runs))
+
+    def of_each(name: str, title: str, *metrics: str) -> list[Chart]:
+        if len(losses) == 1:
+            return [Chart(name, title, metrics)]
+        return [Chart(f"{name}-{_plain(loss)}", f"{title}, {loss}", metrics, loss=loss) for loss in losses]
+
+    return [
+        *of_each("loss", "Loss", "loss/SPLIT"),
+        Chart("accuracy", "Reward accuracy", ("rewards_SPLIT/accuracies",), share=True),
+        Chart("margin", "Reward margin", ("rewards_SPLIT/margins",)),
+        Chart("rewards", "Rewards", tuple(f"rewards_SPLIT/{side}" for side in SIDES)),
+        *of_each("logps", "Log-probabilities", *(f"logps_SPLIT/{side}" for side in SIDES)),
+        Chart("grad_norm", "Gradient norm", ("grad_norm",), log_scale=True),
+        Chart("lr", "Learning rate", ("lr",), log_scale=True),
+        Chart("throughput", "Throughput", ("tokens_per_second",), unit="tokens per second"),
+        Chart("memory", "Peak memory", ("memory/peak_gb",), unit="GB"),
+    ]
+
+
+def _plain(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name) or "_"
+
+
+def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
+    """Each chart for which a run has a number."""
+    for chart in charts_for(runs):
+        lines = lines_of(chart, runs)
+        if lines:
+            light, dark = (draw(chart, lines, theme, several=len(runs) > 1) for theme in THEMES)
+            yield Picture(chart.name, chart.title, describe(chart, lines), light, dark)
+
+
+def lines_of(chart: Chart, runs: Sequence[Run]) -> list[Line]:
+    """What a chart shows: of several runs each has its colour, of one run each side of pairs."""
+    several, found = len(runs) > 1, []
+    for i, run in enumerate(runs):
+        if chart.loss is not None and chart.loss != run.loss:
+            continue
+        for side, metric in enumerate(chart.metrics):
+            if any(len(log.points(metric.replace("SPLIT", split))[1]) for split, log in logs_of(run)):
+                what = metric.rpartition("/")[2] if len(chart.metrics) > 1 else ""
+                label = " ".join(filter(None, (run.name if several else "", what)))
+                found.append(Line(run, metric, i if several else side, label))
+    return found
+
+
+def logs_of(run: Run) -> tuple[tuple[str, Log], tuple[str, Log]]:
+    return ("train", run.train), ("eval", run.eval)
+
+
+def evaluated(line: Line) -> tuple[np.ndarray, np.ndarray]:
+    """(examples, values) of a line's evaluations; accuracies without that of equal models, where each pair is a tie."""
+    examples, values = line.run.eval.points(line.metric.replace("SPLIT", "eval"))
+    ties = (examples == 0) & (values == 0) & line.metric.endswith("accuracies")
+    return examples[~ties], values[~ties]
+
+
+def smoothed(values: np.ndarray, width: int, *, robust: bool = False) -> np.ndarray:
+    """The running mean over `width` values around each, fewer at the ends, or the median; NaN does not count."""
+    there, half = np.isfinite(values), width // 2
+    if robust:
+        padded = np.pad(values, half, constant_values=np.nan)
+        return np.array([np.median(w[np.isfinite(w)]) for w in sliding_window_view(padded, 2 * half + 1)])
+    sums, counts = (np.concatenate([[0.0], np.cumsum(v)]) for v in (np.where(there, values, 0.0), there))
+    at = np.arange(len(values))
+    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
+    n = counts[high] - counts[low]
+    return np.where(n > 0, (sums[high] - sums[low]) / np.maximum(n, 1), np.nan)
+
+
+def width_of(n: int) -> int:
+    """Over how many of n updates the running mean goes: a fifteenth, odd, at least 5."""
+    return max(5, n // 15 | 1)
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def draw(chart: Chart, lines: Sequence[Line], theme: Theme, *, several: bool) -> bytes:
+    """A PNG."""
+    with mpl.rc_context(
+        {"font.size": 9, "font.family": "sans-serif", "axes.unicode_minus": True, "path.simplify_threshold": 0.5}
+    ):
+        picture = Figure(figsize=SIZE, dpi=DPI, facecolor=theme.background, layout="constrained")
+        canvas = FigureCanvasAgg(picture)
+        of_sides = [[line for line in lines if line.metric == metric] for metric in chart.metrics]
+        panels: list[list[Line]] = [panel for panel in of_sides if panel] if several else [list(lines)]
+        axes: Any = picture.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axis, panel in zip(axes, panels, strict=True):
+            for line in panel:
+                _draw_line(axis, line, theme, several=several)
+            _dress(axis, chart, theme, panel)
+            if len(panels) > 1:
+                axis.set_title(panel[0].metric.rpartition("/")[2], color=theme.muted, fontsize=9, loc="left")
+        _head(picture, axes, chart, panels, theme, several=several)
+        canvas.draw()  # once; savefig would draw again for the layout
+        file = io.BytesIO()
+        imsave(file, np.asarray(canvas.buffer_rgba()), format="png", metadata={"Software": None})
+    return file.getvalue()
+
+
+def _draw_line(axis: Any, line: Line, theme: Theme, *, several: bool) -> None:
+    color = theme.colors[line.color % len(theme.colors)]
+    style = "-" if line.color < len(theme.colors) else (0, (4, 1.5))
+    train = line.run.train
+    values = train[line.metric.replace("SPLIT", "train")]
+    n = int(np.isfinite(values).sum())
+    if n >= FEWEST_TO_SMOOTH and _is_noisy(line.metric):
+        course = smoothed(values, width_of(n), robust=line.metric == "grad_norm")
+        axis.plot(train.examples, values, color=color, alpha=0.16 if several else 0.28, linewidth=0.7)
+        axis.plot(train.examples, course, style, color=color, linewidth=1.7)
+    elif n:
+        axis.plot(train.examples, values, style, color=color, linewidth=1.7, marker="." if n == 1 else None)
+    if "SPLIT" in line.metric:
+        examples, held_out = evaluated(line)
+        axis.plot(
+            *(examples, held_out),
+            color=color,
+            linestyle=(0, (1, 1.8)) if len(examples) > 2 else "none",  # two points are no course
+            linewidth=1.1,
+            marker="o",
+            markersize=4.6 if len(examples) <= 30 else 2.6,
+            markerfacecolor=theme.background,
+            markeredgecolor=color,
+            markeredgewidth=1.2,
+            zorder=3,
+        )
+
+
+def _is_noisy(metric: str) -> bool:
+    return metric not in ("lr", "memory/peak_gb")
+
+
+def _dress(axis: Any, chart: Chart, theme: Theme, lines: Sequence[Line]) -> None:
+    """Scales, ticks and what to compare with."""
+    if chart.log_scale and _spans_decades(lines):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    if chart.share:
+        axis.set_ylim(_least(lines) - 0.06, 1.03)
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
+        _rule(axis, 0.5, "chance", theme)
+    elif chart.name in ("rewards", "margin"):
+        _rule(axis, 0.0, "", theme)
+    elif chart.name in ("throughput", "memory"):
+        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value)))
+    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axis.xaxis.set_major_formatter(FuncFormatter(_short))
+    axis.set_facecolor(theme.background)
+    axis.grid(True, color=theme.grid, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(colors=theme.muted, length=0, which="both")
+    axis.yaxis.get_offset_text().set_color(theme.muted)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    axis.set_xlabel("examples", color=theme.muted)
+
+
+def _spans_decades(lines: Sequence[Line]) -> bool:
+    """Whether the lines lie far apart, or one goes far, and all of it is above 0."""
+    values = [line.run.train.points(line.metric)[1] for line in lines]
+    usual = [float(np.median(v)) for v in values]
+    peaks = max(float(v.max()) for v in values) / min(usual) if min(usual) > 0 else 0.0
+    return peaks > 20 and min(float(v.min()) for v in values) > 0
+
+
+def _least(lines: Sequence[Line]) -> float:
+    """The least accuracy of an evaluation, or that training usually has; at most 0.45."""
+    found = [0.45]
+    for line in lines:
+        values = line.run.train.points(line.metric.replace("SPLIT", "train"))[1]
+        found += [*evaluated(line)[1], *smoothed(values, width_of(len(values)))]
+    return float(min(found))
+
+
+def _rule(axis: Any, height: float, text: str, theme: Theme) -> None:
+    axis.axhline(height, color=theme.muted, linewidth=0.8, alpha=0.7)
+    if text:
+        axis.annotate(
+            *(text, (1, height)),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="right",
+            color=theme.muted,
+            fontsize=8,
+        )
+
+
+def _short(value: float, _: Any = None) -> str:
+    """A tick of examples: 800, 2k, 1.5M."""
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:g}"
+
+
+def _head(picture: Any, axes: Any, chart: Chart, panels: list[list[Line]], theme: Theme, *, several: bool) -> None:
+    """Title, unit and what the colours are."""
+    title = f"{chart.title} ({chart.unit})" if chart.unit else chart.title
+    picture.suptitle(title, color=theme.ink, fontsize=10.5, fontweight="bold", x=0.02, ha="left")
+    shown = {line.color: (line.run.name if several else line.label) for panel in panels for line in panel}
+    if several or len(shown) > 1:
+        handles = [
+            mpl.lines.Line2D([], [], color=theme.colors[color % len(theme.colors)], linewidth=2.2) for color in shown
+        ]
+        names = [name if len(name) <= 24 else f"{name[:22]}..." for name in shown.values()]
+        names = [name.replace("$", r"\$") for name in names]  # no formulas
+        legend = picture.legend(
+            *(handles, names), loc="outside lower left", ncols=min(len(names), 3), frameon=False, fontsize=8
+        )
+        for text in legend.get_texts():
+            text.set_color(theme.ink)
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def describe(chart: Chart, lines: Sequence[Line]) -> str:
+    """What a picture shows, for those who do not see it."""
+    say = percent if chart.share else in_words
+    parts = []
+    for line in lines:
+        of_splits = []
+        for split, log in logs_of(line.run):
+            values = log.points(line.metric.replace("SPLIT", split))[1]
+            if len(values) and (split == "train" or "SPLIT" in line.metric):
+                name = "training" if split == "train" else "evaluation"
+                first, last, least, most = (say(v) for v in (values[0], values[-1], values.min(), values.max()))
+                of_splits.append(f"{name} from {first} to {last}, between {least} and {most}")
+        parts.append((f"{line.label}: " if line.label else "") + "; ".join(of_splits))
+    return f"{chart.title} against examples. " + ". ".join(parts) + "."

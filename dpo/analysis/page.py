@@ -1,0 +1,179 @@
+"""Writes the report of runs: curves as PNG, and `report.html`, one file that needs no network and runs no code.
+
+    python -m scripts.report RUN [RUN ...] [--out DIR]
+
+The template is `page.html.jinja`. Every text is escaped, and the page's own policy forbids scripts and requests:
+samples and settings come from models and users.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from dpo.analysis import summary
+from dpo.analysis.cost import cost_of
+from dpo.analysis.curves import THEMES, draw_all
+from dpo.analysis.findings import WARNING, Finding
+from dpo.analysis.margin import margin_parts
+from dpo.analysis.reading import find_all
+from dpo.analysis.runs import Run, read_runs
+from dpo.errors import InputError
+
+PAGE = "report.html"
+FIRST_SAMPLES = 4  # that are shown before the reader asks for more
+
+
+class Lead(NamedTuple):
+    """A picture that opens the page."""
+
+    title: str
+    png: bytes
+    png_dark: bytes
+    alt: str
+    text: str
+
+
+class Shown(NamedTuple):
+    """A picture in the page."""
+
+    title: str
+    alt: str
+    light: str  # data URIs
+    dark: str
+    text: str = ""
+
+
+class Section(NamedTuple):
+    """What the page says of one run."""
+
+    run: Run
+    color: str  # of its curves, light
+    dark_color: str
+    about: str
+    verdict: str
+    tiles: list[summary.Tile]
+    findings: list[Finding]
+    margin: summary.Bars | None
+    settings: list[summary.Row]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == WARNING]
+
+    @property
+    def notes(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level != WARNING]
+
+    def tile(self, label: str) -> summary.Tile | None:
+        return next((tile for tile in self.tiles if tile.label == label), None)
+
+
+def write_report(runs: Sequence[Path], out: Path, *, lead: Lead | None = None, ended: bool = False) -> Path:
+    """Write the curves of runs and `report.html` into `out`; its path. `ended`: they say so, and may hold their locks.
+
+    Raises InputError for a path that is no run, and if `out` cannot be written.
+    """
+    read = read_runs(runs, ended=ended)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        pictures = []
+        for picture in draw_all(read):
+            _replace(out / f"{picture.name}.png", picture.light)
+            _replace(out / f"{picture.name}-dark.png", picture.dark)
+            pictures.append(Shown(picture.title, picture.alt, _data(picture.light), _data(picture.dark)))
+        page = out / PAGE
+        _replace(page, render(read, pictures, lead).encode("utf-8", "replace"))
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error}; choose another directory with --out") from error
+    return page
+
+
+def render(runs: Sequence[Run], pictures: Sequence[Shown], lead: Lead | None = None) -> str:
+    """The page."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    template = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).get_template("page.html.jinja")
+    costs = [cost_of(run) for run in runs]
+    sections = [_section(i, run, cost) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
+    context: dict[str, Any] = {
+        "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
+        "sections": sections,
+        "columns": dict.fromkeys(tile.label for section in sections for tile in section.tiles),
+        "lead": lead and Shown(lead.title, lead.alt, _data(lead.png), _data(lead.png_dark), lead.text),
+        "pictures": pictures,
+        "samples": summary.samples_of(runs),
+        "n_first": FIRST_SAMPLES,
+        "settings": summary.setting_rows(runs),
+        "data": summary.data_rows(runs),
+        "machines": summary.machine_rows(runs, costs),
+        "parts": [
+            ("Summary", True),
+            ("Findings", True),
+            ("Curves", bool(pictures)),
+            ("Samples", any(run.samples for run in runs)),
+            ("Settings", any(run.config for run in runs)),
+            ("Data", any(run.preflight for run in runs)),
+            ("Cost", True),
+        ],
+        "made": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+        "several": len(runs) > 1,
+        "best": _best(sections),
+    }
+    return template.render(context)
+
+
+def _section(i: int, run: Run, cost: Any) -> Section:
+    findings = find_all(run)
+    light, dark = (theme.colors[i % len(theme.colors)] for theme in THEMES)
+    return Section(
+        run,
+        light,
+        dark,
+        summary.about(run),
+        summary.verdict(run, findings),
+        summary.tiles(run, cost),
+        findings,
+        summary.margin_bars(margin_parts(run)),
+        summary.all_settings(run),
+    )
+
+
+def _best(sections: Sequence[Section]) -> dict[str, dict[str, float]]:
+    """By loss and label of a tile, the most that one of its runs is worth."""
+    best: dict[str, dict[str, float]] = {}
+    for section in sections:
+        of_loss = best.setdefault(section.run.loss, {})
+        for tile in section.tiles:
+            of_loss[tile.label] = max(of_loss.get(tile.label, tile.worth), tile.worth)
+    return best
+
+
+def _data(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file that readers see whole, as it was or as it is now."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":  # how a run keeps its own report fresh: RUN OUT [--ended]
+    os.nice(10)  # the run comes first
+    try:
+        write_report([Path(sys.argv[1])], Path(sys.argv[2]), ended="--ended" in sys.argv)
+    except InputError as error:
+        sys.exit(f"{error}")

@@ -1,0 +1,287 @@
+"""A run as far as its directory can be read: settings, environment, data, metrics, samples, and how the run stands.
+
+A run may still train, have crashed, or lack files: what cannot be read is named in `Run.problems`, and left out.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from dpo.errors import InputError
+from dpo.system.plain_files import check_readable
+from dpo.system.redaction import redact
+from dpo.system.run_directory import is_locked
+
+RECORDS = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of them
+STEP = re.compile(r"step-(\d+)")
+NONFINITE = re.compile(r"nonfinite-(\d+)")  # where examples of an update that was NaN or infinite are
+
+
+def number(value: Any) -> float:
+    """A finite number as a float; NaN for anything else, also for null, which is how a NaN is logged."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:  # an integer that no float holds
+        return math.nan
+
+
+class Log:
+    """The metrics of one split: a row per update or evaluation, in the order of the file; NaN where there is none."""
+
+    def __init__(self, lines: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.lines = lines
+        self.examples = np.array([number(line.get("examples")) for line in lines])
+        self.updates = np.array([number(line.get("updates")) for line in lines])
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The values of a metric, (rows,)."""
+        return np.array([number(line.get(name)) for line in self.lines])
+
+    def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """(examples, values) where the metric is a number."""
+        values = self[name]
+        there = np.isfinite(values)
+        return self.examples[there], values[there]
+
+    def first(self, name: str) -> float:
+        values = self.points(name)[1]
+        return float(values[0]) if len(values) else math.nan
+
+    def last(self, name: str) -> float:
+        values = self.points(name)[1]
+        return float(values[-1]) if len(values) else math.nan
+
+
+class State(NamedTuple):
+    """How a run stands: a word, and what is to say about it."""
+
+    word: str  # complete, training, stopped, aborted, ended, empty
+    text: str
+
+
+NOTHING = State("empty", "nothing was logged")
+
+
+@dataclass
+class Run:
+    """What a run's directory has. Secrets in settings and environment are replaced."""
+
+    path: Path
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, Any] = field(default_factory=dict)
+    preflight: dict[str, Any] = field(default_factory=dict)
+    train: Log = field(default_factory=Log)
+    eval: Log = field(default_factory=Log)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    nonfinite: list[int] = field(default_factory=list)  # updates whose examples were put aside
+    saved: list[int] = field(default_factory=list)  # examples, of the checkpoints
+    written: datetime | None = None  # when the last line of the metrics was
+    problems: list[str] = field(default_factory=list)
+    state: State = NOTHING
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """The value of a dotted key."""
+        return _inside(self.config, key, default)
+
+    def count(self, key: str) -> float:
+        """A number of the preflight by its dotted key; NaN if it has none."""
+        return number(_inside(self.preflight, key, None))
+
+    @property
+    def loss(self) -> str:
+        """The loss's name; if the settings are lost, what the metrics look like."""
+        kind = (
+            "dpo"
+            if any(name.startswith("rewards_") for log in (self.train, self.eval) for name in names_in(log))
+            else "sft"
+        )
+        return str(self.setting("loss.name") or kind)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether chosen and rejected responses were compared."""
+        return any("rewards_" in name for log in (self.train, self.eval) for name in names_in(log))
+
+    @property
+    def updates(self) -> int:
+        return _largest(self.train.updates)
+
+    @property
+    def examples(self) -> int:
+        """That the run has trained on."""
+        return _largest(self.train.examples)
+
+    @property
+    def total_updates(self) -> int | None:
+        """Of the whole run, as its preflight counted."""
+        total = self.count("updates")
+        return int(total) if total > 0 else None
+
+    def tail(self, split: str, name: str) -> float:
+        """Mean of the last tenth of the updates, at least 10; of evaluations the last."""
+        values = self.train.points(name)[1] if split == "train" else self.eval.points(name)[1][-1:]
+        return float(values[-max(10, len(values) // 10) :].mean()) if len(values) else math.nan
+
+
+def names_in(log: Log) -> list[str]:
+    """The metrics of a log, in the order in which they came."""
+    return list(dict.fromkeys(name for line in (*log.lines[:1], *log.lines[-1:]) for name in line))
+
+
+def read_run(path: Path, *, ended: bool = False) -> Run:
+    """What is in a run's directory. `ended`: the run says so itself, though it still holds its lock.
+
+    Raises InputError if the path is no run's directory.
+    """
+    _check_is_run(path)
+    run = Run(path.resolve(), path.resolve().name)
+    run.config = redact(_read_mapping(run, "config.yaml"))
+    run.env = redact(_read_mapping(run, "env.json"))
+    run.preflight = _read_mapping(run, "preflight.json")
+    lines = _read_lines(run, "metrics.jsonl", lambda line: line.get("split") in ("train", "eval"))
+    run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
+    run.samples = _read_lines(run, "samples.jsonl", _is_sample)
+    if lines:
+        run.written = datetime.fromtimestamp((run.path / "metrics.jsonl").stat().st_mtime).astimezone()
+    folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
+    run.nonfinite = sorted(int(found[1]) for name in folders if (found := NONFINITE.fullmatch(name)))
+    run.saved = sorted(int(found[1]) for name in folders if (found := STEP.fullmatch(name)))
+    name = run.setting("exp_name")
+    run.name = redact(name if isinstance(name, str) and name.strip() else run.path.name)
+    run.state = find_state(run, locked=not ended and is_locked(run.path))
+    return run
+
+
+def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
+    """Each run once, under a name of its own."""
+    runs = list({run.path: run for run in (read_run(path, ended=ended) for path in paths)}.values())
+    for names in ([run.name for run in runs], [run.path.name for run in runs], [str(run.path) for run in runs]):
+        if len(set(names)) == len(runs):
+            for run, name in zip(runs, names, strict=True):
+                run.name = redact(name)
+            break
+    return runs
+
+
+def find_state(run: Run, *, locked: bool) -> State:
+    """How a run stands; `locked` by a process that trains."""
+    done, total = run.updates, run.total_updates
+    of = f"{done:,} of {total:,} updates" if total else f"{done:,} updates"
+    evaluated = _largest(run.eval.updates)
+    if total and done >= total and evaluated >= total:
+        return State("complete", f"complete after {of}")
+    if locked:
+        return State("training", f"still training, {of} so far")
+    if not len(run.train) and not len(run.eval):
+        return run.state
+    if run.nonfinite and run.nonfinite[-1] > done:
+        return State("aborted", f"aborted at update {run.nonfinite[-1]:,}: loss or gradient was NaN or infinite")
+    if done and run.saved and run.saved[-1] == run.examples:
+        return State("stopped", f"stopped after {of}, and saved there: resume=auto continues it")
+    if total is None:
+        return State("ended", f"ended after {of}; of how many, preflight.json would say")
+    lost = f", the last checkpoint is of {run.saved[-1]:,} examples" if run.saved else ", without a checkpoint"
+    return State("ended", f"crashed or killed after {of}{lost}")
+
+
+def _check_is_run(path: Path) -> None:
+    if not path.is_dir():
+        what = "is not a directory" if os.path.lexists(path) else "does not exist"
+        raise InputError(f"{path} {what}: give the directory of a run, which has config.yaml and metrics.jsonl")
+    if STEP.fullmatch(path.resolve().name):
+        raise InputError(f"{path} is a checkpoint: give the directory of its run, {path.resolve().parent}")
+    if not any((path / name).is_file() for name in RECORDS):
+        raise InputError(f"{path} is no run: it has neither {' nor '.join(RECORDS)}; give the directory of a run")
+
+
+def _read_bytes(run: Run, name: str) -> bytes | None:
+    """A file's content; None, and a problem, if there is none."""
+    path = run.path / name
+    try:
+        check_readable(path)
+        return path.read_bytes()
+    except FileNotFoundError:
+        run.problems.append(f"{name} is missing")
+    except (InputError, OSError) as error:
+        run.problems.append(f"{name} cannot be read: {error}")
+    return None
+
+
+def _read_mapping(run: Run, name: str) -> dict[str, Any]:
+    """The mapping that a YAML or JSON file holds; empty, and a problem, if it holds none."""
+    content = _read_bytes(run, name)
+    if content is None:
+        return {}
+    try:
+        text = content.decode("utf-8")
+        value = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        run.problems.append(f"{name} cannot be read: {' '.join(str(error).split())[:200]}")
+        return {}
+    if not isinstance(value, dict):
+        run.problems.append(f"{name} cannot be read: it holds no mapping")
+        return {}
+    return value
+
+
+def _read_lines(run: Run, name: str, is_one: Any) -> list[dict[str, Any]]:
+    """The JSON objects of a file, a line each, that `is_one` takes. What it does not take is counted as a problem."""
+    content = _read_bytes(run, name)
+    if content is None:
+        return []
+    lines, odd = [], []
+    rows = content.decode("utf-8", "replace").split("\n")
+    for i, row in enumerate(rows, start=1):
+        if not row.strip():
+            continue
+        try:
+            line = json.loads(row)
+        except (ValueError, RecursionError):
+            line = None
+        if isinstance(line, dict) and is_one(line):
+            lines.append(line)
+        elif i < len(rows):  # the last, without a newline, is being written, or was when the run died
+            odd.append(i)
+    if odd:
+        shown = ", ".join(map(str, odd[:5])) + (", ..." if len(odd) > 5 else "")
+        run.problems.append(f"{name}: {len(odd)} of {len(rows) - 1} lines cannot be read, and are left out ({shown})")
+    return lines
+
+
+def _is_sample(line: Mapping[str, Any]) -> bool:
+    """Whether a line is a `Sample` with the examples after which it was taken."""
+    texts = isinstance(line.get("prompt"), str) and isinstance(line.get("policy"), str)
+    return (
+        texts and isinstance(line.get("reference"), (str, type(None))) and math.isfinite(number(line.get("examples")))
+    )
+
+
+def _inside(node: Any, key: str, default: Any) -> Any:
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return default
+        node = node[part]
+    return node
+
+
+def _largest(values: np.ndarray) -> int:
+    finite = values[np.isfinite(values)]
+    return int(finite.max()) if len(finite) else 0

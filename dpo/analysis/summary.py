@@ -1,0 +1,315 @@
+"""What the page says of runs beside curves and findings: the verdict, tiles, tables, samples side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dpo.analysis.cost import Cost
+from dpo.analysis.findings import Finding
+from dpo.analysis.margin import MarginParts
+from dpo.analysis.reading import warnings_in
+from dpo.analysis.runs import Run
+from dpo.analysis.wording import count, duration, figure, hours, large, percent, signed
+from dpo.settings.files import defaults_of, dotted
+from dpo.system.redaction import redact
+
+ABSENT = "\N{EN DASH}"
+BLANK_LINES = re.compile(r"\n\s*\n")  # between the turns of a dialogue
+MOST_SAMPLES, LONGEST_TEXT = 32, 4000
+
+
+class Tile(NamedTuple):
+    label: str
+    value: str
+    detail: str
+    worth: float = math.nan  # more is better, among runs with the same loss; NaN: neither
+
+
+class Row(NamedTuple):
+    """A row of a table with a column for each run."""
+
+    name: str
+    values: list[str]
+
+
+# --- verdict and tiles ------------------------------------------------------------------------------------------------
+
+
+def about(run: Run) -> str:
+    """What was trained on what."""
+    beta, datasets = run.setting("loss.beta"), run.setting("datasets")
+    told = [
+        f"{run.loss.upper()}{f' with beta {beta}' if beta is not None else ''}",
+        f"model {run.setting('model.name_or_path')}" if run.setting("model.name_or_path") else "",
+        f"data {', '.join(map(str, datasets))}" if isinstance(datasets, list) else "",
+    ]
+    return " \N{MIDDLE DOT} ".join(filter(None, told))
+
+
+def verdict(run: Run, findings: list[Finding]) -> str:
+    """The run in a few short sentences."""
+    n = warnings_in(findings)
+    looks = f"{count(n, 'warning')} below." if n else "Nothing looks wrong."
+    return " ".join([f"{run.state.text.capitalize()}.", _result(run), looks if len(run.train) or len(run.eval) else ""])
+
+
+def _result(run: Run) -> str:
+    """How well it does on held-out examples."""
+    examples, losses = run.eval.points("loss/eval")
+    accuracy = run.eval.last("rewards_eval/accuracies")
+    if not len(losses) or examples[-1] == 0:
+        return "It was not evaluated after an update yet."
+    moved = "stayed at" if len(losses) == 1 else "fell from" if losses[-1] < losses[0] else "rose from"
+    loss = figure(losses[-1]) if len(losses) == 1 else f"{figure(losses[0])} to {figure(losses[-1])}"
+    if math.isfinite(accuracy):
+        margin = run.eval.last("rewards_eval/margins")
+        return f"{percent(accuracy)} of held-out pairs are ranked right, by a mean reward margin of {figure(margin)}."
+    return f"The held-out loss {moved} {loss}."
+
+
+def tiles(run: Run, cost: Cost) -> list[Tile]:
+    """The numbers that people look for first."""
+    return [*_quality(run), *_extent(run, cost)]
+
+
+def _quality(run: Run) -> list[Tile]:
+    if not len(run.eval):
+        loss = run.tail("train", "loss/train")
+        return [Tile("Training loss", figure(loss), "no evaluation yet")] if math.isfinite(loss) else []
+    found = []
+    for label, name, sign, say in (
+        ("Held-out accuracy", "rewards_eval/accuracies", +1, percent),
+        ("Held-out margin", "rewards_eval/margins", 0, figure),
+        ("Held-out loss", "loss/eval", -1, figure),
+    ):
+        examples, values = run.eval.points(name)
+        if not len(values):
+            continue
+        place = int((sign * values).argmax())
+        if not sign:
+            sides = [run.eval.last(f"rewards_eval/{side}") for side in ("chosen", "rejected")]
+            detail = f"chosen {signed(sides[0])}, rejected {signed(sides[1])}"
+        elif values[place] == values[-1]:
+            before = "a tie" if values[0] == 0 and examples[0] == 0 and sign > 0 else say(values[0])
+            detail = f"best so far, from {before}" if len(values) > 1 else "the first evaluation"
+        else:
+            detail = f"best {say(values[place])} at {examples[place]:,.0f} examples"
+        last = float(values[-1])
+        found.append(Tile(label, say(last), detail, sign * last if sign else math.nan))
+    return found
+
+
+def _extent(run: Run, cost: Cost) -> list[Tile]:
+    of = f"of {run.total_updates:,} updates" if run.total_updates else "updates"
+    epochs = run.examples / run.count("train.examples")
+    passes = f", {figure(epochs)} epoch{'' if epochs == 1 else 's'}" if math.isfinite(epochs) else ""
+    speed = cost.tokens / cost.updating_secs if cost.updating_secs > 0 else math.nan
+    found = [Tile("Examples", f"{run.examples:,}", f"{run.updates:,} {of}{passes}")]
+    if cost.secs > 0:
+        spent = f"{hours(cost.device_hours)} {cost.kind}-hours" if math.isfinite(cost.devices) else ""
+        found.append(Tile("Time", duration(cost.secs), spent))
+    if math.isfinite(cost.tokens):
+        found.append(Tile("Tokens", large(cost.tokens), f"{figure(speed)} per second"))
+    return found
+
+
+# --- what the margin is made of ---------------------------------------------------------------------------------------
+
+
+class Bar(NamedTuple):
+    """A bar from 0 to a value; `left` and `width` in percent of the drawing."""
+
+    label: str
+    value: str
+    kind: str  # chosen, rejected, margin, length
+    left: float
+    width: float
+
+
+class Bars(NamedTuple):
+    zero: float  # where 0 is, in percent
+    bars: list[Bar]
+    tokens: str
+
+
+def margin_bars(parts: MarginParts | None) -> Bars | None:
+    """The parts of a margin drawn to scale."""
+    if parts is None:
+        return None
+    values = [
+        ("chosen rising" if parts.chosen >= 0 else "chosen falling", parts.chosen, "chosen"),
+        ("rejected falling" if parts.rejected <= 0 else "rejected rising", -parts.rejected, "rejected"),
+        ("the margin", parts.margin, "margin"),
+    ]
+    if math.isfinite(parts.length):
+        tiny = abs(parts.length) < 0.001 * abs(parts.margin)
+        values.append(("of which by length", 0.0 if tiny else parts.length, "length"))
+    low, high = min(0.0, *(v for _, v, _ in values)), max(0.0, *(v for _, v, _ in values))
+    span = (high - low) or 1.0
+    bars = [
+        Bar(label, signed(value), kind, round(100 * (min(value, 0) - low) / span, 2), round(100 * abs(value) / span, 2))
+        for label, value, kind in values
+    ]
+    tokens = (
+        ""
+        if math.isnan(parts.length)
+        else (f"Mean tokens: {figure(parts.chosen_tokens)} chosen, {figure(parts.rejected_tokens)} rejected.")
+    )
+    return Bars(round(-100 * low / span, 2), bars, tokens)
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+class Text(NamedTuple):
+    """What a model wrote; `role` is policy or reference."""
+
+    label: str
+    role: str
+    text: str
+
+
+@dataclass
+class Prompted:
+    """A prompt and what was written after it."""
+
+    prompt: str
+    texts: list[Text]
+
+
+def samples_of(runs: Sequence[Run]) -> list[Prompted]:
+    """The newest samples of all runs, prompt by prompt; beside a policy without a reference its own first ones."""
+    cards: dict[tuple[str, int], Prompted] = {}
+    for run in runs:
+        times = [sample["examples"] for sample in run.samples]
+        newest = [sample for sample in run.samples if sample["examples"] == times[-1]]
+        first = [sample for sample in run.samples if sample["examples"] == times[0]] if times[:1] != times[-1:] else []
+        seen: dict[str, int] = {}
+        for i, sample in enumerate(newest):
+            prompt = sample["prompt"]
+            seen[prompt] = seen.get(prompt, 0) + 1  # a prompt of several pairs is sampled for each
+            card = cards.setdefault((prompt, seen[prompt]), Prompted(BLANK_LINES.sub("\n", shortened(prompt)), []))
+            whose = f"{run.name}, after" if len(runs) > 1 else "Policy after"
+            card.texts.append(Text(f"{whose} {count(times[-1], 'example')}", "policy", shortened(sample["policy"])))
+            if sample["reference"] is not None:
+                _add(card, Text("Reference", "reference", shortened(sample["reference"])))
+            elif i < len(first) and first[i]["prompt"] == prompt:
+                before = f"{run.name}, " if len(runs) > 1 else "Policy "
+                label = f"{before}before training" if times[0] == 0 else f"{before}after {count(times[0], 'example')}"
+                _add(card, Text(label, "reference", shortened(first[i]["policy"])))
+    return list(cards.values())[:MOST_SAMPLES]
+
+
+def _add(card: Prompted, text: Text) -> None:
+    """Add a reference's text, unless it is there from another run."""
+    if not any(text.role == other.role and text.text == other.text for other in card.texts):
+        card.texts.append(text)
+
+
+def shortened(text: str) -> str:
+    """Without white space around it, and of a length that a page can show."""
+    text = text.strip()
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[:LONGEST_TEXT]} ... ({len(text) - LONGEST_TEXT:,} more characters)"
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def shown(value: Any) -> str:
+    """A setting's value."""
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def setting_rows(runs: Sequence[Run]) -> list[Row]:
+    """Settings that differ between the runs; of one run, those that differ from the defaults."""
+    configs = [dict(dotted(run.config)) for run in runs]
+    others = [dict(dotted(defaults_of(runs[0].setting("loss.name"))))] if len(runs) == 1 else []
+    keys = list(dict.fromkeys(str(key) for config in configs for key in config))
+    missing = object()
+    rows = []
+    for key in keys:
+        values = [config.get(key, missing) for config in configs]
+        if any(value != values[0] for value in [*values, *(other.get(key, missing) for other in others)]):
+            rows.append(Row(key, [ABSENT if value is missing else shown(value) for value in values]))
+    return rows
+
+
+def all_settings(run: Run) -> list[Row]:
+    return [Row(str(key), [shown(value)]) for key, value in dotted(run.config)]
+
+
+def data_rows(runs: Sequence[Run]) -> list[Row]:
+    """What the preflight counted, where it is not 0."""
+    wanted = {
+        "examples": "examples",
+        "prompts": "prompts",
+        "mean_chosen_tokens": "mean tokens, chosen",
+        "mean_rejected_tokens": "mean tokens, rejected",
+        "chosen_longer": "pairs with chosen longer",
+        "truncated_prompts": "with a truncated prompt",
+        "truncated_responses": "with a truncated response",
+        "duplicated_pairs": "duplicated pairs",
+        "contradictory_pairs": "contradictory pairs",
+        "identical_pairs": "identical pairs",
+        "empty_responses": "with an empty response",
+        "joined_words": "without a space after the prompt",
+    }
+    rows = []
+    for split in ("train", "test"):
+        for key, name in wanted.items():
+            values = [run.count(f"{split}.{key}") for run in runs]
+            if any(value > 0 for value in values):
+                say = percent if key == "chosen_longer" else figure if key.startswith("mean") else _whole
+                rows.append(Row(f"{split}: {name}", [say(v) if math.isfinite(v) else ABSENT for v in values]))
+    return rows
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def machine_rows(runs: Sequence[Run], costs: Sequence[Cost]) -> list[Row]:
+    """Hardware, versions, time and cost."""
+    columns = [_machine(run, cost) for run, cost in zip(runs, costs, strict=True)]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [Row(name, [column.get(name) or ABSENT for column in columns]) for name in names]
+    return [row for row in rows if set(row.values) != {ABSENT}]
+
+
+def _machine(run: Run, cost: Cost) -> dict[str, str]:
+    env, known = run.env, math.isfinite(cost.devices)
+    found = env.get("packages")
+    packages = found if isinstance(found, Mapping) else {}
+    versions = [f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages]
+    per_device = f" ({figure(cost.devices)} {cost.kind}{'s' if cost.devices != 1 else ''})" if known else ""
+    commit = str(env.get("git_commit") or "")[:12]
+    memory = run.train.last("memory/peak_gb")
+    return {
+        "devices": _devices(env, cost),
+        "time, from start to last record": duration(cost.elapsed_secs) if math.isfinite(cost.elapsed_secs) else "",
+        "time in updates": duration(cost.updating_secs) if math.isfinite(cost.updating_secs) else "",
+        f"{cost.kind}-hours": f"{hours(cost.device_hours)}{per_device}" if known and cost.secs > 0 else "",
+        "tokens": f"{cost.tokens:,.0f}" if math.isfinite(cost.tokens) else "",
+        "peak memory of rank 0": f"{figure(memory)} GB" if math.isfinite(memory) else "",
+        "processes": shown(env["processes"]) if "processes" in env else "",
+        "versions": ", ".join([f"Python {env.get('python')}", *versions]) if "python" in env else "",
+        "platform": shown(env.get("platform") or ""),
+        "git commit": f"{commit}{', with uncommitted changes' if env.get('git_uncommitted_changes') else ''}",
+        "started (the last time)": shown(env.get("started") or ""),
+        "directory": redact(str(run.path)),
+    }
+
+
+def _devices(env: Mapping[str, Any], cost: Cost) -> str:
+    gpus = env.get("gpus")
+    if isinstance(gpus, list) and gpus:
+        names: Iterable[str] = dict.fromkeys(map(str, gpus))
+        return ", ".join(f"{sum(str(gpu) == name for gpu in gpus)} \N{MULTIPLICATION SIGN} {name}" for name in names)
+    return f"{figure(cost.devices)} CPU cores, no GPU" if math.isfinite(cost.devices) else ""

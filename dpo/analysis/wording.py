@@ -1,0 +1,59 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+
+def figure(value: float, digits: int = 3) -> str:
+    """So many significant digits, and no exponent if the value is large."""
+    if not math.isfinite(value):
+        return "unknown"
+    text = f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+    return text.replace("-", "\N{MINUS SIGN}") if "e" not in text else text
+
+
+def signed(value: float, digits: int = 3) -> str:
+    """The same with its sign."""
+    return f"+{figure(value, digits)}" if value >= 0 else figure(value, digits)
+
+
+def percent(share: float) -> str:
+    """A share of 1; never 100 % or 0 % of what is not."""
+    if not math.isfinite(share):
+        return "unknown"
+    digits = int(0.99 < share < 1 or 0 < share < 0.01)
+    text = f"{100 * share:.{digits}f}"
+    return ("0 %" if float(text) == 0 else f"{text} %").replace("-", "\N{MINUS SIGN}")
+
+
+def count(n: float, one: str, many: str = "") -> str:
+    """`1 update`, `2,048 updates`."""
+    return f"{n:,.0f} {one if n == 1 else many or one + 's'}"
+
+
+def large(n: float) -> str:
+    """`845`, `12.3k`, `1.2M`, `3.4B`."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if n >= size:
+            return f"{n / (1e3 if letter == 'k' else size):.3g}{letter}"
+    return f"{n:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """`8 s`, `1 min 33 s`, `25 min`, `2 h 5 min`, `3 d 4 h`."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 1:
+        return f"{seconds:.2g} s"
+    whole = round(seconds) if seconds < 600 else 60 * round(seconds / 60)
+    for size, name, part, rest in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            below = whole % size // part
+            return f"{whole // size} {name}" + (f" {below} {rest}" if below else "")
+    return f"{whole} s"
+
+
+def hours(value: float) -> str:
+    """Device hours, with two digits below ten."""
+    return "under 0.01" if 0 <= value < 0.01 else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"

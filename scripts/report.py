@@ -1,0 +1,38 @@
+"""A report of one run or several: curves as PNG, and one page, `report.html`, that needs no network.
+
+    python -m scripts.report RUN [RUN ...] [--out DIR]
+
+RUN is the directory of a run that is complete, still trains, or crashed. The page has the curves, what they mean and
+what looks wrong, samples of policy and reference, what differs between the runs, hardware, time and cost. Without
+--out it is in RUN/report, or, of several runs, in report. Exit status: 0 written, 2 bad input. Changes nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpo.analysis.page import write_report
+from dpo.errors import InputError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.report", description=__doc__.split("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; of several runs: report")
+    asked = parser.parse_args(arguments)
+    runs = [run.expanduser() for run in asked.runs]
+    default = runs[0] / "report" if len(runs) == 1 else Path("report")
+    try:
+        page = write_report(runs, (asked.out or default).expanduser())
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"report: {page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""What the report says of a run, on metrics made by hand. docs/metrics.md has the rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.records import CONFIG, evaluation, rewards, sample, update
+
+from dpo.analysis.findings import Finding, spikes_of
+from dpo.analysis.margin import MarginParts, change_of, margin_parts
+from dpo.analysis.reading import find_all
+from dpo.analysis.runs import Log, Run, State
+
+TOKENS = {"mean_chosen_tokens": 20.0, "mean_rejected_tokens": 20.0}
+
+
+def run_of(lines: list[dict], **more) -> Run:
+    train, evaluations = ([line for line in lines if line["split"] == split] for split in ("train", "eval"))
+    given = {"config": CONFIG, "preflight": {"train": TOKENS, "test": TOKENS}, **more}
+    return Run(Path("run"), "made", train=Log(train), eval=Log(evaluations), **given)
+
+
+def find(title: str, lines: list[dict], **more) -> Finding | None:
+    """What is found under a title."""
+    return next((finding for finding in find_all(run_of(lines, **more)) if finding.title == title), None)
+
+
+def pairs(number: int, accuracy: float, loss: float = 0.6) -> dict:
+    return update(number, **rewards("train", 0.1, -0.1, accuracy), **{"loss/train": loss})
+
+
+def test_a_run_as_it_should_be_has_no_warning():
+    lines = [evaluation(0, 0.69, **rewards("eval", 0.0, 0.0, 0.0))]
+    lines += [pairs(k, accuracy=0.5 + k / 400, loss=0.69 - k / 1000) for k in range(1, 101)]
+    lines += [evaluation(100, 0.6, **rewards("eval", 0.2, -0.2, 0.72))]
+    assert [finding for finding in find_all(run_of(lines)) if finding.level == "warning"] == []
+
+
+# --- accuracy and loss
+
+
+def test_saturated_accuracy():
+    lines = [pairs(k, accuracy=0.5 if k <= 40 else 1.0) for k in range(1, 101)]
+    warning = find("Accuracy is saturated", lines)
+    assert warning.level == "warning"
+    assert warning.value == "rewards_train/accuracies 1 over the last 10 updates"
+    assert "from about 164 examples on" in warning.text  # the first ten that are all right begin with update 41
+    assert find("Accuracy is saturated", [pairs(k, accuracy=0.98) for k in range(1, 101)]) is None
+
+
+def test_evaluation_that_turns_while_training_improves():
+    lines = [pairs(k, accuracy=0.6, loss=0.7 - k / 1000) for k in range(1, 201)]
+    turned = [evaluation(n, loss) for n, loss in ((0, 0.69), (100, 0.60), (200, 0.66))]
+    warning = find("Evaluation loss turned while training loss improved", lines + turned)
+    # of ten updates up to 100 the mean is 0.7 - 0.0955, of twenty (a tenth of all) up to 200 it is 0.7 - 0.1905
+    assert warning.value == "loss/eval 0.6 at 400 examples, 0.66 at 800; loss/train 0.609, then 0.509"
+    for last in (0.60, 0.62):  # at most 5 % above the best
+        lines_now = lines + [evaluation(n, loss) for n, loss in ((0, 0.69), (100, 0.60), (200, last))]
+        assert find("Evaluation loss turned while training loss improved", lines_now) is None
+    worse = [pairs(k, accuracy=0.6, loss=0.5 + k / 1000) for k in range(1, 201)]
+    assert find("Evaluation loss turned while training loss improved", worse + turned) is None
+
+
+@pytest.mark.parametrize(("last", "is_found"), [(0.70, True), (0.76, False)])
+def test_accuracy_that_chance_explains_is_no_turn(last, is_found):
+    """Two standard errors of 0.8 on 256 pairs are 2 sqrt(0.8 * 0.2 / 256) = 0.05."""
+    lines = [pairs(k, accuracy=0.5 + k / 500) for k in range(1, 201)]
+    lines += [evaluation(n, 0.6, **rewards("eval", 0, -1, accuracy)) for n, accuracy in ((100, 0.8), (200, last))]
+    warning = find("Evaluation accuracy turned while training accuracy improved", lines)
+    assert (warning is not None) == is_found
+
+
+def test_no_better_than_chance():
+    def lines(accuracy: float) -> list[dict]:
+        return [pairs(k, 0.5) for k in range(1, 31)] + [evaluation(30, 0.69, **rewards("eval", 0.1, 0.0, accuracy))]
+
+    title = "Held-out pairs are ranked no better than by chance"  # two standard errors of 0.5 on 256 pairs: 0.0625
+    assert find(title, lines(0.55)).value == "rewards_eval/accuracies 0.55 on 256 pairs"
+    assert find(title, lines(0.5626)) is None
+
+
+def test_training_pairs_ranked_better_than_held_out_ones():
+    def lines(accuracy: float) -> list[dict]:
+        return [pairs(k, 0.9) for k in range(1, 31)] + [evaluation(30, 0.6, **rewards("eval", 0.1, 0.0, accuracy))]
+
+    note = find("Training pairs are ranked better than held-out ones", lines(0.7))
+    assert (note.level, note.value) == ("note", "accuracy 0.9 against 0.7")
+    assert find("Training pairs are ranked better than held-out ones", lines(0.8)) is None
+
+
+# --- numbers that are none, and spikes
+
+
+def test_skipped_updates_are_named():
+    lines = [update(k, **({"loss/train": None, "grad_norm": None} if k in (3, 5) else {})) for k in range(1, 7)]
+    warning = find("Updates were skipped: loss or gradient was not a number", lines, nonfinite=[3, 5])
+    assert warning.value == "2 of 6 updates: 3, 5"
+    assert "nonfinite-3, nonfinite-5" in warning.text
+
+
+def test_the_update_that_ended_the_run_is_named():
+    title = "The run ended on a loss or gradient that was not a number"
+    ended = {"nonfinite": [7], "state": State("aborted", "")}
+    assert find(title, [update(k) for k in range(1, 7)], **ended).value == "update 7"
+
+
+def test_spikes_are_measured_against_the_median_of_the_hundred_before():
+    values = np.ones(200)
+    values[19], values[30], values[50], values[150] = 50, 10, 10.5, 36
+    assert spikes_of(values) == [(50, 10.5), (150, 36.0)]  # before update 20 too few are known; 10 times is not above
+    values[:100] = np.nan
+    assert spikes_of(values) == [(150, 36.0)]
+    assert spikes_of(np.full(30, np.nan)) == spikes_of(np.zeros(30)) == []
+
+
+def test_a_gradient_spike_is_a_warning_with_its_value():
+    lines = [update(k, grad_norm=2.0 if k != 40 else 72.0) for k in range(1, 61)]
+    warning = find("Gradient spikes", lines)
+    assert warning.level == "warning"
+    assert warning.value == "grad_norm 72 at update 40, 36 times its median before; 1 spike in all"
+    assert find("Loss spikes", lines) is None
+    assert find("Loss spikes", [update(k, **{"loss/train": 9.0 if k == 30 else 0.6}) for k in range(1, 61)]) is not None
+
+
+# --- chosen, rejected, length
+
+
+def with_margin(chosen: float, rejected: float, *, logps: tuple = (-50.0, -50.0), **more) -> list[Finding]:
+    """Findings on an evaluation with these rewards, after one in which `logps` of both sides were -50."""
+    named = ("logps_eval/chosen", "logps_eval/rejected")
+    first = evaluation(0, 0.69, **rewards("eval", 0.0, 0.0, 0.0), **dict.fromkeys(named, -50.0))
+    last = evaluation(50, 0.5, **rewards("eval", chosen, rejected), **dict(zip(named, logps, strict=True)))
+    return find_all(run_of([first, *(update(k) for k in range(1, 51)), last], **more))
+
+
+def test_which_side_the_margin_comes_from():
+    [story] = [f for f in with_margin(0.3, -0.9, logps=(-47.0, -59.0)) if f.title == "Where the margin comes from"]
+    assert story.value == "margin 1.2 = chosen +0.3 minus rejected −0.9"
+    assert "25 % of the margin is chosen rising, 75 % is rejected falling" in story.text
+
+
+def test_chosen_that_fall_while_margins_grow_are_explained():
+    title = "Chosen responses become less likely while margins grow"
+    [story] = [f for f in with_margin(-0.2, -1.0, logps=(-52.0, -60.0)) if f.title == title]
+    assert story.level == "note"
+    assert story.value == "logps_eval/chosen −50, then −52 (−2); margin 0.8 = chosen −0.2 minus rejected −1"
+    assert "rejected falling gives 125 % of the margin, and chosen falling takes 25 % away" in story.text
+    assert "The loss sees only the difference" in story.text
+
+    [story] = [f for f in with_margin(-2.0, -2.8, logps=(-70.0, -78.0)) if f.title == title]
+    assert story.level == "warning"  # chosen fell by 20, and the sides parted by 8
+
+
+def test_without_two_evaluations_the_first_updates_are_compared_with_the_last():
+    lines = [
+        update(k, **{"logps_train/chosen": -50.0 - k, "logps_train/rejected": -50.0 - 3 * k}) for k in range(1, 41)
+    ]
+    change = change_of(run_of(lines))
+    assert (change.name, change.before, change.after) == ("logps_train/chosen", -55.5, -85.5)
+    assert change.margin == -30 + 90
+
+
+def test_what_length_gives_is_the_margin_without_its_part_for_equal_lengths():
+    # 0.01 per token on both sides, 100 and 50 tokens: all of the margin is length
+    assert MarginParts("eval", 1.0, 0.5, 100, 50).length == pytest.approx(0.5)
+    # equal lengths: none; -0.01 and -0.03 per token, 40 and 60 tokens: (-0.02) * (40 - 60)
+    assert MarginParts("eval", 1.0, 0.5, 50, 50).length == 0
+    assert MarginParts("eval", -0.4, -1.8, 40, 60).length == pytest.approx(0.4)
+
+
+def test_a_margin_that_is_mostly_length_is_a_warning():
+    tokens = {"test": {"mean_chosen_tokens": 100.0, "mean_rejected_tokens": 50.0}}
+    [warning] = [f for f in with_margin(1.0, 0.4, preflight=tokens) if f.title == "Much of the margin is length"]
+    # per token 0.01 and 0.008: 0.009 * 50 of 0.6
+    assert warning.level == "warning"
+    assert warning.value == "+0.45 of the margin 0.6 (75 %); mean tokens 100 chosen, 50 rejected"
+    assert "Much of the margin is length" not in [f.title for f in with_margin(1.0, 0.4)]
+    assert "What length gives cannot be told" in [f.title for f in with_margin(1.0, 0.4, preflight={})]
+
+
+def test_parts_are_of_the_last_evaluation_or_of_the_last_updates():
+    lines = [evaluation(0, 0.69, **rewards("eval", 0.0, 0.0))]
+    lines += [update(k, **rewards("train", 0.1 * k, 0.0)) for k in range(1, 31)]
+    assert margin_parts(run_of(lines))[:3] == ("train", pytest.approx(2.55), 0.0)  # the mean of 2.1 to 3.0
+    assert margin_parts(run_of([*lines, evaluation(30, 0.5, **rewards("eval", 0.7, 0.2))]))[:3] == ("eval", 0.7, 0.2)
+    assert margin_parts(run_of([update(1)])) is None
+
+
+@pytest.mark.parametrize(("words", "level"), [(30, "warning"), (14, None), (4, "warning")])
+def test_samples_that_become_long_or_short(words, level):
+    samples = [sample(0, "a " * 10, "a " * 10)] * 8 + [sample(40, "a " * words, "a " * 10)] * 8
+    lines = [update(10, **rewards("train", 0.1, 0.0))]
+    kind = "long" if words > 10 else "short"
+    finding = find(f"The policy's samples have become {kind}", lines, samples=samples)
+    assert (finding and finding.level) == level
+    if finding:
+        assert finding.value == f"{words} words on average, the reference's 10 (8 samples)"
+    assert find(f"The policy's samples have become {kind}", lines, samples=samples[-7:]) is None  # too few
+
+
+def test_samples_without_a_reference_are_compared_with_the_first():
+    samples = [sample(0, "a " * 10)] * 8 + [sample(40, "a " * 20)] * 8
+    lines = [update(10, **rewards("train", 0.1, 0.0))]
+    assert "its first 10" in find("The policy's samples have become long", lines, samples=samples).value
+    assert find("The policy's samples have become long", [update(10)], samples=samples) is None  # SFT: they should
+
+
+def test_data_in_which_length_tells_the_better_one():
+    lines = [update(1, **rewards("train", 0.1, 0.0))]
+    note = find("Length predicts the preference in the data", lines, preflight={"train": {"chosen_longer": 0.85}})
+    assert note.value == "chosen is longer in 85 % of the training pairs"
+    assert (
+        find("Length predicts the preference in the data", lines, preflight={"train": {"chosen_longer": 0.6}}) is None
+    )
+
+
+# --- the run itself
+
+
+def test_a_warmup_that_does_not_end():
+    lines = [update(k, lr=1e-8 * k) for k in range(1, 11)]
+    title = "The learning rate never reached its value"
+    assert find(title, lines, state=State("complete", "")).value == "lr 1e-07 at most, of 1e-06"
+    assert find(title, lines, state=State("training", "")) is None
+    assert find(title, [update(1)], state=State("complete", "")) is None
+
+
+def test_gradients_that_are_clipped_as_a_rule():
+    lines = [update(k, grad_norm=12.0 if k % 4 else 8.0) for k in range(1, 21)]
+    assert find("Most gradients are clipped", lines).value == "grad_norm above 10 in 75 % of the updates; its median 12"
+
+
+def test_updates_that_become_slower():
+    lines = [update(k, tokens_per_second=100.0 if k <= 20 else 60.0) for k in range(1, 41)]
+    value = "tokens_per_second 100 in the first quarter, 60 in the last"
+    assert find("Updates became slower", lines).value == value
+    assert find("Updates became slower", lines[:20] * 2) is None
+
+
+def test_counts_of_the_preflight_that_are_worth_a_look():
+    counts = {"examples": 200, "tokenized": 100, "truncated_responses": 25, "contradictory_pairs": 1}
+    note = find("Worth a look in the data", [update(1)], preflight={"train": counts})
+    assert note.value == "truncated_responses 25 of 100 (25 %)"  # 1 contradictory pair of 200 is below one in a hundred
+
+
+def test_nothing_is_said_of_a_run_without_metrics():
+    assert find_all(run_of([])) == []

@@ -1,0 +1,233 @@
+"""The page of the report: one file, every text escaped, readable wherever it is opened."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.browser import CHROMIUM, browser
+from support.records import evaluation, rewards, sample, update, write_run
+
+from dpo.analysis.curves import charts_for, lines_of, smoothed
+from dpo.analysis.page import Lead, Shown, render, write_report
+from dpo.analysis.runs import read_runs
+from dpo.analysis.summary import setting_rows
+
+EVIL = "<script>alert(1)</script><img src=x onerror=\"alert('2')\">{{ 7 * 7 }}</p></style>&lt;\u202e"
+LONG = "x" * 3000  # a word that no screen holds
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def lines(n: int = 40) -> list[dict]:
+    logged = [evaluation(0, 0.69, **{**rewards("eval", 0, 0, 0), "logps_eval/chosen": -50, "logps_eval/rejected": -50})]
+    for k in range(1, n + 1):
+        metrics = rewards("train", -0.01 * k, -0.03 * k, min(1.0, 0.5 + k / 50))
+        logged.append(update(k, **metrics, **{"logps_train/chosen": -50 - k, "logps_train/rejected": -50 - 3 * k}))
+    last = {**rewards("eval", -0.4, -1.2, 0.8), "logps_eval/chosen": -54, "logps_eval/rejected": -62}
+    return [*logged, evaluation(n, 0.5, **last)]
+
+
+def made(folder: Path, *, name: str = "made", n: int = 40, **more) -> Path:
+    config = {"exp_name": name, "seed": 0, **more.pop("config", {})}
+    samples = [
+        sample(0, "before", "the reference", prompt="Why?"),
+        sample(160, "after", "the reference", prompt="Why?"),
+    ]
+    return write_run(folder, lines(n), config=config, **{"samples": samples, **more})
+
+
+class Page(HTMLParser):
+    """The elements of a page and the text in each kind of them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.texts: dict[str, str] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "img", "source", "br", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data):
+        for tag in self.open:
+            self.texts[tag] = self.texts.get(tag, "") + data
+
+
+def page_of(*runs: Path, lead: Lead | None = None) -> Page:
+    """The page without curves."""
+    page = Page(render(read_runs(runs), [], lead))
+    assert page.open == []
+    return page
+
+
+def test_curves_are_files_and_in_the_page(tmp_path):
+    page = Page(write_report([made(tmp_path / "run")], tmp_path / "out").read_text(encoding="utf-8"))
+
+    names = {"loss", "accuracy", "margin", "rewards", "logps", "grad_norm", "lr", "throughput", "memory"}
+    files = {file.name for file in (tmp_path / "out").iterdir()}
+    assert files == {"report.html"} | {f"{name}{theme}.png" for name in names for theme in ("", "-dark")}
+    assert all((tmp_path / "out" / name).read_bytes().startswith(PNG) for name in files - {"report.html"})
+    images = [attributes for tag, attributes in page.elements if tag == "img"]
+    assert len(images) == len(names)
+    assert all(len(image["alt"]) > 40 and image["src"].startswith("data:image/png;base64,") for image in images)
+    darks = [attributes for tag, attributes in page.elements if tag == "source"]
+    assert {dark["media"] for dark in darks} == {"(prefers-color-scheme: dark)"}
+    assert len({image["src"] for image in images} | {dark["srcset"] for dark in darks}) == 2 * len(names)
+
+
+def test_the_page_needs_nothing_else_and_runs_no_code(tmp_path):
+    page = page_of(made(tmp_path / "run"))
+
+    assert {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object", "embed", "form", "base"} == set()
+    for _, attributes in page.elements:
+        assert not any(name.startswith("on") for name in attributes)
+        assert all(
+            str(attributes.get(name, "#")).startswith(("#", "data:image/png")) for name in ("href", "src", "srcset")
+        )
+    policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; img-src data:; ")
+    assert not re.search(r"url\(|@import", page.texts["style"])
+
+
+def test_every_text_of_a_run_is_escaped(tmp_path):
+    run = made(
+        tmp_path / "run",
+        name=EVIL,
+        config={EVIL: EVIL, "datasets": [EVIL], "model": {"name_or_path": EVIL}},
+        env={"platform": EVIL, "gpus": [EVIL], "packages": {"torch": EVIL}, "git_commit": EVIL, "python": EVIL},
+        samples=[sample(160, EVIL, EVIL, prompt=EVIL), sample(160, "\ud800 half a letter", None, prompt="p")],
+    )
+    other = made(tmp_path / "other", name=f"other {EVIL}", config={"lr": 1})
+
+    page = page_of(run, other, lead=Lead(EVIL, PNG, PNG, EVIL, EVIL))
+
+    assert {tag for tag, _ in page.elements} & {"script"} == set()
+    assert all(attributes["src"].startswith("data:") for tag, attributes in page.elements if tag == "img")
+    assert page.texts["body"].count(EVIL) > 10
+    assert "49" not in re.findall(r"\d+", page.texts["h1"])
+
+
+def test_samples_of_policy_and_reference_are_side_by_side(tmp_path):
+    page = page_of(made(tmp_path / "run"))
+    sides = [
+        attributes["class"] for tag, attributes in page.elements if attributes.get("class", "").startswith("side ")
+    ]
+    assert sides == ["side policy", "side reference"]
+    text = " ".join(page.texts["section"].split())
+    assert "Prompt Why? Policy after 160 examples after Reference the reference" in text
+    assert "before" not in text.split("Prompt Why?")[1].split("Settings")[0]
+
+
+def test_without_a_reference_the_first_samples_are_beside_the_last(tmp_path):
+    samples = [sample(n, text, prompt="Why?") for n, text in ((0, "gibberish"), (160, "because"))]
+    text = " ".join(page_of(made(tmp_path / "run", samples=samples)).texts["section"].split())
+    assert "Policy after 160 examples because Policy before training gibberish" in text
+
+
+def test_what_differs_between_runs_is_a_table(tmp_path):
+    rates = {"a": 1e-6, "b": 2e-6}
+    runs = [made(tmp_path / name, name=name, n=30, config={"lr": rate}) for name, rate in rates.items()]
+
+    assert setting_rows(read_runs(runs)) == [("exp_name", ["a", "b"]), ("lr", ["1e-06", "2e-06"])]
+    page = page_of(*runs)
+    assert "2 runs compared" in page.texts["h1"]
+    assert page.texts["thead"].startswith("runHeld-out accuracy")
+    assert page.texts["td"].count("30 of 30 updates") == 2
+
+
+def test_of_one_run_the_settings_that_differ_from_the_defaults(tmp_path):
+    rows = setting_rows(read_runs([made(tmp_path / "run", config={"lr": 2e-6, "seed": 0})]))
+    assert dict(rows)["lr"] == ["2e-06"]
+    assert not {"seed", "batch_size"} & dict(rows).keys()
+
+
+def test_losses_of_different_kinds_are_different_pictures(tmp_path):
+    sft = [evaluation(0, 90.0), *(update(k) for k in range(1, 11)), evaluation(10, 20.0)]
+    other = write_run(tmp_path / "sft", sft, config={"exp_name": "s", "loss": {"name": "sft"}})
+    runs = read_runs([made(tmp_path / "dpo"), other])
+
+    drawn = {chart.name: [line.label for line in lines_of(chart, runs)] for chart in charts_for(runs)}
+
+    assert drawn["loss-dpo"] == drawn["margin"] == ["made"]
+    assert drawn["loss-sft"] == ["s"]
+    assert drawn["lr"] == ["made", "s"]
+    assert drawn["rewards"] == ["made chosen", "made rejected"]
+
+
+def test_the_running_mean_is_of_what_is_around_a_value():
+    values = np.array([0.0, 3.0, np.nan, 6.0, 0.0, 0.0])
+    assert smoothed(values, 3).tolist() == [1.5, 1.5, 4.5, 3.0, 2.0, 0.0]
+    assert smoothed(values, 3, robust=True).tolist() == [1.5, 1.5, 4.5, 3.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("n_lines", [0, 1, 2, 3])
+def test_a_run_that_has_just_begun_has_a_page(tmp_path, n_lines):
+    run = write_run(tmp_path / "run", lines()[:n_lines], updates=40)
+    page = page_of(run)
+    assert not any("warning" in str(attributes.get("class")) for _, attributes in page.elements)
+    if n_lines < 3:
+        (run / "config.yaml").unlink()
+        (run / "env.json").unlink()
+        (run / "preflight.json").unlink()
+        (run / "samples.jsonl").unlink()
+        assert "config.yaml is missing" in page_of(run).texts["main"]
+
+
+def test_a_lead_opens_the_page(tmp_path):
+    page = page_of(made(tmp_path / "run"), lead=Lead("Before and after", PNG, PNG + b"dark", "two bars", "59 %"))
+    [first, *_] = [attributes for tag, attributes in page.elements if tag == "img"]
+    assert first["alt"] == "two bars"
+    assert "Before and after" in page.texts["h2"]
+    assert page.texts["figcaption"] == "59 %"
+
+
+def test_headings_go_down_by_one_and_every_part_of_the_navigation_is_there(tmp_path):
+    for runs in ([made(tmp_path / "a")], [made(tmp_path / "a"), made(tmp_path / "b", name="b")]):
+        page = page_of(*runs)
+        levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
+        assert levels[0] == 1
+        assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+        ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+        links = [attributes["href"][1:] for tag, attributes in page.elements if tag == "a"]
+        assert len(set(ids)) == len(ids)
+        assert set(links) <= set(ids)
+        assert len(links) == 7  # of six parts (there are no curves here), and the one that skips them
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)")
+def test_a_browser_shows_it_without_errors_and_nothing_overflows(tmp_path):
+    hostile = {
+        "config": {"key": LONG, LONG: 1},
+        "samples": [sample(160, LONG, EVIL, prompt=LONG), sample(160, "", "", prompt="")],
+    }
+    one = write_report([made(tmp_path / "a", **hostile)], tmp_path / "one")
+    drawn = [f"data:image/png;base64,{base64.b64encode((tmp_path / 'one' / 'loss.png').read_bytes()).decode()}"] * 2
+    runs = read_runs([made(tmp_path / name, name=name + LONG, config={"key": name + LONG}) for name in "bcd"])
+    several = tmp_path / "several.html"
+    several.write_text(render(runs, [Shown("Loss", LONG, *drawn)] * 4), encoding="utf-8")
+    with browser() as chromium:
+        for page in (one, several):
+            for width in (400, 1600):
+                chromium.open(page, width=width, dark=width == 400)
+                opened = "document.querySelectorAll('details').forEach(d => d.open = true)"
+                chromium.value(opened)
+                assert chromium.value("innerWidth") == width
+                assert chromium.value("document.documentElement.scrollWidth") <= width
+                assert chromium.value("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
+                assert chromium.errors() == []
+                assert chromium.requests() == [page.as_uri()]
+        chromium.press("Tab", 9)
+        assert chromium.value("document.activeElement.textContent") == "Skip to the report"
+        chromium.press("Enter", 13)
+        assert chromium.value("location.hash") == "#main"

@@ -1,0 +1,140 @@
+"""A run is read as far as its directory goes, and says what could not be read."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+import numpy as np
+import pytest
+from support.records import evaluation, sample, update, write_run
+
+from dpo.analysis.cost import cost_of
+from dpo.analysis.runs import read_run, read_runs
+from dpo.errors import InputError
+
+LINES = [evaluation(0, 0.69), update(1), update(2), evaluation(2, 0.6)]
+
+
+def test_a_complete_run(tmp_path):
+    run = read_run(write_run(tmp_path / "run", LINES, samples=[sample(8, "yes", "no")]))
+
+    assert (run.name, run.loss, run.updates, run.examples, run.problems) == ("made", "dpo", 2, 8, [])
+    assert run.state == ("complete", "complete after 2 of 2 updates")
+    assert run.eval["loss/eval"].tolist() == [0.69, 0.6]
+    assert run.samples == [sample(8, "yes", "no")]
+
+
+def test_a_run_that_is_training_holds_its_lock(tmp_path):
+    folder = write_run(tmp_path, LINES[:3], updates=10)
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_run(folder).state == ("training", "still training, 2 of 10 updates so far")
+        assert read_run(folder, ended=True).state.word == "ended"  # it says so itself
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and still has it
+    assert read_run(folder).state.text == "crashed or killed after 2 of 10 updates, without a checkpoint"
+
+
+def test_a_run_that_was_stopped_or_aborted(tmp_path):
+    folder = write_run(tmp_path, LINES[:3], updates=10)
+    (folder / "step-4").mkdir()
+    assert (
+        read_run(folder).state.text == "crashed or killed after 2 of 10 updates, the last checkpoint is of 4 examples"
+    )
+    (folder / "step-8").mkdir()
+    assert read_run(folder).state.word == "stopped"
+    (folder / "nonfinite-3").mkdir()
+    assert read_run(folder).state == ("aborted", "aborted at update 3: loss or gradient was NaN or infinite")
+
+
+def test_a_half_written_last_line_is_left_out_and_an_odd_one_before_it_is_told(tmp_path):
+    folder = write_run(tmp_path, LINES)
+    whole = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(whole + '{"split": "train", "exam')
+    run = read_run(folder)
+    assert (len(run.train), run.problems) == (2, [])
+
+    (folder / "metrics.jsonl").write_bytes(b'\xff\xfe\n[1]\n{"split": 3}\n\n' + whole.encode())
+    run = read_run(folder)
+    assert len(run.train) == 2
+    assert run.problems == ["metrics.jsonl: 3 of 8 lines cannot be read, and are left out (1, 2, 3)"]
+
+
+def test_null_and_what_is_no_number_are_nan(tmp_path):
+    odd = [None, "0.5", True, [1], 10**400, float("nan"), float("inf"), 0.25]
+    folder = write_run(tmp_path, [update(i, **{"loss/train": value}) for i, value in enumerate(odd, start=1)])
+
+    values = read_run(folder).train["loss/train"]
+
+    assert np.isnan(values).tolist() == [True] * 7 + [False]
+    assert values[-1] == 0.25
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "env.json", "preflight.json", "metrics.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize("what", ["missing", "empty", "junk", "a directory", "a list"])
+def test_every_file_may_be_missing_or_odd(tmp_path, name, what):
+    folder = write_run(tmp_path, LINES, samples=[sample(8, "yes")])
+    (folder / name).unlink()
+    if what == "a directory":
+        (folder / name).mkdir()
+    elif what != "missing":
+        (folder / name).write_bytes({"empty": b"", "junk": b"\x00{[\xff\n]", "a list": b"[1, 2]\n"}[what])
+
+    run = read_run(folder)
+
+    assert run.state.word
+    if what != "empty" or not name.endswith("l"):  # no lines and no settings are no fault
+        assert [problem.split(":")[0].split(" ")[0] for problem in run.problems] == [name]
+
+
+@pytest.mark.parametrize("where", ["nowhere", "file", "empty", "run/step-8", "run/metrics.jsonl"])
+def test_what_is_no_run_is_one_sentence(tmp_path, where):
+    folder = write_run(tmp_path / "run", LINES)
+    (folder / "step-8").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=rf"{where}.*: give the directory of|it has neither config.yaml nor"):
+        read_run(tmp_path / where)
+
+
+def test_secrets_are_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef-secret")
+    folder = write_run(
+        tmp_path,
+        LINES,
+        config={"exp_name": "0123456789abcdef-secret", "wandb": {"api_key": "abc"}, "url": "https://me:pw@host/x"},
+    )
+    run = read_run(folder)
+    assert (run.name, run.config["wandb"], run.config["url"]) == (
+        "REDACTED",
+        {"api_key": "REDACTED"},
+        "https://REDACTED@host/x",
+    )
+
+
+def test_runs_are_told_apart_and_each_is_read_once(tmp_path):
+    a, b = (write_run(tmp_path / folder, LINES, config={"exp_name": name}) for folder, name in (("x", "a"), ("y", "b")))
+    assert [run.name for run in read_runs([a, b, a / "." / ""])] == ["a", "b"]
+    write_run(b, LINES, config={"exp_name": "a"})
+    assert [run.name for run in read_runs([a, b])] == ["x", "y"]
+    c = write_run(tmp_path / "z" / "x", LINES, config={"exp_name": "a"})
+    assert [run.name for run in read_runs([a, c])] == [str(a), str(c)]
+
+
+def test_time_tokens_and_hours_worked_by_hand(tmp_path):
+    """Two updates of 4 examples at 2 examples and 100 tokens a second take 4 s; the lines end 36 s after the start."""
+    folder = write_run(tmp_path, LINES)
+    os.utime(folder / "metrics.jsonl", (1795330836, 1795330836))  # 2026-11-22T07:00:36Z
+    cost = cost_of(read_run(folder))
+    assert (cost.updating_secs, cost.elapsed_secs, cost.tokens, cost.devices, cost.kind) == (4, 36, 400, 2, "CPU")
+    assert cost.device_hours == pytest.approx(36 * 2 / 3600)
+
+    env = {"gpus": ["H100"] * 8, "processes": 16, "started": None}  # two machines, of which one is seen
+    cost = cost_of(read_run(write_run(tmp_path, LINES, env=env)))
+    assert (cost.secs, cost.devices, cost.kind) == (4, 16, "GPU")
+
+
+def test_a_loss_without_settings_is_told_by_its_metrics(tmp_path):
+    folder = write_run(tmp_path, [update(1, **{"rewards_train/margins": 0.1})])
+    (folder / "config.yaml").unlink()
+    assert (read_run(folder).loss, read_run(folder).has_pairs) == ("dpo", True)

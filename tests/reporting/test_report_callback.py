@@ -1,0 +1,139 @@
+"""`report=true` keeps the report of a run fresh, beside the run and never in its way."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from support.records import evaluation, update, write_run
+from support.runs import assert_gone
+
+from dpo.reporting import report
+from dpo.reporting.events import Evaluation, RunContext
+from dpo.reporting.report import ReportWriter
+
+EVALUATION = Evaluation(0, 0, {}, [])
+PROGRAM = """
+import os, sys, time
+with open(sys.argv[1] + "/started", "a") as file:
+    print(os.getpid(), *sys.argv[3:], file=file)
+{then}
+"""
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """A callback whose lines are in `logged`."""
+    logged = []
+    context = RunContext(OmegaConf.create({"report": True}), tmp_path / "run", 0, None, logged.append)
+    (tmp_path / "run").mkdir()
+    made = ReportWriter(context)
+    made.logged = logged
+    return made
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Put a program in the place of the one that writes the page."""
+
+    def put(then: str) -> None:
+        monkeypatch.setattr(report, "ROOT", tmp_path / "root")
+        file = tmp_path / "root" / "dpo" / "analysis" / "page.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(PROGRAM.format(then=then))
+
+    return put
+
+
+def started(writer: ReportWriter) -> list[list[str]]:
+    file = writer.context.run_dir / "started"
+    return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_that_trains_has_a_report_and_says_where_at_the_end(run, tmp_path, capsys):
+    run("run", "report=true")
+    page = tmp_path / "run" / "report" / "report.html"
+    assert f"report: {page}" in capsys.readouterr().out.splitlines()
+    assert "Complete after 6 of 6 updates" in page.read_text(encoding="utf-8")
+
+
+def test_it_is_off_by_default(tmp_path):
+    context = RunContext(OmegaConf.load(Path(report.ROOT, "config", "config.yaml")), tmp_path, 0, None, print)
+    assert not ReportWriter.is_wanted(context)
+    context.config.report = True
+    assert ReportWriter.is_wanted(context)
+    assert not ReportWriter.is_wanted(context._replace(rank=1))
+
+
+def test_there_are_never_two_and_the_last_is_of_the_end(writer, program):
+    program("if '--ended' not in sys.argv: time.sleep(60)")
+    for _ in range(3):
+        before = time.monotonic()
+        writer.on_evaluation(EVALUATION)
+        assert time.monotonic() - before < 5  # it does not wait
+    wait_for(lambda: started(writer))
+
+    writer.on_end()
+
+    (pid, *_), (last, *options) = started(writer)
+    assert options == ["--ended"]
+    assert_gone([int(pid), int(last)])
+    assert writer.logged == [f"report: {writer.context.run_dir}/report/report.html"]
+
+
+def test_the_next_evaluation_starts_another_when_one_has_ended(writer, program):
+    program("")
+    for n in (1, 2):
+        writer.on_evaluation(EVALUATION)
+        wait_for(lambda: writer._process.poll() is not None)
+        assert len(started(writer)) == n
+    assert writer.logged == []
+
+
+@pytest.mark.parametrize("then", ["raise ValueError('no ink')", "sys.exit('no ink')"])
+def test_a_failure_is_one_line_and_does_not_end_the_run(writer, program, then):
+    program(then)
+    writer.on_end()
+    [line] = writer.logged
+    assert line.startswith("warning: no report: ")
+    assert "no ink; python -m scripts.report" in line
+
+
+def test_one_that_hangs_is_ended(writer, program, monkeypatch):
+    program("time.sleep(60)")
+    monkeypatch.setattr(report, "LAST_SECS", 1)
+    writer.on_end()
+    assert writer.logged[0].startswith("warning: no report: it took more than 1 s")
+    assert len(writer.logged) == 1
+    assert_gone([int(pid) for pid, *_ in started(writer)])
+
+
+def test_no_interpreter_is_one_line_too(writer, monkeypatch):
+    monkeypatch.setattr(report.sys, "executable", "/nowhere/python")
+    writer.on_end()
+    assert len(writer.logged) == 1
+    assert "/nowhere/python" in writer.logged[0]
+
+
+def test_while_it_trains_the_report_says_so(tmp_path):
+    """The page is written beside a run that holds its lock."""
+    run_dir = write_run(tmp_path / "run", [evaluation(0, 0.69), update(1)], updates=4)
+    writer = ReportWriter(RunContext(OmegaConf.create({"report": True}), run_dir, 0, None, print))
+    with (run_dir / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        writer.on_evaluation(EVALUATION)
+        wait_for(lambda: writer._process.poll() is not None)
+    page = (run_dir / "report" / "report.html").read_text(encoding="utf-8")
+    assert "Still training, 1 of 4 updates so far" in page
+    assert not [name for name in os.listdir(run_dir / "report") if name.startswith(".")]

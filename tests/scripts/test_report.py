@@ -1,0 +1,69 @@
+"""`python -m scripts.report RUN [RUN ...] [--out DIR]`."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from support.records import evaluation, update, write_run
+from support.runs import run_python
+
+from dpo.analysis import page
+from scripts.report import main
+
+LINES = [evaluation(0, 0.69), update(1), evaluation(1, 0.6)]
+
+
+@pytest.fixture(autouse=True)
+def without_curves(monkeypatch):
+    """They take seconds; tests/analysis/test_page.py draws them."""
+    monkeypatch.setattr(page, "draw_all", lambda runs: [])
+
+
+def test_one_run_is_reported_in_its_directory(tmp_path, capsys):
+    run = write_run(tmp_path / "run", LINES)
+    before = {name: (run / name).read_bytes() for name in os.listdir(run)}
+
+    assert main([str(run)]) == 0
+
+    assert capsys.readouterr().out == f"report: {run}/report/report.html\n"
+    assert "<h1>made" in (run / "report" / "report.html").read_text()
+    assert {name: (run / name).read_bytes() for name in before} == before
+
+
+def test_several_are_reported_in_report_or_where_it_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [str(write_run(tmp_path / name, LINES, config={"exp_name": name})) for name in "ab"]
+    assert main(runs) == main([*runs, "--out", "deep/er"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["report: report/report.html", "report: deep/er/report.html"]
+    assert "2 runs compared" in (tmp_path / "deep" / "er" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("what", ["nowhere", "junk", "run/metrics.jsonl"])
+def test_junk_is_one_sentence_and_status_2(tmp_path, what, capsys):
+    run = write_run(tmp_path / "run", LINES)
+    (tmp_path / "junk").mkdir()
+    (tmp_path / "junk" / "notes.txt").write_text("no run")
+
+    assert main([str(run), str(tmp_path / what), "--out", str(tmp_path / "out")]) == 2
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {tmp_path / what} ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence_and_status_2(tmp_path, capsys):
+    run = write_run(tmp_path / "run", LINES)
+    assert main([str(run), "--out", str(run / "env.json")]) == 2
+    assert "env.json cannot be written" in capsys.readouterr().err
+
+
+def test_it_needs_no_torch(tmp_path):
+    script = (
+        "import sys, scripts.report; assert not {'torch', 'transformers', 'datasets', 'hydra'} & sys.modules.keys()"
+    )
+    result = run_python("-c", script)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert run_python("-m", "scripts.report").returncode == 2

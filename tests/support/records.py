@@ -1,0 +1,104 @@
+"""Run directories made by hand: the records that a run leaves, with numbers that a test chooses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from support.runs import write_rows
+
+CONFIG = {
+    "exp_name": "made",
+    "datasets": ["hh"],
+    "batch_size": 4,
+    "lr": 1e-6,
+    "max_grad_norm": 10.0,
+    "n_eval_examples": 256,
+    "warmup_steps": 0,
+    "loss": {"name": "dpo", "beta": 0.1},
+    "model": {"name_or_path": "tiny"},
+}
+ENV = {
+    "python": "3.11.7",
+    "packages": {"torch": "2.13.0", "transformers": "5.23.0"},
+    "gpus": [],
+    "cpus": 2,
+    "processes": 1,
+    "started": "2026-11-22T07:00:00+00:00",
+    "git_commit": "0123456789abcdef",
+}
+PREFLIGHT = {
+    "train": {
+        "examples": 400,
+        "prompts": 400,
+        "tokenized": 400,
+        "mean_chosen_tokens": 20.0,
+        "mean_rejected_tokens": 20.0,
+    },
+    "test": {
+        "examples": 256,
+        "prompts": 256,
+        "tokenized": 256,
+        "mean_chosen_tokens": 20.0,
+        "mean_rejected_tokens": 20.0,
+    },
+}
+
+
+def update(number: int, **metrics: Any) -> dict[str, Any]:
+    """A line of training: 4 examples in 2 seconds, 100 tokens a second. `_` in a metric's name stands for `/`."""
+    usual = {
+        "grad_norm": 1.0,
+        "lr": 1e-6,
+        "examples_per_second": 2.0,
+        "tokens_per_second": 100.0,
+        "memory/peak_gb": 1.5,
+    }
+    return {"split": "train", "examples": 4 * number, "updates": number, "loss/train": 0.6, **usual, **metrics}
+
+
+def evaluation(number: int, loss: float, **metrics: Any) -> dict[str, Any]:
+    return {"split": "eval", "examples": 4 * number, "updates": number, "loss/eval": loss, **metrics}
+
+
+def rewards(split: str, chosen: float, rejected: float, accuracy: float = 0.7) -> dict[str, float]:
+    """The metrics of pairs."""
+    return {
+        f"rewards_{split}/chosen": chosen,
+        f"rewards_{split}/rejected": rejected,
+        f"rewards_{split}/margins": chosen - rejected,
+        f"rewards_{split}/accuracies": accuracy,
+    }
+
+
+def sample(
+    examples: int, policy: str, reference: str | None = None, prompt: str = "\n\nHuman: Hi\n\nAssistant:"
+) -> dict:
+    return {"examples": examples, "prompt": prompt, "policy": policy, "reference": reference}
+
+
+def write_run(
+    folder: Path,
+    lines: Sequence[Mapping[str, Any]],
+    *,
+    samples: Sequence[Mapping[str, Any]] = (),
+    config: Mapping[str, Any] | None = None,
+    env: Mapping[str, Any] | None = None,
+    updates: int | None = None,
+    preflight: Mapping[str, Any] | None = None,
+) -> Path:
+    """The directory of a run of so many `updates` (None: those in the lines) with these lines of metrics."""
+    total = max((line["updates"] for line in lines), default=0) if updates is None else updates
+    folder.mkdir(parents=True, exist_ok=True)
+    write_rows(folder / "metrics.jsonl", list(lines))
+    write_rows(folder / "samples.jsonl", list(samples))
+    (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, **(config or {})}), encoding="utf-8")
+    (folder / "env.json").write_text(json.dumps({**ENV, **(env or {})}), encoding="utf-8")
+    (folder / "preflight.json").write_text(
+        json.dumps({**PREFLIGHT, **(preflight or {}), "updates": total}), encoding="utf-8"
+    )
+    return folder
