@@ -49,6 +49,9 @@ def find_origin(
             )
         return Origin(_config({}, model, trust_remote_code), weights, None)
     config = _config(_read_config(places[0] / CONFIG), model, trust_remote_code)
+    base = config.model.name_or_path
+    if not Path(base).expanduser().exists() and not HUB_ID.fullmatch(base) and "/" in base:
+        raise InputError(f"{base}, the base model of {places[0]}, is not there: give --model DIR_OR_HUB_ID")
     return Origin(config, weights, places[0])
 
 

@@ -25,6 +25,7 @@ from dpo.parallel.device_map import choose_device_map
 from dpo.system.gpus import count_gpus
 
 REFERENCE = "reference"
+OTHERWISE = "give --reference DIR, or --no-reference"
 Answers = Mapping[str, Answer]  # by the names of the sides
 Rewards = dict[str, float | None]
 
@@ -56,9 +57,10 @@ class Panel:
             if max(ids) >= (n := side.model.get_input_embeddings().num_embeddings):
                 raise InputError(f"{where}: the {side.name} has {n} embeddings, and none for token id {max(ids)}")
             if len(ids) + sampling.max_new_tokens > (n := count_positions(side.model)):
+                way_on = f"give --max-new-tokens {int(n) - len(ids)}" if len(ids) < n else "shorten the prompt"
                 raise InputError(
                     f"{where}: {len(ids)} tokens of prompt and {sampling.max_new_tokens} of answer are more than the "
-                    f"{n} positions of the {side.name}: give --max-new-tokens {max(1, int(n) - len(ids))}"
+                    f"{n} positions of the {side.name}: {way_on}"
                 )
         return ids
 
@@ -151,7 +153,7 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
         try:
             sides.append(Side(REFERENCE, _load(origin, dtype), None, None))
         except InputError as error:
-            raise InputError(f"the reference: {error}; give --reference DIR, or --no-reference") from error
+            raise InputError(f"the reference: {error}; {OTHERWISE}") from error
     elif choices.with_reference:
         log("no reference is known, so there are no rewards: give --reference DIR to see both")
     if reference and not all(side.beta for side in sides if side.name != REFERENCE):
@@ -188,14 +190,17 @@ def _find_reference(origins: Sequence[Origin], choices: Choices) -> tuple[Origin
     if not found:
         return None
     if len({(str(o.config.model.name_or_path), o.weights, dtype) for o, dtype in found}) > 1:
-        raise InputError("the policies were trained with different references: give --reference DIR, or --no-reference")
+        raise InputError(f"the policies were trained with different references: {OTHERWISE}")
     return found[0]
 
 
 def _reference_of(origin: Origin) -> tuple[Origin, str]:
     """What a run started from: the reference of its loss; under a loss without one, the policy before training."""
     model = origin.config.model
-    weights = None if model.archive is None else find_archive(model.archive).resolve()
+    try:
+        weights = None if model.archive is None else find_archive(model.archive).resolve()
+    except InputError as error:
+        raise InputError(f"the reference: {error}; {OTHERWISE}") from error
     loss = LOSSES.get(OmegaConf.select(origin.config, "loss.name"))
     return origin._replace(weights=weights), model.reference_dtype if loss and loss.reference else model.policy_dtype
 

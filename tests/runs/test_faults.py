@@ -72,9 +72,10 @@ def test_killed_in_the_middle_of_an_update(update, start, whole, tmp_path):
 
 
 # A save brings 5 files, their manifest and their directory to the disk, renames it and points LATEST and BEST to
-# it; the third removes the first checkpoint. These are all such steps of three saves; `make test` kills at a few.
-STEPS = range(1, 33)
-CORNERS = (2, 8, 10, 12, 32)
+# it; the third removes the first checkpoint. These are all such steps of three saves, and of the export after them: 6
+# files, their directory, its name and the directory above. `make test` kills at a few.
+STEPS = range(1, 42)
+CORNERS = (2, 8, 10, 12, 32, 36)
 
 
 @pytest.mark.parametrize("step", [s if s in CORNERS else pytest.param(s, marks=pytest.mark.slow) for s in STEPS])
@@ -82,6 +83,9 @@ def test_killed_at_every_step_of_a_save(step, start, whole, tmp_path):
     run = start(fault=kill_at_step_of_saving, arguments=(step,))
     assert run.wait() == -signal.SIGKILL, run.log.read_text()
     is_whole_after(start, whole, tmp_path / "run")
+    exported = {path.name for path in (tmp_path / "run" / "LATEST" / "hf").iterdir()}
+    assert exported == {path.name for path in (whole / "LATEST" / "hf").iterdir()}
+    assert list((tmp_path / "run").glob("step-*/.*")) == []
 
 
 def test_killed_again_and_again_while_it_continues(start, whole, tmp_path):

@@ -6,21 +6,24 @@ import copy
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from support.runs import GOLDEN, environment_of, run_python, run_script, write_rows
 from support.warm import ROOT, Python
 
 from dpo.data.examples import Example
+from dpo.errors import InputError
 from dpo.losses import preference_loss
 from dpo.models.answers import Sampling, answer, log_probabilities
 from dpo.models.layouts import Padded
 from dpo.models.pretrained import load_model
-from dpo.models.side_by_side import Choices, load_panel
+from dpo.models.side_by_side import Choices, Panel, Side, load_panel
 from scripts.sample import main
 
 LLAMA = str(GOLDEN / "tiny-llama")
@@ -176,6 +179,41 @@ def test_a_policy_before_training_is_the_reference_under_sft(run_dir, tmp_path):
     assert lines == ["no beta is known, so there are no rewards: give --beta"]
 
 
+def test_what_cannot_be_compared_is_refused(run_dir, tmp_path, tokenizer):
+    other = tmp_path / "other"
+    shutil.copytree(LLAMA, other)
+    renamed = copy.deepcopy(tokenizer)
+    renamed.add_tokens(["<new>"])
+    renamed.save_pretrained(other)
+    with pytest.raises(InputError, match="other has another tokenizer than the first model"):
+        load_panel([run_dir, other], Choices())
+    with pytest.raises(InputError, match="other has another tokenizer than the first model"):
+        load_panel([run_dir], Choices(reference=str(other)))
+
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "step-8").mkdir(parents=True)
+    os.link(run_dir / "step-8" / "policy.pt", elsewhere / "step-8" / "policy.pt")
+    config = (run_dir / "config.yaml").read_text()
+    (elsewhere / "config.yaml").write_text(config.replace("float32", f"float32, archive: {run_dir}"))
+    with pytest.raises(InputError, match="trained with different references: give --reference"):
+        load_panel([run_dir, elsewhere / "step-8"], Choices())
+    (elsewhere / "config.yaml").write_text(config.replace("float32", "float32, archive: /gone"))
+    with pytest.raises(InputError, match=r"/gone is neither a policy\.pt.*; give --reference DIR, or --no-reference"):
+        load_panel([elsewhere / "step-8"], Choices())
+
+
+def test_a_prompt_must_fit_the_models_positions_and_vocabulary(tokenizer):
+    none = {"bos_token_id": None, "eos_token_id": None}
+    for vocabulary, said in (
+        (1024, "are more than the 16 positions .* give --max-new-tokens 9"),
+        (9, "has 9 embeddings"),
+    ):
+        config = transformers.GPT2Config(vocab_size=vocabulary, n_embd=8, n_layer=1, n_head=2, n_positions=16, **none)
+        side = Side("policy", transformers.GPT2LMHeadModel(config), None, None)
+        with pytest.raises(InputError, match=f"^here: .*{said}"):
+            Panel([side], tokenizer, "raw").encode(" Where is the map?", "here", Sampling(12))
+
+
 def bad(run_dir: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     """Arguments, and what is said of them."""
     run, file = str(run_dir), str(write_rows(tmp_path / "p.jsonl", [{"prompt": "Hello"}, {"prompt": 3}]))
@@ -188,7 +226,10 @@ def bad(run_dir: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     out = ["--out", str(tmp_path / "out.jsonl")]
     return {
         "nothing there": ([f"{run}-nowhere"], "does not exist"),
-        "a bare archive": ([str(run_dir / "step-8" / "policy.pt"), "--model", "nowhere/at/all"], "cannot be loaded"),
+        "a bare archive": (
+            [str(run_dir / "step-8" / "policy.pt"), "--model", "nowhere/at/all"],
+            "is not there: give --model",
+        ),
         "a broken config": ([str(broken.parent)], "is not the config of a run"),
         "no file": ([run, "--file", f"{file}l", *out], "is not a file"),
         "no text": ([run, "--file", file, *out], "record 2 of .*field 'prompt' must be str or list"),
