@@ -189,7 +189,7 @@ def test_float64_is_kept(tmp_path):
     assert read_ledger(tmp_path)["loss"].to_pylist() == [1 / 3] * 4
 
 
-def test_the_file_is_written_again_once_the_rows_have_grown_by_a_quarter_and_at_the_end(tmp_path):
+def test_the_file_is_written_again_once_the_rows_have_doubled_and_at_the_end(tmp_path):
     ledger = ledger_in(tmp_path)
     assert len(rows_of(tmp_path)) == 0
 
@@ -198,7 +198,7 @@ def test_the_file_is_written_again_once_the_rows_have_grown_by_a_quarter_and_at_
         ledger.on_update(Update(update, 4 * update, EXAMPLES, table_of("train"), {}))
         ledger.on_evaluation(Evaluation(update, 4 * update, {}, [], EXAMPLES, table_of("eval")))
         written.append(len(rows_of(tmp_path)))
-    assert written == [8, 16, 24, 32, 40, 40, 56, 56, 72, 72, 72]
+    assert written == [8, 16, 16, 32, 32, 32, 32, 64, 64, 64, 64]
     assert len(read_ledger(tmp_path)) == 88
     ledger.on_end()
     assert len(rows_of(tmp_path)) == 88
