@@ -70,7 +70,7 @@ def write_parquet(stream: Path, target: Path) -> int:
     beside = target.with_name(f".{target.name}.tmp")
     beside.unlink(missing_ok=True)
     n = 0
-    with pq.ParquetWriter(beside, ENCODED, compression="zstd") as writer:
+    with pq.ParquetWriter(beside, ENCODED, compression="zstd", use_dictionary=list(TEXTS)) as writer:
         for table in _groups(stream):
             writer.write_table(table, row_group_size=ROW_GROUP)
             n += len(table)

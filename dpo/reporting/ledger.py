@@ -16,14 +16,14 @@ from dpo.system.plain_files import check_writable
 if TYPE_CHECKING:
     import torch
 
-GROWTH = 1.25  # of the rows since ledger.parquet was written last, before an evaluation writes it again
+GROWTH = 2  # of the rows since ledger.parquet was written last, before an evaluation writes it again
 
 
 class Ledger(Appender):
     """Appends the examples of each update, also of one that was skipped, and of each evaluation.
 
     An append is one write of some kilobytes. All rows are read and written as Parquet at the start, at an evaluation if
-    they have grown by a quarter, and at the end: at most five times what the last time takes.
+    they have doubled, and at the end: together at most three times what the end takes.
     """
 
     files = ("ledger.arrows",)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_batch_element
+from dpo.data.examples import text_digest
 from dpo.data.tokenization import ENTRY_BYTES, TextEncoder, encode_texts, truncate
 from dpo.errors import InputError
 
@@ -248,3 +250,11 @@ def test_chosen_and_rejected_rows_are_stacked_at_one_length():
         "concatenated_attention_mask": [[1, 1, 0], [1, 1, 1]],
         "concatenated_labels": [[-100, 6, -100], [-100, 7, 8]],
     }
+
+
+def test_an_example_is_known_by_its_texts_and_by_where_one_ends():
+    known = text_digest("a", [" b", " c"])
+    assert re.fullmatch("[0-9a-f]{32}", known)
+    others = {text_digest("a b", ["", " c"]), text_digest("a", [" c", " b"]), text_digest("a", [" b c"])}
+    assert len(others | {known}) == 4
+    assert text_digest("é漢", ("\ud800",)) != known  # any text has one

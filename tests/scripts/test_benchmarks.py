@@ -48,6 +48,7 @@ def test_flops_of_a_padded_and_of_a_packed_pair():
         ),
         pytest.param("growth", ("--updates=1", "--only=pairs per prompt", *TINY[:2]), "", marks=pytest.mark.slow),
         pytest.param("loading", TINY[:1], "FSDPTrainer, 2 processes    resumed", marks=pytest.mark.slow),
+        ("ledger", ("--updates=20",), "appending 64 pairs"),
         pytest.param("distributed", ("n_examples=64", "batch_size=4"), "", marks=pytest.mark.slow),
     ],
 )

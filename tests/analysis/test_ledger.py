@@ -1,0 +1,172 @@
+"""What a ledger says, on rows made by hand; and what is left of its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dpo.analysis import ledger
+from dpo.analysis.ledger import PARQUET, STREAM, Pair, append, begin, read_ledger, summarize, write_parquet
+from dpo.errors import InputError
+
+
+def visit(example: str, update: int, margin: float | None, **facts: Any) -> dict[str, Any]:
+    """A row; chosen has 10 tokens more than rejected, and both log-probabilities were -3 under the reference."""
+    common = {"example": example, "dataset": "hh", "update": update, "epoch": 0, "split": "train", "truncated": False}
+    logps = {"policy_chosen": -2.0, "policy_rejected": -5.0, "reference_chosen": -3.0, "reference_rejected": -3.0}
+    return {**common, **logps, "chosen_tokens": 30, "rejected_tokens": 20, "loss": 0.5, "margin": margin, **facts}
+
+
+def table_of(*rows: dict[str, Any]) -> pa.Table:
+    return pa.Table.from_pylist(list(rows))
+
+
+def test_pairs_that_never_flip_were_wrong_at_each_of_several_visits_after_the_first_update():
+    summary = summarize(
+        table_of(
+            *(visit(name, 1, 0.0) for name in ("wrong", "flips", "once")),  # the policy is the reference
+            visit("wrong", 2, -0.1),
+            visit("flips", 2, -0.1),
+            visit("once", 2, -0.1),
+            visit("right", 2, 0.2),
+            visit("wrong", 3, -0.3),
+            visit("flips", 3, 0.1),
+            visit("tie", 3, 0.0, split="eval"),
+            visit("tie", 4, 0.0, split="eval"),
+        )
+    )
+    assert (summary.rows, summary.examples) == (11, 5)
+    assert (summary.n_seen_again, summary.n_never_flipped) == (3, 2)
+    assert summary.never_flipped == [
+        Pair("wrong", "hh", "train", 2, -0.1, -0.3, -0.1, pytest.approx((-1.0 - 1.5) / 2)),  # medians 0.1 and 0.2
+        Pair("tie", "hh", "eval", 2, 0.0, 0.0, 0.0, 0.0),
+    ]
+
+
+def test_suspected_noise_is_wrong_by_more_than_is_typical_at_its_time_the_worst_first():
+    early = [visit(f"early {i}", 2, 0.1) for i in range(9)]
+    late = [visit(f"late {i}", 20, 4.0) for i in range(9)]
+    doubtful = [visit("a", 2, -0.3), visit("b", 20, -8.0), visit("usual", 20, -0.3), visit("once right", 20, -9.0)]
+    summary = summarize(table_of(*early, visit("once right", 2, 0.1), *late, *doubtful), top=1)
+
+    assert summary.n_suspected_noise == 2
+    assert [(p.example, p.relative_margin) for p in summary.suspected_noise] == [("a", pytest.approx(-3))]
+    assert summary.n_never_flipped == 0  # seen once each
+
+
+def test_margins_are_compared_with_lengths_at_the_last_visit():
+    rows = [visit("gone", 2, -7.0)]
+    rows += [
+        visit(f"{d}", 3, d / 10, chosen_tokens=200 + d, rejected_tokens=200) for d in (-100, -16, -1, 0, 1, 16, 80)
+    ]
+    [lengths] = summarize(table_of(*rows, visit("gone", 4, 1.0, chosen_tokens=20, rejected_tokens=10))).lengths
+
+    assert lengths.split == "train"
+    assert lengths.correlation == pytest.approx(1.0)
+    found = [(c.difference, c.pairs, pytest.approx(c.margin), c.right) for c in lengths.classes]
+    assert found == [
+        ("below -64", 1, -10.0, 0.0),
+        ("-16 to -1", 2, -0.85, 0.0),
+        ("0", 1, 0.0, 0.0),
+        ("1 to 16", 3, 0.9, 1.0),
+        ("65 and more", 1, 8.0, 1.0),
+    ]
+
+
+def test_drift_is_by_dataset_split_and_period():
+    rows = [visit("a", u, u / 100, policy_chosen=-3 - u / 100, loss=float(u)) for u in range(1, 101)]
+    rows += [visit("b", 100, -1.0, dataset="shp", split="eval"), visit("b", 0, 0.0, dataset="shp", split="eval")]
+    drift = summarize(table_of(*rows)).drift
+
+    assert [(p.dataset, p.split, p.first_update, p.last_update, p.visits) for p in drift] == [
+        *(("hh", "train", 10 * i + 1, 10 * i + 10, 10) for i in range(10)),
+        ("shp", "eval", 0, 0, 1),
+        ("shp", "eval", 100, 100, 1),
+    ]
+    assert drift[0].loss == pytest.approx(5.5)
+    assert drift[9].margin == pytest.approx(0.955)
+    assert drift[9].chosen_change == pytest.approx(-0.955)
+    assert (drift[9].rejected_change, drift[9].right) == (-2.0, 1.0)
+    assert drift[-1].right == 0.0
+
+
+def test_without_pairs_there_is_drift_alone_and_without_rows_nothing():
+    absent = dict.fromkeys(("policy_rejected", "reference_chosen", "reference_rejected", "rejected_tokens"))
+    summary = summarize(table_of(*(visit("a", update, None, truncated=True, **absent) for update in (1, 2))))
+    assert (summary.examples, summary.truncated, summary.n_seen_again, summary.lengths) == (1, 1, 0, [])
+    assert [(p.loss, p.margin, p.chosen_change) for p in summary.drift] == [(0.5, None, None)] * 2
+
+    nothing = summarize(ledger.SCHEMA.empty_table())
+    assert (nothing.rows, nothing.drift) == (0, [])
+
+
+def test_a_skipped_update_leaves_the_means_as_they_are():
+    rows = [visit("a", 2, 1.0), visit("b", 2, float("nan"), loss=float("nan"))]
+    summary = summarize(table_of(*rows))
+    assert [(p.visits, p.loss, p.margin) for p in summary.drift] == [(2, 0.5, 1.0)]
+    assert summary.lengths[0].classes[0].pairs == 1
+
+
+# --- the files -----------------------------------------------------------------------------------------------------
+
+ROWS = [visit(f"{i}", i, i / 3) for i in range(23)]
+
+
+def stream_of(folder: Path, *sizes: int) -> Path:
+    """The rows appended so many at a time."""
+    folder.mkdir()
+    begin(folder / STREAM)
+    start = 0
+    for size in sizes:
+        part = ROWS[start : start + size]
+        append(folder / STREAM, {name: [row[name] for row in part] for name in ledger.SCHEMA.names})
+        start += size
+    return folder / STREAM
+
+
+def test_the_file_depends_on_the_rows_and_not_on_how_they_were_appended(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "ROW_GROUP", 10)
+    files = []
+    for name, sizes in {"a": (23,), "b": (1, 2, 7, 13), "c": (4, 4, 4, 4, 4, 3)}.items():
+        files.append(tmp_path / name / PARQUET)
+        assert write_parquet(stream_of(tmp_path / name, *sizes), files[-1]) == 23
+        assert sorted(file.name for file in (tmp_path / name).iterdir()) == sorted((STREAM, PARQUET))
+
+    assert len({file.read_bytes() for file in files}) == 1
+    metadata = pq.read_metadata(files[0])
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [10, 10, 3]
+    assert pq.read_table(files[0]).to_pylist() == read_ledger(tmp_path / "a").to_pylist() == ROWS
+    files[0].with_name(STREAM).unlink()
+    assert read_ledger(tmp_path / "a").to_pylist() == ROWS
+
+
+def test_of_a_stream_that_was_cut_anywhere_the_whole_appends_are_read(tmp_path):
+    sizes = (1, 2, 3)
+    ends = [len(stream_of(tmp_path / str(n), *sizes[:n]).read_bytes()) for n in range(len(sizes) + 1)]
+    content = (tmp_path / "3" / STREAM).read_bytes()
+    cuts = [*range(ends[0], ends[-1], 37), ends[-1] - 1, *ends]
+    for cut in cuts:
+        (tmp_path / "3" / STREAM).write_bytes(content[:cut])
+        whole = sum(size for size, end in zip(sizes, ends[1:], strict=True) if end <= cut)
+        assert read_ledger(tmp_path / "3").to_pylist() == ROWS[:whole], cut
+
+
+@pytest.mark.parametrize("name", [STREAM, PARQUET])
+def test_another_file_is_refused_in_words(name, tmp_path):
+    assert read_ledger(tmp_path) is None
+    (tmp_path / name).write_bytes(b"PAR1" + bytes(1000))
+    with pytest.raises(InputError, match=f"{name} is not a ledger of this version"):
+        read_ledger(tmp_path)
+
+    other = pa.table({"example": ["a"], "loss": [1.0]})
+    if name == PARQUET:
+        pq.write_table(other, tmp_path / name)
+    else:
+        with pa.ipc.new_stream(tmp_path / name, other.schema) as writer:
+            writer.write_table(other)
+    with pytest.raises(InputError, match=f"{name} is not a ledger of this version"):
+        read_ledger(tmp_path)

@@ -1,0 +1,204 @@
+"""The ledger holds what the loss saw, a row for each example and visit, whatever becomes of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from omegaconf import OmegaConf
+from support.runs import metrics_of, train
+
+from dpo.analysis.ledger import PARQUET, STREAM, read_ledger
+from dpo.data.examples import Example
+from dpo.reporting.events import Evaluation, RunContext, Update
+from dpo.reporting.ledger import Ledger
+
+COLUMNS = [
+    *("example", "dataset", "update", "epoch", "split"),
+    *("policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected"),
+    *("chosen_tokens", "rejected_tokens", "truncated", "loss", "margin"),
+]
+PLACES = COLUMNS[:5] + COLUMNS[9:12]  # what does not round
+
+
+def rows_of(run_dir: Path) -> list[dict]:
+    return pq.read_table(run_dir / PARQUET).to_pylist()
+
+
+def mean(rows: Sequence[dict], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+@pytest.mark.parametrize("caching", ["as_needed", "all"])
+def test_the_rows_are_what_the_loss_saw(caching, run, tmp_path):
+    run("run", "ledger=true", f"cache_reference_logps={caching}", "n_examples=32", "datasets=[hh,more]", "lr=1e-2")
+
+    table = pq.read_table(tmp_path / "run" / PARQUET)
+    rows = table.to_pylist()
+    assert table.schema.names == COLUMNS
+    assert all(pa.types.is_dictionary(table.schema.field(name).type) for name in ("example", "dataset", "split"))
+    for row in rows:
+        h = (row["policy_chosen"] - row["policy_rejected"]) - (row["reference_chosen"] - row["reference_rejected"])
+        assert row["loss"] == pytest.approx(math.log1p(math.exp(-0.1 * h)), abs=1e-4)
+        assert row["margin"] == pytest.approx(0.1 * h, abs=1e-4)
+    assert max(abs(row["margin"]) for row in rows) > 0.1
+    names = {"loss": "loss", "margin": "rewards/margins", "policy_chosen": "logps/chosen"}
+    for split in ("train", "eval"):
+        lines = metrics_of(tmp_path / "run", split)
+        assert {row["update"] for row in rows if row["split"] == split} == {line["updates"] for line in lines}
+        for line in lines:
+            visited = [row for row in rows if (row["split"], row["update"]) == (split, line["updates"])]
+            assert len(visited) == 4
+            for column, name in names.items():
+                group, _, kind = name.partition("/")
+                metric = line[f"{group}_{split}/{kind}" if kind else f"{group}/{split}"]
+                assert mean(visited, column) == pytest.approx(metric, rel=1e-12)
+    by_example: dict[str, set] = {}
+    for row in rows:
+        facts = row["dataset"], row["reference_chosen"], row["chosen_tokens"], row["rejected_tokens"], row["truncated"]
+        by_example.setdefault(row["example"], set()).add(facts)
+    assert {len(facts) for facts in by_example.values()} == {1}
+    assert {row["dataset"] for row in rows} == {"hh", "more"}
+
+
+def test_epochs_are_counted_and_what_an_epoch_drops_is_not_there(run, tmp_path):
+    run("run", "ledger=true", "n_examples=40", "do_first_eval=false")  # 5 batches of 22 pairs, twice
+
+    rows = rows_of(tmp_path / "run")
+    trained = [(row["update"], row["epoch"]) for row in rows if row["split"] == "train"]
+    assert trained == [(update, (update - 1) // 5) for update in range(1, 11) for _ in range(4)]
+    evaluated = {(row["update"], row["epoch"]) for row in rows if row["split"] == "eval"}
+    assert evaluated == {(2, 0), (4, 0), (6, 1), (8, 1), (10, 2)}
+    for epoch in (0, 1):
+        seen = [row["example"] for row in rows if (row["split"], row["epoch"]) == ("train", epoch)]
+        assert len(set(seen)) == 20
+
+
+def test_under_sft_there_is_nothing_rejected_and_no_reference(run, tmp_path):
+    run("run", "loss=sft", "ledger=true", "max_length=28", "max_prompt_length=12", "n_examples=44")
+
+    rows = rows_of(tmp_path / "run")
+    assert {row["update"] for row in rows} == set(range(10))
+    for row in rows:
+        absent = {name for name, value in row.items() if value is None}
+        assert absent == {"policy_rejected", "reference_chosen", "reference_rejected", "rejected_tokens", "margin"}
+        assert row["loss"] == -row["policy_chosen"] > 0
+    of_train = {row["example"]: row["truncated"] for row in rows if row["split"] == "train"}
+    report = json.loads((tmp_path / "run" / "preflight.json").read_text())["train"]
+    assert len(of_train) == report["examples"]
+    assert 0 < sum(of_train.values()) == report["truncated_prompts"] < len(of_train)
+
+
+@pytest.mark.parametrize("way", ["stopped", "killed"])
+def test_continued_it_is_the_same_file_bit_for_bit(way, run, tmp_path):
+    run("whole", "ledger=true")
+    folder = tmp_path / "other"
+    if way == "stopped":
+        run("other", "ledger=true", "n_examples=16")
+    else:
+        run("other", "ledger=true")
+        shutil.rmtree(folder / "step-24")  # as if killed before it, and while rows were appended
+        (folder / PARQUET).unlink()
+        content = (folder / STREAM).read_bytes()
+        (folder / STREAM).write_bytes(content[:-100])
+        left, rows = read_ledger(folder), rows_of(tmp_path / "whole")
+        assert left.to_pylist() == rows[: len(left)]
+        assert len(left) == len(rows) - 4 > 4 * (4 + 3)  # more than there were at step-16
+
+    run("other", "ledger=true", "resume=auto")
+    run("elsewhere", "ledger=true", f"resume={folder / 'step-16'}")
+
+    whole = (tmp_path / "whole" / PARQUET).read_bytes()
+    assert (folder / PARQUET).read_bytes() == whole
+    assert (tmp_path / "elsewhere" / PARQUET).read_bytes() == whole
+
+
+GRIDS = {
+    "sharded, padded, accumulated": ("trainer=FSDPTrainer", "layout=padded", "gradient_accumulation_steps=2"),
+    "cut": ("trainer=TensorParallelTrainer",),
+}
+
+
+@pytest.mark.parametrize("grid", [next(iter(GRIDS)), pytest.param("cut", marks=pytest.mark.slow)])
+def test_several_processes_write_one_file_with_the_same_rows(grid, run, command, tmp_path):
+    run("alone", "ledger=true", "n_examples=16")
+    result = train(*command("many", "ledger=true", "n_examples=16"), *GRIDS[grid], "world_size=2")
+    assert result.returncode == 0, result.stderr
+
+    alone, many = rows_of(tmp_path / "alone"), rows_of(tmp_path / "many")
+    assert [{name: row[name] for name in PLACES} for row in many] == [
+        {name: row[name] for name in PLACES} for row in alone
+    ]
+    for ours, theirs in zip(many, alone, strict=True):
+        for name in set(COLUMNS) - set(PLACES):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-3)
+
+
+def test_a_pair_has_the_same_id_in_every_run(run, tmp_path, rows):
+    run("one", "ledger=true")
+    run("two", "ledger=true", "datasets=[mine]", f"dataset_sources.mine={rows / 'hh'}", "seed=1", "layout=padded")
+
+    ids = [[row["example"] for row in rows_of(tmp_path / name) if row["split"] == "train"] for name in ("one", "two")]
+    assert ids[0] != ids[1]
+    assert len(set(ids[0]) | set(ids[1])) <= 22
+    assert {row["dataset"] for row in rows_of(tmp_path / "two")} == {"mine"}
+
+
+def test_without_it_there_is_no_file(run, tmp_path):
+    run("run", "n_examples=4", "do_first_eval=false")
+    assert not {PARQUET, STREAM} & {file.name for file in (tmp_path / "run").iterdir()}
+
+
+# --- the callback --------------------------------------------------------------------------------------------------
+
+EXAMPLES = [Example((1,), ((2, 3), (4,)), (i, 0), "hh", f"{i}", truncated=False) for i in range(4)]
+
+
+def ledger_in(run_dir: Path) -> Ledger:
+    data = SimpleNamespace(report=SimpleNamespace(train=SimpleNamespace(examples=8)))
+    ledger = Ledger(RunContext(OmegaConf.create({"batch_size": 4}), run_dir, 0, data, print))
+    ledger.on_start()
+    return ledger
+
+
+def table_of(split: str, loss: float = 0.5) -> dict[str, torch.Tensor]:
+    return {f"logps_{split}/chosen": torch.full((4,), -1.0), f"loss/{split}": torch.full((4,), loss)}
+
+
+def test_a_skipped_update_has_its_rows_and_what_is_nan_is_not_null(tmp_path):
+    ledger = ledger_in(tmp_path)
+    ledger.on_update(Update(1, 4, EXAMPLES, table_of("train", math.nan), {}))
+    ledger.on_end()
+
+    losses = pq.read_table(tmp_path / PARQUET)["loss"]
+    assert losses.null_count == 0
+    assert all(map(math.isnan, losses.to_pylist()))
+
+
+def test_float64_is_kept(tmp_path):
+    ledger, third = ledger_in(tmp_path), torch.full((4,), 1 / 3, dtype=torch.float64)
+    ledger.on_update(Update(1, 4, EXAMPLES, {"logps_train/chosen": -third, "loss/train": third}, {}))
+    assert read_ledger(tmp_path)["loss"].to_pylist() == [1 / 3] * 4
+
+
+def test_the_file_is_written_again_once_the_rows_have_doubled_and_at_the_end(tmp_path):
+    ledger = ledger_in(tmp_path)
+    assert len(rows_of(tmp_path)) == 0
+
+    written = []
+    for update in range(1, 12):
+        ledger.on_update(Update(update, 4 * update, EXAMPLES, table_of("train"), {}))
+        ledger.on_evaluation(Evaluation(update, 4 * update, {}, [], EXAMPLES, table_of("eval")))
+        written.append(len(rows_of(tmp_path)))
+    assert written == [8, 16, 16, 32, 32, 32, 32, 64, 64, 64, 64]
+    assert len(read_ledger(tmp_path)) == 88
+    ledger.on_end()
+    assert len(rows_of(tmp_path)) == 88

@@ -1,0 +1,98 @@
+"""`python -m scripts.ledger` shows what a ledger says, with texts where the data is at hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from support.runs import GOLDEN, run_script, write_rows
+
+from dpo.analysis.ledger import SCHEMA, STREAM, append, begin
+from dpo.data.examples import text_digest
+from scripts.ledger import main
+
+WRONG = {"prompt": "Hi", "chosen": " no\x1b[2J way", "rejected": " yes"}
+RIGHT = [{"prompt": f"Hi {i}", "chosen": " yes", "rejected": " no way"} for i in range(7)]
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    """The records of a run on pairs of which one is reversed: two updates, and an evaluation after each."""
+    for split in ("train", "test"):
+        write_rows(tmp_path / "mine" / f"{split}.jsonl", [*RIGHT, WRONG])
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    config = {
+        "datasets": ["mine"],
+        "dataset_sources": {"mine": str(tmp_path / "mine")},
+        "local_dirs": [str(tmp_path)],
+        "model": {"name_or_path": str(GOLDEN / "tiny-llama"), "tokenizer_name_or_path": None},
+    }
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    begin(run_dir / STREAM)
+    for split, update in (("train", 1), ("eval", 1), ("train", 2), ("eval", 2)):
+        right = 0.0 if (split, update) == ("train", 1) else 1.0
+        rows = [
+            dict.fromkeys(SCHEMA.names)
+            | {"example": text_digest(pair["prompt"], (pair["chosen"], pair["rejected"])), "dataset": "mine"}
+            | {"update": update, "epoch": update - 1, "split": split, "truncated": False, "loss": 0.5}
+            | {"chosen_tokens": len(pair["chosen"]), "rejected_tokens": 5, "policy_chosen": -1.0}
+            | {"margin": -2 * right if pair is WRONG else right}
+            for pair in (*RIGHT, WRONG)
+        ]
+        append(run_dir / STREAM, {name: [row[name] for row in rows] for name in SCHEMA.names})
+    return run_dir
+
+
+def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_dir, capsys):
+    assert main([str(run_dir), "--top", "1"]) == 0
+    told = capsys.readouterr().out
+
+    assert "\x1b" not in told
+    lines = told.splitlines()
+    assert lines[0] == "32 visits of 8 examples, of which 0 are truncated"
+    shown = [line.split(maxsplit=1) for line in lines if line.split()[:1] in (["prompt"], ["chosen"], ["rejected"])]
+    assert shown == [["prompt", "Hi"], ["chosen", "no [2J way"], ["rejected", "yes"]] * 2
+    assert any(line.startswith("Pairs that never flip: 1 of 8") for line in lines)
+    assert any(line.startswith("Suspected label noise: 2 pairs") for line in lines)
+    assert [line for line in lines if "correlation" in line] == [
+        f"  {split}: correlation -1.00" for split in ("train", "eval")
+    ]
+    assert [line.split()[:4] for line in lines if line.startswith("  mine (train)")] == [
+        ["mine", "(train)", f"{update}", "8"] for update in (1, 2)
+    ]
+
+
+def test_as_json_it_is_one_object(run_dir, capsys):
+    assert main([str(run_dir), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["note"] is None
+    assert [(p["split"], p["texts"]) for p in found["suspected_noise"]] == [("train", WRONG), ("eval", WRONG)]
+    assert [p["example"] for p in found["never_flipped"]] == [found["suspected_noise"][0]["example"]]
+
+
+def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
+    mine = run_dir.parent / "mine"
+    for split in ("train", "test"):
+        write_rows(mine / f"{split}.jsonl", [{**WRONG, "chosen": " other"}])
+    assert main([str(run_dir)]) == 0
+    assert capsys.readouterr().out.endswith("\nits datasets have changed, and lack 1 of these pairs\n")
+
+    mine.rename(run_dir.parent / "moved")
+    assert main([str(run_dir), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (
+        found["note"]
+        == f"texts are not shown: dataset source {mine} does not exist; give a directory, a file or a Hub id"
+    )
+    assert found["never_flipped"][0]["texts"] is None
+    assert main([str(run_dir), "--no-texts"]) == 0
+    assert "texts are not shown" not in capsys.readouterr().out
+
+
+def test_what_has_no_ledger_is_bad_usage(tmp_path):
+    result = run_script("-m", "scripts.ledger", str(tmp_path))
+    assert result.returncode == 2
+    assert result.stderr.endswith(f"{tmp_path} has no ledger.parquet: give the directory of a run with ledger=true\n")
