@@ -1,0 +1,166 @@
+"""What the documents say exists: every command is one that runs, every link, file, test and make target is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from support.runs import ROOT
+
+import train  # noqa: F401  (registers the config's resolvers)
+from dpo.settings.command_line import parse
+from dpo.settings.plan import resolve
+from dpo.settings.validation import find_config_problems
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+NAMES = {page: str(page.relative_to(ROOT)) for page in PAGES}
+FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b(?!\.md)")
+TO_BE_WRITTEN = ("config/loss/simpo.yaml", "loss=simpo")  # by who follows CONTRIBUTING.md, as tests/runs/test_seams.py
+GPUS = 4  # on which a command is imagined that leaves the number of processes to the machine
+
+
+def commands_of(text: str) -> list[str]:
+    """Lines of code blocks, whole where a backslash continues them, and code within sentences; no comments."""
+    lines = [line for block in FENCED.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    return [re.sub(r"\s+#.*", "", line).strip() for line in (*lines, *INLINE.findall(FENCED.sub("", text)))]
+
+
+ALL = [(NAMES[page], command) for page in PAGES for command in commands_of(TEXTS[page])]
+
+
+def those_with(pattern: str) -> list[tuple[str, str]]:
+    """Each command once, with the page that has it first."""
+    found = {command: page for page, command in reversed(ALL) if re.search(pattern, command)}
+    return [(page, command) for command, page in found.items()]
+
+
+def compose(arguments: list[str]) -> DictConfig:
+    """The config of a command, of a sweep's first job. Raises what Hydra says if it cannot be composed."""
+    line = parse(arguments)
+    overrides = [o.partition(",")[0] if line.is_sweep and "[" not in o else o for o in line.overrides]
+    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        return hydra.compose("config", [*line.search, *overrides])
+
+
+# --- train.py ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def filled_in(tmp_path):
+    """A command with what only the user knows: the run of SFT, config files, how many processes; `...` left out."""
+    (tmp_path / "MINE" / "experiment").mkdir(parents=True)
+    (tmp_path / "MINE" / "experiment" / "NAME.yaml").write_text("# @package _global_\nlr: 1e-6\n")
+    (tmp_path / "RUN_OF_SFT").mkdir()
+
+    def fill_in(command: str) -> list[str]:
+        for placeholder, value in {
+            "RUN_OF_SFT": str(tmp_path / "RUN_OF_SFT"),
+            "MINE": str(tmp_path / "MINE"),
+            "=N": "=2",
+            "$SLURM_JOB_ID": "1",
+        }.items():
+            command = re.sub(rf"{re.escape(placeholder)}\b", value, command)
+        words = shlex.split(command)
+        start = next(i for i, word in enumerate(words) if word.endswith(("train.py", "train.sbatch")))
+        return [w for w in words[start + 1 :] if not w.endswith("...") and w not in TO_BE_WRITTEN]
+
+    return fill_in
+
+
+@pytest.mark.parametrize(("page", "command"), those_with(r"\btrain\.(py|sbatch) [^)]"))
+def test_a_command_of_train_is_accepted(page, command, filled_in):
+    arguments = filled_in(command.removeprefix('eval "$(').removesuffix(')"'))
+    line = parse(arguments)
+    if line.only_shows or line.wants_help:
+        return
+    config = compose(arguments)
+    plan = resolve(config)
+    if plan.trainer.multi_process and config.world_size is None:
+        plan = resolve(config, world_size=GPUS)
+    problems = find_config_problems(config, plan)
+    assert [p for p in problems if "..." not in command or " is not set: " not in p] == []
+
+
+def test_there_are_commands_and_a_wrong_one_is_not_accepted(filled_in):
+    assert len(those_with(r"\btrain\.py ")) > 30
+    with pytest.raises(HydraException):
+        compose(filled_in("python train.py loss=dpo loss.betta=0.1 ..."))
+    assert find_config_problems(compose(filled_in("python train.py experiment=hh_pythia28_sft batch_size=3"))) != []
+
+
+# --- everything else that is run -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page", "command"), those_with(r"python3? (-\w+ )*-m (scripts|benchmarks|pytest)"))
+def test_a_module_that_is_run_is_there_and_takes_the_flags(page, command):
+    module, arguments = re.search(r"-m (\S+)(.*)", command).groups()
+    spec = importlib.util.find_spec(module)
+    assert spec is not None, module
+    if module.startswith(("scripts.", "benchmarks.")):
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        assert [flag for flag in re.findall(r"(?<= )--[\w-]+", arguments) if f'"{flag}"' not in source] == []
+        compose([word for word in shlex.split(arguments) if re.match(r"[a-z_.]+=", word)])
+
+
+def test_every_make_target_is_there():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {(page, target) for page, command in ALL for target in re.findall(r"^make ([a-z][a-z-]*)", command)}
+    assert len(named) > 5
+    assert {(page, target) for page, target in named if target not in targets} == set()
+
+
+# --- what is named -------------------------------------------------------------------------------------------------
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
+def test_every_link_leads_somewhere(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)|src(?:set)?=\"([^\"]+)\"", TEXTS[page]):
+        target, _, anchor = "".join(link).partition("#")
+        if target.startswith(("https://", "http://")):
+            continue
+        file = page.parent / target if target else page
+        if not file.exists() or (anchor and anchor not in anchors_of(file)):
+            broken.append("".join(link))
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
+def test_every_file_that_is_named_is_there(page):
+    """Paths below a directory of ours, and files with a suffix that only files of ours have; no placeholders."""
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {".git", ".venv", ".cache"}
+    ours = {path.name for folder in folders for path in (ROOT / folder).rglob("*.*")} | {f.name for f in ROOT.iterdir()}
+    lost = []
+    for text in INLINE.findall(FENCED.sub("", TEXTS[page])):
+        name = text.partition("::")[0].rstrip("/")
+        is_path = re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name)
+        if not is_path or PLACEHOLDER.search(name) or name in TO_BE_WRITTEN:
+            continue
+        if name.split("/")[0] in folders and "/" in name:
+            lost += [] if (ROOT / name).exists() or (ROOT / f"{name}.py").exists() else [name]
+        elif re.search(r"\.(py|md|sh|sbatch|toml|lock)$", name) and Path(name).name not in ours:
+            lost.append(name)
+    assert lost == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
+def test_every_test_that_is_named_is_there(page):
+    tests = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py")}
+    functions = set(re.findall(r"^def (test_\w+)", "".join(tests.values()), re.MULTILINE))
+    named = set(re.findall(r"\b(test_\w+(?:\.py)?)", TEXTS[page]))
+    assert {name for name in named if name not in functions and name.removesuffix(".py") + ".py" not in tests} == set()
