@@ -75,7 +75,7 @@ def _lists(found: LedgerSummary, texts: Mapping[str, Mapping[str, str]]) -> list
     )
     noise = (
         f"{count(found.n_suspected_noise, 'pair was', 'pairs were')} never right, and wrong by more than the typical "
-        "margin of their time. Their labels may be swapped, or both responses equally good."
+        f"margin of their time.{' Look whether their labels are swapped.' if found.n_suspected_noise else ''}"
     )
     return [
         PairList("Pairs that never flip", never, [_listed(pair, texts) for pair in found.never_flipped]),
