@@ -11,11 +11,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpo.analysis.page import write_report
 from dpo.errors import InputError
+
+if TYPE_CHECKING:
+    from dpo.analysis.ledger import Pair
+
+
+def find_texts(run_dir: Path, pairs: Sequence[Pair]) -> Mapping[str, Mapping[str, str]]:
+    """The texts of a ledger's pairs from the run's datasets. Raises InputError if they cannot be loaded."""
+    from scripts import ledger  # loads tokenizers and datasets, which only a run with a ledger needs
+
+    try:
+        return ledger.find_texts(run_dir, pairs)
+    except KeyError as error:
+        raise InputError(f"config.yaml has no {error}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = [run.expanduser() for run in asked.runs]
     default = runs[0] / "report" if len(runs) == 1 else Path("report")
     try:
-        page = write_report(runs, (asked.out or default).expanduser())
+        page = write_report(runs, (asked.out or default).expanduser(), find_texts=find_texts)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dpo.analysis.runs import Run
+from dpo.analysis.runs import Run, number
+
+COLUMNS = (
+    *("policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected"),
+    *("chosen_tokens", "rejected_tokens"),
+)
 
 
 class MarginParts(NamedTuple):
-    """Mean rewards, as docs/metrics.md has them: margin = chosen - rejected. NaN if lengths are not known."""
+    """Mean rewards, as docs/metrics.md has them: margin = chosen - rejected. NaN where something is not known."""
 
     split: str
     chosen: float
     rejected: float
     chosen_tokens: float
     rejected_tokens: float
+    length_by_pair: float = math.nan  # what length gives, worked out in each pair of the ledger
 
     @property
     def margin(self) -> float:
@@ -23,15 +29,40 @@ class MarginParts(NamedTuple):
 
     @property
     def length(self) -> float:
-        """What of the margin there is because one side is longer.
+        """What of the margin there is because one side is longer, pair by pair if there is a ledger, else of means.
 
         With a change per token of a on the chosen side and b on the rejected one, and lengths m and n, the margin is
         a m - b n = (a - b) (m + n) / 2 + (a + b) / 2 (m - n), of which the second term is 0 for equal lengths.
         """
+        if math.isfinite(self.length_by_pair):
+            return self.length_by_pair
         if not (self.chosen_tokens > 0 and self.rejected_tokens > 0):
             return math.nan
-        per_token = self.chosen / self.chosen_tokens + self.rejected / self.rejected_tokens
-        return per_token / 2 * (self.chosen_tokens - self.rejected_tokens)
+        return float(_of_length(self.chosen, self.rejected, self.chosen_tokens, self.rejected_tokens))
+
+
+def _of_length(chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens: Any) -> Any:
+    per_token = chosen / chosen_tokens + rejected / rejected_tokens
+    return per_token / 2 * (chosen_tokens - rejected_tokens)
+
+
+def length_by_pair(run: Run) -> float:
+    """Mean over the pairs of the last evaluation in the ledger; NaN without one, or if rewards are not beta times the
+    change of log-probabilities."""
+    beta, margin = number(run.setting("loss.beta")), run.eval.last("rewards_eval/margins")
+    if run.ledger is None or not beta > 0:
+        return math.nan
+    import pyarrow.compute as pc  # here: most runs have no ledger
+
+    table = run.ledger.filter(pc.equal(run.ledger["split"], "eval"))
+    if not len(table):
+        return math.nan
+    updates = table["update"].to_numpy()
+    c = {name: table[name].to_numpy()[updates == updates.max()] for name in COLUMNS}
+    chosen, rejected = (beta * (c[f"policy_{side}"] - c[f"reference_{side}"]) for side in ("chosen", "rejected"))
+    if not math.isclose(float((chosen - rejected).mean()), margin, rel_tol=0.01, abs_tol=1e-6):
+        return math.nan
+    return float(_of_length(chosen, rejected, c["chosen_tokens"], c["rejected_tokens"]).mean())
 
 
 def margin_parts(run: Run) -> MarginParts | None:
@@ -42,8 +73,9 @@ def margin_parts(run: Run) -> MarginParts | None:
     if not (math.isfinite(chosen) and math.isfinite(rejected)):
         return None
     counted = "test" if split == "eval" else "train"
-    tokens = [run.count(f"{counted}.mean_{side}_tokens") for side in ("chosen", "rejected")]
-    return MarginParts(split, chosen, rejected, *tokens)
+    m, n = (run.count(f"{counted}.mean_{side}_tokens") for side in ("chosen", "rejected"))
+    by_pair = length_by_pair(run) if split == "eval" else math.nan
+    return MarginParts(split, chosen, rejected, m, n, by_pair)
 
 
 class Change(NamedTuple):

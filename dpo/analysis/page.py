@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dpo.analysis import summary
-from dpo.analysis.cost import cost_of
+from dpo.analysis.cost import Cost, cost_of
 from dpo.analysis.curves import THEMES, draw_all
 from dpo.analysis.findings import WARNING, Finding
+from dpo.analysis.ledger_view import FindTexts, LedgerView, view_ledger
 from dpo.analysis.margin import margin_parts
 from dpo.analysis.reading import find_all
 from dpo.analysis.runs import Run, read_runs
@@ -63,6 +64,7 @@ class Section(NamedTuple):
     findings: list[Finding]
     margin: summary.Bars | None
     settings: list[summary.Row]
+    ledger: LedgerView | None
 
     @property
     def warnings(self) -> list[Finding]:
@@ -76,8 +78,17 @@ class Section(NamedTuple):
         return next((tile for tile in self.tiles if tile.label == label), None)
 
 
-def write_report(runs: Sequence[Path], out: Path, *, lead: Lead | None = None, ended: bool = False) -> Path:
-    """Write the curves of runs and `report.html` into `out`; its path. `ended`: they say so, and may hold their locks.
+def write_report(
+    runs: Sequence[Path],
+    out: Path,
+    *,
+    lead: Lead | None = None,
+    find_texts: FindTexts | None = None,
+    ended: bool = False,
+) -> Path:
+    """Write the curves of runs and `report.html` into `out`; its path.
+
+    `find_texts` gives the texts of pairs in a ledger. `ended`: the runs say so, and may hold their locks.
 
     Raises InputError for a path that is no run, and if `out` cannot be written.
     """
@@ -90,20 +101,25 @@ def write_report(runs: Sequence[Path], out: Path, *, lead: Lead | None = None, e
             _replace(out / f"{picture.name}-dark.png", picture.dark)
             pictures.append(Shown(picture.title, picture.alt, _data(picture.light), _data(picture.dark)))
         page = out / PAGE
-        _replace(page, render(read, pictures, lead).encode("utf-8", "replace"))
+        _replace(page, render(read, pictures, lead, find_texts).encode("utf-8", "replace"))
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error}; choose another directory with --out") from error
     return page
 
 
-def render(runs: Sequence[Run], pictures: Sequence[Shown], lead: Lead | None = None) -> str:
+def render(
+    runs: Sequence[Run],
+    pictures: Sequence[Shown],
+    lead: Lead | None = None,
+    find_texts: FindTexts | None = None,
+) -> str:
     """The page."""
     loader = FileSystemLoader(Path(__file__).parent)
     template = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).get_template("page.html.jinja")
     costs = [cost_of(run) for run in runs]
-    sections = [_section(i, run, cost) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
+    sections = [_section(i, run, cost, find_texts) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
     context: dict[str, Any] = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
         "sections": sections,
@@ -120,6 +136,7 @@ def render(runs: Sequence[Run], pictures: Sequence[Shown], lead: Lead | None = N
             ("Findings", True),
             ("Curves", bool(pictures)),
             ("Samples", any(run.samples for run in runs)),
+            ("Ledger", any(run.ledger is not None for run in runs)),
             ("Settings", any(run.config for run in runs)),
             ("Data", any(run.preflight for run in runs)),
             ("Cost", True),
@@ -131,7 +148,7 @@ def render(runs: Sequence[Run], pictures: Sequence[Shown], lead: Lead | None = N
     return template.render(context)
 
 
-def _section(i: int, run: Run, cost: Any) -> Section:
+def _section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) -> Section:
     findings = find_all(run)
     light, dark = (theme.colors[i % len(theme.colors)] for theme in THEMES)
     return Section(
@@ -144,6 +161,7 @@ def _section(i: int, run: Run, cost: Any) -> Section:
         findings,
         summary.margin_bars(margin_parts(run)),
         summary.all_settings(run),
+        view_ledger(run, find_texts),
     )
 
 

@@ -89,6 +89,12 @@ def length_in_margin(run: Run) -> Iterator[Finding]:
         return
     share = parts.length / parts.margin
     gives = signed(parts.length) if abs(share) >= 0.001 else "nearly nothing"
+    by_pair = math.isfinite(parts.length_by_pair)
+    how = (
+        "It was worked out in each pair of the ledger."
+        if by_pair
+        else "It comes from means alone; with ledger=true a run records it pair by pair."
+    )
     hacked = share >= LENGTH_SHARE
     yield Finding(
         WARNING if hacked else NOTE,
@@ -96,7 +102,7 @@ def length_in_margin(run: Run) -> Iterator[Finding]:
         f"{gives} of the margin {figure(parts.margin)} ({percent(share)}); mean tokens "
         f"{figure(parts.chosen_tokens)} chosen, {figure(parts.rejected_tokens)} rejected",
         f"This is what the margin would {'lose' if share >= 0 else 'gain'} if both sides were equally long, at the "
-        "same mean change per token. It comes from means alone; with ledger=true a run records it pair by pair."
+        f"same mean change per token. {how}"
         + (
             " The policy may have learned to prefer a length instead of what makes a response better." if hacked else ""
         ),

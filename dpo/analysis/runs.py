@@ -25,6 +25,7 @@ from dpo.system.redaction import redact
 from dpo.system.run_directory import is_locked
 
 RECORDS = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of them
+LEDGERS = ("ledger.arrows", "ledger.parquet")
 STEP = re.compile(r"step-(\d+)")
 NONFINITE = re.compile(r"nonfinite-(\d+)")  # where examples of an update that was NaN or infinite are
 
@@ -94,6 +95,7 @@ class Run:
     nonfinite: list[int] = field(default_factory=list)  # updates whose examples were put aside
     saved: list[int] = field(default_factory=list)  # examples, of the checkpoints
     written: datetime | None = None  # when the last line of the metrics was
+    ledger: Any = None  # a pyarrow.Table, if the run has one
     problems: list[str] = field(default_factory=list)
     state: State = NOTHING
 
@@ -159,6 +161,7 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
     lines = _read_lines(run, "metrics.jsonl", lambda line: line.get("split") in ("train", "eval"))
     run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
     run.samples = _read_lines(run, "samples.jsonl", _is_sample)
+    run.ledger = _read_ledger(run)
     if lines:
         run.written = datetime.fromtimestamp((run.path / "metrics.jsonl").stat().st_mtime).astimezone()
     folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
@@ -264,6 +267,19 @@ def _read_lines(run: Run, name: str, is_one: Any) -> list[dict[str, Any]]:
         shown = ", ".join(map(str, odd[:5])) + (", ..." if len(odd) > 5 else "")
         run.problems.append(f"{name}: {len(odd)} of {len(rows) - 1} lines cannot be read, and are left out ({shown})")
     return lines
+
+
+def _read_ledger(run: Run) -> Any:
+    if not any((run.path / name).exists() for name in LEDGERS):
+        return None  # most runs have none, and need no pyarrow
+    from dpo.analysis.ledger import read_ledger
+
+    try:
+        table = read_ledger(run.path)
+    except (InputError, OSError) as error:
+        run.problems.append(f"the ledger cannot be read: {error}")
+        return None
+    return table if table is not None and len(table) else None
 
 
 def _is_sample(line: Mapping[str, Any]) -> bool:

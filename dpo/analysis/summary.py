@@ -14,13 +14,13 @@ from dpo.analysis.findings import Finding
 from dpo.analysis.margin import MarginParts
 from dpo.analysis.reading import warnings_in
 from dpo.analysis.runs import Run
-from dpo.analysis.wording import count, duration, figure, hours, large, percent, signed
+from dpo.analysis.wording import count, duration, figure, hours, large, percent, shortened, signed
 from dpo.settings.files import defaults_of, dotted
 from dpo.system.redaction import redact
 
 ABSENT = "\N{EN DASH}"
 BLANK_LINES = re.compile(r"\n\s*\n")  # between the turns of a dialogue
-MOST_SAMPLES, LONGEST_TEXT = 32, 4000
+MOST_SAMPLES = 32
 
 
 class Tile(NamedTuple):
@@ -209,14 +209,6 @@ def _add(card: Prompted, text: Text) -> None:
     """Add a reference's text, unless it is there from another run."""
     if not any(text.role == other.role and text.text == other.text for other in card.texts):
         card.texts.append(text)
-
-
-def shortened(text: str) -> str:
-    """Without white space around it, and of a length that a page can show."""
-    text = text.strip()
-    if len(text) <= LONGEST_TEXT:
-        return text
-    return f"{text[:LONGEST_TEXT]} ... ({len(text) - LONGEST_TEXT:,} more characters)"
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+LONGEST_TEXT = 4000
+
 
 def figure(value: float, digits: int = 3) -> str:
     """So many significant digits, and no exponent if the value is large."""
@@ -57,3 +59,11 @@ def duration(seconds: float) -> str:
 def hours(value: float) -> str:
     """Device hours, with two digits below ten."""
     return "under 0.01" if 0 <= value < 0.01 else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
+
+
+def shortened(text: str) -> str:
+    """Without white space around it, and of a length that a page can show."""
+    text = text.strip()
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[:LONGEST_TEXT]} ... ({len(text) - LONGEST_TEXT:,} more characters)"

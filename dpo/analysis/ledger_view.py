@@ -1,0 +1,117 @@
+"""What the report shows of a ledger: pairs that never flip, suspected label noise, margin against length, drift."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from dpo.analysis.runs import Run
+from dpo.analysis.wording import count, figure, percent, shortened, signed
+from dpo.errors import InputError
+
+if TYPE_CHECKING:
+    from dpo.analysis.ledger import LedgerSummary, Pair
+
+TOP = 5  # pairs in each list
+
+FindTexts = Callable[[Path, Sequence["Pair"]], Mapping[str, Mapping[str, str]]]
+"""The texts of pairs of a run by example: prompt, chosen, rejected. Raises InputError if they cannot be loaded."""
+
+
+class Listed(NamedTuple):
+    """A pair and its texts, if they are known."""
+
+    name: str
+    margins: str
+    texts: list[tuple[str, str]]
+
+
+class PairList(NamedTuple):
+    title: str
+    text: str
+    pairs: list[Listed]
+
+
+class Table(NamedTuple):
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+
+
+class LedgerView(NamedTuple):
+    text: str
+    lists: list[PairList]
+    tables: list[Table]
+    note: str
+
+
+def view_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerView | None:
+    """None if the run has no ledger. Texts are shown if there is a way to find them."""
+    if run.ledger is None:
+        return None
+    from dpo.analysis.ledger import summarize
+
+    found = summarize(run.ledger, top=TOP)
+    listed, texts, note = [*found.never_flipped, *found.suspected_noise], {}, ""
+    if listed and find_texts is None:
+        note = f"The texts of these pairs: python -m scripts.ledger {run.path}"
+    elif listed and find_texts is not None:
+        try:
+            texts = find_texts(run.path, listed)
+        except InputError as error:
+            note = f"Texts are not shown: {error}"
+    visits, examples = count(found.rows, "visit"), count(found.examples, "example")
+    text = f"{visits} of {examples}, of which {found.truncated:,} are truncated."
+    return LedgerView(text, _lists(found, texts), [*_lengths(found), *_drift(found)], note)
+
+
+def _lists(found: LedgerSummary, texts: Mapping[str, Mapping[str, str]]) -> list[PairList]:
+    if not found.lengths:
+        return []  # nothing of pairs, or nothing after the first update
+    never = (
+        f"{found.n_never_flipped:,} of {count(found.n_seen_again, 'pair')} that were seen at least twice were wrong "
+        "each time: their margin was never above 0."
+    )
+    noise = (
+        f"{count(found.n_suspected_noise, 'pair was', 'pairs were')} never right, and wrong by more than the typical "
+        f"margin of their time.{' Look whether their labels are swapped.' if found.n_suspected_noise else ''}"
+    )
+    return [
+        PairList("Pairs that never flip", never, [_listed(pair, texts) for pair in found.never_flipped]),
+        PairList("Suspected label noise", noise, [_listed(pair, texts) for pair in found.suspected_noise]),
+    ]
+
+
+def _listed(pair: Pair, texts: Mapping[str, Mapping[str, str]]) -> Listed:
+    margins = (
+        f"{count(pair.visits, 'visit')}: margin {signed(pair.first_margin)} at first, "
+        f"{signed(pair.last_margin)} at last, {figure(pair.relative_margin, 2)} times the typical one"
+    )
+    named = [(name, shortened(text)) for name, text in texts.get(pair.example, {}).items()]
+    return Listed(f"{pair.example[:12]} {pair.dataset} ({pair.split})", margins, named)
+
+
+def _lengths(found: LedgerSummary) -> list[Table]:
+    tables = []
+    for of_split in found.lengths:
+        r = "" if of_split.correlation is None else f", correlation {signed(of_split.correlation, 2)}"
+        rows = [[c.difference, f"{c.pairs:,}", signed(c.margin), percent(c.right)] for c in of_split.classes]
+        columns = ("chosen minus rejected tokens", "pairs", "mean margin", "ranked right")
+        tables.append(Table(f"Margin against length, {of_split.split}{r}", columns, rows))
+    return tables
+
+
+def _drift(found: LedgerSummary) -> list[Table]:
+    """Where there are pairs, the margin and how both sides moved; else the loss."""
+    has_pairs = any(period.margin is not None for period in found.drift)
+    wanted = ("loss", "margin", "right", "chosen_change", "rejected_change") if has_pairs else ("loss", "policy_chosen")
+    rows = []
+    for p in found.drift:
+        updates = (
+            f"{p.first_update:,}" if p.first_update == p.last_update else f"{p.first_update:,} to {p.last_update:,}"
+        )
+        values = ("" if (value := getattr(p, name)) is None else figure(value) for name in wanted)
+        rows.append([f"{p.dataset} ({p.split})", updates, f"{p.visits:,}", *values])
+    names = ("dataset", "updates", "visits", *(name.replace("_", " ") for name in wanted))
+    return [Table("Drift by dataset, means over the visits; a change is policy minus reference", names, rows)]

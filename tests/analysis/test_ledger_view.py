@@ -1,0 +1,109 @@
+"""What the report shows of a ledger, and what it says of lengths pair by pair."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.records import evaluation, rewards, update, write_run
+
+from dpo.analysis.ledger import SCHEMA, append, begin
+from dpo.analysis.ledger_view import view_ledger
+from dpo.analysis.margin import margin_parts
+from dpo.analysis.page import render
+from dpo.analysis.runs import read_run
+from dpo.errors import InputError
+
+
+def row(example: str, number: int, split: str, chosen: float, rejected: float, tokens: tuple[int, int]) -> dict:
+    """A visit in which the policy's log-probabilities differ from the reference's by this much; beta is 0.1."""
+    return {
+        **dict.fromkeys(SCHEMA.names, 0),
+        **{"example": example, "dataset": "hh", "update": number, "epoch": 0, "split": split, "truncated": False},
+        **{"policy_chosen": chosen - 50, "reference_chosen": -50.0, "policy_rejected": rejected - 40},
+        **{"reference_rejected": -40.0, "margin": 0.1 * (chosen - rejected), "loss": 0.6},
+        **dict(zip(("chosen_tokens", "rejected_tokens"), tokens, strict=True)),
+    }
+
+
+def with_ledger(folder: Path, rows: list[dict]) -> Path:
+    """A run whose last evaluation has the means of the rows of split eval."""
+    run = write_run(folder, [update(1), update(2), evaluation(2, 0.6, **rewards("eval", 0.1, -0.05))])
+    begin(run / "ledger.arrows")
+    append(run / "ledger.arrows", {name: [row[name] for row in rows] for name in SCHEMA.names})
+    return run
+
+
+ROWS = [
+    row("old", 1, "eval", 9.0, 0.0, (9, 9)),
+    row("a", 2, "eval", 2.0, 1.0, (20, 10)),  # 0.1 a token on both sides: all of its 1.0 is length
+    row("b", 2, "eval", 0.0, -2.0, (10, 10)),  # as long: nothing of its 2.0
+]
+
+
+def test_length_is_worked_out_in_each_pair_of_the_last_evaluation(tmp_path):
+    parts = margin_parts(read_run(with_ledger(tmp_path, ROWS)))
+    assert parts.margin == pytest.approx(0.15)
+    assert parts.length == pytest.approx(0.05)  # 0.1 times the mean of 1.0 and 0.0
+
+
+def test_rewards_of_another_scale_are_left_to_the_means(tmp_path):
+    rows = [{**one, "policy_chosen": one["policy_chosen"] + 5} for one in ROWS]
+    parts = margin_parts(read_run(with_ledger(tmp_path, rows)))
+    assert parts.length == 0  # mean tokens are 20 and 20
+
+
+def test_suspected_noise_is_shown_with_its_texts_escaped(tmp_path):
+    wrong = [row("bad", n, "train", -9.0, 9.0, (5, 5)) for n in (2, 3)]
+    right = [row(f"good{i}", n, "train", 1.0, -1.0, (5, 5)) for n in (2, 3) for i in range(4)]
+    run = read_run(with_ledger(tmp_path, [*wrong, *right]))
+    asked = []
+
+    def find_texts(run_dir, pairs):
+        asked.extend(pair.example for pair in pairs)
+        return {"bad": {"prompt": "Why?", "chosen": "<b>no</b>", "rejected": "because"}}
+
+    view = view_ledger(run, find_texts)
+
+    assert asked == ["bad", "bad"]  # it never flips either
+    never, noise = view.lists
+    assert never.text.startswith("1 of 5 pairs that were seen at least twice were wrong each time")
+    assert [pair.texts[1] for pair in noise.pairs] == [("chosen", "<b>no</b>")]
+    page = render([run], [], find_texts=find_texts)
+    assert "&lt;b&gt;no&lt;/b&gt;" in page
+    assert "<b>no" not in page
+    assert 'href="#ledger"' in page
+
+
+def test_texts_that_cannot_be_loaded_are_a_note(tmp_path):
+    run = read_run(with_ledger(tmp_path, [row("bad", n, "train", -9.0, 9.0, (5, 5)) for n in (2, 3)]))
+
+    def find_texts(run_dir, pairs):
+        raise InputError("no such dataset")
+
+    assert view_ledger(run, find_texts).note == "Texts are not shown: no such dataset"
+    assert view_ledger(run).note == f"The texts of these pairs: python -m scripts.ledger {run.path}"
+
+
+def test_margins_against_length_and_drift_are_tables(tmp_path):
+    titles = [table.title for table in view_ledger(read_run(with_ledger(tmp_path, ROWS))).tables]
+    assert titles[0].startswith("Margin against length, eval")
+    assert titles[-1].startswith("Drift by dataset")
+
+
+@pytest.mark.parametrize("rows", [[], [row("a", 0, "eval", 0.0, 0.0, (5, 5))]])
+def test_a_ledger_that_has_just_begun_is_shown_as_far_as_it_goes(tmp_path, rows):
+    run = read_run(with_ledger(tmp_path, rows))
+    assert run.problems == []
+    assert (view_ledger(run) is None) == (not rows)
+    assert "<h1>" in render([run], [])
+
+
+@pytest.mark.parametrize("name", ["ledger.arrows", "ledger.parquet"])
+def test_a_ledger_that_is_none_is_a_problem_and_no_more(tmp_path, name):
+    run_dir = write_run(tmp_path, [update(1)])
+    (run_dir / name).write_bytes(b"junk")
+    run = read_run(run_dir)
+    assert run.ledger is None
+    assert len(run.problems) == 1
+    assert run.problems[0].startswith("the ledger cannot be read: ")
