@@ -202,7 +202,8 @@ def _reference_of(origin: Origin) -> tuple[Origin, str]:
     except InputError as error:
         raise InputError(f"the reference: {error}; {OTHERWISE}") from error
     loss = LOSSES.get(OmegaConf.select(origin.config, "loss.name"))
-    return origin._replace(weights=weights), model.reference_dtype if loss and loss.reference else model.policy_dtype
+    dtype = model.reference_dtype if loss and loss.reference else None  # which null is too: as the policy
+    return origin._replace(weights=weights), dtype or model.policy_dtype
 
 
 def _policy_dtype(origin: Origin) -> str | None:

@@ -168,6 +168,13 @@ def test_several_policies_answer_beside_each_other(run_dir, panel):
     assert rewards["policy_2"] == 0 != rewards["policy"]  # it is the reference
 
 
+def test_a_reference_without_a_dtype_has_the_policys(run_dir, tmp_path):
+    run = shutil.copytree(run_dir, tmp_path / "run", symlinks=True)
+    dtypes = "policy_dtype: bfloat16, reference_dtype: null"
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("reference_dtype: float32", dtypes))
+    assert load_panel([run], Choices()).reference.model.dtype == torch.bfloat16
+
+
 def test_a_policy_before_training_is_the_reference_under_sft(run_dir, tmp_path):
     run = tmp_path / "sft"
     (run / "step-8").mkdir(parents=True)
