@@ -345,6 +345,7 @@ def test_defaults_are_the_references():
         "compile": False,
         "export": True,
         "ledger": False,
+        "report": False,
         "lr_scaling": "none",
         "schedule": "constant",
         "min_lr_ratio": 0.0,
