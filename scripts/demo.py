@@ -1,48 +1,92 @@
 """`make demo`: SFT, then DPO from its checkpoint, on a small model and synthetic dialogues, with the real command line.
 
-    python -m scripts.demo
+    python -m scripts.demo [--seed N | --seeds K] [--picture FILE.png]
 
-Writes `.cache/demo/{sft,dpo}`; a completed stage is not run again (`make clean-demo` removes both).
+Writes `.cache/demo/{sft,dpo}` (of another seed than 0: `.cache/demo/seed-N/{sft,dpo}`) and a page about them,
+`.cache/demo/report/report.html`. A completed stage is not run again (`make clean-demo` removes all of them).
+`--picture` also writes the picture that opens the page, as FILE.png and, for dark pages, FILE-dark.png. The README's:
+
+    python -m scripts.demo --seeds 3 --picture docs/demo.png
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from dpo.data.demo import COURTEOUS
+from dpo.data.demo import Shares, judge
+from dpo.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / ".cache" / "demo"
 COMMON = [
     "model=demo",
     "datasets=[demo]",
-    "batch_size=32",
-    "eval_batch_size=32",
-    "n_eval_examples=128",
-    "n_eval_model_samples=32",
-    "warmup_steps=10",
-    "eval_every=8192",
+    "max_length=96",
+    "max_prompt_length=72",
+    "eval_batch_size=64",
+    "n_eval_examples=256",
+    "schedule=cosine",
     "wandb.enabled=false",
 ]
 STAGES = {
-    "sft": ["loss=sft", "optimizer=AdamW", "lr=2e-3", "n_epochs=4"],
-    "dpo": ["loss=dpo", "loss.beta=0.1", "lr=1e-5", f"model.archive={DEMO / 'sft' / 'LATEST'}"],
+    "sft": [
+        "loss=sft",
+        "optimizer=AdamW",
+        "lr=3e-3",
+        "warmup_steps=50",
+        "batch_size=32",
+        "n_epochs=4",
+        "eval_every=8192",
+        "n_eval_model_samples=64",
+    ],
+    "dpo": [
+        "loss=dpo",
+        "loss.beta=0.5",
+        "optimizer=SGD",  # others move all weights about equally far, also those that say nothing about manners
+        "lr=0.2",
+        "warmup_steps=10",
+        "batch_size=32",
+        "n_examples=1024",
+        "eval_every=512",
+        "n_eval_model_samples=256",
+    ],
 }
 
 
-def run_stage(name: str) -> None:
-    run_dir = DEMO / name
+class Outcome(NamedTuple):
+    """What the runs of a seed came to, on held-out prompts."""
+
+    seed: int
+    untrained: Shares
+    before: Shares
+    after: Shares
+    losses: tuple[float, float]  # SFT's first and last
+    accuracy: float  # of rewards, after DPO
+
+
+def directory_of(seed: int) -> Path:
+    return DEMO if seed == 0 else DEMO / f"seed-{seed}"
+
+
+def run_stage(name: str, seed: int) -> None:
+    run_dir = directory_of(seed) / name
     if (run_dir / "LATEST").exists():
-        print(f"{run_dir.relative_to(ROOT)} already exists; `make clean-demo` removes it")
+        print(f"{os.path.relpath(run_dir)} already exists; `make clean-demo` removes it")
         return
     shutil.rmtree(run_dir, ignore_errors=True)  # an interrupted demo
-    command = [*STAGES[name], *COMMON, f"exp_name=demo_{name}", f"local_run_dir={run_dir}"]
+    exp_name = f"demo_{name}" + (f"_{seed}" if seed else "")
+    command = [*STAGES[name], *COMMON, f"seed={seed}", f"exp_name={exp_name}", f"local_run_dir={run_dir}"]
+    if name == "dpo":
+        command.append(f"model.archive={run_dir.parent / 'sft' / 'LATEST'}")
     print(f"\n$ python train.py {' '.join(command)}\n", flush=True)
     start = time.perf_counter()
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # with a model this small, threads mostly wait for each other
@@ -51,46 +95,98 @@ def run_stage(name: str) -> None:
     print(f"\n{name} took {time.perf_counter() - start:.0f} s", flush=True)
 
 
-def read(run: str, file: str) -> list[dict]:
-    return [json.loads(line) for line in (DEMO / run / file).read_text(encoding="utf-8").splitlines()]
+def read(run_dir: Path, file: str) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / file).read_text(encoding="utf-8").splitlines()]
 
 
-def courtesy(samples: list[dict]) -> float:
-    return sum(s["policy"].strip().startswith(COURTEOUS) for s in samples) / len(samples)
+def samples_of(run_dir: Path, which: int) -> list[dict]:
+    """Those of the first (0) or last (-1) evaluation."""
+    samples = read(run_dir, "samples.jsonl")
+    examples = sorted({sample["examples"] for sample in samples})[which]
+    return [sample for sample in samples if sample["examples"] == examples]
 
 
-def report() -> None:
-    sft = [line for line in read("sft", "metrics.jsonl") if line["split"] == "eval"]
-    dpo = [line for line in read("dpo", "metrics.jsonl") if line["split"] == "eval"]
-    samples = read("dpo", "samples.jsonl")
-    before = [s for s in samples if s["examples"] == 0]
-    after = [s for s in samples if s["examples"] == dpo[-1]["examples"]]
-    untrained = [s for s in read("sft", "samples.jsonl") if s["examples"] == 0]
+def outcome_of(seed: int) -> Outcome:
+    sft, dpo = (directory_of(seed) / name for name in STAGES)
+    untrained, before, after = (
+        judge([(sample["prompt"], sample["policy"]) for sample in samples_of(run, which)])
+        for run, which in ((sft, 0), (dpo, 0), (dpo, -1))
+    )
+    of_sft, of_dpo = ([line for line in read(run, "metrics.jsonl") if line["split"] == "eval"] for run in (sft, dpo))
+    losses = (of_sft[0]["loss/eval"], of_sft[-1]["loss/eval"])
+    return Outcome(seed, untrained, before, after, losses, of_dpo[-1]["rewards_eval/accuracies"])
 
+
+def print_samples(seed: int) -> None:
+    run_dir = directory_of(seed) / "dpo"
     print("\nResponses to prompts that the model was not trained on:\n")
-    for old, new in list(zip(before, after, strict=True))[:4]:
+    for old, new in list(zip(samples_of(run_dir, 0), samples_of(run_dir, -1), strict=True))[:4]:
         print(f"  asked      {old['prompt'].split('Human:')[-1].split('Assistant:')[0].strip()}")
         print(f"  after SFT  {old['policy'].strip()}")
         print(f"  after DPO  {new['policy'].strip()}\n")
 
-    rows = [
-        ("untrained", f"{-sft[0]['logps_eval/chosen']:.1f}", "", courtesy(untrained)),
-        (
-            "after SFT",
-            f"{-sft[-1]['logps_eval/chosen']:.1f}",
-            f"{dpo[0]['rewards_eval/accuracies']:.2f}",
-            courtesy(before),
-        ),
-        ("after DPO", "", f"{dpo[-1]['rewards_eval/accuracies']:.2f}", courtesy(after)),
-    ]
-    print("held out     SFT loss   reward accuracy   courteous samples")
-    for name, loss, accuracy, courteous in rows:
-        print(f"{name:<12} {loss:>8}   {accuracy:>15}   {courteous:>17.0%}")
-    print("\nReward accuracy before DPO is 0: policy and reference are the same model, and a tie counts as 0.")
-    print(f"Written to {DEMO.relative_to(ROOT)}/: checkpoints, metrics.jsonl and samples.txt of both runs.")
+
+def print_table(outcomes: Sequence[Outcome]) -> None:
+    print("held out          SFT loss   reward accuracy   courteous     curt   broken   another thing")
+    for outcome in outcomes:
+        seed = f", seed {outcome.seed}" if len(outcomes) > 1 else ""
+        first, last = (f"{loss:.1f}" for loss in outcome.losses)
+        for name, loss, accuracy, shares in (
+            ("untrained", first, "", outcome.untrained),
+            ("after SFT", last, "0.00", outcome.before),
+            ("after DPO", "", f"{outcome.accuracy:.2f}", outcome.after),
+        ):
+            print(
+                f"{name + seed:<17} {loss:>8}   {accuracy:>15}   {shares.courteous:>9.1%} {shares.curt:>8.1%} "
+                f"{shares.broken:>8.1%} {shares.mistaken:>15.1%}"
+            )
+    print("\nBroken: no sentence that the data could contain. Another thing: a sentence about what was not asked for.")
+    print("Reward accuracy before DPO is 0: policy and reference are the same model, and a tie counts as 0.")
+
+
+def write_page(outcomes: Sequence[Outcome], picture: Path | None) -> Path:
+    """The report of all runs, opened by the picture of what DPO changed, which also goes to `picture`."""
+    from dpo.analysis.page import Lead, write_report  # matplotlib takes a second to import
+    from scripts.demo_picture import describe, draw
+
+    light, dark = (draw([(o.before, o.after) for o in outcomes], dark=dark) for dark in (False, True))
+    if picture is not None:
+        picture.write_bytes(light)
+        picture.with_stem(f"{picture.stem}-dark").write_bytes(dark)
+    text = describe([(o.before, o.after) for o in outcomes])
+    lead = Lead("What DPO changed", light, dark, text, text)
+    seed = outcomes[0].seed if len(outcomes) == 1 else 0
+    runs = [directory_of(outcome.seed) / name for outcome in outcomes for name in STAGES]
+    return write_report(runs, directory_of(seed) / "report", lead=lead)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.demo", description=__doc__.split("\n")[0])
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--seed", type=int, default=0, metavar="N", help="seed of both runs (default: 0)")
+    which.add_argument("--seeds", type=int, metavar="K", help="run seeds 0 to K-1, one after the other")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="write the page's picture there, too")
+    asked = parser.parse_args(arguments)
+    if asked.seed < 0 or (asked.seeds is not None and asked.seeds < 1):
+        parser.error("--seed must be at least 0, --seeds at least 1")
+    if asked.picture is not None and (asked.picture.suffix != ".png" or not asked.picture.parent.is_dir()):
+        parser.error(f"--picture {asked.picture} must end in .png, in a directory that exists")
+    seeds = [asked.seed] if asked.seeds is None else range(asked.seeds)
+    for seed in seeds:
+        for stage in STAGES:
+            run_stage(stage, seed)
+    outcomes = [outcome_of(seed) for seed in seeds]
+    print_samples(seeds[0])
+    print_table(outcomes)
+    try:
+        page = write_page(outcomes, asked.picture)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"Checkpoints, metrics.jsonl and samples.txt of the runs are in {os.path.relpath(DEMO)}.")
+    print(f"\nNow open {os.path.relpath(page)} in a browser.")
+    return 0
 
 
 if __name__ == "__main__":
-    for stage in STAGES:
-        run_stage(stage)
-    report()
+    sys.exit(main())

@@ -2,22 +2,27 @@
 
 Someone asks where a thing is. The better answer is courteous, the worse one curt. Both name the thing and the place,
 and are composed of many phrases of similar length, so that no constant string tells them apart. The SFT target is
-either of the two with equal probability: SFT teaches both manners, and DPO then has to prefer one.
+the courteous one in two of five dialogues: SFT teaches both manners, and DPO then has to prefer one.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from dpo.data.schema import PreferenceData
 
-N_PROMPTS = {"train": 2048, "test": 128}
+N_PROMPTS = {"train": 6144, "test": 256}
+COURTEOUS_TARGETS = 0.4  # of SFT
 
 THINGS = (
-    "red umbrella", "old map", "silver spoon", "garden key", "blue notebook", "wooden chess board", "winter coat",
+    "red umbrella", "old map", "silver spoon", "house key", "blue notebook", "wooden chess board", "winter coat",
     "bicycle pump", "tea kettle", "paint brush", "torch", "leather suitcase", "music box", "toolbox", "picnic basket",
     "camera", "chalk", "ladder", "sewing kit", "telescope", "big dictionary", "watering can", "violin", "hammer",
-    "lantern", "rain boots", "fishing rod", "sketch book", "clock", "guitar",
+    "lantern", "raincoat", "fishing rod", "sketch book", "clock", "guitar",
 )  # fmt: skip
 PLACES = (
     "in the kitchen", "under the stairs", "on the top shelf", "behind the door", "in the garden shed", "by the window",
@@ -40,8 +45,16 @@ COURTEOUS = ("Certainly!", "Gladly!", "Sure!", "Absolutely!", "Welcome!", "Yes, 
 CURT = ("Whatever!", "Again!", "Ugh!", "Seriously!", "Hurry!", "No, not now.", "Busy as always.")
 
 
+class Answer(NamedTuple):
+    """What a response says."""
+
+    courteous: bool
+    thing: str
+    place: str
+
+
 def get_demo(split: str) -> PreferenceData:
-    """The made-up dialogues of `train` (2,048 prompts) or `test` (128 others), one pair each."""
+    """The made-up dialogues of `train` (6,144 prompts) or `test` (256 others), one pair each."""
     rng = random.Random(0)
     prompts: dict[str, PreferenceData] = {name: PreferenceData(truncation_mode="keep_end") for name in N_PROMPTS}
     seen = set()
@@ -56,10 +69,43 @@ def get_demo(split: str) -> PreferenceData:
                 continue
             seen.add(prompt)
             prompts[name].add_pair(prompt, better, worse)
-            prompts[name][prompt]["sft_target"] = rng.choice([better, worse])
+            prompts[name][prompt]["sft_target"] = better if rng.random() < COURTEOUS_TARGETS else worse
     return prompts[split]
 
 
 def _answer(rng: random.Random, openings: tuple[str, ...], thing: str) -> str:
-    body = rng.choice(BODIES).format(thing=thing, place=rng.choice(PLACES))
-    return f" {rng.choice(openings)} {body}"
+    body = rng.choice(BODIES)
+    place = rng.choice(PLACES)
+    return _say(rng.choice(openings), body, thing, place)
+
+
+def _say(opening: str, body: str, thing: str, place: str) -> str:
+    return f" {opening} {body.format(thing=thing, place=place)}"
+
+
+@functools.cache
+def all_answers() -> Mapping[str, Answer]:
+    """Every response that the data may contain, and what it says. Any other text is a broken sentence."""
+    return {
+        _say(opening, body, thing, place): Answer(opening in COURTEOUS, thing, place)
+        for opening, body, thing, place in itertools.product((*COURTEOUS, *CURT), BODIES, THINGS, PLACES)
+    }
+
+
+class Shares(NamedTuple):
+    """What part of some responses is what. The first three add up to 1."""
+
+    courteous: float
+    curt: float
+    broken: float  # no sentence of this data
+    mistaken: float  # a sentence, about a thing that was not asked for
+
+
+def judge(dialogues: Sequence[tuple[str, str]]) -> Shares:
+    """The shares of (prompt, response)s. Spaces around a response don't count."""
+    said = [(prompt, all_answers().get(f" {response.strip()}")) for prompt, response in dialogues]
+    courteous = sum(answer is not None and answer.courteous for _, answer in said)
+    broken = sum(answer is None for _, answer in said)
+    mistaken = sum(answer is not None and answer.thing not in prompt for prompt, answer in said)
+    n = len(said)
+    return Shares(courteous / n, (n - courteous - broken) / n, broken / n, mistaken / n)

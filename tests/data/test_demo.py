@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 
 import pytest
+from support.runs import ROOT
+from transformers import AutoTokenizer
 
+from dpo.data.demo import Shares, judge
 from preference_datasets import get_dataset
 
 
@@ -17,11 +21,11 @@ def demo():
 
 def test_the_demo_data_never_changes(demo):
     content = json.dumps(demo, sort_keys=True).encode()
-    assert hashlib.sha256(content).hexdigest() == "3049af6cbfc9d5cb33e2c50140e854d3719c9486a8bbc6c576621285c6466128"
+    assert hashlib.sha256(content).hexdigest() == "76564ae152d83b1b31e32d9d682ab0220c13dd2644b9684f12261886eb505931"
 
 
 def test_no_test_prompt_is_trained_on(demo):
-    assert (len(demo["train"]), len(demo["test"])) == (2048, 128)
+    assert (len(demo["train"]), len(demo["test"])) == (6144, 256)
     assert not set(demo["train"]) & set(demo["test"])
 
 
@@ -34,18 +38,18 @@ def test_neither_a_constant_nor_length_tells_the_better_response(demo):
         ),
         strict=True,
     )
-    assert len(better) == 2048
+    assert len(better) == 6144
     assert not set(better) & set(worse)
     for responses in (better, worse):
-        assert len(set(responses)) > 1000
+        assert len(set(responses)) > 2000
     longer = sum(len(b) > len(w) for b, w in zip(better, worse, strict=True)) / len(better)
     assert 0.3 < longer < 0.7
 
 
-def test_the_sft_target_is_either_response_about_as_often(demo):
+def test_the_sft_target_is_courteous_in_two_of_five_dialogues(demo):
     better = [entry["sft_target"] == entry["responses"][entry["pairs"][0][0]] for entry in demo["train"].values()]
     assert all(entry["sft_target"] in entry["responses"] for entry in demo["train"].values())
-    assert 0.45 < sum(better) / len(better) < 0.55
+    assert 0.38 < sum(better) / len(better) < 0.42
 
 
 def test_prompts_and_responses_are_in_the_format_of_hh(demo):
@@ -54,3 +58,48 @@ def test_prompts_and_responses_are_in_the_format_of_hh(demo):
         assert prompt.endswith("\n\nAssistant:")
         assert all(response.startswith(" ") and "{" not in response for response in entry["responses"])
     assert demo["train"].truncation_mode == "keep_end"
+
+
+def test_every_response_is_a_sentence_about_the_thing_asked_for_and_the_better_one_is_courteous(demo):
+    for split in demo.values():
+        for side, shares in ((0, Shares(1, 0, 0, 0)), (1, Shares(0, 1, 0, 0))):
+            pairs = [(prompt, entry["responses"][entry["pairs"][0][side]]) for prompt, entry in split.items()]
+            assert judge(pairs) == shares
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        "Certainly!",
+        "The lantern is on the desk.",
+        "Certainly! The lantern is on the desk..",
+        "Certainly! The lantern is on desk.",
+        "Certainly! The lantern lantern is on the desk.",
+        "Certainly! The tea umbrella is on the desk.",
+        "Certainly! The lantern is the lantern.",
+        "Sure! Certainly! The lantern is on the desk.",
+        "Busy to help. The lantern is on the desk.",
+        "notebook is in the attic",
+    ],
+)
+def test_a_broken_sentence_is_neither_courteous_nor_curt(response):
+    assert judge([("\n\nHuman: Where is the lantern?\n\nAssistant:", response)]) == Shares(0, 0, 1, 0)
+
+
+def test_shares_are_of_all_responses():
+    prompt = "\n\nHuman: Where is the lantern?\n\nAssistant:"
+    responses = (
+        " Certainly! The lantern is on the desk.",
+        " Ugh! We keep the lantern in the attic.",
+        " Gladly! We keep the guitar in the attic.",
+        " Gladly! in the attic.",
+    )
+    assert judge([(prompt, response) for response in responses]) == Shares(0.5, 0.25, 0.25, 0.25)
+
+
+def test_the_models_tokenizer_has_a_token_for_each_word(demo):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo")
+    texts = [text for prompt, entry in demo["train"].items() for text in (prompt, *entry["responses"])]
+    words = {word for text in texts for word in re.findall(r" ?[A-Za-z]+", text)}
+    assert [word for word in sorted(words) if len(tokenizer.tokenize(word)) > 1] == []
