@@ -34,9 +34,9 @@ def draw(changes: Sequence[Change], *, dark: bool) -> bytes:
                 for kind, color in KINDS:
                     share = getattr(change[stage], kind)
                     axis.barh(top, share, 0.94 * thickness, left=left, color=theme.colors[color])
-                    if share >= 0.08:
-                        text = f"{percent(share)} {kind}"
-                        axis.text(left + 0.01, top, text, va="center", color=theme.background, fontweight="bold")
+                    if share >= 0.3:  # room for its name
+                        style = {"va": "center", "color": theme.background, "fontsize": 8.5, "fontweight": "bold"}
+                        axis.text(left + 0.01, top, f"{percent(share)} {kind}", **style)
                     left += share
                 broken = f"{percent(change[stage].broken)} broken"
                 axis.text(1.01, top, broken, va="center", color=theme.ink)
