@@ -177,7 +177,7 @@ def _read(path: Path, *, ended: bool) -> Run:
     run.saved = sorted(int(found[1]) for name in folders if (found := STEP.fullmatch(name)))
     name = run.setting("exp_name")
     run.name = redact(name if isinstance(name, str) and name.strip() else run.path.name)
-    run.state = find_state(run, locked=not ended and is_locked(run.path))
+    run.state = find_state(run, locked=not ended and is_locked(run.path), ended=ended)
     return run
 
 
@@ -192,8 +192,8 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
     return runs
 
 
-def find_state(run: Run, *, locked: bool) -> State:
-    """How a run stands; `locked` by a process that trains."""
+def find_state(run: Run, *, locked: bool, ended: bool = False) -> State:
+    """How a run stands; `locked` by a process that trains, or `ended` in order, as it says itself."""
     done, total = run.updates, run.total_updates
     of = f"{done:,} of {total:,} updates" if total else f"{done:,} updates"
     evaluated = _largest(run.eval.updates)
@@ -205,6 +205,8 @@ def find_state(run: Run, *, locked: bool) -> State:
         return run.state
     if run.nonfinite and run.nonfinite[-1] > done:
         return State("aborted", f"aborted at update {run.nonfinite[-1]:,}: loss or gradient was NaN or infinite")
+    if ended:  # its last checkpoint may still be written
+        return State("stopped", f"stopped after {of}")
     if done and run.saved and run.saved[-1] == run.examples:
         return State("stopped", f"stopped after {of}, and saved there: resume=auto continues it")
     if total is None:
