@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpo.analysis.page import write_report
 from dpo.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; of several runs: report")
     asked = parser.parse_args(arguments)
+    from dpo.analysis.page import write_report  # here: matplotlib takes a second, which --help need not pay
+
     runs = [run.expanduser() for run in asked.runs]
     default = runs[0] / "report" if len(runs) == 1 else Path("report")
     try:

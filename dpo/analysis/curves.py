@@ -6,6 +6,7 @@ Draws with matplotlib's own canvas: no window, no state of pyplot.
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
-from numpy.lib.stride_tricks import sliding_window_view
 
 from dpo.analysis.runs import Log, Run
 from dpo.analysis.wording import figure as in_words
@@ -25,6 +25,7 @@ from dpo.analysis.wording import percent
 SIZE, DPI = (4.8, 3.0), 200
 SIDES = ("chosen", "rejected")
 FEWEST_TO_SMOOTH = 8
+MOST_POINTS = 1000  # of a line; a picture is that wide
 
 
 @dataclass(frozen=True)
@@ -152,15 +153,32 @@ def evaluated(line: Line) -> tuple[np.ndarray, np.ndarray]:
 
 def smoothed(values: np.ndarray, width: int, *, robust: bool = False) -> np.ndarray:
     """The running mean over `width` values around each, fewer at the ends, or the median; NaN does not count."""
-    there, half = np.isfinite(values), width // 2
-    if robust:
-        padded = np.pad(values, half, constant_values=np.nan)
-        return np.array([np.median(w[np.isfinite(w)]) for w in sliding_window_view(padded, 2 * half + 1)])
+    there, half, n = np.isfinite(values), width // 2, len(values)
+    if robust:  # of a long run at every so many values, which is what a picture can show
+        at = places(n)
+        windows = (values[max(0, i - half) : i + half + 1] for i in at)
+        medians = [np.median(w[np.isfinite(w)]) if np.isfinite(w).any() else np.nan for w in windows]
+        return np.interp(np.arange(n), at, medians)
     sums, counts = (np.concatenate([[0.0], np.cumsum(v)]) for v in (np.where(there, values, 0.0), there))
-    at = np.arange(len(values))
-    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-    n = counts[high] - counts[low]
-    return np.where(n > 0, (sums[high] - sums[low]) / np.maximum(n, 1), np.nan)
+    low, high = np.maximum(np.arange(n) - half, 0), np.minimum(np.arange(n) + half + 1, n)
+    size = counts[high] - counts[low]
+    return np.where(size > 0, (sums[high] - sums[low]) / np.maximum(size, 1), np.nan)
+
+
+def places(n: int) -> np.ndarray:
+    """At most MOST_POINTS indices of n, evenly spread."""
+    return np.unique(np.linspace(0, max(n - 1, 0), min(n, MOST_POINTS)).astype(int))
+
+
+def extremes(values: np.ndarray) -> np.ndarray:
+    """Indices that show every peak: of a long run the least and the largest value between two places."""
+    if len(values) <= 2 * MOST_POINTS:
+        return np.arange(len(values))
+    found = []
+    for part in np.array_split(np.arange(len(values)), MOST_POINTS):
+        finite = part[np.isfinite(values[part])]
+        found += [finite[values[finite].argmin()], finite[values[finite].argmax()]] if len(finite) else [part[0]]
+    return np.unique(found)
 
 
 def width_of(n: int) -> int:
@@ -173,9 +191,9 @@ def width_of(n: int) -> int:
 
 def draw(chart: Chart, lines: Sequence[Line], theme: Theme, *, several: bool) -> bytes:
     """A PNG."""
-    with mpl.rc_context(
-        {"font.size": 9, "font.family": "sans-serif", "axes.unicode_minus": True, "path.simplify_threshold": 0.5}
-    ):
+    settings = {"font.size": 9, "text.parse_math": False, "path.simplify_threshold": 0.5}  # names hold no formulas
+    with mpl.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in a script that the font lacks
         picture = Figure(figsize=SIZE, dpi=DPI, facecolor=theme.background, layout="constrained")
         canvas = FigureCanvasAgg(picture)
         of_sides = [[line for line in lines if line.metric == metric] for metric in chart.metrics]
@@ -202,10 +220,14 @@ def _draw_line(axis: Any, line: Line, theme: Theme, *, several: bool) -> None:
     n = int(np.isfinite(values).sum())
     if n >= FEWEST_TO_SMOOTH and _is_noisy(line.metric):
         course = smoothed(values, width_of(n), robust=line.metric == "grad_norm")
-        axis.plot(train.examples, values, color=color, alpha=0.16 if several else 0.28, linewidth=0.7)
-        axis.plot(train.examples, course, style, color=color, linewidth=1.7)
+        drawn, at = extremes(values), places(len(values))
+        axis.plot(train.examples[drawn], values[drawn], color=color, alpha=0.16 if several else 0.28, linewidth=0.7)
+        axis.plot(train.examples[at], course[at], style, color=color, linewidth=1.7)
     elif n:
-        axis.plot(train.examples, values, style, color=color, linewidth=1.7, marker="." if n == 1 else None)
+        drawn = extremes(values)
+        axis.plot(
+            train.examples[drawn], values[drawn], style, color=color, linewidth=1.7, marker="." if n == 1 else None
+        )
     if "SPLIT" in line.metric:
         examples, held_out = evaluated(line)
         axis.plot(
@@ -302,7 +324,6 @@ def _head(picture: Any, axes: Any, chart: Chart, panels: list[list[Line]], theme
             mpl.lines.Line2D([], [], color=theme.colors[color % len(theme.colors)], linewidth=2.2) for color in shown
         ]
         names = [name if len(name) <= 24 else f"{name[:22]}..." for name in shown.values()]
-        names = [name.replace("$", r"\$") for name in names]  # no formulas
         legend = picture.legend(
             *(handles, names), loc="outside lower left", ncols=min(len(names), 3), frameon=False, fontsize=8
         )

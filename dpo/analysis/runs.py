@@ -25,19 +25,17 @@ from dpo.system.redaction import redact
 from dpo.system.run_directory import is_locked
 
 RECORDS = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of them
+MOST = 1e100  # sums and pictures of larger numbers overflow
 LEDGERS = ("ledger.arrows", "ledger.parquet")
 STEP = re.compile(r"step-(\d+)")
 NONFINITE = re.compile(r"nonfinite-(\d+)")  # where examples of an update that was NaN or infinite are
 
 
 def number(value: Any) -> float:
-    """A finite number as a float; NaN for anything else, also for null, which is how a NaN is logged."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """A number as a float; NaN for anything else, for null, which is how a NaN is logged, and beyond all measure."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST:
         return math.nan
-    try:
-        return float(value) if math.isfinite(value) else math.nan
-    except OverflowError:  # an integer that no float holds
-        return math.nan
+    return float(value)
 
 
 class Log:
@@ -47,13 +45,16 @@ class Log:
         self.lines = lines
         self.examples = np.array([number(line.get("examples")) for line in lines])
         self.updates = np.array([number(line.get("updates")) for line in lines])
+        self._columns: dict[str, np.ndarray] = {}
 
     def __len__(self) -> int:
         return len(self.lines)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """The values of a metric, (rows,)."""
-        return np.array([number(line.get(name)) for line in self.lines])
+        if name not in self._columns:
+            self._columns[name] = np.array([number(line.get(name)) for line in self.lines])
+        return self._columns[name]
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(examples, values) where the metric is a number."""
@@ -153,7 +154,14 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
 
     Raises InputError if the path is no run's directory.
     """
-    _check_is_run(path)
+    try:
+        _check_is_run(path)
+        return _read(path, ended=ended)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+
+
+def _read(path: Path, *, ended: bool) -> Run:
     run = Run(path.resolve(), path.resolve().name)
     run.config = redact(_read_mapping(run, "config.yaml"))
     run.env = redact(_read_mapping(run, "env.json"))
@@ -169,7 +177,7 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
     run.saved = sorted(int(found[1]) for name in folders if (found := STEP.fullmatch(name)))
     name = run.setting("exp_name")
     run.name = redact(name if isinstance(name, str) and name.strip() else run.path.name)
-    run.state = find_state(run, locked=not ended and is_locked(run.path))
+    run.state = find_state(run, locked=not ended and is_locked(run.path), ended=ended)
     return run
 
 
@@ -184,8 +192,8 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
     return runs
 
 
-def find_state(run: Run, *, locked: bool) -> State:
-    """How a run stands; `locked` by a process that trains."""
+def find_state(run: Run, *, locked: bool, ended: bool = False) -> State:
+    """How a run stands; `locked` by a process that trains, or `ended` in order, as it says itself."""
     done, total = run.updates, run.total_updates
     of = f"{done:,} of {total:,} updates" if total else f"{done:,} updates"
     evaluated = _largest(run.eval.updates)
@@ -197,6 +205,8 @@ def find_state(run: Run, *, locked: bool) -> State:
         return run.state
     if run.nonfinite and run.nonfinite[-1] > done:
         return State("aborted", f"aborted at update {run.nonfinite[-1]:,}: loss or gradient was NaN or infinite")
+    if ended:  # its last checkpoint may still be written
+        return State("stopped", f"stopped after {of}")
     if done and run.saved and run.saved[-1] == run.examples:
         return State("stopped", f"stopped after {of}, and saved there: resume=auto continues it")
     if total is None:
@@ -236,7 +246,8 @@ def _read_mapping(run: Run, name: str) -> dict[str, Any]:
     try:
         text = content.decode("utf-8")
         value = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        value = json.loads(json.dumps(value, default=str))  # no dates, and nothing that contains itself
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         run.problems.append(f"{name} cannot be read: {' '.join(str(error).split())[:200]}")
         return {}
     if not isinstance(value, dict):

@@ -15,6 +15,7 @@ from dpo.analysis.margin import MarginParts
 from dpo.analysis.reading import warnings_in
 from dpo.analysis.runs import Run
 from dpo.analysis.wording import count, duration, figure, hours, large, percent, shortened, signed
+from dpo.losses import LOSSES
 from dpo.settings.files import defaults_of, dotted
 from dpo.system.redaction import redact
 
@@ -222,7 +223,7 @@ def shown(value: Any) -> str:
 def setting_rows(runs: Sequence[Run]) -> list[Row]:
     """Settings that differ between the runs; of one run, those that differ from the defaults."""
     configs = [dict(dotted(run.config)) for run in runs]
-    others = [dict(dotted(defaults_of(runs[0].setting("loss.name"))))] if len(runs) == 1 else []
+    others = [dict(dotted(defaults_of(runs[0].loss if runs[0].loss in LOSSES else None)))] if len(runs) == 1 else []
     keys = list(dict.fromkeys(str(key) for config in configs for key in config))
     missing = object()
     rows = []

@@ -13,7 +13,7 @@ import pytest
 from support.browser import CHROMIUM, browser
 from support.records import evaluation, rewards, sample, update, write_run
 
-from dpo.analysis.curves import charts_for, lines_of, smoothed
+from dpo.analysis.curves import charts_for, extremes, lines_of, places, smoothed
 from dpo.analysis.page import Lead, Shown, render, write_report
 from dpo.analysis.runs import read_runs
 from dpo.analysis.summary import setting_rows
@@ -169,6 +169,16 @@ def test_the_running_mean_is_of_what_is_around_a_value():
     values = np.array([0.0, 3.0, np.nan, 6.0, 0.0, 0.0])
     assert smoothed(values, 3).tolist() == [1.5, 1.5, 4.5, 3.0, 2.0, 0.0]
     assert smoothed(values, 3, robust=True).tolist() == [1.5, 1.5, 4.5, 3.0, 0.0, 0.0]
+
+
+def test_of_a_long_run_every_peak_is_drawn_with_few_points():
+    values = np.sin(np.arange(50_000))
+    values[[777, 33_333]], values[10_000:10_100] = (40, -40), np.nan
+    drawn = extremes(values)
+    assert len(drawn) <= 2000
+    assert {777, 33_333} <= set(drawn.tolist())
+    assert extremes(values[:100]).tolist() == list(range(100))
+    assert len(places(50_000)) == 1000
 
 
 @pytest.mark.parametrize("n_lines", [0, 1, 2, 3])

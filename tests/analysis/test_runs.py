@@ -30,7 +30,7 @@ def test_a_run_that_is_training_holds_its_lock(tmp_path):
     with (folder / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert read_run(folder).state == ("training", "still training, 2 of 10 updates so far")
-        assert read_run(folder, ended=True).state.word == "ended"  # it says so itself
+        assert read_run(folder, ended=True).state == ("stopped", "stopped after 2 of 10 updates")  # it says so itself
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and still has it
     assert read_run(folder).state.text == "crashed or killed after 2 of 10 updates, without a checkpoint"
 
