@@ -19,6 +19,7 @@ from dpo.analysis.wording import count, figure, percent
 WARNING, NOTE = "warning", "note"
 
 SATURATED = 0.99  # accuracy of training pairs
+WIDE = 2.0  # a mean margin of which the gradient of DPO has 12 %
 TURNED = 0.05  # of its best value, that the loss of an evaluation has risen
 LOST = 0.02  # accuracy that an evaluation has lost, if chance explains less
 SPIKE = 10.0  # times the median of the 100 values before, of which there must be 20
@@ -131,10 +132,16 @@ def saturation(run: Run) -> Iterator[Finding]:
         WARNING,
         "Accuracy is saturated",
         f"rewards_train/accuracies {figure(accuracy)} over the last {min(length, len(values))} updates",
-        f"Nearly every training pair is ranked right{held}, from about {count(since, 'example')} on. Such pairs give "
-        "little gradient: further updates mostly widen margins, and move the policy away from the reference. Stop "
-        "earlier, or use harder pairs.",
+        f"Nearly every training pair is ranked right{held}, from about {count(since, 'example')} on: accuracy can "
+        f"tell nothing more. {_what_is_left(run.tail('train', 'rewards_train/margins'))}",
     )
+
+
+def _what_is_left(margin: float) -> str:
+    """To be learned from pairs with this mean margin, of which DPO's gradient has sigmoid(-margin)."""
+    if margin < WIDE:
+        return f"The mean margin is {figure(margin)}, so updates still move the policy: go by margins and samples."
+    return "Such pairs give little gradient, and more updates mostly widen margins: stop earlier, or use harder pairs."
 
 
 def no_better_than_chance(run: Run) -> Iterator[Finding]:

@@ -47,6 +47,9 @@ def test_saturated_accuracy():
     assert warning.level == "warning"
     assert warning.value == "rewards_train/accuracies 1 over the last 10 updates"
     assert "from about 164 examples on" in warning.text  # the first ten that are all right begin with update 41
+    assert "The mean margin is 0.2, so updates still move the policy" in warning.text
+    wide = [{**line, "rewards_train/margins": 2.5} for line in lines]
+    assert "little gradient" in find("Accuracy is saturated", wide).text
     assert find("Accuracy is saturated", [pairs(k, accuracy=0.98) for k in range(1, 101)]) is None
 
 
