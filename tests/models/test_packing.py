@@ -111,7 +111,7 @@ def test_the_shortest_examples(example, fed, targets):
 
 def batch_of(examples: list[Example]) -> dict:
     rows = []
-    for prompt, responses, _ in examples:
+    for prompt, responses, *_ in examples:
         row = {}
         for side, response in zip(("chosen", "rejected"), responses, strict=False):
             row[f"{side}_input_ids"] = [*prompt, *response]
