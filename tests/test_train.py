@@ -176,7 +176,7 @@ def test_help_lists_every_key_within_3_seconds():
     assert result.returncode == 0
     keys = yaml.safe_load((ROOT / "config" / "config.yaml").read_text()).keys() - {"defaults", "hydra"}
     assert [key for key in keys if f"{key}:" not in result.stdout] == []
-    assert "model: blank_model, demo, gpt2-large" in result.stdout
+    assert "model: blank_model, blank_model_bfloat16, demo, " in result.stdout
 
 
 def test_the_composed_config_can_be_shown_before_it_is_complete():
@@ -211,7 +211,7 @@ def test_a_bad_command_line_gets_every_problem_at_once_and_status_2(tmp_path):
     for line, start in zip(
         lines[1:],
         [
-            "model=pythia2 is not one of blank_model, demo, gpt2-large",
+            "model=pythia2 is not one of blank_model, blank_model_bfloat16, demo, ",
             "unknown key exp_nam: did you mean exp_name?",
             "unknown key lrr: did you mean lr?",
             "exp_name is not set",

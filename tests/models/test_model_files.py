@@ -13,7 +13,8 @@ from dpo.parallel.sharding import find_blocks
 from dpo.settings.choices import LAYOUTS
 
 FILES = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((ROOT / "config" / "model").glob("*.yaml"))}
-MODELS = {name: content for name, content in FILES.items() if name not in ("blank_model", "demo")}
+TO_BUILD_ON = ("blank_model", "blank_model_bfloat16")
+MODELS = {name: content for name, content in FILES.items() if name not in (*TO_BUILD_ON, "demo")}
 FAMILY_OF = {  # by how ids on the Hub begin: what `model_type` in the config.json there says
     "gpt2": "gpt2, tied",
     "EleutherAI/gpt-j": "gpt-j",
@@ -47,13 +48,17 @@ def test_a_file_names_the_class_of_the_models_blocks(name):
     model = structure_of(family)
     assert content["block_name"] in model._no_split_modules
     assert len(find_blocks(model, content["block_name"])) == model.config.num_hidden_layers
-    if name != "llama7b":  # of the reference, as it was
-        of_reference = {"reference_dtype": None} if family in MADE_IN_BFLOAT16 else {}
-        assert content.keys() - {"defaults", "name_or_path", "block_name"} == of_reference.keys()
+    assert content.keys() == {"defaults", "name_or_path", "block_name"}
+    in_bfloat16 = family in MADE_IN_BFLOAT16 and name != "llama7b"  # of the reference, as it was
+    assert content["defaults"] == [TO_BUILD_ON[in_bfloat16], "_self_"]
+
+
+def test_the_reference_of_a_model_made_in_bfloat16_computes_as_the_policy():
+    assert FILES["blank_model_bfloat16"] == {"defaults": ["blank_model", "_self_"], "reference_dtype": None}
 
 
 def test_no_two_files_are_of_one_model():
-    assert len({content["name_or_path"] for content in FILES.values()}) == len(FILES)
+    assert len({content["name_or_path"] for content in MODELS.values()}) == len(MODELS)
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH)
