@@ -217,7 +217,11 @@ KEYS: dict[str, Key] = {
         how_to_set="choose model=pythia28 or another of config/model, or give model.name_or_path=DIR_OR_HUB_ID",
     ),
     "model.tokenizer_name_or_path": Key(_or_null(TEXT), KEEP),
-    "model.archive": Key(_or_null(PATH), CHANGE),
+    "model.archive": Key(
+        _or_null(PATH),
+        CHANGE,
+        how_to_set="give model.archive=RUN_OF_SFT/LATEST, or null to start from the weights of model.name_or_path",
+    ),
     "model.block_name": Key(_or_null(TEXT), CHANGE),
     "model.policy_dtype": Key(DTYPE, KEEP),
     "model.fsdp_policy_mp": Key(_or_null(DTYPE), KEEP, GATHERED),

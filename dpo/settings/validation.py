@@ -29,7 +29,6 @@ HYDRAS_OWN = (
 )
 OF_HYDRAS_PLUGINS = ("hydra.launcher.", "hydra.sweeper.")
 
-RUN_OF_SFT = "RUN_OF_SFT"  # in the documents and in config/experiment: a directory that only the user knows
 COLUMNS = ("prompt", "chosen", "rejected")  # of own data
 
 
@@ -90,7 +89,7 @@ def _value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | None:
     if value == "???":
         return f"{key} is not set: {how_to_set or f'give {key}=VALUE'}"
     if isinstance(value, str) and "${" in value:
-        return f"{key}={value} cannot be resolved: no such key or resolver"
+        return f"{key}={value} cannot be resolved: {how_to_set or 'no such key or resolver'}"
     if not rule.holds(value):
         return f"{key}={value} must be {rule.wanted}"
     if rule.choices and value is not None and value not in rule.choices:
@@ -202,12 +201,6 @@ def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
         name = sound.get(key) or ""
         if name.startswith(("/", ".", "~")) and not Path(name).exists():
             yield f"{key}={name} is not there: no such directory" + " (~ is not expanded)" * name.startswith("~")
-    archive = sound.get("model.archive") or ""
-    if archive.startswith(RUN_OF_SFT) and not Path(archive).exists():
-        yield (
-            f"model.archive={archive} stands for the run of SFT that this one continues: "
-            f"give model.archive=ITS_DIRECTORY/LATEST, or null to start from the weights of model.name_or_path"
-        )
     if have("max_length", "max_prompt_length") and sound["max_prompt_length"] >= sound["max_length"]:
         yield (
             f"max_prompt_length={sound['max_prompt_length']} must be below max_length={sound['max_length']}, "

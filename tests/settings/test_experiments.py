@@ -60,7 +60,7 @@ def test_a_run_of_dpo_asks_for_the_run_of_sft_that_it_continues():
     result = train("experiment=hh_pythia28_dpo")
     assert result.returncode == 2
     [_, problem] = result.stderr.splitlines()
-    assert problem.startswith("  - model.archive=RUN_OF_SFT/LATEST stands for the run of SFT that this one continues: ")
+    assert problem.startswith("  - model.archive=${RUN_OF_SFT}/LATEST cannot be resolved: give model.archive=")
     assert train_script.find_config_problems(compose("experiment=hh_pythia28_dpo", "model.archive=null")) == []
 
 
