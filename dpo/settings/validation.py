@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpo.settings.choices import NEED_WHOLE_TENSORS
+from dpo.settings.choices import NEED_WHOLE_TENSORS, STEPS_OF_LR
 from dpo.settings.files import WAITING, defaults_of, dotted, flatten
 from dpo.settings.keys import ALIASES, KEYS, TEXT, Key, Needs, key_of_option
 from dpo.settings.plan import Plan, resolve
@@ -98,13 +98,21 @@ def _value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | None:
 
 
 def find_unused(config: DictConfig, plan: Plan) -> list[str]:
-    """A line for each key that was set and has no effect as the others are."""
+    """A line for each key that was set and has no effect as the others are, or next to none."""
     values = flatten(config)
     unused = _find_unused(values, plan)
     lines = [f"{key}={value} has no effect: it needs {needs.what}" for key, value, needs in unused if not needs.refused]
     sources = {name for name, source in values["dataset_sources"].items() if source is not None}
     unnamed = sorted(sources - set(values["datasets"]))
-    return lines + [f"dataset_sources.{name} has no effect: datasets does not name it" for name in unnamed]
+    lines += [f"dataset_sources.{name} has no effect: datasets does not name it" for name in unnamed]
+    # a step is about lr, and what changes a weight by less than 1/512 to 1/256 is rounded away in bfloat16
+    lr, dtype = values["lr"], values["model.policy_dtype"]
+    if dtype == "bfloat16" and values["optimizer"] in STEPS_OF_LR and lr < 1e-5:
+        lines.append(
+            f"lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: "
+            f"use float32 with model.autocast=bfloat16, or an lr of 1e-5 or more"
+        )
+    return lines
 
 
 def _find_unused(values: Mapping[str, Any], plan: Plan) -> Iterator[tuple[str, Any, Needs]]:

@@ -34,6 +34,7 @@ from dpo.training.optimization import OPTIMIZERS
 # of what comes and goes: holes in what one process on a CPU keeps (`malloc.keep_freed_memory`), measured on SmolLM2
 KEPT = 0.2
 REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)
+ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
 LOOKED_AT = 50  # global batches that are searched for the largest microbatch
 
 
@@ -136,6 +137,7 @@ def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu:
     model, dims, compute = config.model, plan.dims, DTYPES[plan.compute_dtype]
     n = sum(p.numel() for p in policy.parameters()) // (dims.shard_size * dims.tensor_size)
     weights, states, temporary = n * DTYPES[model.policy_dtype].itemsize, *_states_of(config.optimizer)
+    at_once = on_gpu and dims.world_size == 1 and config.optimizer not in ONE_BY_ONE  # shards are updated one by one
     root, *blocks = _units(policy, model.block_name) if dims.shard_size > 1 else [0, 0]
     largest = max(blocks)
     return MemoryEstimate(
@@ -145,7 +147,7 @@ def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu:
         reference=n * DTYPES[plan.reference_dtype].itemsize if plan.loss.reference else 0,
         gathered=(root + 2 * largest) * compute.itemsize // dims.tensor_size,  # the block that runs, and the next
         reduced=max(root, largest) * REDUCED // dims.tensor_size,
-        update=int(weights * temporary) if on_gpu and dims.world_size == 1 else 0,  # shards are updated one by one
+        update=int(weights * temporary) if at_once else 0,
         activations=0,
         logits=0,
         kept=0,

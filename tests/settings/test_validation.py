@@ -497,6 +497,16 @@ def test_a_source_that_no_dataset_names_gets_a_line():
     assert find_unused(config, ONE) == ["dataset_sources.hh has no effect: datasets does not name it"]
 
 
+def test_a_rate_that_bfloat16_weights_round_away_gets_a_line():
+    def noted(*overrides):
+        return find_unused(compose(*COMPLETE, "model.policy_dtype=bfloat16", *overrides), ONE)
+
+    [line] = noted("lr=5e-7")
+    assert line.startswith("lr=5e-07 has little effect with model.policy_dtype=bfloat16")
+    for enough in ("lr=1e-5", "optimizer=SGD", "optimizer=Adafactor", "model.policy_dtype=float32"):
+        assert noted("lr=5e-7", enough) == []
+
+
 def test_names_of_other_trainers_lead_to_keys_and_are_none_of_ours():
     for name, ours in ALIASES.items():
         assert name not in KEYS

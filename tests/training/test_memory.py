@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.errors import InputError
 from dpo.losses import LOSSES
+from dpo.models.loading import find_structure
 from dpo.settings.plan import resolve
-from dpo.training.memory import MemoryTracker, predict, suggest
+from dpo.training.memory import MemoryTracker, _held_while_training, predict, suggest
 from preference_datasets import load_data
 
 PARAMETERS = 282_048  # of the tiny Llama
@@ -91,6 +92,17 @@ def test_weights_gradients_and_optimizer_are_bytes_per_parameter(overrides, poli
     expected = [PARAMETERS * n for n in (policy, policy, optimizer, reference)]
     assert [need.policy, need.gradients, need.optimizer, need.reference] == pytest.approx(expected, rel=1e-3)
     assert need.gathered == 0
+
+
+@pytest.mark.parametrize(("optimizer", "at_once"), [("RMSprop", True), ("Adafactor", False)])
+def test_temporaries_of_an_update_on_a_gpu_are_those_of_all_parameters_unless_it_is_one_by_one(
+    optimizer, at_once, compose
+):
+    config = compose(f"optimizer={optimizer}")
+    plan = resolve(config)
+    with FakeTensorMode():
+        policy = find_structure(config, plan.compute_dtype, "cpu")
+    assert (_held_while_training(config, plan, policy, on_gpu=True).update > 0) is at_once
 
 
 def test_a_reference_that_scores_all_pairs_first_counts_while_it_does(compose):
