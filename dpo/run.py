@@ -219,9 +219,13 @@ def _export(rank: int, config: DictConfig) -> None:
             return
         try:
             print(f"exported {export(latest, latest.resolve() / EXPORTED, verify=False)}", flush=True)
-        except (InputError, RunError) as error:
+        except Stopped:
+            raise
+        except Exception as error:  # whatever it is: the run is complete
+            known = isinstance(error, (InputError, RunError))
+            reason = " ".join(f"{'' if known else type(error).__name__} {error}".split())
             again = f"python -m scripts.export {config.local_run_dir} DIR"
-            print(f"warning: the run is complete, but not exported: {error}; {again} does it later", file=sys.stderr)
+            print(f"warning: the run is complete, but not exported: {reason}; {again} does it later", file=sys.stderr)
 
     after_rank_0("the export", write)
 

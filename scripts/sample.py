@@ -8,8 +8,9 @@ Hugging Face's format or a Hub id. The reference is what the run started from, o
 beta * (log pi - log ref), with the run's beta or `--beta`: of a policy's answer under that policy, of the reference's
 under the first policy. The seed of an answer is `--seed` and the prompt's number, so batches do not change it.
 
-A prompt that is a string is what the human says: to a model trained on hh, shp, se or demo as "\\n\\nHuman: ...
-\\n\\nAssistant:", else through the tokenizer's chat template, if it has one; `--format` chooses, raw feeds it as it is.
+A prompt that is a string is what the human says, in the form that the model was trained on: hh is "\\n\\nHuman: ...
+\\n\\nAssistant:", chat the tokenizer's chat template, raw the string as it is. If that is not known it is chat, or raw
+without a template; a line names the form, and `--format` chooses another.
 Records of the file have `prompt`: a string, or a list of chat messages. Exit status: 0, 1 if the answers cannot be
 written, 2 bad input, 130 if Ctrl-C ended a file's answers early.
 """
@@ -23,8 +24,10 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from dpo.data.asking import AUTO, FORMS, MEANINGS, RAW
 from dpo.errors import InputError
 
 if TYPE_CHECKING:
@@ -53,8 +56,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=_seed, default=0)
     parser.add_argument("--max-new-tokens", "--max_new_tokens", type=_count, default=256, help="(default: 256)")
-    parser.add_argument("--format", choices=("auto", "chat", "hh", "raw"), default="auto", help="of prompts; see above")
-    parser.add_argument("--no-chat-template", dest="format", action="store_const", const="raw", help="--format raw")
+    parser.add_argument("--format", choices=FORMS, default=AUTO, help="of prompts; see above")
+    parser.add_argument("--no-chat-template", dest="format", action="store_const", const=RAW, help="--format raw")
     parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code that a model brings")
     asked = parser.parse_args(arguments)
@@ -153,20 +156,33 @@ def _answer_all(panel: Panel, sampling: Sampling, records: list[Any], asked: arg
     from tqdm import tqdm
 
     prompts = [panel.encode(r, f"record {n} of {asked.file}", sampling) for n, r in enumerate(records, start=1)]
-    sums: dict[str, float] = {}
+    print(_on_form(panel))
+    finite: dict[str, list[float]] = {}
     with asked.out.open("w", encoding="utf-8") as out:
         for start in tqdm(range(0, len(prompts), asked.batch_size), unit="batch", disable=None):
             batch = prompts[start : start + asked.batch_size]
             answers = panel.answer(batch, range(start, start + len(batch)), sampling)
-            rewards = panel.rewards(batch, answers)
+            rewards = [_finite(of_prompt) for of_prompt in panel.rewards(batch, answers)]
             for record, prompt, said, reward in zip(records[start:], batch, answers, rewards, strict=False):
                 out.write(json.dumps(_as_record(record, len(prompt), said, reward), ensure_ascii=False) + "\n")
                 for name, value in reward.items():
                     if value is not None:
-                        sums[name] = sums.get(name, 0.0) + value
+                        finite.setdefault(name, []).append(value)
             out.flush()
-    means = "".join(f"; mean reward of the {name} {total / len(prompts):.4g}" for name, total in sums.items())
+    means = "".join(
+        f"; mean reward of the {name} {fmean(values):.4g}" + f" over {len(values)}" * (len(values) < len(prompts))
+        for name, values in finite.items()
+    )
     print(f"{len(prompts)} prompts answered in {asked.out}{means}")
+
+
+def _finite(rewards: Rewards) -> Rewards:
+    """Rewards with null for NaN and infinity, which JSON has not."""
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in rewards.items()}
+
+
+def _on_form(panel: Panel) -> str:
+    return f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)"
 
 
 def _as_record(prompt: Any, n_prompt: int, answers: Answers, rewards: Rewards) -> dict[str, Any]:
@@ -184,14 +200,21 @@ def _converse(panel: Panel, sampling: Sampling) -> int:
     if on_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (arrow keys in input())
-        print("Type a prompt and Enter; Ctrl-D or Ctrl-C ends.")
+        print("Type a prompt and Enter. Ctrl-C ends an answer; Ctrl-D, or Ctrl-C at the prompt, ends the session.")
+    print(_on_form(panel))
     for number, line in enumerate(_typed(on_terminal)):
         try:
             prompt = panel.encode(line, "this prompt", sampling)
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)
             continue
-        (_show_columns if on_terminal else _show_lines)(panel, prompt, number, sampling)
+        if not on_terminal:
+            _show_lines(panel, prompt, number, sampling)
+            continue
+        try:
+            _show_columns(panel, prompt, number, sampling)
+        except KeyboardInterrupt:
+            print("ended")
     return 0
 
 
@@ -209,7 +232,7 @@ def _typed(on_terminal: bool) -> Iterator[str]:
 
 
 def _show_columns(panel: Panel, prompt: tuple[int, ...], number: int, sampling: Sampling) -> None:
-    from scripts.columns import Columns
+    from dpo.reporting.columns import Columns
 
     columns = Columns([side.name for side in panel.sides])
     answers = panel.stream(prompt, number, sampling, lambda name, text: columns.show(name, text.strip()))

@@ -135,7 +135,7 @@ def tidy(run_dir: Path) -> None:
             remove(rest)
     for link in ("LATEST", "BEST"):
         remove(run_dir / f".{link}.tmp")
-    for rest in run_dir.glob(f"step-*/.{EXPORTED}.tmp"):
+    for rest in run_dir.glob(f"step-*/.{EXPORTED}.*.tmp"):
         remove(rest)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jinja2
@@ -14,21 +14,42 @@ from dpo.errors import InputError
 
 HUMAN = "\n\nHuman:"
 IN_HH_FORM = frozenset((*HUB_IDS, "demo"))  # datasets whose prompts are dialogues of HUMAN and ASSISTANT
-FORMS = ("auto", "chat", "hh", "raw")
+CHAT, HH, RAW = "chat", "hh", "raw"
+AUTO = "auto"
+FORMS = (AUTO, CHAT, HH, RAW)
+MEANINGS = {
+    CHAT: "the tokenizer's chat template",
+    HH: r"\n\nHuman: ...\n\nAssistant:",
+    RAW: "plain text, as it is",
+}
 Asked = str | list[Mapping[str, str]]
 
 
-def choose_form(form: str, datasets: Sequence[str], tokenizer: Any) -> str:
-    """`auto` resolved: `hh` for a model trained on the built-in datasets, then `chat` if the tokenizer has a template,
-    else `raw`. Raises InputError for `chat` without a template."""
+def format_of(prompt: str, *, rendered: bool) -> str:
+    """The form of a prompt in training: `chat` if a chat template has `rendered` it, `hh` for a dialogue, or `raw`."""
+    if rendered:
+        return CHAT
+    return HH if prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT) else RAW
+
+
+def common_format(formats: Mapping[str, str | None], datasets: Iterable[str]) -> str | None:
+    """The form of all of a run's datasets, from what its preflight has recorded of its own ones; None if they differ,
+    or it has not."""
+    found = {HH if name in IN_HH_FORM else formats.get(name) for name in datasets}
+    return found.pop() if len(found) == 1 else None
+
+
+def choose_form(form: str, trained_on: str | None, tokenizer: Any) -> str:
+    """`auto` resolved: the form that a model was trained on, if that is known, else `chat` if the tokenizer has a
+    template, else `raw`. Raises InputError for `chat` without a template."""
     has_template = bool(getattr(tokenizer, "chat_template", None))
-    if form == "chat" and not has_template:
+    if form == CHAT and not has_template:
         raise InputError("the tokenizer has no chat template: give --format hh or --format raw")
-    if form != "auto":
+    if form != AUTO:
         return form
-    if datasets and set(datasets) <= IN_HH_FORM:
-        return "hh"
-    return "chat" if has_template else "raw"
+    if trained_on in (HH, RAW):
+        return trained_on
+    return CHAT if has_template else RAW
 
 
 def render(asked: Asked, form: str, tokenizer: Any, where: str) -> str:
@@ -40,15 +61,15 @@ def render(asked: Asked, form: str, tokenizer: Any, where: str) -> str:
     if isinstance(asked, str):
         if not asked.strip():
             raise InputError(f"{where}: the prompt is empty")
-        if form == "raw" or (form == "hh" and asked.startswith(HUMAN)):
+        if form == RAW or (form == HH and asked.startswith(HUMAN)):
             return asked
         asked = [{"role": "user", "content": asked}]
     messages = [{key: get_field(message, key, where) for key in ("role", "content")} for message in asked]
     if not messages:
         raise InputError(f"{where}: the prompt has no messages")
-    if form == "raw":
+    if form == RAW:
         raise InputError(f"{where}: the prompt holds chat messages: give --format chat or --format hh")
-    return _as_dialogue(messages, where) if form == "hh" else _as_chat(messages, tokenizer, where)
+    return _as_dialogue(messages, where) if form == HH else _as_chat(messages, tokenizer, where)
 
 
 def _as_dialogue(messages: list[dict[str, str]], where: str) -> str:

@@ -9,7 +9,7 @@ import unicodedata
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean as mean
@@ -17,11 +17,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from dpo.data.asking import RAW, format_of
 from dpo.data.examples import TextExample, examples_of, prime
 from dpo.data.prompts import Prompt, PromptFile, StoredPrompts, iterate_prompts, store_prompts
 from dpo.data.schema import PreferenceData
 from dpo.data.tokenization import TextEncoder, truncate
-from dpo.data.tokenizer import load_tokenizer
+from dpo.data.tokenizer import doubts_about_bos, load_tokenizer
 from dpo.errors import InputError
 from dpo.losses import LOSSES
 from dpo.system.host_memory import give_back_freed_memory
@@ -51,6 +52,7 @@ class SplitReport:
     mean_chosen_tokens: float = 0.0
     mean_rejected_tokens: float | None = None
     chosen_longer: float | None = None  # fraction of pairs; far from 0.5, length alone predicts the preference
+    prompt_formats: dict[str, str] = field(default_factory=dict)  # of each dataset: see `asking.format_of`
     token_digest: str = ""  # SHA-256 of the vocabulary and of these examples' token ids before truncation
 
 
@@ -115,6 +117,9 @@ def inspect_split(
     guilty: dict[str, str] = {}
     for prompt in prompts:
         examples = prompt.examples(sft_mode)
+        form = format_of(prompt.text, rendered=prompt.rendered)
+        if report.prompt_formats.setdefault(prompt.dataset, form) != form:
+            report.prompt_formats[prompt.dataset] = RAW
         _count_texts(report, examples)
         _count_joined(report, prompt, examples)
         guilty |= _find_eos(prompt, examples, encode)
@@ -372,7 +377,7 @@ def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *,
         silence_secs=config.collective_timeout_secs,
     )
     if not silent:
-        for line in doubts(config, data.report):
+        for line in (*doubts(config, data.report), *doubts_about_bos(tokenizer, data.train[0].text)):
             print(f"warning: {line}", flush=True)
     return data
 

@@ -39,3 +39,11 @@ def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = tokenizer.eos_token_id
     return tokenizer
+
+
+def doubts_about_bos(tokenizer: Any, prompt: str) -> list[str]:
+    """A warning if the tokenizer would begin a text with BOS and the prompt, which is used verbatim, does not."""
+    bos = tokenizer.bos_token
+    if not bos or tokenizer("")["input_ids"][:1] != [tokenizer.bos_token_id] or prompt.startswith(bos):
+        return []
+    return [f"the tokenizer begins texts with {bos!r}, and prompts do not, as none is added: see docs/faq.md"]

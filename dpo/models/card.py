@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download, metadata_load, model_info
+from huggingface_hub.errors import LocalEntryNotFoundError
 from omegaconf import OmegaConf
 
+from dpo.data.asking import HH, MEANINGS, common_format
 from dpo.data.sources import HUB_IDS, Source
 from dpo.errors import InputError
+from dpo.models.loading import source_of
 from dpo.models.origin import HUB_ID, Origin
 from dpo.settings.files import flatten
 from dpo.settings.keys import KEYS, Resume
 from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact
+from dpo.system.signals import Stopped
 
-UNKNOWN = "unknown"  # the Hub's word for a licence that is not known
+UNKNOWN, OTHER = "unknown", "other"  # the Hub's words for a licence that is not known, and for one without an id
+HUB_SECS = 5  # how long the Hub may take to answer
 # what decides the weights: keys that a resumed run may not change, and how long it trained
 SETTINGS = (*(key for key, row in KEYS.items() if row.resume is Resume.KEEP), "n_epochs", "n_examples")
 SHOWN_ELSEWHERE = ("datasets", "model.name_or_path")
@@ -40,7 +45,8 @@ model = AutoModelForCausalLM.from_pretrained("{{ place }}"{{ code }})
 tokenizer = AutoTokenizer.from_pretrained("{{ place }}"{{ code }})
 ```
 
-Prompts were tokenized without special tokens added, and every response ended with the EOS token.
+Prompts were tokenized without special tokens added, and every response ended with the EOS token.\
+{% if prompt_format %} Form of a prompt: {{ prompt_format }}.{% endif %}
 
 ## Evaluation
 
@@ -103,7 +109,8 @@ def write_card(folder: Path, origin: Origin, *, architecture: str, dtype: torch.
     base, loss = config.model.name_or_path, OmegaConf.select(config, "loss.name")
     sources = [(name, _source(config, name)) for name in values.get("datasets", ())]
     name = values.get("exp_name")
-    licence = _licence_of(base)
+    form = find_prompt_format(origin) if origin.run_dir else None
+    licence = _licence_of(base, source_of(config)["cache_dir"])
     on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base)
     card = ModelCard.from_template(
         ModelCardData(
@@ -113,6 +120,7 @@ def write_card(folder: Path, origin: Origin, *, architecture: str, dtype: torch.
             library_name="transformers",
             pipeline_tag="text-generation",
             tags=[loss] if loss else None,
+            prompt_format=form,
             **licence,
         ),
         template_str=TEMPLATE,
@@ -124,6 +132,7 @@ def write_card(folder: Path, origin: Origin, *, architecture: str, dtype: torch.
         architecture=architecture,
         dtype=str(dtype).removeprefix("torch."),
         place="PATH_OR_HUB_ID",
+        prompt_format=f"`{MEANINGS[form]}`" if form == HH else form and MEANINGS[form],
         code=", trust_remote_code=True" if list(folder.glob("*.py")) else "",
         metrics=_metrics(saved.get("metrics")),
         sources=sources,
@@ -152,14 +161,37 @@ def _metrics(metrics: Any) -> list[tuple[str, str]]:
 
 
 def _cell(value: Any) -> str:
-    """A value in a table's cell; of a path its last part."""
+    """A value in a table's cell, as code; of a path its last part."""
     text = value if isinstance(value, str) else json.dumps(value)
-    return (Path(text).name if text.startswith(("/", "~", "./", "../")) else text).replace("|", "\\|")
+    text = Path(text).name if text.startswith(("/", "~", "./", "../")) else text
+    return " ".join(text.replace("|", "\\|").replace("`", "'").split())
+
+
+def find_prompt_format(origin: Origin) -> str | None:
+    """The form of prompts that a model was trained on: from its run, or from the card of an export of ours."""
+    if origin.run_dir is not None:
+        recorded = _read_training_data(origin.run_dir).get("prompt_formats")
+        formats = recorded if isinstance(recorded, Mapping) else {}
+        return common_format({name: _known(form) for name, form in formats.items()}, origin.config.datasets)
+    if origin.weights is not None:
+        return None
+    source = source_of(origin.config)
+    return _known(read_metadata(source["name"], source["cache_dir"]).get("prompt_format"))
+
+
+def _known(form: Any) -> str | None:
+    return form if isinstance(form, str) and form in MEANINGS else None
+
+
+def _read_training_data(run_dir: Path | None) -> Mapping[str, Any]:
+    """What the preflight of a run says of its training split."""
+    train = _read_json(run_dir, "preflight.json").get("train")
+    return train if isinstance(train, Mapping) else {}
 
 
 def _counts(run_dir: Path | None) -> str:
-    train = _read_json(run_dir, "preflight.json").get("train")
-    if not isinstance(train, Mapping):
+    train = _read_training_data(run_dir)
+    if not train:
         return ""
     return f"\n{train.get('examples', 0):,} examples of {train.get('prompts', 0):,} prompts in the training split."
 
@@ -188,18 +220,41 @@ def _read_json(run_dir: Path | None, name: str) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def _licence_of(base: str) -> dict[str, str]:
-    """The licence fields of the base model's card, if it is in a local directory."""
-    card = Path(base).expanduser() / "README.md"
-    if not card.is_file():
-        return {"license": UNKNOWN}
-    data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-    found = {key: str(data[key]) for key in ("license", "license_name", "license_link") if data.get(key)}
-    return found or {"license": UNKNOWN}
+def read_metadata(model: str, cache_dir: str | None = None) -> Mapping[str, Any]:
+    """What the card of a model's directory or Hub id says of it; empty if there is none, or none that can be read."""
+    folder = Path(model).expanduser()
+    try:
+        if not folder.exists():
+            return _read_metadata_of_hub(model, cache_dir)
+        check_readable(folder / "README.md")
+        return metadata_load(folder / "README.md") or {}
+    except Stopped:
+        raise
+    except Exception:  # anything may be there, and nothing depends on it
+        return {}
+
+
+def _read_metadata_of_hub(model: str, cache_dir: str | None) -> Mapping[str, Any]:
+    """From the cache, else from the Hub, which is asked once: a download would be tried again and again."""
+    try:
+        return metadata_load(hf_hub_download(model, "README.md", cache_dir=cache_dir, local_files_only=True)) or {}
+    except LocalEntryNotFoundError:
+        card = model_info(model, timeout=HUB_SECS).card_data
+        return card.to_dict() if card else {}
+
+
+def _licence_of(base: str, cache_dir: str | None) -> dict[str, str]:
+    """The licence fields of the base model's card."""
+    data = read_metadata(base, cache_dir)
+    found = {key: value for key in ("license", "license_name") if isinstance(value := data.get(key), str) and value}
+    link = data.get("license_link")
+    if isinstance(link, str) and link.startswith(("https://", "http://")):  # others are files that stay where they are
+        found["license_link"] = link
+    return {"license": OTHER if found else UNKNOWN} | found
 
 
 def _on_licence(licence: Mapping[str, str]) -> str:
     if licence["license"] == UNKNOWN:
         return "Not known here: that of base model and data applies. Fill in `license` above before you publish."
     name = licence.get("license_name", licence["license"])
-    return f"That of the base model: {name}. The data may have terms of its own."
+    return f"That of the base model: {_cell(name)}. The data may have terms of its own."

@@ -5,9 +5,11 @@ The weights are read from the mapped `policy.pt` and written shard by shard, so 
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,10 +59,10 @@ def export(
         raise InputError(f"{checkpoint} is a model's directory, which transformers loads as it is: give a checkpoint")
     if verify and (origin.weights.parent / MANIFEST).exists():
         check_complete(origin.weights.parent, only=origin.weights.name)
-    temporary = out.with_name(f".{out.name}.tmp")
+    temporary = out.with_name(f"{_start(out)}{os.getpid()}.tmp")
     try:
         with _explaining(out):
-            remove(temporary)  # left behind by a killed export
+            _tidy(out)
             temporary.mkdir(parents=True)
             _fill(temporary, origin, dtype and DTYPES[dtype], shard_bytes)
             for file in temporary.iterdir():
@@ -72,6 +74,19 @@ def export(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # after a failure: frees the space
     return out
+
+
+def _start(out: Path) -> str:
+    """How the names of temporary directories of exports to `out` from this host begin; then the process's id."""
+    return f".{out.name}.{socket.gethostname()}."
+
+
+def _tidy(out: Path) -> None:
+    """Remove what exports to `out` have left behind that were killed; others may be writing just now."""
+    for rest in out.parent.glob(f"{glob.escape(_start(out))}*.tmp"):
+        process = rest.name.removeprefix(_start(out)).removesuffix(".tmp")
+        if process == str(os.getpid()) or (process.isdecimal() and not Path("/proc", process).exists()):
+            remove(rest)
 
 
 @contextmanager
@@ -135,6 +150,8 @@ def _write_configs(folder: Path, source: Mapping[str, Any], structure: Any, dtyp
     for made_by_code in (config, structure):
         if made_by_code._auto_class is not None:
             custom_object_save(made_by_code, folder, config=config)
+    if not list(folder.glob("*.py")) and hasattr(config, "auto_map"):  # transformers has its class: names code left out
+        del config.auto_map
     config.to_json_file(folder / "config.json")
     try:
         generation = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
@@ -149,4 +166,6 @@ def _write_tokenizer(folder: Path, origin: Origin) -> None:
     found = source | ({"name": name} if name else {})
     with explaining_load_errors("tokenizer", found["name"]):
         tokenizer = transformers.AutoTokenizer.from_pretrained(found.pop("name"), **found)
+    if tokenizer._auto_class is None:  # as in config.json
+        tokenizer.init_kwargs.pop("auto_map", None)
     tokenizer.save_pretrained(folder)

@@ -26,17 +26,24 @@ class Origin(NamedTuple):
 
 
 def find_origin(
-    path: str | Path, *, model: str | None = None, trust_remote_code: bool = False, hub: bool = False
+    path: str | Path,
+    *,
+    model: str | None = None,
+    trust_remote_code: bool = False,
+    hub: bool = False,
+    alone: bool = True,
 ) -> Origin:
     """What a path names: a `policy.pt`, its directory, a run (its LATEST), a model's directory; with `hub` a Hub id.
 
-    `model` is the base model's directory or Hub id: needed for a `policy.pt` without a run, and put in place of what a
-    run's config says. Raises InputError if nothing of the kind is there.
+    `model` is the base model's directory or Hub id, for a `policy.pt` without a run or whose base model is not where
+    its config says. For a path that is `alone` it replaces what the config says; a model in itself needs none, and
+    beside others goes without it. Raises InputError if nothing of the kind is there, or `model` is not needed.
     """
     path = Path(path).expanduser()
-    if (path / "config.json").is_file() and not (path / "policy.pt").exists():
-        return Origin(_config({}, model or str(path), trust_remote_code), None, None)
-    if hub and not path.exists() and HUB_ID.fullmatch(str(path)):
+    is_model = (path / "config.json").is_file() and not (path / "policy.pt").exists()
+    if is_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
+        if model is not None and alone:
+            raise InputError(f"{path} is a model of its own: --model {model} is for a policy.pt, whose base it names")
         return Origin(_config({}, str(path), trust_remote_code), None, None)
     if not path.exists():
         raise InputError(f"{path} does not exist: give a run's directory, one of its step-N, or a model's directory")
@@ -48,11 +55,16 @@ def find_origin(
                 f"{weights} has no {CONFIG} of its run beside it: give --model DIR_OR_HUB_ID, its base model"
             )
         return Origin(_config({}, model, trust_remote_code), weights, None)
-    config = _config(_read_config(places[0] / CONFIG), model, trust_remote_code)
-    base = config.model.name_or_path
-    if not Path(base).expanduser().exists() and not HUB_ID.fullmatch(base) and "/" in base:
+    config = _config(_read_config(places[0] / CONFIG), model if alone else None, trust_remote_code)
+    if _is_gone(config.model.name_or_path) and model is not None:
+        config = _config(config, model, trust_remote_code)
+    if _is_gone(base := config.model.name_or_path):
         raise InputError(f"{base}, the base model of {places[0]}, is not there: give --model DIR_OR_HUB_ID")
     return Origin(config, weights, places[0])
+
+
+def _is_gone(base: str) -> bool:
+    return not Path(base).expanduser().exists() and not HUB_ID.fullmatch(base) and "/" in base
 
 
 def _config(config: DictConfig | dict, model: str | None, trust_remote_code: bool) -> DictConfig:

@@ -10,18 +10,22 @@ from threading import Event
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from omegaconf import OmegaConf
 
+from dpo.checkpoint.files import read_state
 from dpo.data.asking import Asked, choose_form, render
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.losses import LOSSES
 from dpo.models.answers import Answer, Sampling, Tokens, answer, log_probabilities
+from dpo.models.card import find_prompt_format
 from dpo.models.loading import source_of
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, count_positions, load_config, load_model
-from dpo.models.weights import find_archive
+from dpo.models.weights import find_archive, model_digest
 from dpo.parallel.device_map import choose_device_map
+from dpo.settings.plan import resolve
 from dpo.system.gpus import count_gpus
 
 REFERENCE = "reference"
@@ -140,9 +144,11 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
     Raises InputError if one cannot be loaded, if they have different tokenizers, or different references.
     """
     known = {"trust_remote_code": choices.trust_remote_code, "hub": True}
-    origins = [find_origin(path, model=choices.model, **known) for path in paths]
+    origins = [find_origin(path, model=choices.model, **known, alone=len(paths) == 1) for path in paths]
+    if choices.model and all(origin.config.model.name_or_path != choices.model for origin in origins):
+        raise InputError(f"--model {choices.model}: all of these have a base model of their own")
     tokenizer = _tokenizer_of(origins[0])
-    form = choose_form(choices.form, _datasets_of(origins[0]), tokenizer)
+    form = choose_form(choices.form, find_prompt_format(origins[0]), tokenizer)
     reference = _find_reference(origins, choices) if choices.with_reference else None
     others = [*origins[1:], *([reference[0]] if reference and choices.reference else [])]
     for other in others:
@@ -154,15 +160,13 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
             sides.append(Side(REFERENCE, _load(origin, dtype), None, None))
         except InputError as error:
             raise InputError(f"the reference: {error}; {OTHERWISE}") from error
+        if choices.reference is None and (checkpoint := _find_trained_otherwise(origins, sides[-1].model)):
+            log(f"warning: {checkpoint} was trained with a reference of other weights or config than this: {OTHERWISE}")
     elif choices.with_reference:
         log("no reference is known, so there are no rewards: give --reference DIR to see both")
     if reference and not all(side.beta for side in sides if side.name != REFERENCE):
         log("no beta is known, so there are no rewards: give --beta")
     return Panel(sides, tokenizer, form)
-
-
-def _datasets_of(origin: Origin) -> list[str]:
-    return list(origin.config.datasets) if origin.run_dir else []
 
 
 def _tokenizer_of(origin: Origin) -> Any:
@@ -202,8 +206,24 @@ def _reference_of(origin: Origin) -> tuple[Origin, str]:
     except InputError as error:
         raise InputError(f"the reference: {error}; {OTHERWISE}") from error
     loss = LOSSES.get(OmegaConf.select(origin.config, "loss.name"))
-    dtype = model.reference_dtype if loss and loss.reference else None  # which null is too: as the policy
-    return origin._replace(weights=weights), dtype or model.policy_dtype
+    dtype = resolve(origin.config).reference_dtype if loss and loss.reference else model.policy_dtype
+    return origin._replace(weights=weights), dtype
+
+
+def _find_trained_otherwise(origins: Sequence[Origin], reference: Any) -> Path | None:
+    """The first checkpoint whose run was trained with another reference than this, as far as one has recorded it."""
+    digests: dict[str, str] = {}  # each takes a pass over the weights
+    for origin in origins:
+        record = origin.weights and origin.weights.with_name("trainer.pt")
+        if origin.run_dir is None or record is None or not record.is_file():
+            continue
+        recorded, plan = read_state(record).get("reference"), resolve(origin.config)
+        dtype = plan.autocast or plan.reference_dtype
+        if recorded and dtype not in digests:
+            digests[dtype] = model_digest(reference, dtype)
+        if recorded and recorded != digests[dtype]:
+            return record.parent
+    return None
 
 
 def _policy_dtype(origin: Origin) -> str | None:
@@ -233,4 +253,6 @@ def _load(origin: Origin, dtype: str | None) -> Any:
         seed=origin.config.seed,
         device_map=choose_device_map(count_gpus()),
     )
+    # of which only EOS applies: penalties would make answers draws from another distribution than the rewards are of
+    loaded.generation_config = transformers.GenerationConfig(eos_token_id=loaded.generation_config.eos_token_id)
     return loaded.eval()

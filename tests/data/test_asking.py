@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from dpo.data.asking import choose_form, render
+from dpo.data.asking import choose_form, common_format, render
 from dpo.data.demo import get_demo
 from dpo.errors import InputError
 
@@ -25,13 +25,23 @@ def chatty(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("datasets", "template", "form"),
-    [(["hh"], False, "hh"), (["demo", "shp"], True, "hh"), (["mine"], True, "chat"), (["mine"], False, "raw"),
-     (["hh", "mine"], True, "chat"), ([], True, "chat"), ([], False, "raw")],
+    ("trained_on", "template", "form"),
+    [("hh", True, "hh"), ("raw", True, "raw"), ("chat", True, "chat"), ("chat", False, "raw"),
+     (None, True, "chat"), (None, False, "raw")],
 )  # fmt: skip
-def test_auto_follows_the_training_data_and_the_tokenizer(datasets, template, form, tokenizer, chatty):
-    assert choose_form("auto", datasets, chatty if template else tokenizer) == form
-    assert choose_form("raw", datasets, chatty) == "raw"
+def test_auto_follows_the_training_data_then_the_tokenizer(trained_on, template, form, tokenizer, chatty):
+    assert choose_form("auto", trained_on, chatty if template else tokenizer) == form
+    assert choose_form("hh", trained_on, chatty) == "hh"
+
+
+@pytest.mark.parametrize(
+    ("datasets", "form"),
+    [(["hh"], "hh"), (["demo", "shp"], "hh"), (["talks"], "hh"), (["hh", "talks"], "hh"), (["texts"], "raw"),
+     (["chats"], "chat"), (["hh", "texts"], None), (["unknown"], None), (["hh", "unknown"], None), ([], None)],
+)  # fmt: skip
+def test_a_run_has_a_format_if_all_of_its_datasets_have_the_same(datasets, form):
+    recorded = {"hh": "raw", "talks": "hh", "texts": "raw", "chats": "chat"}  # of hh some records may be odd
+    assert common_format(recorded, datasets) == form
 
 
 def test_a_dialogue_is_as_in_the_data(tokenizer):

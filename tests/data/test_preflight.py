@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import asdict
 
 import pytest
 from omegaconf import OmegaConf
 from support.runs import GOLDEN, write_rows
+from tokenizers import processors
 
 from dpo.data.examples import iterate_examples
 from dpo.data.preflight import (
@@ -24,7 +26,7 @@ from dpo.data.preflight import (
     warn,
 )
 from dpo.data.tokenization import TextEncoder
-from dpo.data.tokenizer import load_tokenizer
+from dpo.data.tokenizer import doubts_about_bos, load_tokenizer
 from dpo.errors import InputError
 from preference_datasets import Prompt, get_dataset
 
@@ -194,6 +196,35 @@ def test_words_that_run_together_are_counted_and_shown(prompt, response, joined,
 
 def test_a_chat_template_may_join_what_it_likes(tokenizer):
     assert inspect(tokenizer, prompt_of("<user>", ("Hi", "b"), rendered=True)).joined_words == 0
+
+
+def test_the_format_of_each_datasets_prompts_is_noted(tokenizer):
+    talk = "\n\nHuman: a\n\nAssistant:"
+    kinds = [
+        ("talks", talk, False),
+        ("chats", talk, True),
+        ("texts", "a b", False),
+        ("mixed", talk, False),
+        ("mixed", "a", False),
+    ]
+    prompts = [
+        prompt_of(text, (" b", " c"), rendered=rendered)._replace(dataset=name) for name, text, rendered in kinds
+    ]
+    found = inspect(tokenizer, *prompts).prompt_formats
+    assert found == {"talks": "hh", "chats": "chat", "texts": "raw", "mixed": "raw"}
+
+
+def test_prompts_without_the_bos_that_the_tokenizer_adds_are_worth_a_line(tokenizer):
+    assert doubts_about_bos(tokenizer, "Where?") == []
+    like_gemma = copy.deepcopy(tokenizer)
+    like_gemma.add_special_tokens({"bos_token": "<bos>"})
+    assert doubts_about_bos(like_gemma, "Where?") == []  # it has one, and adds none
+    like_gemma.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", like_gemma.bos_token_id)]
+    )
+    [line] = doubts_about_bos(like_gemma, "Where?")
+    assert line.startswith("the tokenizer begins texts with '<bos>', and prompts do not")
+    assert doubts_about_bos(like_gemma, "<bos>Where?") == []
 
 
 # the whole preparation

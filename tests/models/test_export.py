@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelInfo, metadata_load
 from support.models import FAMILIES, build
 from support.runs import GOLDEN, run_script
 
 from dpo.checkpoint.files import PARTS, write_checkpoint
 from dpo.errors import InputError
+from dpo.models.card import read_metadata, write_card
 from dpo.models.export import export
+from dpo.models.origin import Origin
+from dpo.settings.files import with_defaults
 
 LLAMA = GOLDEN / "tiny-llama"
 IDS = torch.arange(20).view(2, 10)
@@ -168,6 +174,33 @@ def test_a_models_own_code_goes_with_it_if_it_may_run(base, tmp_path):
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
+def test_code_that_is_left_out_is_not_named(base, tmp_path):
+    """Phi-3 names code of its own for older transformers, which have no class for it."""
+    home, model = base(FAMILIES["llama"]()), build("llama").eval()
+    for name in ("config.json", "tokenizer_config.json"):
+        content = json.loads((home / name).read_text())
+        places = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+        (home / name).write_text(json.dumps(content | {"auto_map": places}))
+
+    out = export(archive(tmp_path / "policy.pt", model.state_dict()), tmp_path / "out", model=str(home))
+
+    assert "modeling_own" not in "".join(file.read_text() for file in out.glob("*.json"))
+    assert torch.equal(load(out, "eager")(IDS).logits, model(IDS).logits)
+
+
+def test_exports_at_once_leave_each_other_alone_and_killed_ones_are_tidied(base, tmp_path):
+    ended = 2**22 + 1  # more than any process has
+    running, killed = (tmp_path / f".out.{socket.gethostname()}.{process}.tmp" for process in (os.getppid(), ended))
+    elsewhere = tmp_path / ".out.another-host.1.tmp"
+    for other in (running, killed, elsewhere):
+        other.mkdir()
+    policy = archive(tmp_path / "policy.pt", build("llama").state_dict())
+
+    export(policy, tmp_path / "out", model=str(base(FAMILIES["llama"]())))
+
+    assert set(tmp_path.glob(".out.*")) == {running, elsewhere}
+
+
 @pytest.mark.parametrize("there", ["a file", "a full directory"])
 def test_nothing_that_is_there_is_written_over(there, base, tmp_path):
     out = tmp_path / "out"
@@ -277,6 +310,57 @@ def test_the_card_tells_what_is_known(base, tmp_path):
     assert "/home/somebody" not in card
     assert str(tmp_path) not in card
     assert re.search(r"\{[{%]", card) is None
+
+
+@pytest.mark.parametrize(
+    ("readme", "fields"),
+    [
+        (b"---\nlicense_name: llama3\nlicense_link: LICENSE\n---\n", {"license": "other", "license_name": "llama3"}),
+        (b"---\nlicense: other\nlicense_link: https://a.org/l\n---\n", {"license": "other", "license_link": "https://a.org/l"}),
+        (b"---\nlicense: [mit, {\n---\n", {"license": "unknown"}),
+        (b"---\n- mit\n- apache-2.0\n---\n", {"license": "unknown"}),
+        (b"---\nlicense:\n  name: mit\n---\n", {"license": "unknown"}),
+        (b"---\nlicense: mit\n---\n\xff\xfe", {"license": "unknown"}),
+        (b"# no metadata", {"license": "unknown"}),
+    ],
+)  # fmt: skip
+def test_a_base_models_card_may_hold_anything(readme, fields, tmp_path):
+    config = with_defaults({"model": {"name_or_path": str(tmp_path / "base")}})
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_bytes(readme)
+    write_card(tmp_path, Origin(config, None, None), architecture="Own", dtype=torch.float32, saved={})
+    written = metadata_load(tmp_path / "README.md")
+    assert {key: value for key, value in written.items() if key.startswith("license")} == fields
+
+
+def test_the_licence_of_a_hub_model_comes_from_the_cache_without_a_network(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cached = tmp_path / "models--some--base"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "snapshots" / "abc" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    assert read_metadata("some/base", str(tmp_path)) == {"license": "apache-2.0"}
+    assert read_metadata("some/other", str(tmp_path)) == {}  # and the Hub is not asked
+
+
+def test_the_licence_of_a_hub_model_that_is_not_in_the_cache_comes_from_the_hub(tmp_path, monkeypatch):
+    def ask(model: str, *, timeout: float) -> ModelInfo:
+        if model == "no/network":
+            raise TimeoutError
+        return ModelInfo(id=model, cardData={"license": "mit"})
+
+    monkeypatch.setattr("dpo.models.card.model_info", ask)
+    assert read_metadata("some/base", str(tmp_path))["license"] == "mit"
+    assert read_metadata("no/network", str(tmp_path)) == {}
+
+
+def test_values_do_not_break_the_cards_table(base, tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        f'model: {{name_or_path: {base(FAMILIES["llama"]())}}}\noptimizer: "a|b`c\\n\\nd"\n'
+    )
+    archive(tmp_path / "policy.pt", build("llama").state_dict())
+    assert "| `optimizer` | `a\\|b'c d` |\n" in (export(tmp_path, tmp_path / "out") / "README.md").read_text()
 
 
 def test_a_card_of_nothing_but_weights(base, tmp_path):

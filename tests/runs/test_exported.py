@@ -14,6 +14,9 @@ from support.runs import GOLDEN, metrics_of, run_script, small_run, train
 from dpo.checkpoint.files import check_complete
 from dpo.data.tokenizer import load_tokenizer
 from dpo.models.pretrained import load_model
+from dpo.run import _export
+from dpo.settings.files import with_defaults
+from dpo.system.signals import Stopped
 
 IDS = torch.arange(20).view(2, 10)
 
@@ -75,6 +78,22 @@ def test_an_export_that_fails_costs_nothing_else(rows, tmp_path):
     assert "No space left on device" in log
     check_complete(tmp_path / "run" / "LATEST")
     assert {path.suffix for path in (tmp_path / "run" / "LATEST").iterdir()} == {".pt", ".json"}
+
+
+@pytest.mark.parametrize("error", [KeyError("license"), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), MemoryError()])
+def test_whatever_fails_in_an_export_is_one_line(error, tmp_path, monkeypatch, capsys):
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    (tmp_path / "LATEST").mkdir()
+    monkeypatch.setattr("dpo.models.export.export", fail)
+    _export(0, with_defaults({"local_run_dir": str(tmp_path)}))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: the run is complete, but not exported: {type(error).__name__}")
+
+    error = Stopped()
+    with pytest.raises(Stopped):
+        _export(0, with_defaults({"local_run_dir": str(tmp_path)}))
 
 
 def ask_to_stop_at_the_end() -> None:

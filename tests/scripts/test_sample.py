@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 import shutil
@@ -21,10 +22,11 @@ from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.losses import preference_loss
 from dpo.models.answers import Sampling, answer, log_probabilities
+from dpo.models.export import export
 from dpo.models.layouts import Padded
 from dpo.models.pretrained import load_model
 from dpo.models.side_by_side import Choices, Panel, Side, load_panel
-from scripts.sample import main
+from scripts.sample import _converse, main
 
 LLAMA = str(GOLDEN / "tiny-llama")
 ASKED = ["Where is the red umbrella?", "Hello!", "Who has seen the old map, and when?", "Is it still here?"]
@@ -158,6 +160,66 @@ def test_a_plain_directory_has_no_reference_unless_one_is_given(run_dir, tmp_pat
     assert first["rewards"]["policy"] is not None
 
 
+def test_a_reward_that_is_not_finite_is_null_and_in_no_mean(run_dir, tmp_path, monkeypatch, capsys):
+    made = iter([math.nan, 0.25, -math.inf, 0.75])
+    monkeypatch.setattr(
+        Panel, "rewards", lambda self, prompts, said: [{"policy": next(made), "reference": None} for _ in prompts]
+    )
+    records = answered(run_dir, tmp_path / "a.jsonl")
+    assert [record["rewards"]["policy"] for record in records] == [None, 0.25, None, 0.75]
+    assert capsys.readouterr().out.endswith("; mean reward of the policy 0.5 over 2\n")
+
+
+def test_penalties_of_a_generation_config_do_not_distort_the_draws(tmp_path):
+    home = shutil.copytree(LLAMA, tmp_path / "llama")
+    (home / "generation_config.json").write_text(
+        '{"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "suppress_tokens": [5], "eos_token_id": [0, 7]}'
+    )
+    prompt = (5, 6, 7)
+    plain, penal = (load_panel([place], Choices(form="raw"), log=lambda _: None) for place in (LLAMA, home))
+    told = penal.policies[0].model.generation_config
+    assert told.repetition_penalty == transformers.GenerationConfig().repetition_penalty
+    assert told.eos_token_id == [0, 7]
+    [[a], [b]] = (p.answer([prompt], [0], Sampling(30, seed=1)) for p in (plain, penal))
+    said, other = a["policy"].tokens, b["policy"].tokens
+    assert other == said[: len(other)]  # 7 may end it earlier
+
+
+def test_auto_asks_as_the_run_was_trained_and_so_does_its_export(run_dir, tmp_path):
+    home, run = shutil.copytree(LLAMA, tmp_path / "base"), tmp_path / "run"
+    settings = json.loads((home / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    (home / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    (run / "step-8").mkdir(parents=True)
+    os.link(run_dir / "step-8" / "policy.pt", run / "step-8" / "policy.pt")
+    (run / "config.yaml").write_text(
+        f"datasets: [mine]\nloss: {{name: dpo, beta: 0.3}}\nmodel: {{name_or_path: {home}}}\n"
+    )
+    panels = {}
+    for form in ("chat", "hh", "raw", None):
+        record = {} if form is None else {"prompt_formats": {"mine": form}}
+        (run / "preflight.json").write_text(json.dumps({"train": {"examples": 8, "prompts": 8, **record}}))
+        out = export(run / "step-8", tmp_path / f"out-{form}")
+        panels[form] = [load_panel([path], Choices(), log=lambda _: None).form for path in (run / "step-8", out)]
+    assert panels == {"chat": ["chat"] * 2, "hh": ["hh"] * 2, "raw": ["raw"] * 2, None: ["chat"] * 2}
+    assert r"Form of a prompt: `\n\nHuman: ...\n\nAssistant:`." in (tmp_path / "out-hh" / "README.md").read_text()
+
+
+def test_a_reference_that_has_changed_since_is_worth_a_line(run, tmp_path):
+    run("sft", "loss=sft", "n_examples=8", "lr=1e-2", "export=false")
+    run("run", f"model.archive={tmp_path}/sft/LATEST", "n_examples=8", "export=false")
+    lines: list[str] = []
+    load_panel([tmp_path / "run"], Choices(), log=lines.append)
+    assert lines == []
+
+    run("sft", "loss=sft", "n_examples=16", "lr=1e-2", "export=false", "resume=auto")  # LATEST moves on
+    load_panel([tmp_path / "run"], Choices(), log=lines.append)
+    assert lines == [
+        f"warning: {tmp_path}/run/step-8 was trained with a reference of other weights or config than this: "
+        "give --reference DIR, or --no-reference"
+    ]
+
+
 def test_several_policies_answer_beside_each_other(run_dir, panel):
     several = load_panel([run_dir, GOLDEN / "tiny-llama"], Choices(beta=0.3))
     assert [side.name for side in several.sides] == ["policy", "policy_2", "reference"]
@@ -276,6 +338,33 @@ def test_it_is_a_conversation_that_ends_with_the_input(run_dir):
     result = run_script("-c", code, str(run_dir), "--max-new-tokens", "4", PYTHONPATH=str(ROOT))
     assert (result.returncode, result.stderr) == (0, "")
     assert [result.stdout.count(f"--- {name}: reward ") for name in ("policy", "reference")] == [2, 2]
+
+
+def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_session(panel, monkeypatch, capsys):
+    typed = iter(["first", "second", KeyboardInterrupt()])
+
+    def type_it(_: str) -> str:
+        if isinstance(line := next(typed), BaseException):
+            raise line
+        return line
+
+    def interrupted(prompt, number, *rest):
+        if number == 0:
+            raise KeyboardInterrupt
+        return stream(prompt, number, *rest)
+
+    stream = panel.stream
+    monkeypatch.setattr(panel, "stream", interrupted)
+    monkeypatch.setattr("builtins.input", type_it)
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{name}.isatty", lambda: True, raising=False)
+
+    assert _converse(panel, Sampling(4)) == 0
+
+    shown = capsys.readouterr().out
+    assert r"prompts are asked in the form hh: \n\nHuman: ...\n\nAssistant:" in shown
+    assert "\nended\n" in shown
+    assert shown.count("reward ") == 2  # of the second prompt
 
 
 def test_ctrl_c_ends_it_cleanly(run_dir, tmp_path):

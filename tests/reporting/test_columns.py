@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from scripts.columns import Columns, width_of, wrap
+from dpo.reporting.columns import Columns, width_of, wrap
 
 
 @pytest.mark.parametrize(
