@@ -27,8 +27,8 @@ from dpo.analysis.margin import margin_parts
 from dpo.analysis.reading import find_all
 from dpo.analysis.runs import Run, read_runs
 from dpo.errors import InputError
+from dpo.system.run_directory import REPORT
 
-PAGE = "report.html"
 FIRST_SAMPLES = 4  # that are shown before the reader asks for more
 
 
@@ -100,7 +100,7 @@ def write_report(
             _replace(out / f"{picture.name}.png", picture.light)
             _replace(out / f"{picture.name}-dark.png", picture.dark)
             pictures.append(Shown(picture.title, picture.alt, _data(picture.light), _data(picture.dark)))
-        page = out / PAGE
+        page = out / REPORT.name
         _replace(page, render(read, pictures, lead, find_texts).encode("utf-8", "replace"))
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error}; choose another directory with --out") from error

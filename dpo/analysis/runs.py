@@ -22,11 +22,10 @@ import yaml
 from dpo.errors import InputError
 from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact
-from dpo.system.run_directory import is_locked
+from dpo.system.run_directory import PARQUET, STREAM, is_locked
 
 RECORDS = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of them
 MOST = 1e100  # sums and pictures of larger numbers overflow
-LEDGERS = ("ledger.arrows", "ledger.parquet")
 STEP = re.compile(r"step-(\d+)")
 NONFINITE = re.compile(r"nonfinite-(\d+)")  # where examples of an update that was NaN or infinite are
 
@@ -161,9 +160,15 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
         raise InputError(f"{path} cannot be read: {error}") from error
 
 
-def _read(path: Path, *, ended: bool) -> Run:
+def read_config(path: Path) -> Run:
+    """A run of which the config alone is read."""
     run = Run(path.resolve(), path.resolve().name)
     run.config = redact(_read_mapping(run, "config.yaml"))
+    return run
+
+
+def _read(path: Path, *, ended: bool) -> Run:
+    run = read_config(path)
     run.env = redact(_read_mapping(run, "env.json"))
     run.preflight = _read_mapping(run, "preflight.json")
     lines = _read_lines(run, "metrics.jsonl", lambda line: line.get("split") in ("train", "eval"))
@@ -281,9 +286,9 @@ def _read_lines(run: Run, name: str, is_one: Any) -> list[dict[str, Any]]:
 
 
 def _read_ledger(run: Run) -> Any:
-    if not any((run.path / name).exists() for name in LEDGERS):
+    if not any((run.path / name).exists() for name in (STREAM, PARQUET)):
         return None  # most runs have none, and need no pyarrow
-    from dpo.analysis.ledger import read_ledger
+    from dpo.analysis.ledger_file import read_ledger
 
     try:
         table = read_ledger(run.path)

@@ -23,6 +23,8 @@ from dpo.system.redaction import redact
 
 LOCK = ".lock"
 ORIGIN = ".continues"  # in a run that continues another one: the checksum of the other's manifest
+STREAM, PARQUET = "ledger.arrows", "ledger.parquet"  # with ledger=true
+REPORT = Path("report", "report.html")  # with report=true
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN)
 PACKAGES = (
     "torch",
