@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,7 +93,6 @@ class Run:
     samples: list[dict[str, Any]] = field(default_factory=list)
     nonfinite: list[int] = field(default_factory=list)  # updates whose examples were put aside
     saved: list[int] = field(default_factory=list)  # examples, of the checkpoints
-    written: datetime | None = None  # when the last line of the metrics was
     ledger: Any = None  # a pyarrow.Table, if the run has one
     problems: list[str] = field(default_factory=list)
     state: State = NOTHING
@@ -175,8 +173,6 @@ def _read(path: Path, *, ended: bool) -> Run:
     run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
     run.samples = _read_lines(run, "samples.jsonl", _is_sample)
     run.ledger = _read_ledger(run)
-    if lines:
-        run.written = datetime.fromtimestamp((run.path / "metrics.jsonl").stat().st_mtime).astimezone()
     folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
     run.nonfinite = sorted(int(found[1]) for name in folders if (found := NONFINITE.fullmatch(name)))
     run.saved = sorted(int(found[1]) for name in folders if (found := STEP.fullmatch(name)))
