@@ -146,6 +146,31 @@ def test_what_differs_between_runs_is_a_table(tmp_path):
     assert page.texts["td"].count("30 of 30 updates") == 2
 
 
+def test_bold_is_the_best_of_what_can_be_compared(tmp_path):
+    """Accuracy whatever the loss's options; the loss, which DPO's beta scales, only under the same ones."""
+
+    def run(name: str, accuracy: float, held_out: float, **config) -> Path:
+        last = evaluation(2, held_out, **rewards("eval", 0.1, -0.1, accuracy))
+        return write_run(tmp_path / name, [update(1), update(2), last], config={"exp_name": name, **config})
+
+    page = render(
+        read_runs(
+            [
+                run("a", 0.6, 0.50),
+                run("b", 0.7, 0.55),
+                run("wide", 0.8, 0.10, loss={"name": "dpo", "beta": 1.0}),
+                run("other", 0.9, 0.01, datasets=["shp"]),
+                run("few", 1.0, 0.01, n_eval_examples=8),
+            ]
+        ),
+        [],
+    )
+
+    rows = re.findall(r'<th scope="row">.*?</tr>', page, re.DOTALL)
+    bold = [re.findall(r'class="number best">([^<]*)', row) for row in rows[:5]]
+    assert bold == [["0.5"], [], ["80 %"], [], []]
+
+
 def test_of_one_run_the_settings_that_differ_from_the_defaults(tmp_path):
     rows = setting_rows(read_runs([made(tmp_path / "run", config={"lr": 2e-6, "seed": 0})]))
     assert dict(rows)["lr"] == ["2e-06"]
