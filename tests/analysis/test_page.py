@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.browser import CHROMIUM, browser
+from support.ledgers import row, with_ledger
 from support.records import evaluation, rewards, sample, update, write_run
 
 from dpo.analysis.curves import charts_for, extremes, lines_of, places, smoothed
@@ -246,11 +247,16 @@ def test_a_browser_shows_it_without_errors_and_nothing_overflows(tmp_path):
         "config": {"key": LONG, LONG: 1},
         "samples": [sample(160, LONG, EVIL, prompt=LONG), sample(160, "", "", prompt="")],
     }
+
+    def long_texts(run, pairs):
+        return {pair.example: {"prompt": "Why?", "chosen": LONG, "rejected": LONG} for pair in pairs}
+
     one = write_report([made(tmp_path / "a", **hostile)], tmp_path / "one")
     drawn = [f"data:image/png;base64,{base64.b64encode((tmp_path / 'one' / 'loss.png').read_bytes()).decode()}"] * 2
+    with_ledger(tmp_path / "b", [row("bad", n, "train", -9.0, 9.0, (5, 5)) for n in (2, 3)])
     runs = read_runs([made(tmp_path / name, name=name + LONG, config={"key": name + LONG}) for name in "bcd"])
     several = tmp_path / "several.html"
-    several.write_text(render(runs, [Shown("Loss", LONG, *drawn)] * 4), encoding="utf-8")
+    several.write_text(render(runs, [Shown("Loss", LONG, *drawn)] * 4, find_texts=long_texts), encoding="utf-8")
     with browser() as chromium:
         for page in (one, several):
             for width in (400, 1600):
@@ -260,8 +266,12 @@ def test_a_browser_shows_it_without_errors_and_nothing_overflows(tmp_path):
                 assert chromium.value("innerWidth") == width
                 assert chromium.value("document.documentElement.scrollWidth") <= width
                 assert chromium.value("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
+                boxes = "[...document.querySelectorAll('.text[tabindex]')]"
+                assert chromium.value(f"{boxes}.length") == (1 if page == one else 2 * 2)
+                assert chromium.value(f"{boxes}.every(e => e.clientHeight < 300 && e.scrollWidth <= e.clientWidth)")
                 assert chromium.errors() == []
                 assert chromium.requests() == [page.as_uri()]
+        assert chromium.value("getComputedStyle(document.querySelector('.numbers td + td')).textAlign") == "right"
         chromium.press("Tab", 9)
         assert chromium.value("document.activeElement.textContent") == "Skip to the report"
         chromium.press("Enter", 13)
