@@ -70,7 +70,7 @@ class Outcome(NamedTuple):
     before: Shares
     after: Shares
     losses: tuple[float, float]  # SFT's first and last
-    accuracy: float  # of rewards, after DPO
+    accuracies: tuple[float, float]  # of rewards, at DPO's first evaluation and its last
 
 
 def directory_of(seed: int) -> Path:
@@ -114,7 +114,8 @@ def outcome_of(seed: int) -> Outcome:
     )
     of_sft, of_dpo = ([line for line in read(run, "metrics.jsonl") if line["split"] == "eval"] for run in (sft, dpo))
     losses = (of_sft[0]["loss/eval"], of_sft[-1]["loss/eval"])
-    return Outcome(seed, untrained, before, after, losses, of_dpo[-1]["rewards_eval/accuracies"])
+    accuracies = (of_dpo[0]["rewards_eval/accuracies"], of_dpo[-1]["rewards_eval/accuracies"])
+    return Outcome(seed, untrained, before, after, losses, accuracies)
 
 
 def print_samples(seed: int) -> None:
@@ -131,10 +132,11 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         seed = f", seed {outcome.seed}" if len(outcomes) > 1 else ""
         first, last = (f"{loss:.1f}" for loss in outcome.losses)
+        tied, ranked = (f"{accuracy:.2f}" for accuracy in outcome.accuracies)
         for name, loss, accuracy, shares in (
             ("untrained", first, "", outcome.untrained),
-            ("after SFT", last, "0.00", outcome.before),
-            ("after DPO", "", f"{outcome.accuracy:.2f}", outcome.after),
+            ("after SFT", last, tied, outcome.before),
+            ("after DPO", "", ranked, outcome.after),
         ):
             print(
                 f"{name + seed:<17} {loss:>8}   {accuracy:>15}   {shares.courteous:>9.1%} {shares.curt:>8.1%} "
@@ -147,14 +149,14 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
 def write_page(outcomes: Sequence[Outcome], picture: Path | None) -> Path:
     """The report of all runs, opened by the picture of what DPO changed, which also goes to `picture`."""
     from dpo.analysis.page import Lead, write_report  # matplotlib takes a second to import
-    from scripts.demo_picture import describe, draw
+    from scripts.demo_picture import ALT, describe, draw
 
     light, dark = (draw([(o.before, o.after) for o in outcomes], dark=dark) for dark in (False, True))
     if picture is not None:
         picture.write_bytes(light)
         picture.with_stem(f"{picture.stem}-dark").write_bytes(dark)
     text = describe([(o.before, o.after) for o in outcomes])
-    lead = Lead("What DPO changed", light, dark, text, text)
+    lead = Lead("What DPO changed", light, dark, ALT, text)
     seed = outcomes[0].seed if len(outcomes) == 1 else 0
     runs = [directory_of(outcome.seed) / name for outcome in outcomes for name in STAGES]
     return write_report(runs, directory_of(seed) / "report", lead=lead)

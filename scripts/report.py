@@ -4,31 +4,20 @@
 
 RUN is the directory of a run that is complete, still trains, or crashed. The page has the curves, what they mean and
 what looks wrong, samples of policy and reference, what differs between the runs, hardware, time and cost. Without
---out it is in RUN/report, or, of several runs, in report. Exit status: 0 written, 2 bad input. Changes nothing else.
+--out it is in RUN/report, or, of several runs, in report. The texts of a ledger's pairs are in it if the run's data is
+on this machine. Exit status: 0 written, 2 bad input. Changes nothing else, and uses no network.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dpo.errors import InputError
-
-if TYPE_CHECKING:
-    from dpo.analysis.ledger import Pair
-
-
-def find_texts(run_dir: Path, pairs: Sequence[Pair]) -> Mapping[str, Mapping[str, str]]:
-    """The texts of a ledger's pairs from the run's datasets. Raises InputError if they cannot be loaded."""
-    from scripts import ledger  # loads tokenizers and datasets, which only a run with a ledger needs
-
-    try:
-        return ledger.find_texts(run_dir, pairs)
-    except KeyError as error:
-        raise InputError(f"config.yaml has no {error}") from error
+from dpo.system.run_directory import REPORT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,9 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; of several runs: report")
     asked = parser.parse_args(arguments)
     from dpo.analysis.page import write_report  # here: matplotlib takes a second, which --help need not pay
+    from scripts.ledger import find_texts
 
     runs = [run.expanduser() for run in asked.runs]
-    default = runs[0] / "report" if len(runs) == 1 else Path("report")
+    default = (runs[0] / REPORT if len(runs) == 1 else REPORT).parent
     try:
         page = write_report(runs, (asked.out or default).expanduser(), find_texts=find_texts)
     except InputError as error:
@@ -50,4 +40,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # read when the libraries are imported
     sys.exit(main())

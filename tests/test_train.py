@@ -340,7 +340,9 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(main, tmp_path)
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["loss"] == {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}
     assert config["model"]["name_or_path"] == str(ROOT / "demo")
-    assert {"torch", "transformers"} <= json.loads((run / "env.json").read_text())["packages"].keys()
+    env = json.loads((run / "env.json").read_text())
+    assert {"torch", "transformers"} <= env["packages"].keys()
+    assert env["started"] <= env["ended"]
     assert json.loads((run / "preflight.json").read_text())["updates"] == 4
     assert "4 updates of 4 examples will run" in first.stdout
     assert [m["examples"] for m in metrics_of(run, "train")] == [4, 8, 12, 16]

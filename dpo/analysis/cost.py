@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from datetime import datetime
-from typing import NamedTuple
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ class Cost(NamedTuple):
     """Time, tokens and devices, of all updates that are in the metrics; NaN where they do not tell."""
 
     updating_secs: float  # in updates alone: not loading, evaluating, sampling, saving
-    elapsed_secs: float  # from the last start to the last line of the metrics
+    elapsed_secs: float  # from the last start to the end, or till now; NaN if the run did not end in order
     tokens: float
     devices: float
     kind: str  # GPU or CPU
@@ -24,6 +24,11 @@ class Cost(NamedTuple):
     def secs(self) -> float:
         """What is known to have passed. After a resume the last start tells less than the updates do."""
         return float(np.nanmax([self.updating_secs, self.elapsed_secs, 0.0]))
+
+    @property
+    def updates_alone(self) -> bool:
+        """Whether this is the time in updates, because nothing tells more."""
+        return not self.elapsed_secs >= self.updating_secs
 
     @property
     def device_hours(self) -> float:
@@ -52,8 +57,15 @@ def _total(values: np.ndarray) -> float:
 
 
 def _elapsed(run: Run) -> float:
+    ended = datetime.now(UTC) if run.state.word == "training" else _time(run.env.get("ended"))
+    started = _time(run.env.get("started"))
+    return max(0.0, (ended - started).total_seconds()) if started and ended else math.nan
+
+
+def _time(text: Any) -> datetime | None:
+    """A time with its zone; None for anything else, and for what an older run has not recorded."""
     try:
-        started = datetime.fromisoformat(str(run.env.get("started")))
-        return max(0.0, (run.written - started).total_seconds()) if run.written else math.nan
-    except (ValueError, TypeError):  # an older run, or a time without its zone
-        return math.nan
+        time = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return time if time.tzinfo else None

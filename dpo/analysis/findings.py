@@ -15,6 +15,7 @@ import numpy as np
 
 from dpo.analysis.runs import Run, number
 from dpo.analysis.wording import count, figure, percent
+from dpo.losses import LOSSES
 
 WARNING, NOTE = "warning", "note"
 
@@ -181,13 +182,14 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
         then, now = near(run, stem.format("train"), examples[place]), near(run, stem.format("train"), examples[-1])
         if worse > least and sign * (now - then) > 0:
             name = "loss" if sign < 0 else "accuracy"
+            ranked = run.loss in LOSSES and LOSSES[run.loss].best[0] == stem.format("eval")
             yield Finding(
                 WARNING,
                 f"Evaluation {name} turned while training {name} improved",
                 f"{stem.format('eval')} {figure(best)} at {examples[place]:,.0f} examples, {figure(last)} at "
                 f"{examples[-1]:,.0f}; {stem.format('train')} {figure(then)}, then {figure(now)}",
                 "From there on the policy learned its training examples rather than what they have in common. Take the "
-                "checkpoint of that evaluation (BEST, if accuracy is what turned), or train for fewer epochs.",
+                f"checkpoint of that evaluation{' (BEST)' if ranked else ''}, or train for fewer epochs.",
             )
 
 
@@ -207,7 +209,9 @@ def gap(run: Run) -> Iterator[Finding]:
 
 
 def learning_rate(run: Run) -> Iterator[Finding]:
-    """A warmup that did not end."""
+    """A warmup that did not end. A scaled rate is not looked at: what it was scaled by is not on record."""
+    if run.setting("lr_scaling", "none") != "none":
+        return
     wanted, rates = number(run.setting("lr")), run.train.points("lr")[1]
     if run.state.word == "complete" and len(rates) and rates.max() < 0.999 * wanted:
         yield Finding(

@@ -1,143 +1,15 @@
-"""The ledger of a run: a row for each example and visit. Its files, and what they say about the data.
-
-A training run appends to `ledger.arrows`, an Arrow stream: what a kill leaves of it can be read, and a resumed run can
-cut it. `ledger.parquet` is made from it, and depends on its rows alone.
-"""
+"""What the rows of a ledger say about the data: pairs, lengths, datasets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from dpo.errors import InputError
-from dpo.system.plain_files import check_readable
-
-STREAM, PARQUET = "ledger.arrows", "ledger.parquet"
-TEXTS = ("example", "dataset", "split")
-SCHEMA = pa.schema(
-    {
-        "example": pa.string(),
-        "dataset": pa.string(),
-        "update": pa.int64(),
-        "epoch": pa.int64(),
-        "split": pa.string(),
-        "policy_chosen": pa.float64(),  # holds float32, which losses usually are computed in, exactly
-        "policy_rejected": pa.float64(),
-        "reference_chosen": pa.float64(),
-        "reference_rejected": pa.float64(),
-        "chosen_tokens": pa.int64(),
-        "rejected_tokens": pa.int64(),
-        "truncated": pa.bool_(),
-        "loss": pa.float64(),
-        "margin": pa.float64(),
-    }
-)
-ENCODED = pa.schema([(f.name, pa.dictionary(pa.int32(), f.type) if f.name in TEXTS else f.type) for f in SCHEMA])
-ROW_GROUP = 2**16  # rows that are in memory at a time while a file is written
-
-
-def begin(stream: Path) -> None:
-    """Begin a stream, unless it has begun."""
-    with stream.open("ab") as file:
-        if file.tell() == 0:
-            file.write(SCHEMA.serialize())
-
-
-def append(stream: Path, columns: Mapping[str, Any]) -> None:
-    """Add rows, in one write: sequences or tensors by column, None for a column that has no values."""
-    n = len(columns["example"])
-    with stream.open("ab") as file:
-        file.write(pa.record_batch([_column(f, columns[f.name], n) for f in SCHEMA], schema=SCHEMA).serialize())
-
-
-def _column(field: pa.Field, values: Any, n: int) -> pa.Array:
-    if values is None:
-        return pa.nulls(n, field.type)
-    return pa.array(np.asarray(values, dtype=np.float64) if pa.types.is_floating(field.type) else values, field.type)
-
-
-def write_parquet(stream: Path, target: Path) -> int:
-    """Write the rows of a stream as Parquet, whole or not at all, in constant memory. Returns their number."""
-    beside = target.with_name(f".{target.name}.tmp")
-    beside.unlink(missing_ok=True)
-    n = 0
-    with pq.ParquetWriter(beside, ENCODED, compression="zstd", use_dictionary=list(TEXTS)) as writer:
-        for table in _groups(stream):
-            writer.write_table(table, row_group_size=ROW_GROUP)
-            n += len(table)
-    beside.replace(target)
-    return n
-
-
-def read_ledger(run_dir: Path) -> pa.Table | None:
-    """All rows in order, as far as the run has come; None if it has no ledger. Raises InputError for another file."""
-    if (run_dir / STREAM).exists():
-        table = pa.concat_tables([ENCODED.empty_table(), *_groups(run_dir / STREAM)])
-    elif (run_dir / PARQUET).exists():
-        check_readable(run_dir / PARQUET)
-        with _explaining(run_dir / PARQUET):
-            table = pq.read_table(run_dir / PARQUET).cast(ENCODED)
-    else:
-        return None
-    return table.unify_dictionaries().combine_chunks()
-
-
-def _groups(stream: Path) -> Iterator[pa.Table]:
-    """The rows in tables of ROW_GROUP, however they were appended; the last may have fewer."""
-    waiting, n = [], 0
-    for batch in _batches(stream):
-        waiting.append(batch)
-        n += len(batch)
-        while n >= ROW_GROUP:
-            table = pa.Table.from_batches(waiting)
-            yield _encode(table.slice(0, ROW_GROUP))
-            waiting = table.slice(ROW_GROUP).to_batches()
-            n -= ROW_GROUP
-    if n:
-        yield _encode(pa.Table.from_batches(waiting))
-
-
-def _encode(table: pa.Table) -> pa.Table:
-    """The columns in one piece each, texts as dictionaries."""
-    columns = [table[name].combine_chunks() for name in SCHEMA.names]
-    return pa.Table.from_arrays([c.cast(f.type) for c, f in zip(columns, ENCODED, strict=True)], schema=ENCODED)
-
-
-def _batches(stream: Path) -> Iterator[pa.RecordBatch]:
-    """What was appended at a time, up to what a kill cut off, or what is just being written."""
-    check_readable(stream)
-    with stream.open("rb") as file:
-        with _explaining(stream):
-            reader = pa.ipc.open_stream(file)
-            if reader.schema != SCHEMA:
-                raise pa.ArrowInvalid("its columns are others")
-        try:
-            yield from reader
-        except pa.ArrowInvalid:
-            return
-        except OSError as error:
-            if error.errno is not None:  # the system's, not Arrow's about a body that is cut off
-                raise
-
-
-@contextmanager
-def _explaining(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowInvalid, pa.ArrowKeyError, ValueError) as error:
-        raise InputError(f"{path} is not a ledger of this version: {' '.join(str(error).split())[:200]}") from error
-
-
-# --- what the rows say ---------------------------------------------------------------------------------------------
+from dpo.analysis.ledger_file import TEXTS, encode
 
 PERIODS = 10  # in which the updates of a run are compared
 LENGTHS = (-64, -16, 0, 1, 17, 65)  # lower ends of the classes of length differences, in tokens
@@ -212,7 +84,7 @@ class LedgerSummary:
 
 def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
     """What a ledger says about pairs, lengths and datasets, with `top` pairs in each list, the worst first."""
-    table = _encode(table)
+    table = encode(table)
     pairs = _Pairs(table)
     wrong = pairs.highest <= 0
     again = pairs.visits >= 2

@@ -1,9 +1,8 @@
-"""What the report shows of a ledger: pairs that never flip, suspected label noise, margin against length, drift."""
+"""What is shown of a ledger: pairs that never flip, suspected label noise, margin against length, drift."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpo.analysis.runs import Run
@@ -15,8 +14,9 @@ if TYPE_CHECKING:
 
 TOP = 5  # pairs in each list
 
-FindTexts = Callable[[Path, Sequence["Pair"]], Mapping[str, Mapping[str, str]]]
-"""The texts of pairs of a run by example: prompt, chosen, rejected. Raises InputError if they cannot be loaded."""
+Texts = Mapping[str, Mapping[str, str]]  # of examples: prompt, chosen, rejected
+FindTexts = Callable[[Run, Sequence["Pair"]], Texts]
+"""The texts of pairs of a run. Raises InputError if they cannot be loaded."""
 
 
 class Listed(NamedTuple):
@@ -52,21 +52,35 @@ def view_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerView | N
         return None
     from dpo.analysis.ledger import summarize
 
-    found = summarize(run.ledger, top=TOP)
-    listed, texts, note = [*found.never_flipped, *found.suspected_noise], {}, ""
-    if listed and find_texts is None:
-        note = f"The texts of these pairs: python -m scripts.ledger {run.path}"
-    elif listed and find_texts is not None:
-        try:
-            texts = find_texts(run.path, listed)
-        except InputError as error:
-            note = f"Texts are not shown: {error}"
+    found, texts, note = summarize(run.ledger, top=TOP), {}, ""
+    if find_texts is not None:
+        texts, note = texts_of(run, found, find_texts)
+    if (found.never_flipped or found.suspected_noise) and not texts:
+        note = f"{note}{'; ' if note else ''}python -m scripts.ledger {run.path} shows texts that can be loaded"
+    return view_summary(found, texts, note)
+
+
+def texts_of(run: Run, found: LedgerSummary, find_texts: FindTexts) -> tuple[Texts, str]:
+    """The texts of the pairs that are listed, and, if some or all are not there, a note that says why."""
+    listed = [*found.never_flipped, *found.suspected_noise]
+    if not listed:
+        return {}, ""
+    try:
+        texts = find_texts(run, listed)
+    except (InputError, OSError) as error:
+        return {}, f"Texts are not shown: {error}"
+    missing = {pair.example for pair in listed} - texts.keys()
+    return texts, f"Its datasets have changed, and lack {len(missing)} of these pairs" if missing else ""
+
+
+def view_summary(found: LedgerSummary, texts: Texts, note: str) -> LedgerView:
+    """What a ledger says, in words and tables."""
     visits, examples = count(found.rows, "visit"), count(found.examples, "example")
     text = f"{visits} of {examples}, of which {found.truncated:,} are truncated."
     return LedgerView(text, _lists(found, texts), [*_lengths(found), *_drift(found)], note)
 
 
-def _lists(found: LedgerSummary, texts: Mapping[str, Mapping[str, str]]) -> list[PairList]:
+def _lists(found: LedgerSummary, texts: Texts) -> list[PairList]:
     if not found.lengths:
         return []  # nothing of pairs, or nothing after the first update
     never = (
@@ -83,13 +97,13 @@ def _lists(found: LedgerSummary, texts: Mapping[str, Mapping[str, str]]) -> list
     ]
 
 
-def _listed(pair: Pair, texts: Mapping[str, Mapping[str, str]]) -> Listed:
+def _listed(pair: Pair, texts: Texts) -> Listed:
     margins = (
         f"{count(pair.visits, 'visit')}: margin {signed(pair.first_margin)} at first, "
         f"{signed(pair.last_margin)} at last, {figure(pair.relative_margin, 2)} times the typical one"
     )
     named = [(name, shortened(text)) for name, text in texts.get(pair.example, {}).items()]
-    return Listed(f"{pair.example[:12]} {pair.dataset} ({pair.split})", margins, named)
+    return Listed(f"{pair.example} {pair.dataset} ({pair.split})", margins, named)
 
 
 def _lengths(found: LedgerSummary) -> list[Table]:

@@ -1,7 +1,5 @@
 """Writes the report of runs: curves as PNG, and `report.html`, one file that needs no network and runs no code.
 
-    python -m scripts.report RUN [RUN ...] [--out DIR]
-
 The template is `page.html.jinja`. Every text is escaped, and the page's own policy forbids scripts and requests:
 samples and settings come from models and users.
 """
@@ -9,8 +7,9 @@ samples and settings come from models and users.
 from __future__ import annotations
 
 import base64
+import json
+import math
 import os
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -27,8 +26,9 @@ from dpo.analysis.margin import margin_parts
 from dpo.analysis.reading import find_all
 from dpo.analysis.runs import Run, read_runs
 from dpo.errors import InputError
+from dpo.system.run_directory import REPORT
 
-PAGE = "report.html"
+MEASURED_ON = ("datasets", "n_eval_examples")
 FIRST_SAMPLES = 4  # that are shown before the reader asks for more
 
 
@@ -100,7 +100,7 @@ def write_report(
             _replace(out / f"{picture.name}.png", picture.light)
             _replace(out / f"{picture.name}-dark.png", picture.dark)
             pictures.append(Shown(picture.title, picture.alt, _data(picture.light), _data(picture.dark)))
-        page = out / PAGE
+        page = out / REPORT.name
         _replace(page, render(read, pictures, lead, find_texts).encode("utf-8", "replace"))
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error}; choose another directory with --out") from error
@@ -165,14 +165,21 @@ def _section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) -> Sect
     )
 
 
-def _best(sections: Sequence[Section]) -> dict[str, dict[str, float]]:
-    """By loss and label of a tile, the most that one of its runs is worth."""
-    best: dict[str, dict[str, float]] = {}
+def _best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
+    """(run, label) of the tiles that are worth most, of two or more that can be compared."""
+    groups: dict[tuple[str, ...], list[tuple[float, Path]]] = {}
     for section in sections:
-        of_loss = best.setdefault(section.run.loss, {})
         for tile in section.tiles:
-            of_loss[tile.label] = max(of_loss.get(tile.label, tile.worth), tile.worth)
-    return best
+            if section.run.config and math.isfinite(tile.worth):
+                settings = [section.run.setting(key) for key in (*MEASURED_ON, *tile.scale)]
+                key = (tile.label, json.dumps(settings, sort_keys=True))
+                groups.setdefault(key, []).append((tile.worth, section.run.path))
+    return {
+        (path, label)
+        for (label, _), found in groups.items()
+        for worth, path in found
+        if len(found) > 1 and worth == max(found)[0]
+    }
 
 
 def _data(png: bytes) -> str:
@@ -187,11 +194,3 @@ def _replace(path: Path, content: bytes) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-
-
-if __name__ == "__main__":  # how a run keeps its own report fresh: RUN OUT [--ended]
-    os.nice(10)  # the run comes first
-    try:
-        write_report([Path(sys.argv[1])], Path(sys.argv[2]), ended="--ended" in sys.argv)
-    except InputError as error:
-        sys.exit(f"{error}")

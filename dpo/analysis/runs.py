@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +21,10 @@ import yaml
 from dpo.errors import InputError
 from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact
-from dpo.system.run_directory import is_locked
+from dpo.system.run_directory import PARQUET, STREAM, is_locked
 
 RECORDS = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of them
 MOST = 1e100  # sums and pictures of larger numbers overflow
-LEDGERS = ("ledger.arrows", "ledger.parquet")
 STEP = re.compile(r"step-(\d+)")
 NONFINITE = re.compile(r"nonfinite-(\d+)")  # where examples of an update that was NaN or infinite are
 
@@ -95,7 +93,6 @@ class Run:
     samples: list[dict[str, Any]] = field(default_factory=list)
     nonfinite: list[int] = field(default_factory=list)  # updates whose examples were put aside
     saved: list[int] = field(default_factory=list)  # examples, of the checkpoints
-    written: datetime | None = None  # when the last line of the metrics was
     ledger: Any = None  # a pyarrow.Table, if the run has one
     problems: list[str] = field(default_factory=list)
     state: State = NOTHING
@@ -161,17 +158,21 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
         raise InputError(f"{path} cannot be read: {error}") from error
 
 
-def _read(path: Path, *, ended: bool) -> Run:
+def read_config(path: Path) -> Run:
+    """A run of which the config alone is read."""
     run = Run(path.resolve(), path.resolve().name)
     run.config = redact(_read_mapping(run, "config.yaml"))
+    return run
+
+
+def _read(path: Path, *, ended: bool) -> Run:
+    run = read_config(path)
     run.env = redact(_read_mapping(run, "env.json"))
     run.preflight = _read_mapping(run, "preflight.json")
     lines = _read_lines(run, "metrics.jsonl", lambda line: line.get("split") in ("train", "eval"))
     run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
     run.samples = _read_lines(run, "samples.jsonl", _is_sample)
     run.ledger = _read_ledger(run)
-    if lines:
-        run.written = datetime.fromtimestamp((run.path / "metrics.jsonl").stat().st_mtime).astimezone()
     folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
     run.nonfinite = sorted(int(found[1]) for name in folders if (found := NONFINITE.fullmatch(name)))
     run.saved = sorted(int(found[1]) for name in folders if (found := STEP.fullmatch(name)))
@@ -281,9 +282,9 @@ def _read_lines(run: Run, name: str, is_one: Any) -> list[dict[str, Any]]:
 
 
 def _read_ledger(run: Run) -> Any:
-    if not any((run.path / name).exists() for name in LEDGERS):
+    if not any((run.path / name).exists() for name in (STREAM, PARQUET)):
         return None  # most runs have none, and need no pyarrow
-    from dpo.analysis.ledger import read_ledger
+    from dpo.analysis.ledger_file import read_ledger
 
     try:
         table = read_ledger(run.path)

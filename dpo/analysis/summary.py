@@ -28,7 +28,8 @@ class Tile(NamedTuple):
     label: str
     value: str
     detail: str
-    worth: float = math.nan  # more is better, among runs with the same loss; NaN: neither
+    worth: float = math.nan  # more is better; NaN: neither
+    scale: tuple[str, ...] = ()  # settings that must be the same in runs that are compared by it
 
 
 class Row(NamedTuple):
@@ -101,7 +102,8 @@ def _quality(run: Run) -> list[Tile]:
         else:
             detail = f"best {say(values[place])} at {examples[place]:,.0f} examples"
         last = float(values[-1])
-        found.append(Tile(label, say(last), detail, sign * last if sign else math.nan))
+        scale = ("loss",) if name == "loss/eval" else ()  # a loss depends on its options: DPO's on beta
+        found.append(Tile(label, say(last), detail, sign * last if sign else math.nan, scale))
     return found
 
 
@@ -113,7 +115,8 @@ def _extent(run: Run, cost: Cost) -> list[Tile]:
     found = [Tile("Examples", f"{run.examples:,}", f"{run.updates:,} {of}{passes}")]
     if cost.secs > 0:
         spent = f"{hours(cost.device_hours)} {cost.kind}-hours" if math.isfinite(cost.devices) else ""
-        found.append(Tile("Time", duration(cost.secs), spent))
+        alone = "in updates alone" if cost.updates_alone else ""
+        found.append(Tile("Time", duration(cost.secs), ", ".join(filter(None, (alone, spent)))))
     if math.isfinite(cost.tokens):
         found.append(Tile("Tokens", large(cost.tokens), f"{figure(speed)} per second"))
     return found
@@ -281,12 +284,13 @@ def _machine(run: Run, cost: Cost) -> dict[str, str]:
     found = env.get("packages")
     packages = found if isinstance(found, Mapping) else {}
     versions = [f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages]
-    per_device = f" ({figure(cost.devices)} {cost.kind}{'s' if cost.devices != 1 else ''})" if known else ""
+    alone = ", updates alone" if cost.updates_alone else ""
+    per_device = f" ({figure(cost.devices)} {cost.kind}{'s' if cost.devices != 1 else ''}{alone})" if known else ""
     commit = str(env.get("git_commit") or "")[:12]
     memory = run.train.last("memory/peak_gb")
     return {
         "devices": _devices(env, cost),
-        "time, from start to last record": duration(cost.elapsed_secs) if math.isfinite(cost.elapsed_secs) else "",
+        "time from start to end, or now": duration(cost.elapsed_secs) if math.isfinite(cost.elapsed_secs) else "",
         "time in updates": duration(cost.updating_secs) if math.isfinite(cost.updating_secs) else "",
         f"{cost.kind}-hours": f"{hours(cost.device_hours)}{per_device}" if known and cost.secs > 0 else "",
         "tokens": f"{cost.tokens:,.0f}" if math.isfinite(cost.tokens) else "",

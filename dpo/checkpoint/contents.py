@@ -117,6 +117,7 @@ PARTS = {
         "callbacks": {
             "nonfinite": {"skipped": COUNT},
             "files": Maybe({"log_bytes": Each(TEXT, COUNT)}),
+            "ledger": Maybe({"log_bytes": Each(TEXT, COUNT)}),
             "tensorboard": Maybe({"examples": FROM_MINUS_1}),
             "wandb": Maybe({"wandb_id": TEXT, "run_dir": TEXT, "best": Maybe(NUMBER)}),
         },

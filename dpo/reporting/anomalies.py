@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dpo.analysis.findings import SPIKE
 from dpo.data.examples import examples_of
 from dpo.errors import RunError
 from dpo.losses import LOSSES
 from dpo.reporting.events import Callback, RunContext, Update
 
-SPIKE = 10.0
 MAX_SKIPPED = 10  # updates that a run skips before it aborts
 
 

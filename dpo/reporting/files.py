@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
-from dpo.system.run_directory import create_run_dir
+from dpo.system.run_directory import create_run_dir, record_end
 
 
 class Appender(Callback):
@@ -65,7 +65,7 @@ class LogWriter(Appender):
 
 
 class FileLogger(LogWriter):
-    """Metrics and samples. NaN and infinite values are null, as JSON requires."""
+    """Metrics and samples, and when the run ended. NaN and infinite values are null, as JSON requires."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt")
 
@@ -86,6 +86,9 @@ class FileLogger(LogWriter):
             lines += ["--- reference ---", sample.reference.strip()] if sample.reference is not None else []
             lines.append("")
         self.append("samples.txt", lines)
+
+    def on_end(self) -> None:
+        record_end(self.run_dir)
 
     def _log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}

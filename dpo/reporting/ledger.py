@@ -1,4 +1,4 @@
-"""`ledger.parquet`: what each example gave at each visit. See `dpo/analysis/ledger.py` for its columns and files.
+"""`ledger.parquet`: what each example gave at each visit. See `dpo/analysis/ledger_file.py` for its columns and files.
 
 pyarrow is imported by runs that have a ledger.
 """
@@ -12,6 +12,7 @@ from dpo.data.examples import Example
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.files import Appender
 from dpo.system.plain_files import check_writable
+from dpo.system.run_directory import PARQUET, STREAM
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,7 @@ class Ledger(Appender):
     they have doubled, and at the end: together at most three times what the end takes.
     """
 
-    files = ("ledger.arrows",)
+    files = (STREAM,)
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -37,7 +38,7 @@ class Ledger(Appender):
         return super().is_wanted(context) and context.config.ledger
 
     def on_start(self) -> None:
-        from dpo.analysis.ledger import PARQUET, STREAM, begin
+        from dpo.analysis.ledger_file import begin
 
         super().on_start()
         self.stream, self.parquet = self.run_dir / STREAM, self.run_dir / PARQUET
@@ -57,7 +58,7 @@ class Ledger(Appender):
         self._write()
 
     def _write(self) -> None:
-        from dpo.analysis.ledger import write_parquet
+        from dpo.analysis.ledger_file import write_parquet
 
         self.rows = self.written = write_parquet(self.stream, self.parquet)
 
@@ -65,7 +66,7 @@ class Ledger(Appender):
         self, split: str, number: int, done: int, examples: Sequence[Example], table: Mapping[str, torch.Tensor]
     ) -> None:
         """Add a row for each example of update or evaluation `number`, of a policy that had `done` updates."""
-        from dpo.analysis.ledger import append
+        from dpo.analysis.ledger_file import append
 
         context, n = self.context, len(examples)
         updates_per_epoch = context.data.report.train.examples // context.config.batch_size

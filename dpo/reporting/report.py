@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 from dpo.reporting.events import Callback, Evaluation, RunContext
+from dpo.system.run_directory import REPORT
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = "report"  # in the run's directory
 LAST_SECS = 120  # for the last report, for which the end of the run waits
 
 
 class ReportWriter(Callback):
-    """Starts `python -m dpo.analysis.page` and goes on: training neither waits for it nor fails with it.
+    """Starts `python -m dpo.analysis` and goes on: training neither waits for it nor fails with it.
 
     One process at a time: an evaluation that finds one at work is reported by the next.
     """
@@ -44,11 +44,11 @@ class ReportWriter(Callback):
             self._warn(f"it took more than {LAST_SECS} s")
             self._stop()
         if self._has_ended() and not self._failed:
-            self.context.log(f"report: {self.context.run_dir / FOLDER / 'report.html'}")
+            self.context.log(f"report: {self.context.run_dir / REPORT}")
 
     def _begin(self, *options: str) -> None:
         run_dir = self.context.run_dir.absolute()
-        command = [sys.executable, "-m", "dpo.analysis.page", str(run_dir), str(run_dir / FOLDER), *options]
+        command = [sys.executable, "-m", "dpo.analysis", str(run_dir), str((run_dir / REPORT).parent), *options]
         self._failed = False
         try:
             self._process = subprocess.Popen(
@@ -80,6 +80,8 @@ class ReportWriter(Callback):
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            for part in (self.context.run_dir / REPORT).parent.glob(f".*.{self._process.pid}"):
+                part.unlink()  # a file that it was writing
             self._forget()
 
     def _forget(self) -> None:

@@ -18,9 +18,9 @@ from dpo.errors import InputError
 from dpo.losses import LOSSES
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.redaction import redact
+from dpo.system.run_directory import REPORT
 
 FINISH_SECS = 300  # W&B's time limit for sending the rest at the end
-REPORT = "report/report.html"  # in the run directory, if the run writes one
 
 
 class WandbLogger(Callback):
@@ -140,7 +140,7 @@ class WandbLogger(Callback):
         self._unless_lost(self.run.alert, "run aborted", redact(reason), "ERROR")
 
     def on_end(self) -> None:
-        self._upload(REPORT)
+        self._upload(str(REPORT))
         self._unless_lost(self.run.finish, int(self._aborted))
 
     def _upload(self, name: str) -> None:

@@ -23,6 +23,8 @@ from dpo.system.redaction import redact
 
 LOCK = ".lock"
 ORIGIN = ".continues"  # in a run that continues another one: the checksum of the other's manifest
+STREAM, PARQUET = "ledger.arrows", "ledger.parquet"  # with ledger=true
+REPORT = Path("report", "report.html")  # with report=true
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN)
 PACKAGES = (
     "torch",
@@ -59,7 +61,7 @@ def environment(processes: int = 1) -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),
         "processes": processes,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": now(),
         "git_commit": commit or None,
         "git_uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
     }
@@ -106,6 +108,23 @@ def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -
     with _explaining(run_dir):
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
         (run_dir / "env.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def record_end(run_dir: Path) -> None:
+    """Add to `env.json` when the run ended, if the file is as it was written: only its reader needs it."""
+    path = run_dir / "env.json"
+    try:
+        facts = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return
+    if isinstance(facts, dict):
+        beside = path.with_name(f".{path.name}.tmp")
+        beside.write_text(json.dumps({**facts, "ended": now()}, indent=2) + "\n", encoding="utf-8")
+        beside.replace(path)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def lock_run_dir(run_dir: Path) -> IO:

@@ -66,6 +66,14 @@ def test_evaluation_that_turns_while_training_improves():
     assert find("Evaluation loss turned while training loss improved", worse + turned) is None
 
 
+@pytest.mark.parametrize(("loss", "is_best"), [("sft", True), ("dpo", False), ("another", False)])
+def test_best_is_named_where_it_is_ranked_by_what_turned(loss, is_best):
+    lines = [pairs(k, accuracy=0.6, loss=0.7 - k / 1000) for k in range(1, 201)]
+    lines += [evaluation(n, value) for n, value in ((0, 0.69), (100, 0.60), (200, 0.66))]
+    warning = find("Evaluation loss turned while training loss improved", lines, config={"loss": {"name": loss}})
+    assert ("(BEST)" in warning.text) == is_best
+
+
 @pytest.mark.parametrize(("last", "is_found"), [(0.70, True), (0.76, False)])
 def test_accuracy_that_chance_explains_is_no_turn(last, is_found):
     """Two standard errors of 0.8 on 256 pairs are 2 sqrt(0.8 * 0.2 / 256) = 0.05."""
@@ -228,6 +236,8 @@ def test_a_warmup_that_does_not_end():
     assert find(title, lines, state=State("complete", "")).value == "lr 1e-07 at most, of 1e-06"
     assert find(title, lines, state=State("training", "")) is None
     assert find(title, [update(1)], state=State("complete", "")) is None
+    scaled = {"config": {**CONFIG, "lr_scaling": "sqrt"}}  # to a rate that is not in the config
+    assert find(title, lines, state=State("complete", ""), **scaled) is None
 
 
 def test_gradients_that_are_clipped_as_a_rule():

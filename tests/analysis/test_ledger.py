@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dpo.analysis import ledger
-from dpo.analysis.ledger import PARQUET, STREAM, Pair, append, begin, read_ledger, summarize, write_parquet
+from dpo.analysis import ledger_file
+from dpo.analysis.ledger import Pair, summarize
+from dpo.analysis.ledger_file import PARQUET, STREAM, append, begin, read_ledger, write_parquet
 from dpo.errors import InputError
 
 
@@ -100,7 +101,7 @@ def test_without_pairs_there_is_drift_alone_and_without_rows_nothing():
     assert (summary.examples, summary.truncated, summary.n_seen_again, summary.lengths) == (1, 1, 0, [])
     assert [(p.loss, p.margin, p.chosen_change) for p in summary.drift] == [(0.5, None, None)] * 2
 
-    nothing = summarize(ledger.SCHEMA.empty_table())
+    nothing = summarize(ledger_file.SCHEMA.empty_table())
     assert (nothing.rows, nothing.drift) == (0, [])
 
 
@@ -123,13 +124,13 @@ def stream_of(folder: Path, *sizes: int) -> Path:
     start = 0
     for size in sizes:
         part = ROWS[start : start + size]
-        append(folder / STREAM, {name: [row[name] for row in part] for name in ledger.SCHEMA.names})
+        append(folder / STREAM, {name: [row[name] for row in part] for name in ledger_file.SCHEMA.names})
         start += size
     return folder / STREAM
 
 
 def test_the_file_depends_on_the_rows_and_not_on_how_they_were_appended(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger, "ROW_GROUP", 10)
+    monkeypatch.setattr(ledger_file, "ROW_GROUP", 10)
     files = []
     for name, sizes in {"a": (23,), "b": (1, 2, 7, 13), "c": (4, 4, 4, 4, 4, 3)}.items():
         files.append(tmp_path / name / PARQUET)

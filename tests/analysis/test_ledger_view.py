@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from support.records import evaluation, rewards, update, write_run
+from support.ledgers import row, with_ledger
+from support.records import update, write_run
 
-from dpo.analysis.ledger import SCHEMA, append, begin
 from dpo.analysis.ledger_view import view_ledger
 from dpo.analysis.margin import margin_parts
 from dpo.analysis.page import render
 from dpo.analysis.runs import read_run
 from dpo.errors import InputError
-
-
-def row(example: str, number: int, split: str, chosen: float, rejected: float, tokens: tuple[int, int]) -> dict:
-    """A visit in which the policy's log-probabilities differ from the reference's by this much; beta is 0.1."""
-    return {
-        **dict.fromkeys(SCHEMA.names, 0),
-        **{"example": example, "dataset": "hh", "update": number, "epoch": 0, "split": split, "truncated": False},
-        **{"policy_chosen": chosen - 50, "reference_chosen": -50.0, "policy_rejected": rejected - 40},
-        **{"reference_rejected": -40.0, "margin": 0.1 * (chosen - rejected), "loss": 0.6},
-        **dict(zip(("chosen_tokens", "rejected_tokens"), tokens, strict=True)),
-    }
-
-
-def with_ledger(folder: Path, rows: list[dict]) -> Path:
-    """A run whose last evaluation has the means of the rows of split eval."""
-    run = write_run(folder, [update(1), update(2), evaluation(2, 0.6, **rewards("eval", 0.1, -0.05))])
-    begin(run / "ledger.arrows")
-    append(run / "ledger.arrows", {name: [row[name] for row in rows] for name in SCHEMA.names})
-    return run
-
 
 ROWS = [
     row("old", 1, "eval", 9.0, 0.0, (9, 9)),
@@ -59,7 +37,7 @@ def test_suspected_noise_is_shown_with_its_texts_escaped(tmp_path):
     run = read_run(with_ledger(tmp_path, [*wrong, *right]))
     asked = []
 
-    def find_texts(run_dir, pairs):
+    def find_texts(run, pairs):
         asked.extend(pair.example for pair in pairs)
         return {"bad": {"prompt": "Why?", "chosen": "<b>no</b>", "rejected": "because"}}
 
@@ -78,11 +56,12 @@ def test_suspected_noise_is_shown_with_its_texts_escaped(tmp_path):
 def test_texts_that_cannot_be_loaded_are_a_note(tmp_path):
     run = read_run(with_ledger(tmp_path, [row("bad", n, "train", -9.0, 9.0, (5, 5)) for n in (2, 3)]))
 
-    def find_texts(run_dir, pairs):
+    def find_texts(run, pairs):
         raise InputError("no such dataset")
 
-    assert view_ledger(run, find_texts).note == "Texts are not shown: no such dataset"
-    assert view_ledger(run).note == f"The texts of these pairs: python -m scripts.ledger {run.path}"
+    command = f"python -m scripts.ledger {run.path} shows texts that can be loaded"
+    assert view_ledger(run, find_texts).note == f"Texts are not shown: no such dataset; {command}"
+    assert view_ledger(run).note == command
 
 
 def test_margins_against_length_and_drift_are_tables(tmp_path):

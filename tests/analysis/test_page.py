@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.browser import CHROMIUM, browser
+from support.ledgers import row, with_ledger
 from support.records import evaluation, rewards, sample, update, write_run
 
 from dpo.analysis.curves import charts_for, extremes, lines_of, places, smoothed
@@ -146,6 +147,31 @@ def test_what_differs_between_runs_is_a_table(tmp_path):
     assert page.texts["td"].count("30 of 30 updates") == 2
 
 
+def test_bold_is_the_best_of_what_can_be_compared(tmp_path):
+    """Accuracy whatever the loss's options; the loss, which DPO's beta scales, only under the same ones."""
+
+    def run(name: str, accuracy: float, held_out: float, **config) -> Path:
+        last = evaluation(2, held_out, **rewards("eval", 0.1, -0.1, accuracy))
+        return write_run(tmp_path / name, [update(1), update(2), last], config={"exp_name": name, **config})
+
+    page = render(
+        read_runs(
+            [
+                run("a", 0.6, 0.50),
+                run("b", 0.7, 0.55),
+                run("wide", 0.8, 0.10, loss={"name": "dpo", "beta": 1.0}),
+                run("other", 0.9, 0.01, datasets=["shp"]),
+                run("few", 1.0, 0.01, n_eval_examples=8),
+            ]
+        ),
+        [],
+    )
+
+    rows = re.findall(r'<th scope="row">.*?</tr>', page, re.DOTALL)
+    bold = [re.findall(r'class="number best">([^<]*)', row) for row in rows[:5]]
+    assert bold == [["0.5"], [], ["80 %"], [], []]
+
+
 def test_of_one_run_the_settings_that_differ_from_the_defaults(tmp_path):
     rows = setting_rows(read_runs([made(tmp_path / "run", config={"lr": 2e-6, "seed": 0})]))
     assert dict(rows)["lr"] == ["2e-06"]
@@ -221,11 +247,16 @@ def test_a_browser_shows_it_without_errors_and_nothing_overflows(tmp_path):
         "config": {"key": LONG, LONG: 1},
         "samples": [sample(160, LONG, EVIL, prompt=LONG), sample(160, "", "", prompt="")],
     }
+
+    def long_texts(run, pairs):
+        return {pair.example: {"prompt": "Why?", "chosen": LONG, "rejected": LONG} for pair in pairs}
+
     one = write_report([made(tmp_path / "a", **hostile)], tmp_path / "one")
     drawn = [f"data:image/png;base64,{base64.b64encode((tmp_path / 'one' / 'loss.png').read_bytes()).decode()}"] * 2
+    with_ledger(tmp_path / "b", [row("bad", n, "train", -9.0, 9.0, (5, 5)) for n in (2, 3)])
     runs = read_runs([made(tmp_path / name, name=name + LONG, config={"key": name + LONG}) for name in "bcd"])
     several = tmp_path / "several.html"
-    several.write_text(render(runs, [Shown("Loss", LONG, *drawn)] * 4), encoding="utf-8")
+    several.write_text(render(runs, [Shown("Loss", LONG, *drawn)] * 4, find_texts=long_texts), encoding="utf-8")
     with browser() as chromium:
         for page in (one, several):
             for width in (400, 1600):
@@ -235,8 +266,12 @@ def test_a_browser_shows_it_without_errors_and_nothing_overflows(tmp_path):
                 assert chromium.value("innerWidth") == width
                 assert chromium.value("document.documentElement.scrollWidth") <= width
                 assert chromium.value("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
+                boxes = "[...document.querySelectorAll('.text[tabindex]')]"
+                assert chromium.value(f"{boxes}.length") == (1 if page == one else 2 * 2)
+                assert chromium.value(f"{boxes}.every(e => e.clientHeight < 300 && e.scrollWidth <= e.clientWidth)")
                 assert chromium.errors() == []
                 assert chromium.requests() == [page.as_uri()]
+        assert chromium.value("getComputedStyle(document.querySelector('.numbers td + td')).textAlign") == "right"
         chromium.press("Tab", 9)
         assert chromium.value("document.activeElement.textContent") == "Skip to the report"
         chromium.press("Enter", 13)

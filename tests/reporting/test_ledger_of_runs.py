@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from support.runs import metrics_of, train
 
-from dpo.analysis.ledger import PARQUET, STREAM, read_ledger
+from dpo.analysis.ledger_file import PARQUET, STREAM, read_ledger
 from dpo.data.examples import Example
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.ledger import Ledger

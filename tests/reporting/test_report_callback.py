@@ -42,7 +42,7 @@ def program(tmp_path, monkeypatch):
 
     def put(then: str) -> None:
         monkeypatch.setattr(report, "ROOT", tmp_path / "root")
-        file = tmp_path / "root" / "dpo" / "analysis" / "page.py"
+        file = tmp_path / "root" / "dpo" / "analysis" / "__main__.py"
         file.parent.mkdir(parents=True)
         file.write_text(PROGRAM.format(then=then))
 
@@ -117,6 +117,21 @@ def test_one_that_hangs_is_ended(writer, program, monkeypatch):
     assert writer.logged[0].startswith("warning: no report: it took more than 1 s")
     assert len(writer.logged) == 1
     assert_gone([int(pid) for pid, *_ in started(writer)])
+
+
+def test_what_one_that_is_ended_was_writing_is_removed(writer, program):
+    program("open(f'{sys.argv[2]}/.report.html.{os.getpid()}', 'w').close(); '--ended' in sys.argv or time.sleep(60)")
+    folder = writer.context.run_dir / "report"
+    folder.mkdir()
+    (folder / ".report.html.1").touch()  # of another process, which may be writing
+    writer.on_evaluation(EVALUATION)
+    wait_for(lambda: len(os.listdir(folder)) == 2)
+    [begun] = set(os.listdir(folder)) - {".report.html.1"}
+
+    writer.on_end()
+
+    assert begun not in os.listdir(folder)
+    assert ".report.html.1" in os.listdir(folder)
 
 
 def test_no_interpreter_is_one_line_too(writer, monkeypatch):

@@ -234,6 +234,7 @@ def states() -> dict[str, Any]:
     callbacks = {
         "nonfinite": {"skipped": 0},
         "files": {"log_bytes": {"metrics.jsonl": 3}},
+        "ledger": {"log_bytes": {"ledger.arrows": 3}},
         "tensorboard": {"examples": -1},
         "wandb": {"wandb_id": "x", "run_dir": "/x", "best": 0.5},
     }
@@ -287,6 +288,7 @@ def test_every_place_of_every_state_has_its_type(states):
         ("trainer", ("checkpoints", "best_at"), "../../x"),
         ("trainer", ("checkpoints", "best"), float("nan")),
         ("trainer", ("callbacks", "files", "log_bytes", "metrics.jsonl"), -5),
+        ("trainer", ("callbacks", "ledger", "log_bytes", "ledger.arrows"), "3"),
         ("trainer", ("reference_logps", "logps"), torch.zeros(3)),
         ("trainer", ("reference_logps", "keys"), torch.zeros(2, 15, dtype=torch.uint8)),
         ("scheduler", ("lr_lambdas",), [{"__call__": 3}]),

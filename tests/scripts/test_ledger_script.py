@@ -9,9 +9,11 @@ import pytest
 import yaml
 from support.runs import GOLDEN, run_script, write_rows
 
-from dpo.analysis.ledger import SCHEMA, STREAM, append, begin
+from dpo.analysis.ledger_file import SCHEMA, STREAM, append, begin
+from dpo.analysis.ledger_view import view_ledger
+from dpo.analysis.runs import read_run
 from dpo.data.examples import text_digest
-from scripts.ledger import main
+from scripts.ledger import find_texts, main
 
 WRONG = {"prompt": "Hi", "chosen": " no\x1b[2J way", "rejected": " yes"}
 RIGHT = [{"prompt": f"Hi {i}", "chosen": " yes", "rejected": " no way"} for i in range(7)]
@@ -52,13 +54,13 @@ def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_di
 
     assert "\x1b" not in told
     lines = told.splitlines()
-    assert lines[0] == "32 visits of 8 examples, of which 0 are truncated"
-    shown = [line.split(maxsplit=1) for line in lines if line.split()[:1] in (["prompt"], ["chosen"], ["rejected"])]
+    assert lines[0] == "32 visits of 8 examples, of which 0 are truncated."
+    shown = [line.split(maxsplit=1) for line in lines if line.startswith("    ")]
     assert shown == [["prompt", "Hi"], ["chosen", "no [2J way"], ["rejected", "yes"]] * 2
     assert any(line.startswith("Pairs that never flip: 1 of 8") for line in lines)
     assert any(line.startswith("Suspected label noise: 2 pairs") for line in lines)
     assert [line for line in lines if "correlation" in line] == [
-        f"  {split}: correlation -1.00" for split in ("train", "eval")
+        f"Margin against length, {split}, correlation \N{MINUS SIGN}1" for split in ("train", "eval")
     ]
     assert [line.split()[:4] for line in lines if line.startswith("  mine (train)")] == [
         ["mine", "(train)", f"{update}", "8"] for update in (1, 2)
@@ -78,18 +80,51 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
     for split in ("train", "test"):
         write_rows(mine / f"{split}.jsonl", [{**WRONG, "chosen": " other"}])
     assert main([str(run_dir)]) == 0
-    assert capsys.readouterr().out.endswith("\nits datasets have changed, and lack 1 of these pairs\n")
+    assert capsys.readouterr().out.endswith("\nIts datasets have changed, and lack 1 of these pairs\n")
 
     mine.rename(run_dir.parent / "moved")
     assert main([str(run_dir), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (
         found["note"]
-        == f"texts are not shown: dataset source {mine} does not exist; give a directory, a file or a Hub id"
+        == f"Texts are not shown: dataset source {mine} does not exist; give a directory, a file or a Hub id"
     )
     assert found["never_flipped"][0]["texts"] is None
     assert main([str(run_dir), "--no-texts"]) == 0
-    assert "texts are not shown" not in capsys.readouterr().out
+    assert "Texts are not shown" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (None, " is missing"),
+        ("a: [", " cannot be read: "),
+        ("- 3", " cannot be read: it holds no mapping"),
+        ("local_dirs:\ndataset_sources:\nmodel:", "local_dirs=None must be a list of paths"),
+        ("loss: []", " is no config of a run: "),
+        ("dataset_sources: {mine: [3]}", "dataset_sources.mine=[3] must be a directory, file or Hub id"),
+        ("model:", "model.name_or_path "),
+    ],
+)
+def test_a_config_that_names_no_data_is_one_line_here_and_in_the_report(run_dir, config, why, capsys):
+    (run_dir / "config.yaml").unlink()
+    (run_dir / "metrics.jsonl").touch()
+    if config is not None:
+        (run_dir / "config.yaml").write_text(config)
+
+    assert main([str(run_dir)]) == 0
+
+    for note in (capsys.readouterr().out.splitlines()[-1], view_ledger(read_run(run_dir), find_texts).note):
+        assert note.startswith("Texts are not shown: config.yaml")
+        assert why in note
+
+
+def test_what_a_config_lacks_has_its_default(run_dir, capsys):
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    del config["local_dirs"], config["model"]["tokenizer_name_or_path"]
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main([str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["suspected_noise"][0]["texts"] == WRONG
 
 
 def test_what_has_no_ledger_is_bad_usage(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from support.ledgers import row, with_ledger
 from support.records import evaluation, update, write_run
 from support.runs import run_python
 
@@ -58,6 +59,26 @@ def test_a_place_that_cannot_be_written_is_one_sentence_and_status_2(tmp_path, c
     run = write_run(tmp_path / "run", LINES)
     assert main([str(run), "--out", str(run / "env.json")]) == 2
     assert "env.json cannot be written" in capsys.readouterr().err
+
+
+def test_it_asks_no_network_for_the_texts_of_a_ledger(tmp_path):
+    """Data and tokenizer are on the Hub, and not on this machine; whatever looked up an address would be told."""
+    config = {"datasets": ["mine"], "dataset_sources": {"mine": "no/such"}, "model": {"name_or_path": "no/such"}}
+    wrong = [row("bad", n, "train", -9.0, 9.0, (5, 5)) | {"dataset": "mine"} for n in (2, 3)]
+    run = with_ledger(tmp_path, wrong)
+    write_run(run, LINES, config={**config, "local_dirs": [str(tmp_path)]})
+    program = (
+        "import runpy, socket, sys; from dpo.analysis import page; page.draw_all = lambda runs: [];"
+        "socket.getaddrinfo = lambda *a, **k: print('asked for', a);"
+        "sys.argv[1:] = [sys.argv[1]]; runpy.run_module('scripts.report', run_name='__main__')"
+    )
+
+    result = run_python("-c", program, str(run), HF_HUB_OFFLINE="0")
+
+    assert (result.returncode, result.stdout) == (0, f"report: {run}/report/report.html\n")
+    text = " ".join((run / "report" / "report.html").read_text(encoding="utf-8").split())
+    assert "Texts are not shown: tokenizer &#39;no/such&#39; cannot be loaded" in text
+    assert f"python -m scripts.ledger {run} shows texts" in text
 
 
 def test_it_needs_no_torch(tmp_path):

@@ -1,0 +1,67 @@
+"""The texts of pairs in a ledger, which has only their ids: from the datasets that the run's config names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dpo.analysis.ledger_view import Texts
+from dpo.analysis.runs import Run
+from dpo.data.examples import text_digest
+from dpo.data.prompts import iterate_prompts
+from dpo.data.schema import PreferenceData
+from dpo.data.tokenizer import load_tokenizer
+from dpo.errors import InputError
+from dpo.settings.files import with_defaults
+from dpo.settings.validation import find_config_problems
+from dpo.system.paths import get_cache_dir
+
+if TYPE_CHECKING:
+    from dpo.analysis.ledger import Pair
+
+SPLITS = {"train": "train", "eval": "test"}  # in a ledger, in a dataset
+OF_TOKENIZER = ("model.name_or_path", "model.tokenizer_name_or_path")
+
+
+def find_texts(
+    run: Run, pairs: Iterable[Pair], *, get_dataset: Callable[..., PreferenceData], built_in: Collection[str]
+) -> Texts:
+    """The texts of pairs. `get_dataset` loads the datasets; own data, not `built_in`, also needs a tokenizer.
+
+    Raises InputError if the run's config does not tell how, or the data cannot be loaded.
+    """
+    wanted: dict[tuple[str, str], set[str]] = {}
+    for pair in pairs:
+        wanted.setdefault((SPLITS[pair.split], pair.dataset), set()).add(pair.example)
+    has_own = any(name not in built_in for _, name in wanted)
+    config = _config_of(run, ("local_dirs", "dataset_sources", *(OF_TOKENIZER if has_own else ())))
+    cache_dir, sources = get_cache_dir(config.local_dirs), OmegaConf.to_container(config.dataset_sources, resolve=True)
+    options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
+    if has_own:  # it may be chats, which a tokenizer renders, whose code is not run, whoever's run it is
+        name = config.model.tokenizer_name_or_path or config.model.name_or_path
+        options["tokenizer"] = load_tokenizer(name, cache_dir=cache_dir)
+    texts = {}
+    for (split, name), digests in wanted.items():
+        for prompt in iterate_prompts(get_dataset, [name], split, **options):
+            for responses in prompt.examples(sft_mode=False):
+                digest = text_digest(prompt.text, responses.values())
+                if digest in digests:
+                    texts[digest] = {"prompt": prompt.text, **responses}
+    return texts
+
+
+def _config_of(run: Run, keys: tuple[str, ...]) -> DictConfig:
+    """A run's config with the defaults. Raises InputError if one of these keys is not as it should be."""
+    if not run.config:
+        raise InputError(next((p for p in run.problems if p.startswith("config.yaml")), "config.yaml is empty"))
+    try:
+        config = with_defaults(run.config, run_dir=run.path)
+        problems = [problem for problem in find_config_problems(config) if problem.startswith(keys)]
+    except OmegaConfBaseException as error:
+        raise InputError(f"config.yaml is no config of a run: {' '.join(str(error).split())[:200]}") from error
+    if problems:
+        raise InputError(f"config.yaml: {'; '.join(problems)}")
+    return config
