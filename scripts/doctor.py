@@ -261,7 +261,7 @@ def check_block_class(configs: Path = ROOT / "config" / "model") -> list[Finding
     [library] = package.submodule_search_locations
     files = Path(library).glob("models/*/modeling_*.py")  # read as text: importing them all would take minutes
     known = {name for file in files for name in re.findall(r"^class (\w+)", file.read_text("utf-8"), re.M)}
-    named = {c.stem: yaml.safe_load(c.read_text("utf-8"))["block_name"] for c in sorted(configs.glob("*.yaml"))}
+    named = {c.stem: yaml.safe_load(c.read_text("utf-8")).get("block_name") for c in sorted(configs.glob("*.yaml"))}
     lost = ", ".join(f"{block} of model={model}" for model, block in named.items() if block and block not in known)
     text = f"transformers has no {lost}" if lost else "transformers has model.block_name of every model in config/model"
     return [judge("block class", text, not lost, warning=1)]

@@ -494,6 +494,7 @@ def start_node(rank: int, port: int, *overrides: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_two_nodes_are_one_run(tmp_path):
     overrides = (*TINY, "loss=dpo", "loss.beta=0.1", "model.reference_dtype=float32", "n_examples=16",
                  "sample_during_eval=false")  # fmt: skip

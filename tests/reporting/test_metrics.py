@@ -304,6 +304,7 @@ def test_a_run_outlives_the_wandb_server(tmp_path):
     assert list((tmp_path / "wandb").glob("run-*/run-*.wandb"))  # for wandb sync
 
 
+@pytest.mark.slow
 def test_a_run_outlives_the_wandb_service(tmp_path):
     server = WandbServer()
     said = lose_wandb(server, "service", tmp_path)

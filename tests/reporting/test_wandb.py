@@ -129,6 +129,7 @@ def test_a_run_that_ends_on_nan_says_so_before_it_ends(run, monkeypatch):
 # --- what W&B's server gets ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_sweeps_runs_are_one_group_and_one_that_ends_on_nan_is_an_alert(command, tmp_path):
     server = WandbServer()
     settings = ("n_examples=8", "optimizer=SGD", "warmup_steps=0", "max_grad_norm=1e30", "lr=1e-3,1e30")

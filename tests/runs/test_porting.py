@@ -267,6 +267,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_two_processes_that_are_spawned_meet_and_give_the_numbers_of_one(tiny_llama, tmp_path):
     one = OmegaConf.create(reference_config(local_run_dir=str(tmp_path / "one")))
     train.worker_main(0, 1, one, copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama))

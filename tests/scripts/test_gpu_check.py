@@ -155,6 +155,7 @@ def test_blocks_that_run_uncompiled_new_graphs_and_complaints_fail(setting, tmp_
     assert "torch._dynamo hit config.recompile_limit (8)" in outcome.figure
 
 
+@pytest.mark.slow
 def test_a_difference_between_the_layouts_and_a_wrong_kernel_fail(setting, monkeypatch):
     monkeypatch.setattr(layouts, "FAMILIES", ("llama",))
     monkeypatch.setattr(layouts, "PRECISIONS", ("bfloat16",))

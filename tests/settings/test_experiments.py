@@ -64,6 +64,7 @@ def test_a_run_of_dpo_asks_for_the_run_of_sft_that_it_continues():
     assert train_script.find_config_problems(compose("experiment=hh_pythia28_dpo", "model.archive=null")) == []
 
 
+@pytest.mark.slow
 def test_a_sweep_over_experiments_is_a_run_of_each(tmp_path):
     small = ("model=demo", "datasets=[demo]", "trainer=BasicTrainer", "model.fsdp_policy_mp=null", "debug=true")
     short = ("batch_size=4", "n_examples=8", "do_first_eval=false", "n_eval_examples=4", "eval_batch_size=4")

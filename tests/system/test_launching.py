@@ -317,6 +317,7 @@ def test_a_signal_while_one_rank_loads_ends_those_that_cannot_hear_it(tmp_path, 
     assert_all_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_joins_ends_all_and_is_named(tmp_path):
     with pytest.raises(WorkerFailed, match=r"rank [01] did not answer within collective_timeout_secs=4"):
         launch(do_nothing, 2, StalledOnArrival(tmp_path), process_group=True, timeout_secs=4)

@@ -57,6 +57,7 @@ def hang(rank: int, world_size: int) -> None:
     meet_rank_0("a place")
 
 
+@pytest.mark.slow
 def test_a_rank_0_that_makes_no_progress_is_named():
     with pytest.raises(RunError, match=r"rank 0 did not answer within collective_timeout_secs=5") as raised:
         launch(hang, 2, process_group=True, timeout_secs=TIMEOUT)
@@ -107,6 +108,7 @@ def verify_slowly(rank: int, world_size: int, overrides: list[str]) -> None:
     main.work(rank, world_size, compose(overrides))
 
 
+@pytest.mark.slow
 def test_verifying_a_checkpoint_may_take_longer_than_a_collective(rows, tmp_path):
     settings = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=16")
     first = train(*small_run(rows, tmp_path / "run", *settings, "n_examples=8"))
