@@ -439,6 +439,7 @@ def count_gathers_in_sampling(rank: int, world_size: int, run_dir: Path, memory:
         (run_dir / f"{memory}.json").write_text(json.dumps(samples))
 
 
+@pytest.mark.slow
 def test_sampling_gathers_the_weights_once_where_they_fit_and_works_where_they_do_not(tmp_path):
     for memory in (None, 1_000_000):  # the model takes 1.1 MB
         launch(count_gathers_in_sampling, 2, tmp_path, memory, process_group=True)

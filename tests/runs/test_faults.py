@@ -88,6 +88,7 @@ def test_killed_at_every_step_of_a_save(step, start, whole, tmp_path):
     assert list((tmp_path / "run").glob("step-*/.*")) == []
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_while_it_continues(start, whole, tmp_path):
     for update in range(1, 6):
         run = start("resume=auto", "save_every=4", fault=kill_after_update, arguments=(update,))
@@ -272,6 +273,7 @@ def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(eval_every, slow_update,
     assert find_checkpoints(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_parent_and_the_run_continues(rows, whole_sharded, tmp_path):
     process = start_interpreter("train.py", *small_run(rows, tmp_path / "run", *SHARDED))
     wait_for_updates(tmp_path / "run", 3, process)

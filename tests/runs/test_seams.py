@@ -57,6 +57,7 @@ def copy(tmp_path) -> Path:
     return project
 
 
+@pytest.mark.slow
 def test_a_loss_is_a_function_a_row_and_a_file_and_a_watcher_a_class_and_a_row(copy, rows, tmp_path):
     run_dir = tmp_path / "run"
     asked = [

@@ -63,6 +63,7 @@ def test_text_report_of_this_machine(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_json_report_of_this_machine(tmp_path):
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {SECRET}\n")
 

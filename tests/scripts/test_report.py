@@ -61,6 +61,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence_and_status_2(tmp_path, c
     assert "env.json cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_asks_no_network_for_the_texts_of_a_ledger(tmp_path):
     """Data and tokenizer are on the Hub, and not on this machine; whatever looked up an address would be told."""
     config = {"datasets": ["mine"], "dataset_sources": {"mine": "no/such"}, "model": {"name_or_path": "no/such"}}

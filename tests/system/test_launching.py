@@ -143,6 +143,7 @@ def test_a_port_that_is_taken_is_one_sentence(monkeypatch):
             launch(add_up, 2, None, process_group=True)
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_while_a_workers_interpreter_ends_fails_no_run(tmp_path):
     warm.launch(abort_at_the_end, 2, tmp_path, process_group=True)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["3 of 2"] * 2

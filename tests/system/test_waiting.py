@@ -46,6 +46,7 @@ def work_slowly_but_steadily(rank: int, world_size: int) -> None:
     assert values == [0, 1]
 
 
+@pytest.mark.slow
 def test_rank_0_may_take_longer_than_a_collective_as_long_as_it_gets_on():
     launch(work_slowly_but_steadily, 2, process_group=True, timeout_secs=TIMEOUT)
 
