@@ -13,11 +13,12 @@ from dpo.analysis.ledger_file import TEXTS, encode
 
 PERIODS = 10  # in which the updates of a run are compared
 LENGTHS = (-64, -16, 0, 1, 17, 65)  # lower ends of the classes of length differences, in tokens
+LARGEST_ROUNDING = 0.01  # of a reward, where policy and reference are equal but for their dtype
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair over the visits after the first update; before it all margins are 0."""
+    """A pair over the visits after the first update; before it margins are 0, or rounding."""
 
     example: str
     dataset: str
@@ -86,7 +87,7 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
     """What a ledger says about pairs, lengths and datasets, with `top` pairs in each list, the worst first."""
     table = encode(table)
     pairs = _Pairs(table)
-    wrong = pairs.highest <= 0
+    wrong = pairs.wrong
     again = pairs.visits >= 2
     noise = wrong & (pairs.relative <= -1)
     truncated = table.filter(table["truncated"])
@@ -110,10 +111,13 @@ class _Pairs:
     def __init__(self, table: pa.Table) -> None:
         updates, margins = _numbers(table, "update"), _numbers(table, "margin")
         applied = updates - _is_train(table)  # updates of the policy that was asked
-        rows = ((applied > 0) & np.isfinite(margins)).nonzero()[0]
+        finite = np.isfinite(margins)
+        # between equal models margins are rounding, of a float16 reference too; models that differ have larger ones
+        rounding = min(abs(margins[finite & (applied == 0)]).max(initial=0.0), LARGEST_ROUNDING)
+        rows = (finite & (applied > 0)).nonzero()[0]
         self._table, margins = table, margins[rows]
         splits, periods = _codes(table, "split")[rows], _periods(table)[rows]
-        scale = _medians(abs(margins), periods * 2 + splits)
+        scale = np.maximum(_medians(abs(margins), periods * 2 + splits), rounding)
         relative = np.divide(margins, scale, out=np.zeros_like(margins), where=scale > 0)
         keys = _codes(table, "example")[rows] * 2 + splits
         _, self._first, pair, self.visits = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
@@ -122,6 +126,7 @@ class _Pairs:
         np.maximum.at(self._last, pair, np.arange(len(rows)))
         self.highest = np.full(n, -np.inf)
         np.maximum.at(self.highest, pair, margins)
+        self.wrong = self.highest <= -rounding
         self.relative = np.bincount(pair, relative, n) / np.maximum(self.visits, 1)
         self._rows, self._margins = rows, margins
 
@@ -174,8 +179,9 @@ def _drift(table: pa.Table) -> list[Period]:
     columns = {name: _numbers(table, name) for name in ("loss", "margin", "policy_chosen", "policy_rejected")}
     for side in ("chosen", "rejected"):
         columns[f"{side}_change"] = columns[f"policy_{side}"] - _numbers(table, f"reference_{side}")
-    columns["right"] = np.where(np.isnan(columns["margin"]), np.nan, columns["margin"] > 0)
     updates = _numbers(table, "update")
+    undecided = np.isnan(columns["margin"]) | (updates == _is_train(table))  # asked before the first update
+    columns["right"] = np.where(undecided, np.nan, columns["margin"] > 0)
     names = {name: _dictionary(table, name).dictionary.to_pylist() for name in ("dataset", "split")}
     found = []
     for number, (dataset, split, _) in enumerate(groups.T):

@@ -77,7 +77,9 @@ class Schedule(LambdaLR):
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr
         if self.kind != "constant" and former != self.updates:
+            now, then = f"{self._last_lr[0]:.4g}", f"{before[0]:.4g}"
+            change = f", not {then}" if now != then else ", as before"
             self.notes.append(
                 f"schedule={self.kind} now ends after {self.updates:,} updates, not {former:,}: the next has learning "
-                f"rate {self._last_lr[0]:.4g}, not {before[0]:.4g}"
+                f"rate {now}{change}"
             )

@@ -48,6 +48,17 @@ def test_pairs_that_never_flip_were_wrong_at_each_of_several_visits_after_the_fi
     ]
 
 
+def test_a_margin_within_the_rounding_of_equal_models_is_neither_wrong_nor_noise():
+    before = [visit("a", 0, 0.0005, split="eval"), visit("b", 0, -0.0004, split="eval")]  # float16 reference
+    after = [visit(name, update, -0.0004) for name in ("c", "d", "e") for update in (2, 3)]
+    summary = summarize(table_of(*before, *after))
+    assert (summary.n_never_flipped, summary.n_suspected_noise) == (0, 0)
+    assert summary.drift[0].right is None  # before the first update nothing is ranked
+
+    trained = [visit("c", 9, -0.2), visit("c", 10, -0.2), visit("d", 10, 0.1)]
+    assert [pair.example for pair in summarize(table_of(*before, *trained)).suspected_noise] == ["c"]
+
+
 def test_suspected_noise_is_wrong_by_more_than_is_typical_at_its_time_the_worst_first():
     early = [visit(f"early {i}", 2, 0.1) for i in range(9)]
     late = [visit(f"late {i}", 20, 4.0) for i in range(9)]
