@@ -211,7 +211,7 @@ def _export(rank: int, config: DictConfig) -> None:
         return
     from dpo.checkpoint.files import EXPORTED
     from dpo.models.export import export
-    from dpo.system.waiting import after_rank_0
+    from dpo.system.waiting import after_rank_0, leave_together
 
     def write() -> None:
         latest = Path(config.local_run_dir) / "LATEST"
@@ -228,6 +228,7 @@ def _export(rank: int, config: DictConfig) -> None:
             print(f"warning: the run is complete, but not exported: {reason}; {again} does it later", file=sys.stderr)
 
     after_rank_0("the export", write)
+    leave_together()
 
 
 def _hide_progress_bars() -> None:

@@ -101,3 +101,9 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
         done = act()
     meet_rank_0(place)
     return done
+
+
+def leave_together() -> None:
+    """Return once every rank is here. Rank 0 may serve the store, of which others that wait for it still ask."""
+    if is_shared():
+        dist.all_gather_object([None] * dist.get_world_size(), None)
