@@ -22,13 +22,14 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from dpo.data.asking import AUTO, FORMS, MEANINGS, RAW
 from dpo.errors import InputError
+from dpo.settings.keys import COUNT, FINITE, SEED, Rule
 
 if TYPE_CHECKING:
     from dpo.models.answers import Sampling
@@ -44,18 +45,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("paths", nargs="+", metavar="CHECKPOINT_OR_DIR")
     parser.add_argument("--reference", metavar="DIR", help="instead of the one that the run started from")
     parser.add_argument("--no-reference", action="store_true", help="the policies alone")
-    parser.add_argument("--beta", type=_number(above=0), help="of the rewards, instead of the run's loss.beta")
+    parser.add_argument("--beta", type=_value(float, FINITE), help="of the rewards, instead of the run's loss.beta")
     parser.add_argument("--file", type=Path, help="prompts, one JSON object per line")
     parser.add_argument("--out", type=Path, help="where the answers go, one JSON object per line; written anew")
-    parser.add_argument("--batch-size", "--batch_size", type=_count, default=8, help="of --file (default: 8)")
     parser.add_argument(
-        "--temperature", type=_number(least=0), default=1.0, help="0: the most probable token (default: 1)"
+        "--batch-size", "--batch_size", type=_value(int, COUNT), default=8, help="of --file (default: 8)"
     )
     parser.add_argument(
-        "--top-p", "--top_p", type=_number(above=0, most=1), default=1.0, help="0.9: only the most probable 90 percent"
+        "--temperature", type=_value(float, TEMPERATURE), default=1.0, help="0: the most probable token (default: 1)"
     )
-    parser.add_argument("--seed", type=_seed, default=0)
-    parser.add_argument("--max-new-tokens", "--max_new_tokens", type=_count, default=256, help="(default: 256)")
+    parser.add_argument(
+        "--top-p", "--top_p", type=_value(float, TOP_P), default=1.0, help="0.9: only the most probable 90 percent"
+    )
+    parser.add_argument("--seed", type=_value(int, SEED), default=0)
+    parser.add_argument(
+        "--max-new-tokens", "--max_new_tokens", type=_value(int, COUNT), default=256, help="(default: 256)"
+    )
     parser.add_argument("--format", choices=FORMS, default=AUTO, help="of prompts; see above")
     parser.add_argument("--no-chat-template", dest="format", action="store_const", const=RAW, help="--format raw")
     parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
@@ -68,28 +73,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return asked
 
 
-def _number(*, above: float = -math.inf, least: float = -math.inf, most: float = math.inf) -> Any:
-    def number(text: str) -> float:
-        value = float(text)
-        if not (above < value and least <= value <= most and math.isfinite(value)):
-            raise ValueError
+TEMPERATURE = Rule(lambda v: 0 <= v < math.inf, "a number, 0 or more")
+TOP_P = Rule(lambda v: 0 < v <= 1, "a number above 0, at most 1")
+
+
+def _value(kind: type, rule: Rule) -> Callable[[str], Any]:
+    """For argparse: an option's value, under the rule of a config's key."""
+
+    def value_of(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not rule.holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {rule.wanted}")
         return value
 
-    return number
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-def _seed(text: str) -> int:
-    value = int(text)
-    if not 0 <= value < 2**32:
-        raise ValueError
-    return value
+    return value_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -321,13 +321,14 @@ def test_bad_input_is_a_sentence_and_status_2(run_dir, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "option", ["--temperature=-1", "--temperature=nan", "--top-p=0", "--top-p=1.5", "--seed=-1", "--batch-size=0",
-               "--max-new-tokens=0", "--beta=0", "--file=x", "--out=x"]
+    "option", ["--temperature=-1", "--temperature=nan", "--temperature=inf", "--top-p=0", "--top-p=1.5", "--seed=-1",
+               "--batch-size=0", "--max-new-tokens=0", "--beta=0", "--file=x", "--out=x"]
 )  # fmt: skip
-def test_odd_options_are_refused(option, run_dir):
+def test_odd_options_are_refused_with_what_they_must_be(option, run_dir, capsys):
     with pytest.raises(SystemExit) as ended:
         main([str(run_dir), option])
     assert ended.value.code == 2
+    assert re.search(r" is not an? |go together", capsys.readouterr().err.splitlines()[-1])
 
 
 def test_it_is_a_conversation_that_ends_with_the_input(run_dir):
