@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.prompts import Prompt
-from dpo.losses import LOSSES
+from dpo.losses import find_loss
 from dpo.models.layouts import Layout, Microbatch
 
 Item = TypeVar("Item")
@@ -67,7 +67,7 @@ class Batches:
     ) -> None:
         self.config, self.data, self.layout, self.seed = config, data, layout, seed
         self.rank, self.size = rank, size
-        self.loss = LOSSES[config.loss.name]
+        self.loss = find_loss(config.loss)
 
     def train(self, *, skip: int = 0) -> Iterator[GlobalBatch]:
         """Training batches in the reference's order and until its stop rule.
