@@ -12,9 +12,20 @@ from typing import Any
 
 import dpo.losses.formulas as formulas
 from dpo.losses.formulas import IGNORE_INDEX, Losses, Scores, _get_batch_logps, preference_loss
-from dpo.losses.options import OPTIONS, change_losses, change_scores
+from dpo.losses.options import OPTIONS, change_losses, change_scores, needs_squares, needs_tails
 
-__all__ = ["IGNORE_INDEX", "LOSSES", "Loss", "Losses", "Scores", "_get_batch_logps", "find_loss", "preference_loss"]
+__all__ = [
+    "IGNORE_INDEX",
+    "LOSSES",
+    "Loss",
+    "Losses",
+    "Scores",
+    "_get_batch_logps",
+    "find_loss",
+    "needs_squares",
+    "needs_tails",
+    "preference_loss",
+]
 
 
 @dataclass(frozen=True)
@@ -64,15 +75,17 @@ def split_options(loss_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 def _mix(scores: Scores, *, weights: Mapping[str, float], **options: Any) -> Losses:
     """A weighted sum of losses, each with those of the options that it has; rewards are the pairwise ones' mean."""
-    losses, rewards, total = scores.chosen * 0, [scores.chosen.detach() * 0] * 2, 0.0
+    losses, total = scores.chosen * 0, 0.0
+    chosen = rejected = losses.detach()
     for name, loss in _parts(weights).items():
         known = inspect.signature(loss.fn).parameters
-        values, *of_part = loss.fn(scores, **{key: value for key, value in options.items() if key in known})
-        losses = losses + weights[name] * values
-        if loss.pairwise:
+        part = loss.fn(scores, **{key: value for key, value in options.items() if key in known})
+        losses = losses + weights[name] * part.losses
+        if part.chosen_rewards is not None and part.rejected_rewards is not None:
             total += weights[name]
-            rewards = [sum_ + weights[name] * reward for sum_, reward in zip(rewards, of_part, strict=True)]
-    return Losses(losses, *(reward / total for reward in rewards))
+            chosen = chosen + weights[name] * part.chosen_rewards
+            rejected = rejected + weights[name] * part.rejected_rewards
+    return Losses(losses, chosen / total, rejected / total)
 
 
 def _parts(weights: Mapping[str, Any]) -> dict[str, Loss]:

@@ -6,6 +6,7 @@ Pure tensor functions, as those of `formulas.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dpo.losses.formulas import Scores
@@ -14,6 +15,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OPTIONS = ("sft_weight", "wpo", "ld_alpha", "f_divergence", "f_alpha")
+
+
+def needs_tails(loss_config: Mapping[str, Any]) -> bool:
+    """Whether policy and reference must also give the tails of `Scores`."""
+    return loss_config.get("ld_alpha", 1) != 1
+
+
+def needs_squares(loss_config: Mapping[str, Any]) -> bool:
+    """Whether the policy must also give the squares of `Scores`."""
+    return bool(loss_config.get("wpo"))
 
 
 def with_lighter_tails(scores: Scores, alpha: float) -> Scores:
