@@ -85,8 +85,7 @@ RUN_NAME = Rule(
 )
 FRACTION = Rule(lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1")
 SMOOTHING = Rule(lambda v: _is_number(v) and 0 <= v < 0.5, "a number in [0, 0.5): the fraction of flipped pairs")
-SHARE = Rule(lambda v: _is_number(v) and 0 <= v <= 1, "a number in [0, 1]")
-FRACTION = Rule(lambda v: _is_number(v) and 0 < v < 1, "a number above 0 and below 1")
+BETWEEN = Rule(lambda v: _is_number(v) and 0 < v < 1, "a number above 0 and below 1")
 ANYTHING = Rule(lambda v: True, "anything")
 PORT = Rule(lambda v: _is_int(v) and 0 < v < 65536, "a port from 1 to 65535")
 DTYPE = _one_of(DTYPES)
@@ -251,12 +250,12 @@ KEYS: dict[str, Key] = {
     "loss.tau": Key(FINITE, KEEP),
     "loss.penalty": Key(NON_NEGATIVE, KEEP),
     "loss.alpha": Key(NUMBER, KEEP),
-    "loss.momentum": Key(SHARE, KEEP),
+    "loss.momentum": Key(FRACTION, KEEP),
     "loss.sft_weight": Key(NON_NEGATIVE, KEEP, PAIRS),
     "loss.wpo": Key(FLAG, KEEP, PAIRS),
-    "loss.ld_alpha": Key(SHARE, KEEP, TO_THE_REFERENCE),
+    "loss.ld_alpha": Key(FRACTION, KEEP, TO_THE_REFERENCE),
     "loss.f_divergence": Key(_one_of(DIVERGENCES), KEEP, MARGIN),
-    "loss.f_alpha": Key(FRACTION, KEEP, ALPHA),
+    "loss.f_alpha": Key(BETWEEN, KEEP, ALPHA),
     **{f"loss.weights.{name}": Key(NON_NEGATIVE, KEEP) for name, loss in LOSSES.items() if loss.can_be_mixed},
 }
 

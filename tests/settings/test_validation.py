@@ -449,7 +449,7 @@ def test_losses_have_the_papers_options():
         (("loss=mix", "loss.weights.orpo=1", "loss.ld_alpha=0"), "loss.ld_alpha=0 needs a loss with a reference"),
         (("loss=mix", "loss.weights.exo=1"), "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
         (("loss=exo", "loss.label_smoothing=0"), "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
-        (("loss=exo", "loss.ld_alpha=1.5"), "loss.ld_alpha=1.5 must be a number in [0, 1]"),
+        (("loss=exo", "loss.ld_alpha=1.5"), "loss.ld_alpha=1.5 must be a number from 0 to 1"),
         (
             ("loss=dpo", "loss.beta=1", "loss.f_divergence=kl"),
             "loss.f_divergence=kl is not one of alpha, forward_kl, js",
