@@ -256,7 +256,7 @@ def test_under_another_divergence_f_of_the_ratio_stands_for_the_log_ratio(diverg
     assert (chosen.item(), rejected.item()) == pytest.approx((HALF * u_w, HALF * u_l), rel=1e-12)
 
 
-# --- what TRL makes of the same log-probabilities: benchmarks/trl_losses.py made the table ------------------------------
+# --- what TRL makes of the same log-probabilities: benchmarks/trl_losses.py made the table ---------------------------
 
 TRL = json.loads((GOLDEN / "trl_losses.json").read_text())
 
