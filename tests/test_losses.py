@@ -159,6 +159,12 @@ WORKED = {  # loss: its options but beta, which is 0.5, and its value
 }
 
 
+@pytest.mark.parametrize("page", ["metrics.md", "losses.md"])
+def test_every_loss_has_a_row_in_the_documents(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert [name for name in LOSSES if f"\n| {name} |" not in text and f"\n| {name}, " not in text] == []
+
+
 def test_every_loss_is_worked_by_hand():
     assert {*WORKED, "sft", "dpo", "mix"} == LOSSES.keys()
 
