@@ -98,7 +98,8 @@ class Trainer:
         context = RunContext(config, self.run_dir, rank, self.data, self.progress.line)
         self.callbacks = Callbacks.of(CALLBACKS, context, terminal=self.progress)
         self.checkpoints = Checkpoints(self.run_dir, self.mesh, keep=config.keep_checkpoints, log=self.progress.line)
-        self.state = RunState(self.reference, rank=rank, checkpoints=self.checkpoints, callbacks=self.callbacks)
+        own = {"average": self.objective.average} if self.loss.averaged else {}
+        self.state = RunState(self.reference, rank, checkpoints=self.checkpoints, callbacks=self.callbacks, **own)
         if resume_from is not None:
             self.checkpoints.restore(resume_from, self._stateful())
         for note in self.notes():
@@ -172,17 +173,17 @@ class Trainer:
         """One update on a global batch, the same on every process."""
         start, objective = time.perf_counter(), self.objective
         self.policy.train()
-        cached = objective.cached_reference(batch)
+        prepared = objective.prepare(batch, self.config.loss)
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
             accumulate(self.policy, last=i == len(batch.microbatches))
-            metrics.append(self._backward(microbatch, cached))
+            metrics.append(self._backward(microbatch, *prepared))
         release_gathered(self.reference_model)
         norm, stop = self.clip_gradient(), bool(self.stop.signals)
         # sums over the ranks: rank 0 alone gives the norm, which is equal on all, and every rank whether to stop
         scalars = {"grad_norm": norm if self.rank == 0 else torch.zeros_like(norm), "stop": torch.full_like(norm, stop)}
         # the only synchronization of host and device in an update; also carries what the processes must agree on
-        reduced = objective.reduce(metrics, len(batch.examples), batch.keys if cached is None else [], scalars)
+        reduced = objective.reduce(metrics, len(batch.examples), batch.keys if prepared[0] is None else [], scalars)
         self.stop.is_agreed = reduced.scalars.pop("stop") > 0
         lr = self.scheduler.get_last_lr()[0]
         counters = self.state.count(len(batch.examples))
@@ -190,16 +191,16 @@ class Trainer:
         if self.callbacks.allow(update):
             self.optimizer.step()
             self.scheduler.step()
-            objective.models_are_equal = False
+            objective.applied(update.metrics, self.config.loss)
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - start
         speed = {"examples_per_second": len(batch.examples) / seconds, "tokens_per_second": batch.n_tokens / seconds}
         return update._replace(metrics={**update.metrics, "lr": lr, **speed, "memory/peak_gb": peak_memory_gb()})
 
-    def _backward(self, microbatch: Microbatch, cached: torch.Tensor | None) -> tuple[torch.Tensor, Metrics]:
+    def _backward(self, microbatch: Microbatch, *prepared: torch.Tensor | None) -> tuple[torch.Tensor, Metrics]:
         """Add a microbatch's gradient. Returns its indices and metrics; its inputs, mask and graph can go."""
         microbatch = microbatch.to(self.objective.device)
-        losses, metrics = self.objective.losses(microbatch, cached, split="train", loss_config=self.config.loss)
+        losses, metrics = self.objective.losses(microbatch, *prepared, split="train", loss_config=self.config.loss)
         # the mean over the global batch, of which FSDP will take the mean over processes
         (losses.sum() * self.mesh.data_size / self.config.batch_size).backward()
         return microbatch.indices, metrics

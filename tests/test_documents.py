@@ -24,7 +24,7 @@ NAMES = {page: str(page.relative_to(ROOT)) for page in PAGES}
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b(?!\.md)")
-TO_BE_WRITTEN = ("config/loss/simpo.yaml", "loss=simpo")  # by who follows CONTRIBUTING.md, as tests/runs/test_seams.py
+TO_BE_WRITTEN = ("config/loss/cpo.yaml", "loss=cpo")  # by who follows CONTRIBUTING.md, as tests/runs/test_seams.py
 GPUS = 4  # on which a command is imagined that leaves the number of processes to the machine
 
 

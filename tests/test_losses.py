@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 
 import pytest
 import torch
 import yaml
-from support.runs import ROOT
+from support.runs import GOLDEN, ROOT
 
-from dpo.losses import LOSSES, Loss, Scores, _get_batch_logps, preference_loss
+from dpo.losses import LOSSES, Loss, Scores, _get_batch_logps, find_loss, preference_loss
 
 # one pair, log-probabilities (policy chosen, policy rejected, reference chosen, reference rejected):
 # h = (-10 - -13) - (-11 - -12) = 3 - 1 = 2
@@ -98,10 +99,11 @@ def test_every_loss_takes_exactly_the_keys_of_its_config_file():
     files = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "config" / "loss").glob("*.yaml")}
 
     assert files.keys() == LOSSES.keys()
+    assert files["mix"].keys() >= {"name", "weights"}  # of the others each part takes what it has
     for name, keys in files.items():
         assert keys.pop("name") == name
         parameters = inspect.signature(LOSSES[name].fn).parameters.values()
-        assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == keys.keys()
+        assert name == "mix" or {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == keys.keys()
 
 
 def test_the_table_of_losses_hands_its_options_on():
@@ -117,6 +119,261 @@ def test_the_table_of_losses_hands_its_options_on():
 
 def test_sft_takes_no_notice_of_a_ported_beta():
     assert LOSSES["sft"](Scores(PAIR[0], torch.ones(1)), {"name": "sft", "beta": 0.1}).losses == -PAIR[0]
+
+
+# --- the others: the same pair, of 2 and 4 tokens: u_w = 1, u_l = -1, h = 2 ------------------------------------------
+
+LENGTHS = torch.tensor([2.0], dtype=torch.float64), torch.tensor([4.0], dtype=torch.float64)
+SCORES = Scores(PAIR[0], LENGTHS[0], PAIR[1], LENGTHS[1], *PAIR[2:])
+HALF = 0.5  # beta
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+ODDS = (math.exp(-10 / 2) / (1 - math.exp(-10 / 2))) / (math.exp(-13 / 4) / (1 - math.exp(-13 / 4)))
+
+WORKED = {  # loss: its options but beta, which is 0.5, and its value
+    "hinge": ({}, 0),  # 1 - 0.5 * 2
+    "robust": ({"label_smoothing": 0.2}, (0.8 * minus_log_sigmoid(1) - 0.2 * minus_log_sigmoid(-1)) / 0.6),
+    "dpo_norm": ({}, minus_log_sigmoid(0.5 * (1 / 2 - -1 / 4))),
+    "ipo": ({"average": True}, (1 / 2 - -1 / 4 - 1) ** 2),
+    "exo": (
+        {"label_smoothing": 0.2},
+        sigmoid(1) * math.log(sigmoid(1) / 0.8) + sigmoid(-1) * math.log(sigmoid(-1) / 0.2),
+    ),
+    "discopop": ({"tau": 2.0}, (1 - sigmoid(1 / 2)) * minus_log_sigmoid(1) + sigmoid(1 / 2) * math.exp(-1)),
+    "simpo": ({"gamma": 0.3}, minus_log_sigmoid(0.5 * (-10 / 2 - -13 / 4) - 0.3)),
+    "orpo": ({}, 10 / 2 + 0.5 * minus_log_sigmoid(math.log(ODDS))),
+    "apo_zero": ({}, 1 - sigmoid(0.5) + sigmoid(-0.5)),
+    "apo_down": ({}, sigmoid(0.5) + 1 - sigmoid(1)),
+    "nca": ({}, minus_log_sigmoid(0.5) + (minus_log_sigmoid(-0.5) + minus_log_sigmoid(0.5)) / 2),
+    "bco": ({"momentum": 0.9}, 2 * minus_log_sigmoid(0.5)),
+    "sppo": ({}, (1 - 1) ** 2 + (-1 + 1) ** 2),
+    "dpop": ({"penalty": 50.0}, minus_log_sigmoid(1)),  # u_w > 0: nothing to penalise
+    "cal_dpo": ({}, minus_log_sigmoid(2) + (1 - 1) ** 2 + (-1 + 1) ** 2),
+    "beta_dpo": ({"alpha": 0.6, "momentum": 0.9}, minus_log_sigmoid(0.5 * (1 + 0.6 * (1 - 0.1 * 1)) * 2)),
+    "aot": ({}, minus_log_sigmoid(0.5 * 2)),  # of one pair: DPO
+    "aot_unpaired": ({}, minus_log_sigmoid(0.5 * 2)),
+}
+
+
+@pytest.mark.parametrize("page", ["metrics.md", "losses.md"])
+def test_every_loss_has_a_row_in_the_documents(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert [name for name in LOSSES if f"\n| {name} |" not in text and f"\n| {name}, " not in text] == []
+
+
+def test_every_loss_is_worked_by_hand():
+    assert {*WORKED, "sft", "dpo", "mix"} == LOSSES.keys()
+
+
+@pytest.mark.parametrize("name", WORKED)
+def test_a_pair_worked_by_hand(name):
+    options, expected = WORKED[name]
+    losses, chosen, rejected = LOSSES[name](SCORES, {"name": name, "beta": HALF, **options})
+
+    assert losses.item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    by_length = name in ("dpo_norm", "ipo", "simpo", "orpo")
+    u_w, u_l = (1, -1) if LOSSES[name].reference else (-10, -13)
+    assert (chosen.item(), rejected.item()) == (
+        HALF * u_w / (2 if by_length else 1),
+        HALF * u_l / (4 if by_length else 1),
+    )
+
+
+def test_dpop_penalises_a_chosen_response_that_became_less_likely():
+    scores = SCORES._replace(chosen=PAIR[0] - 1.5)  # u_w = -0.5, h = 0.5
+    losses, *_ = LOSSES["dpop"](scores, {"name": "dpop", "beta": HALF, "penalty": 3.0})
+    assert losses.item() == pytest.approx(minus_log_sigmoid(0.5 * (0.5 - 3 * 0.5)), rel=1e-12)
+
+
+def test_the_shift_of_bco_and_the_usual_margin_of_beta_dpo_are_running_averages():
+    scores = SCORES._replace(average=0.2)
+    bco = LOSSES["bco"](scores, {"name": "bco", "beta": HALF, "momentum": 0.9}).losses
+    assert bco.item() == pytest.approx(minus_log_sigmoid(0.5 - 0.2) + minus_log_sigmoid(-(-0.5 - 0.2)), rel=1e-12)
+    beta_dpo = LOSSES["beta_dpo"](scores, {"name": "beta_dpo", "beta": HALF, "alpha": 0.6, "momentum": 0.9}).losses
+    usual = 0.9 * 0.2 + 0.1 * 1  # the batch's margin is 0.5 * 2
+    assert beta_dpo.item() == pytest.approx(minus_log_sigmoid(0.5 * (1 + 0.6 * (1 - usual)) * 2), rel=1e-12)
+
+
+MIX = {"name": "mix", "beta": HALF, "label_smoothing": 0, "reference_free": False, "weights": {"ipo": 0}}
+
+
+def test_a_mix_is_a_weighted_sum_whose_rewards_are_those_of_its_pairwise_parts():
+    config = {**MIX, "weights": {"dpo": 0.8, "apo_zero": 0.2, "sft": 0.1, "ipo": 0}}
+    losses, chosen, rejected = find_loss(config)(SCORES, config)
+
+    assert losses.item() == pytest.approx(0.8 * minus_log_sigmoid(1) + 0.2 * 2 * sigmoid(-0.5) + 0.1 * 10, rel=1e-12)
+    assert (chosen.item(), rejected.item()) == pytest.approx((0.5, -0.5), rel=1e-12)
+
+
+def test_a_mix_needs_what_its_parts_need():
+    def needs(**weights: float) -> tuple[bool, bool, bool]:
+        loss = find_loss({**MIX, "weights": weights})
+        return loss.reference, loss.of_margin, loss.smoothed
+
+    assert needs(dpo=1, sft=1) == (True, True, False)
+    assert needs(simpo=1, sft=1) == (False, True, False)
+    assert needs(simpo=1, apo_zero=0.5, exo=1, nca=0) == (True, False, True)
+
+
+# --- options of all losses of pairs ----------------------------------------------------------------------------------
+
+
+def test_the_sft_term_is_per_token():
+    config = {"name": "hinge", "beta": 0.1, "sft_weight": 0.3}
+    assert LOSSES["hinge"](SCORES, config).losses.item() == pytest.approx(1 - 0.1 * 2 + 0.3 * 10 / 2, rel=1e-12)
+
+
+def test_wpo_weighs_by_the_likelihood_of_both_responses_and_not_the_sft_term():
+    scores = SCORES._replace(chosen_squares=PAIR[0] + 0.5, rejected_squares=PAIR[1] - 1.0)
+    config = {"name": "hinge", "beta": 0.1, "wpo": True, "sft_weight": 0.3}
+    expected = math.exp(-0.5 / 2 + 1 / 4) * (1 - 0.1 * 2) + 0.3 * 10 / 2
+    assert LOSSES["hinge"](scores, config).losses.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_ld_alpha_counts_the_tails_less_in_policy_and_reference():
+    tails = {"chosen_tail": PAIR[0] * 0, "rejected_tail": PAIR[1] * 0 - 6, "reference_chosen_tail": PAIR[0] * 0}
+    scores = SCORES._replace(**tails, reference_rejected_tail=PAIR[1] * 0 - 8)
+    config = {"name": "hinge", "beta": 0.1, "ld_alpha": 0.25}
+    u_l = (-13 + 0.75 * 6) - (-12 + 0.75 * 8)
+    losses, chosen, rejected = LOSSES["hinge"](scores, config)
+    assert losses.item() == pytest.approx(1 - 0.1 * (1 - u_l), rel=1e-12)
+    assert (chosen.item(), rejected.item()) == pytest.approx((0.1, 0.1 * u_l), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "derivative"),
+    [
+        ("forward_kl", lambda t: 1 - 1 / t),
+        ("js", lambda t: math.log(2 * t / (1 + t))),
+        ("alpha", lambda t: (1 - t**-0.3) / 0.3),
+        ("reverse_kl", math.log),
+    ],
+)
+def test_under_another_divergence_f_of_the_ratio_stands_for_the_log_ratio(divergence, derivative):
+    config = {"name": "dpo", "beta": HALF, "label_smoothing": 0, "reference_free": False}
+    losses, chosen, rejected = LOSSES["dpo"](SCORES, {**config, "f_divergence": divergence, "f_alpha": 0.3})
+
+    u_w, u_l = derivative(math.e), derivative(1 / math.e)
+    assert losses.item() == pytest.approx(minus_log_sigmoid(HALF * (u_w - u_l)), rel=1e-12)
+    assert (chosen.item(), rejected.item()) == pytest.approx((HALF * u_w, HALF * u_l), rel=1e-12)
+
+
+# --- what TRL makes of the same log-probabilities: benchmarks/trl_losses.py made the table ---------------------------
+
+TRL = json.loads((GOLDEN / "trl_losses.json").read_text())
+
+
+def scores_of(pairs: list[dict]) -> tuple[Scores, list[torch.Tensor]]:
+    """And the first tokens' log-probabilities of all chosen and of all rejected, which have gradients."""
+    named, first = {}, []
+    for side, other in (("chosen", "rejected"), ("rejected", "chosen")):
+        tokens = {kind: [torch.tensor(p[side][kind], dtype=torch.float64) for p in pairs] for kind in pairs[0][side]}
+        shorter = [min(len(p[side]["policy"]), len(p[other]["policy"])) for p in pairs]
+        first.append(torch.stack([t[0] for t in tokens["policy"]]).requires_grad_())
+        rest = torch.stack([t[1:].sum() for t in tokens["policy"]])
+        named[side], named[f"reference_{side}"] = first[-1] + rest, torch.stack([t.sum() for t in tokens["reference"]])
+        named[f"{side}_squares"] = torch.stack([t.sum() for t in tokens["squares"]])
+        for whose, kind in (("", "policy"), ("reference_", "reference")):
+            tails = [t[n:].sum() for t, n in zip(tokens[kind], shorter, strict=True)]
+            named[f"{whose}{side}_tail"] = torch.stack(tails)
+        named[f"{side}_lengths"] = torch.tensor([len(t) for t in tokens["policy"]])
+    return Scores(**named), first
+
+
+@pytest.mark.parametrize("case", TRL["results"], ids=lambda case: "-".join(map(str, case["config"].values())))
+def test_losses_and_gradients_are_those_of_trl(case):
+    batches = [([pair], each) for pair, each in zip(TRL["pairs"], case["each"], strict=True)]
+    if not case["config"].get("sft_weight"):  # TRL takes its mean over the tokens of all pairs
+        batches.append((TRL["pairs"], case["together"]))
+    for pairs, theirs in batches:
+        scores, first = scores_of(pairs)
+        loss = LOSSES[case["config"]["name"]](scores, case["config"]).losses.mean()
+        loss.backward()
+        in_float32 = "f_divergence" in case["config"] or case["config"]["name"] in ("exo", "orpo")  # there, also partly
+        tolerance = {"rel": 1e-4, "abs": 1e-6} if in_float32 else {"rel": 1e-10, "abs": 1e-12}
+        assert loss.item() == pytest.approx(theirs["loss"], **tolerance)
+        assert [g for t in first for g in t.grad.tolist()] == pytest.approx(theirs["gradient"], **tolerance)
+
+
+def test_trl_has_said_something_about_every_loss_that_it_has():
+    tried = {case["config"]["name"] for case in TRL["results"]}
+    assert LOSSES.keys() - tried == {"sft", "dpop", "cal_dpo", "beta_dpo", "mix"}
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+DEFAULTS = {name: yaml.safe_load((ROOT / "config" / "loss" / f"{name}.yaml").read_text()) for name in LOSSES}
+OPTIONS = (
+    {},
+    {"sft_weight": 0.3},
+    {"ld_alpha": 0.5},
+    {"f_divergence": "js"},
+    {"f_divergence": "alpha", "f_alpha": 0.3},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "sft"])
+def test_gradients_of_every_loss_agree_with_finite_differences(name, options):
+    config = {**DEFAULTS[name], "beta": 0.3, **options}
+    if name == "exo":
+        config["label_smoothing"] = 0.1
+    if name == "mix":
+        config["weights"] = {"dpo": 0.8, "sft": 0.1, "apo_zero": 0.3, "ipo": 0.1, "hinge": 0}
+    fixed, _ = scores_of(TRL["pairs"])
+    fixed = Scores(*(value.detach() if torch.is_tensor(value) else value for value in fixed))
+    constants = (
+        LOSSES[name].constants(fixed, config) if name == "beta_dpo" else None
+    )  # whose batch is not differentiated
+
+    def total(chosen, rejected):
+        scores = fixed._replace(chosen=chosen, rejected=rejected, of_batch=constants)
+        return find_loss(config)(scores, config).losses.sum()
+
+    logps = [fixed.chosen.clone().requires_grad_(), fixed.rejected.clone().requires_grad_()]
+    assert torch.autograd.gradcheck(total, logps)
+    losses, *rewards = find_loss(config)(fixed._replace(chosen=logps[0], rejected=logps[1]), config)
+    assert losses.shape == (5,)
+    assert losses.requires_grad
+    assert not any(reward.requires_grad for reward in rewards)
+
+
+# --- where policy and reference agree --------------------------------------------------------------------------------
+
+AT_EQUAL_MODELS = {  # of docs/metrics.md, under the defaults of config/loss and beta 0.1
+    "dpo": math.log(2),
+    "ipo": 25,  # 1 / (2 beta) squared
+    "hinge": 1,
+    "robust": math.log(2),
+    "dpo_norm": math.log(2),
+    "exo": -math.log(2) - math.log(0.001 * 0.999) / 2,
+    "discopop": (math.log(2) + 1) / 2,
+    "beta_dpo": math.log(2),
+    "apo_zero": 1,
+    "apo_down": 1,
+    "nca": 2 * math.log(2),
+    "bco": 2 * math.log(2),
+    "sppo": 50,  # 1 / (2 beta^2)
+    "dpop": math.log(2),
+    "cal_dpo": math.log(2) + 50,
+    "aot": math.log(2),
+    "aot_unpaired": math.log(2),
+}
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "js", "alpha"])
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.reference and name != "mix"])
+def test_where_policy_and_reference_agree_a_loss_is_a_constant(name, divergence):
+    policy = torch.tensor([-10.0, -3.5]), torch.tensor([4, 1]), torch.tensor([-13.0, -9.0]), torch.tensor([3, 8])
+    config = {**DEFAULTS[name], "beta": 0.1, "f_divergence": divergence, "f_alpha": 0.5}
+    losses, *rewards = LOSSES[name](Scores(*policy, policy[0], policy[2]), config)
+
+    assert losses.mean().item() == pytest.approx(AT_EQUAL_MODELS[name], rel=1e-6)
+    assert not any(reward.any() for reward in rewards)
 
 
 def test_a_reference_without_pairs_is_refused():

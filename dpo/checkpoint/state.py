@@ -24,7 +24,7 @@ class ReferenceState(Protocol):
 class RunState:
     """The counters of a run, the cached reference log-probabilities, and the states of other parts that resume."""
 
-    def __init__(self, reference: ReferenceState | None, *, rank: int, **parts: Stateful) -> None:
+    def __init__(self, reference: ReferenceState | None, rank: int, **parts: Stateful) -> None:
         self.example_counter = 0  # examples trained on
         self.batch_counter = 0  # updates applied or skipped
         self.evaluated_at = self.saved_at = -1  # examples; an evaluation outdates an earlier checkpoint

@@ -49,11 +49,19 @@ class Example(NamedTuple):
         """The `content_key` of each response."""
         return tuple(content_key(self.prompt, response) for response in self.responses)
 
+    @property
+    def tail_keys(self) -> tuple[bytes, ...]:
+        """Of each response one for its tokens beyond the shorter response's length."""
+        shorter = min(map(len, self.responses))
+        return tuple(content_key(self.prompt, response, beyond=shorter) for response in self.responses)
 
-def content_key(prompt: Sequence[int], response: Sequence[int]) -> bytes:
-    """A digest of the token ids that the model is fed, after truncation."""
+
+def content_key(prompt: Sequence[int], response: Sequence[int], *, beyond: int | None = None) -> bytes:
+    """A digest of the token ids that the model is fed, after truncation; or of its tokens `beyond` so many."""
     digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=KEY_BYTES)
     digest.update(array("q", (*prompt, *response)).tobytes())
+    if beyond is not None:
+        digest.update(b"beyond %d" % beyond)
     return digest.digest()
 
 

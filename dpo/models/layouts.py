@@ -13,12 +13,12 @@ import torch
 
 from dpo.data.examples import Example
 from dpo.losses import IGNORE_INDEX
-from dpo.models.logprobs import packed_logps, sequence_logps, token_logps
+from dpo.models.logprobs import packed_details, packed_logps, sequence_details, sequence_logps, token_logps
 from dpo.models.packing import Packed, pack, split_evenly
 from dpo.parallel.sharding import run_as_forward
 from dpo.system.arithmetic import without_tf32
 
-Logps = tuple[torch.Tensor, ...]  # (chosen, rejected), or under SFT (chosen,): each (B,)
+Logps = tuple[torch.Tensor, ...]  # (chosen, rejected, ...), or under SFT (chosen,): each (B,)
 
 
 @dataclass
@@ -63,6 +63,16 @@ class Microbatch(NamedTuple):
         return Microbatch(change(self.indices), change(self.lengths), self.inputs.map(change))
 
 
+def _details(logps: torch.Tensor, places: torch.Tensor, squares: torch.Tensor) -> Logps:
+    """Of chosen and rejected: log-probabilities, those of tokens beyond the shorter response's length, and `squares`.
+
+    From tokens' log-probabilities and their number in the response, from 1, (2, B, T), and (2, B).
+    """
+    shorter = places.amax(-1).amin(0)  # (B,)
+    tails = (logps * (places > shorter[:, None])).sum(-1)
+    return (*logps.sum(-1), *tails, *squares)
+
+
 class Padded:
     """Every response in a row of its own after its prompt, padded to the longest of the global batch."""
 
@@ -76,6 +86,11 @@ class Padded:
         """Log-probabilities of each example's responses, on the device of the inputs."""
         logps = sequence_logps(model, inputs.input_ids, inputs.attention_mask, inputs.labels)  # (sides * B,)
         return logps.to(inputs.input_ids.device).chunk(inputs.sides)
+
+    def forward_details(self, model: torch.nn.Module, inputs: PaddedRows) -> Logps:
+        """The same for pairs, with what `_details` adds."""
+        details = sequence_details(model, inputs.input_ids, inputs.attention_mask, inputs.labels)
+        return _details(*(values.to(inputs.input_ids.device).unflatten(0, (inputs.sides, -1)) for values in details))
 
 
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
@@ -112,6 +127,11 @@ class SharedPrefix:
         """Log-probabilities of each example's responses, on the device of the inputs."""
         logps = run_as_forward(model, packed_logps, inputs, self.windows)  # (U,)
         return tuple(logps.to(inputs.response_index.device)[inputs.response_index])
+
+    def forward_details(self, model: torch.nn.Module, inputs: Packed) -> Logps:
+        """The same for pairs, with what `_details` adds."""
+        details = run_as_forward(model, packed_details, inputs, self.windows)
+        return _details(*(values.to(inputs.response_index.device)[inputs.response_index] for values in details))
 
 
 def row_tokens(max_length: int) -> int:

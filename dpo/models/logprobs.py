@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dpo.losses import _get_batch_logps
+from dpo.losses import IGNORE_INDEX, _get_batch_logps
 from dpo.models import cpu_attention
 from dpo.models.packing import Packed, tree_block_mask, tree_mask
 
@@ -23,8 +23,38 @@ def sequence_logps(
     return _get_batch_logps(logits, labels.to(logits.device))
 
 
+def sequence_details(
+    model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the same inputs: log-probabilities of the labelled tokens and their number in the row, from 1, (B, T - 1), 0
+    where nothing is labelled; the sums over these tokens of log sum_v pi(v)^2, (B,), detached."""
+    logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]
+    logps = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    targets = labels[:, 1:].to(logits.device)
+    scored = targets != IGNORE_INDEX
+    picked = logps.gather(2, targets.where(scored, 0).unsqueeze(2)).squeeze(2)
+    squares = (2 * logps.detach()).logsumexp(-1)
+    return picked * scored, scored.cumsum(-1) * scored, (squares * scored).sum(-1)
+
+
 def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
     """Summed log-probabilities of the U responses of `packed`, (U,): equal to `sequence_logps` of each alone."""
+    rows, targets = _scored_rows(model, packed, windows)
+    return _by_response(token_logps(model, rows, targets), packed).sum(-1)
+
+
+def packed_details(
+    model: Any, packed: Packed, windows: Mapping[str, int | None]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the U responses of `packed` what `sequence_details` gives, (U, T), (U, T) and (U,)."""
+    rows, targets = _scored_rows(model, packed, windows)
+    logps, squares = token_logps(model, rows, targets, with_squares=True).unbind(1)
+    scored = _by_response(torch.ones_like(targets), packed)
+    return _by_response(logps, packed), scored.cumsum(-1) * scored, _by_response(squares.detach(), packed).sum(-1)
+
+
+def _scored_rows(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The hidden states that predict a scored token, (N, H), and these tokens, (N,)."""
     masks = _masks(model, packed, windows)
     hidden = model.base_model(
         packed.input_ids,
@@ -32,11 +62,14 @@ def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None]) 
         position_ids=packed.position_ids,
         use_cache=False,
     ).last_hidden_state
-    rows = hidden.flatten(0, 1)[packed.scored.to(hidden.device)]  # (N, H)
-    logps = token_logps(model, rows, packed.targets.to(hidden.device))
+    return hidden.flatten(0, 1)[packed.scored.to(hidden.device)], packed.targets.to(hidden.device)
+
+
+def _by_response(values: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """Values of the scored tokens by response, (U, T)."""
     n_responses, longest = packed.shape
-    table = logps.new_zeros(n_responses * longest).index_put((packed.slots.to(logps.device),), logps)
-    return table.view(n_responses, longest).sum(-1)
+    table = values.new_zeros(n_responses * longest).index_put((packed.slots.to(values.device),), values)
+    return table.view(n_responses, longest)
 
 
 def _masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Any]:
@@ -82,6 +115,12 @@ def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
+@torch.no_grad()
+def _log_sum_squares(logits: torch.Tensor) -> torch.Tensor:
+    """log sum_v pi(v)^2 of each row, (N,) for (N, V)."""
+    return torch.cat([(2 * _log_softmax(rows)).logsumexp(-1) for (rows,) in _in_pieces(logits)])
+
+
 def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """On a CPU, as many rows of all tensors at a time as fit its cache; elsewhere all rows."""
     n_rows = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
@@ -93,8 +132,9 @@ LOGITS_AT_ONCE = 2**25  # logits, 134 MB in float32
 IN_CACHE = 2**20  # logits
 
 
-def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of `targets` (N,) from hidden states (N, H), in chunks of rows.
+def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with_squares: bool = False) -> torch.Tensor:
+    """Log-probabilities of `targets` (N,) from hidden states (N, H), in chunks of rows; `with_squares` (N, 2), beside
+    log sum_v pi(v)^2, which has no gradient.
 
     The backward pass recomputes the logits of every chunk but the last, with which it begins.
     """
@@ -102,7 +142,8 @@ def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torc
 
     def score(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = scale(head(hidden))
-        return _PickedLogSoftmax.apply(logits, targets.to(logits.device))
+        logps = _PickedLogSoftmax.apply(logits, targets.to(logits.device))
+        return torch.stack([logps, _log_sum_squares(logits)], dim=1) if with_squares else logps
 
     n_chunks = max(1, math.ceil(len(targets) * model.config.get_text_config().vocab_size / LOGITS_AT_ONCE))
     chunks = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)

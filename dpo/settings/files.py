@@ -37,7 +37,7 @@ def require(config: DictConfig) -> None:
     from dpo.errors import InputError
 
     defaults = defaults_of(OmegaConf.select(config, "loss.name"))
-    if "loss" not in defaults:
+    if "name" not in defaults["loss"]:
         losses = ", ".join(sorted(file.stem for file in (CONFIG_DIR / "loss").glob("*.yaml")))
         raise InputError(f"loss.name={OmegaConf.select(config, 'loss.name')} is not one of {losses}")
     needed = [
@@ -49,10 +49,10 @@ def require(config: DictConfig) -> None:
 
 
 def defaults_of(loss: str | None = None) -> dict[str, Any]:
-    """What `config/` has under each key; of `loss` only if it is one."""
+    """What `config/` has under each key; of `loss` only what all have in common, unless it is one."""
     defaults = _load(CONFIG_DIR / "config.yaml") | {"model": _load(CONFIG_DIR / "model" / "blank_model.yaml")}
     file = CONFIG_DIR / "loss" / f"{loss}.yaml"
-    return defaults | ({"loss": _load(file)} if file.is_file() else {})
+    return defaults | ({"loss": defaults["loss"] | _load(file)} if file.is_file() else {})
 
 
 def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

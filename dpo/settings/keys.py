@@ -16,6 +16,7 @@ from dpo.settings.choices import (
     ATTENTION,
     AUTOCAST_DTYPES,
     CACHING,
+    DIVERGENCES,
     DTYPES,
     LAYOUTS,
     LR_SCALINGS,
@@ -84,6 +85,7 @@ RUN_NAME = Rule(
 )
 FRACTION = Rule(lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1")
 SMOOTHING = Rule(lambda v: _is_number(v) and 0 <= v < 0.5, "a number in [0, 0.5): the fraction of flipped pairs")
+BETWEEN = Rule(lambda v: _is_number(v) and 0 < v < 1, "a number above 0 and below 1")
 ANYTHING = Rule(lambda v: True, "anything")
 PORT = Rule(lambda v: _is_int(v) and 0 < v < 65536, "a port from 1 to 65535")
 DTYPE = _one_of(DTYPES)
@@ -118,6 +120,15 @@ REFERENCE = Needs(
     f"a loss with a reference: loss={' or '.join(name for name, loss in LOSSES.items() if loss.reference)}",
     lambda values, plan: plan.loss.reference,
 )
+TO_THE_REFERENCE = REFERENCE._replace(refused=True)
+PAIRS = Needs("a loss of pairs: any but loss=sft", lambda values, plan: plan.loss.pairwise, refused=True)
+MARGIN = Needs(
+    "a loss whose log-ratios enter by their difference alone: "
+    f"loss={' or '.join(name for name, loss in LOSSES.items() if loss.reference and loss.of_margin)}",
+    lambda values, plan: plan.loss.reference and plan.loss.of_margin,
+    refused=True,
+)
+ALPHA = Needs("loss.f_divergence=alpha", lambda values, plan: values.get("loss.f_divergence") == "alpha")
 SAMPLES = Needs("sample_during_eval=true", lambda values, plan: values.get("sample_during_eval"))
 NO_DEBUG = Needs("debug=false", lambda values, plan: not values.get("debug"))
 WANDB = Needs(
@@ -238,6 +249,18 @@ KEYS: dict[str, Key] = {
     ),
     "loss.label_smoothing": Key(SMOOTHING, KEEP),
     "loss.reference_free": Key(FLAG, KEEP),
+    "loss.average": Key(FLAG, KEEP),
+    "loss.gamma": Key(NUMBER, KEEP),
+    "loss.tau": Key(FINITE, KEEP),
+    "loss.penalty": Key(NON_NEGATIVE, KEEP),
+    "loss.alpha": Key(NUMBER, KEEP),
+    "loss.momentum": Key(FRACTION, KEEP),
+    "loss.sft_weight": Key(NON_NEGATIVE, KEEP, PAIRS),
+    "loss.wpo": Key(FLAG, KEEP, PAIRS),
+    "loss.ld_alpha": Key(FRACTION, KEEP, TO_THE_REFERENCE),
+    "loss.f_divergence": Key(_one_of(DIVERGENCES), KEEP, MARGIN),
+    "loss.f_alpha": Key(BETWEEN, KEEP, ALPHA),
+    **{f"loss.weights.{name}": Key(NON_NEGATIVE, KEEP) for name, loss in LOSSES.items() if loss.can_be_mixed},
 }
 
 # what other trainers call it -> what it is here
@@ -287,6 +310,13 @@ ALIASES = {
     "loss_type": "loss",
     "label_smoothing": "loss.label_smoothing",
     "reference_free": "loss.reference_free",
+    "loss_weights": "loss=mix, and loss.weights.NAME",
+    "rpo_alpha": "loss.sft_weight",
+    "use_weighting": "loss.wpo",
+    "f_divergence_type": "loss.f_divergence",
+    "f_alpha_divergence_coef": "loss.f_alpha, 1 minus it",
+    "discopop_tau": "loss.tau",
+    "simpo_gamma": "loss.gamma",
     "wandb_project": "wandb.project",
     "wandb_group": "wandb.group",
     "wandb_tags": "wandb.tags",

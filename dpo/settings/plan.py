@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from dpo.losses import LOSSES, Loss
+from dpo.losses import LOSSES, Loss, find_loss
 from dpo.settings.choices import BASIC, TENSOR_PARALLEL, TENSOR_PARALLEL_BACKENDS, TRAINERS, TrainerSpec
 from dpo.settings.files import flatten
 from dpo.system.gpus import count_gpus
@@ -73,14 +73,13 @@ def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_siz
         tensor_size = size if every_process else _count(values, "tensor_parallel_size") or 1
     gathered_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
     compute_dtype = gathered_dtype or values.get("model.policy_dtype")
-    loss = _named(LOSSES, values.get("loss.name"), LOSSES["dpo"])
     return Plan(
         trainer=trainer,
         dims=ParallelDims.of(size, shard_size=_count(values, "fsdp_shard_size"), tensor_size=tensor_size),
         compute_dtype=compute_dtype,
         reference_dtype=values.get("model.reference_dtype") or compute_dtype,
         autocast=values.get("model.autocast"),
-        loss=loss,
+        loss=_find_loss(values),
         launched=rank_env is not None,
         gpus=gpus,
     )
@@ -92,6 +91,14 @@ def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
     if trainer is TENSOR_PARALLEL:
         return _named(TENSOR_PARALLEL_BACKENDS, values.get("tensor_parallel.backend"), trainer)
     return trainer
+
+
+def _find_loss(values: Mapping[str, Any]) -> Loss:
+    """The one that `loss.name` and, of a mix, `loss.weights` name; DPO if they name none."""
+    name = values.get("loss.name")
+    weights = {key.removeprefix("loss.weights."): value for key, value in values.items() if "loss.weights." in key}
+    known = {part: weight for part, weight in weights.items() if part in LOSSES and LOSSES[part].can_be_mixed}
+    return find_loss({"name": name, "weights": known}) if isinstance(name, str) and name in LOSSES else LOSSES["dpo"]
 
 
 def _named(table: Mapping[str, Any], name: Any, default: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from dpo.losses import LOSSES
 from dpo.settings.choices import NEED_WHOLE_TENSORS, STEPS_OF_LR
 from dpo.settings.files import WAITING, defaults_of, dotted, flatten
 from dpo.settings.keys import ALIASES, KEYS, TEXT, Key, Needs, key_of_option
@@ -62,7 +63,8 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
     absent = [key for key in KEYS if key not in values and not key.startswith("loss.")]
     problems = [f"{key} was removed from the config: give {key}=VALUE instead of ~{key}" for key in absent]
     values = {key: value for key, value in values.items() if value is not WAITING}
-    found = {key: _value_problem(key, value, keys) for key, value in values.items()}
+    in_order = sorted(values.items(), key=lambda item: item[0].startswith("loss."))  # as --cfg job: model, then loss
+    found = {key: _value_problem(key, value, keys) for key, value in in_order}
     problems += filter(None, found.values())
     sound = {k: v for k, v in values.items() if k in keys and v != "???" and keys[k].rule.holds(v)}
     written: Any = OmegaConf.to_container(config)
@@ -70,6 +72,7 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
         problems.append("resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR")
     problems += _process_problems(sound, plan)
     problems += _combination_problems(sound)
+    problems += _loss_problems(sound, plan)
     problems += _dataset_problems(sound.get("datasets", []), sources)
     return problems
 
@@ -223,6 +226,20 @@ def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
     if have("save_every", "batch_size") and (sound["save_every"] or 0) % sound["batch_size"]:
         fix = max(1, round(sound["save_every"] / sound["batch_size"])) * sound["batch_size"]
         yield f"save_every={sound['save_every']} (examples) must be a multiple of batch_size: try {fix}"
+
+
+def _loss_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+    """Options of a loss that are right alone and wrong together."""
+    weights = {key.rpartition(".")[2]: weight for key, weight in sound.items() if key.startswith("loss.weights.")}
+    if weights and not any(LOSSES[name].pairwise for name, weight in weights.items() if weight):
+        yield "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"
+    if plan.loss.smoothed and sound.get("loss.label_smoothing") == 0:
+        yield "loss.label_smoothing=0 makes the loss infinite: set it above 0, such as loss.label_smoothing=0.001"
+    if sound.get("loss.reference_free") and sound.get("loss.f_divergence", "reverse_kl") != "reverse_kl":
+        yield (
+            f"loss.f_divergence={sound['loss.f_divergence']} is a divergence from the reference: "
+            f"set loss.reference_free=false"
+        )
 
 
 def _dataset_problems(names: list[str], sources: Any) -> Iterator[str]:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.prompts import Prompt
-from dpo.losses import LOSSES
+from dpo.losses import find_loss, needs_tails
 from dpo.models.layouts import Layout, Microbatch
 
 Item = TypeVar("Item")
@@ -27,7 +27,7 @@ class GlobalBatch(NamedTuple):
 
     examples: list[Example]
     microbatches: list[Microbatch]
-    keys: list[tuple[bytes, ...]]  # of each example's responses, by content; empty where no reference scores them
+    keys: list[tuple[bytes, ...]]  # of what the reference gives for each example; empty where no reference scores them
 
     @property
     def n_tokens(self) -> int:
@@ -67,7 +67,7 @@ class Batches:
     ) -> None:
         self.config, self.data, self.layout, self.seed = config, data, layout, seed
         self.rank, self.size = rank, size
-        self.loss = LOSSES[config.loss.name]
+        self.loss = find_loss(config.loss)
 
     def train(self, *, skip: int = 0) -> Iterator[GlobalBatch]:
         """Training batches in the reference's order and until its stop rule.
@@ -98,4 +98,7 @@ class Batches:
         microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=self.size)
         if torch.cuda.is_available():  # from pinned memory the copy does not wait
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
-        return GlobalBatch(examples, microbatches, [e.keys for e in examples] if self.loss.reference else [])
+        keys = [e.keys for e in examples] if self.loss.reference else []
+        if keys and needs_tails(self.config.loss):
+            keys = [(*e.keys, *e.tail_keys) for e in examples]
+        return GlobalBatch(examples, microbatches, keys)

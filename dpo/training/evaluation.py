@@ -60,17 +60,17 @@ class Evaluator:
         """The metrics of all examples of the evaluation batches."""
         objective, n_examples, metrics = self.objective, 0, []
         objective.policy.eval()
-        cached = [objective.cached_reference(batch) for batch in self.batches]
+        to_cache = any(objective.cached_reference(batch) is None for batch in self.batches)
         losses_of = partial(objective.losses, split="eval", loss_config=self.config.loss)
-        batches = self.progress.over(self.batches, total=len(self.batches), what="evaluate")
-        for batch, reference in zip(batches, cached, strict=True):
+        for batch in self.progress.over(self.batches, total=len(self.batches), what="evaluate"):
             self.stop.raise_if_any()
+            cached, constants = objective.prepare(batch, self.config.loss)
             for microbatch in (microbatch.to(objective.device) for microbatch in batch.microbatches):
-                metrics.append((microbatch.indices + n_examples, losses_of(microbatch, reference)[1]))
+                of_examples = losses_of(microbatch, cached, constants)[1]
+                metrics.append((microbatch.indices + n_examples, of_examples))
             n_examples += len(batch.examples)
         if objective.reference is not None:
             release_gathered(objective.reference.model)
-        to_cache = any(reference is None for reference in cached)
         return objective.reduce(metrics, n_examples, [k for b in self.batches for k in b.keys] if to_cache else [])
 
     def samples(self, *, n_examples: int) -> list[Sample]:

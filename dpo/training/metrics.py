@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-REFERENCE = ("reference/chosen", "reference/rejected")  # beside the metrics: the reference's log-probabilities
+# beside the metrics: the reference's log-probabilities, and those of the tails if the loss asks for them
+REFERENCE = ("reference/chosen", "reference/rejected", "reference/chosen_tail", "reference/rejected_tail")
 
 # of each microbatch: indices of its examples in the global batch (n,), and their metrics, (n,) each
 MicrobatchMetrics = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]

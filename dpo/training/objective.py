@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from dpo.losses import LOSSES, Scores
+from dpo.losses import Scores, find_loss, needs_squares, needs_tails
 from dpo.models.layouts import Layout, Logps, Longest, Microbatch, choose_layout
 from dpo.models.pretrained import DTYPES
 from dpo.parallel.mesh import Mesh, from_rank_0
@@ -25,13 +25,39 @@ from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_m
 from dpo.training.reference import LogpTable, Reference, read_logps
 
 Metrics = dict[str, torch.Tensor]  # per example, each (B,)
+SIDES = ("chosen", "rejected")
+
+
+def make_scores(logps: Logps, lengths: torch.Tensor, reference: Logps = ()) -> Scores:
+    """What a loss is given, from what `Objective.forward` gives of the policy and, if there is one, the reference."""
+    names = [side + kind for kind in ("", "_tail", "_squares") for side in SIDES]
+    named = dict(zip(names, logps, strict=False))  # under SFT there is `chosen` alone
+    named |= {f"{side}_lengths": n for side, n in zip(SIDES, lengths, strict=False)}
+    return Scores(**named, **{f"reference_{name}": r for name, r in zip(names[:4], reference, strict=False)})
+
+
+class RunningAverage:
+    """Of what a loss averages over the updates of a run (`Loss.averaged`); a part of its checkpoints."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def add(self, value: float, *, momentum: float) -> None:
+        self.value = momentum * self.value + (1 - momentum) * value
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.value = state["value"]
 
 
 class Objective:
     """The loss of a policy, whose gradient an update follows.
 
     `autocast` is the dtype in which float32 weights are multiplied, None for their own. While the
-    `models_are_equal`, accuracies are 0, because rewards differ by rounding alone.
+    `models_are_equal`, accuracies are 0, because rewards differ by rounding alone. With `tails` and `squares` the
+    forward gives those of `Scores` too, of the reference only tails.
     """
 
     def __init__(
@@ -43,56 +69,98 @@ class Objective:
         *,
         autocast: torch.dtype | None = None,
         models_are_equal: bool = False,
+        tails: bool = False,
+        squares: bool = False,
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh = policy, reference, layout, mesh
+        self.tails, self.squares, self.average = tails, squares, RunningAverage()
+        self.of_reference = REFERENCE if tails else REFERENCE[:2]
         self.autocast, self.models_are_equal = autocast, models_are_equal
         self.device = next(policy.parameters()).device
 
     def forward(self, model: torch.nn.Module, microbatch: Microbatch) -> Logps:
-        """Log-probabilities of each example's responses: (chosen, rejected) or, under SFT, (chosen,).
+        """Log-probabilities of each example's responses: (chosen, rejected) or, under SFT, (chosen,); with tails or
+        squares the six that the layout's `forward_details` gives.
 
         The microbatch is on the device.
         """
+        is_detailed = self.tails or (self.squares and model is self.policy)
+        forward = self.layout.forward_details if is_detailed else self.layout.forward
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            return self.layout.forward(model, microbatch.inputs)
+            return forward(model, microbatch.inputs)
 
     def losses(
         self,
         microbatch: Microbatch,
         cached: torch.Tensor | None,
+        constants: torch.Tensor | None = None,
         *,
         split: str,
         loss_config: Mapping[str, Any],
     ) -> tuple[torch.Tensor, Metrics]:
         """Losses of the examples of a microbatch on the device, (B,), and their detached metrics.
 
-        `cached` are the reference's log-probabilities of the whole global batch, as `cached_reference` gives them.
-        Beside the metrics are the reference's log-probabilities, under REFERENCE.
+        `cached` and `constants` are what `prepare` gives for the whole global batch. Beside the metrics are the
+        reference's log-probabilities, under REFERENCE.
         """
-        loss, reference = LOSSES[loss_config["name"]], ()
-        if loss.reference and cached is not None:
-            reference = cached[microbatch.indices].unbind(1)
-        elif loss.reference:  # before the policy's forward, whose activations stay
-            with torch.no_grad():
-                reference = self.forward(self.reference.model, microbatch)
-        logps = self.forward(self.policy, microbatch)
-        reference = tuple(r.to(logps[0]) for r in reference)
-        scores = Scores(chosen=logps[0], chosen_lengths=microbatch.lengths[0])
-        if loss.pairwise:
-            scores = scores._replace(rejected=logps[1], rejected_lengths=microbatch.lengths[1])
-        if reference:
-            scores = scores._replace(reference_chosen=reference[0], reference_rejected=reference[1])
+        loss = find_loss(loss_config)
+        scores, reference = self._score(microbatch, cached, with_reference=loss.reference)
+        if constants is not None:
+            scores = scores._replace(of_batch=constants[microbatch.indices])
         losses, *rewards = loss(scores, loss_config)
         metrics: Metrics = {}
         if loss.pairwise:
             metrics |= _reward_metrics(split, *rewards, equal=self.models_are_equal)
             metrics[f"logps_{split}/rejected"] = scores.rejected.detach()
-        if reference:
-            metrics |= zip(REFERENCE, reference, strict=True)
+        metrics |= reference
         return losses, metrics | {f"logps_{split}/chosen": scores.chosen.detach(), f"loss/{split}": losses.detach()}
 
+    def _score(
+        self, microbatch: Microbatch, cached: torch.Tensor | None, *, with_reference: bool
+    ) -> tuple[Scores, Metrics]:
+        """What a loss is given of a microbatch; and the reference's part, under REFERENCE."""
+        reference: Logps = ()
+        if with_reference and cached is not None:
+            reference = cached[microbatch.indices].unbind(1)
+        elif with_reference:  # before the policy's forward, whose activations stay
+            with torch.no_grad():
+                reference = self.forward(self.reference.model, microbatch)
+        logps = self.forward(self.policy, microbatch)
+        reference = tuple(r.to(logps[0]) for r in reference[: len(self.of_reference)])
+        scores = make_scores(logps, microbatch.lengths, reference)._replace(average=self.average.value)
+        return scores, dict(zip(self.of_reference, reference, strict=bool(reference)))
+
+    @torch.no_grad()
+    def prepare(
+        self, batch: GlobalBatch, loss_config: Mapping[str, Any]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the reference gives for a global batch, if cached; and what its examples take from all of it, (B, k).
+
+        The second costs a forward of the policy on every microbatch; None where the loss needs none of it, or where the
+        batch is one microbatch, which needs no other.
+        """
+        loss, cached = find_loss(loss_config), self.cached_reference(batch)
+        if loss.of_batch is None or (len(batch.microbatches) == 1 and self.mesh.data_size == 1):
+            return cached, None
+        table = []
+        for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches):
+            scores, reference = self._score(microbatch, cached, with_reference=loss.reference)
+            named = {name: values.double() for name, values in scores._asdict().items() if torch.is_tensor(values)}
+            table.append((microbatch.indices, named | {name: values.double() for name, values in reference.items()}))
+        whole = self.reduce(table, len(batch.examples), batch.keys if cached is None else []).examples
+        scores = Scores(**{name: values for name, values in whole.items() if name not in REFERENCE})
+        constants = loss.constants(scores._replace(average=self.average.value), loss_config)
+        return self.cached_reference(batch), constants.to(self.device, torch.float32)
+
+    def applied(self, metrics: Mapping[str, float], loss_config: Mapping[str, Any]) -> None:
+        """The optimizer has taken a step on a global batch with these metrics."""
+        self.models_are_equal = False
+        if averaged := find_loss(loss_config).averaged:
+            of_update = averaged(metrics["rewards_train/chosen"], metrics["rewards_train/rejected"])
+            self.average.add(of_update, momentum=loss_config["momentum"])
+
     def cached_reference(self, batch: GlobalBatch) -> torch.Tensor | None:
-        """The reference's log-probabilities of a global batch on the device, (B, 2) float64, if all are cached."""
+        """What the reference gives for a global batch, on the device, (B, 2) or with tails (B, 4), if cached."""
         cached = self.reference.logps.find(batch.keys) if self.reference else None
         if cached is None or self.device.type != "cuda":
             return cached
@@ -111,14 +179,17 @@ class Objective:
         """
         reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
         if keys:
-            self.reference.logps.add(keys, torch.stack([reduced.examples[name] for name in REFERENCE], dim=1))
+            self.reference.logps.add(keys, torch.stack([reduced.examples[name] for name in self.of_reference], dim=1))
         return reduced
 
     @torch.no_grad()
     def score(self, batch: GlobalBatch) -> torch.Tensor:
-        """The reference's log-probabilities of a global batch, (B, 2), on every process."""
+        """What the reference gives for a global batch, (B, 2) or with tails (B, 4), on every process."""
         metrics = [
-            (microbatch.indices, dict(zip(REFERENCE, self.forward(self.reference.model, microbatch), strict=True)))
+            (
+                microbatch.indices,
+                dict(zip(self.of_reference, self.forward(self.reference.model, microbatch), strict=False)),
+            )
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches)
         ]
         reduced = reduce_metrics(metrics, len(batch.examples), self.mesh.add, counts=self.mesh.counts)
@@ -183,4 +254,5 @@ def make_objective(
             break
     equal = reference is not None and hold_the_same(policy, reference.model, mesh)
     assert layout is not None
-    return Objective(policy, reference, layout, mesh, autocast=autocast, models_are_equal=equal)
+    asked = {"tails": needs_tails(config.loss), "squares": needs_squares(config.loss)}
+    return Objective(policy, reference, layout, mesh, autocast=autocast, models_are_equal=equal, **asked)

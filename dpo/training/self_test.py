@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from dpo.errors import InputError
-from dpo.losses import LOSSES, Scores
+from dpo.losses import find_loss
+from dpo.training.objective import make_scores
 
 ULPS = 8  # by which two forwards of the same inputs may differ
 
@@ -38,16 +39,16 @@ def self_test(
     if reference is None:
         return ["self-test passed: finite log-probabilities, dropout off"]
 
-    scores = Scores(in_train[0], lengths[0], in_train[1], lengths[1], *of_reference)
-    equal = scores._replace(reference_chosen=in_train[0], reference_rejected=in_train[1])
+    loss, scores = find_loss(loss_config), make_scores(in_train, lengths, of_reference)
+    equal = make_scores(in_train, lengths, in_train[: len(of_reference)])
     name, beta = loss_config["name"], loss_config.get("beta", 1.0)
-    expected = LOSSES[name](equal, loss_config).losses.mean().item()
+    expected = loss(equal, loss_config).losses.mean().item()
     if not math.isfinite(expected):
         raise InputError(
             f"self-test: the {name} loss of equal models is {expected} with loss.beta={beta}, which overflows float32: "
             f"choose a beta closer to 0.1"
         )
-    losses, *rewards = LOSSES[name](scores, loss_config)
+    losses, *rewards = loss(scores, loss_config)
     reward = max(r.abs().max().item() for r in rewards)
     if not same_dtype:
         return [
@@ -56,15 +57,15 @@ def self_test(
             f"model.reference_dtype to the policy's"
         ]
     tolerance = 1e-4 * beta * max(1.0, scale)
-    loss = losses.mean().item()
+    first_loss = losses.mean().item()
     if reward > tolerance:
         raise InputError(
             f"self-test: first rewards reach {reward:.3g} instead of 0, so policy and reference do not hold the same "
             f"weights; was only one of them loaded from model.archive? (self_test=false skips this check)"
         )
-    if not math.isclose(loss, expected, rel_tol=1e-3, abs_tol=tolerance):
-        raise InputError(f"self-test: the first {name} loss is {loss:.6g} instead of {expected:.6g}")
-    return [f"self-test passed: first loss {loss:.6f}, rewards within {reward:.1g} of 0, dropout off"]
+    if not math.isclose(first_loss, expected, rel_tol=1e-3, abs_tol=tolerance):
+        raise InputError(f"self-test: the first {name} loss is {first_loss:.6g} instead of {expected:.6g}")
+    return [f"self-test passed: first loss {first_loss:.6f}, rewards within {reward:.1g} of 0, dropout off"]
 
 
 def _check_forwards(

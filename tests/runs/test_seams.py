@@ -47,9 +47,12 @@ def copy(tmp_path) -> Path:
         shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train.py", "trainers.py", "preference_datasets.py", "utils.py"):
         shutil.copy(ROOT / name, project)
-    insert(project / "dpo" / "losses.py", "LOSSES = {\n", FUNCTION + "\n\n")
-    insert(project / "dpo" / "losses.py", '    "dpo": Loss(_dpo),\n', ROW.removeprefix("LOSSES = {\n"))
-    (project / "config" / "loss" / "simpo.yaml").write_text(YAML)
+    with (project / "dpo" / "losses" / "formulas.py").open("a", encoding="utf-8") as formulas:
+        formulas.write("\n\n" + FUNCTION)
+    insert(
+        project / "dpo" / "losses" / "__init__.py", '    "dpo": Loss(formulas.dpo),\n', ROW.removeprefix("LOSSES = {\n")
+    )
+    (project / "config" / "loss" / "cpo.yaml").write_text(YAML)
     (project / "dpo" / "reporting" / "csv_writer.py").write_text(CSV)
     table = project / "dpo" / "reporting" / "table.py"
     insert(table, "from dpo.reporting.files", "from dpo.reporting.csv_writer import CsvWriter\n")
@@ -60,23 +63,25 @@ def copy(tmp_path) -> Path:
 @pytest.mark.slow
 def test_a_loss_is_a_function_a_row_and_a_file_and_a_watcher_a_class_and_a_row(copy, rows, tmp_path):
     run_dir = tmp_path / "run"
-    asked = [
-        o for o in small_run(rows, run_dir, "loss=simpo", "loss.beta=2.0", "save_every=8") if "n_examples" not in o
-    ]
-    refused = run_python("train.py", *asked, "n_examples=8", "loss.gamma=much", cwd=copy)
+    asked = [o for o in small_run(rows, run_dir, "loss=cpo", "loss.beta=2.0", "save_every=8") if "n_examples" not in o]
+    refused = run_python("train.py", *asked, "n_examples=8", "loss.nll_weight=much", cwd=copy)
     first = run_python("train.py", *asked, "n_examples=12", cwd=copy)
     shutil.rmtree(run_dir / "step-12")
     second = run_python("train.py", *asked, "n_examples=16", "resume=auto", cwd=copy)
     elsewhere = [f"local_run_dir={tmp_path / 'elsewhere'}", f"resume={run_dir}", "n_examples=20"]
     third = run_python("train.py", *(o for o in asked if "local_run_dir" not in o), *elsewhere, cwd=copy)
 
-    assert (refused.returncode, refused.stderr) == (2, "bad configuration:\n  - loss.gamma=much must be a number\n")
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        "bad configuration:\n  - loss.nll_weight=much must be a number\n",
+    )
     assert [run.returncode for run in (first, second, third)] == [0, 0, 0], first.stderr + second.stderr + third.stderr
     for folder, n_updates in ((run_dir, 4), (tmp_path / "elsewhere", 5)):  # the first from the checkpoint after 2
         updates = metrics_of(folder, "train")
         assert [line["updates"] for line in updates] == [*range(1, n_updates + 1)]
-        for line in updates:  # the loss is convex: its mean is at least that of the mean margin
-            assert line["loss/train"] >= math.log1p(math.exp(1.0 - line["rewards_train/margins"])) - 1e-6
+        for line in updates:  # the loss is convex: its mean is at least that of the mean margin, and SFT comes on top
+            of_margin = math.log1p(math.exp(-line["rewards_train/margins"]))
+            assert line["loss/train"] >= of_margin - line["logps_train/chosen"] - 1e-4
         with (folder / "losses.csv").open(newline="") as file:
             found = [(int(number), float(loss)) for number, loss in csv.reader(file)]
         assert found == [(line["updates"], line["loss/train"]) for line in updates]

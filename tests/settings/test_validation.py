@@ -60,6 +60,8 @@ def problems(*overrides: str, complete: tuple[str, ...] = COMPLETE, plan: Plan =
         (),
         ("loss=ipo", "loss.beta=1"),
         ("loss.label_smoothing=0.499", "loss.reference_free=true"),
+        ("loss.sft_weight=0.2", "loss.wpo=true", "loss.ld_alpha=0", "loss.f_divergence=alpha", "loss.f_alpha=0.9"),
+        ("loss=mix", "loss.weights.dpo=0.8", "loss.weights.sft=1"),
         ("batch_size=64", "gradient_accumulation_steps=16", "eval_every=64"),
         ("max_length=2", "max_prompt_length=1"),
         ("n_epochs=null", "n_examples=1"),
@@ -401,6 +403,11 @@ def test_defaults_are_the_references():
         "model.fsdp_policy_mp": None,
         "model.reference_dtype": "float16",
         "loss.name": "sft",
+        "loss.sft_weight": 0,
+        "loss.wpo": False,
+        "loss.ld_alpha": 1,
+        "loss.f_divergence": "reverse_kl",
+        "loss.f_alpha": 0.5,
     }
     assert {k: v for k, v in values.items() if k in ours} == {k: v for k, v in ours.items() if k in values}
 
@@ -425,7 +432,47 @@ def test_models_differ_from_the_blank_one_in_name_and_block_alone(model, name, b
 def test_losses_have_the_papers_options():
     assert read("loss/sft.yaml") == {"name": "sft"}
     assert read("loss/dpo.yaml") == {"name": "dpo", "beta": "???", "label_smoothing": 0, "reference_free": False}
-    assert read("loss/ipo.yaml") == {"name": "ipo", "beta": "???"}
+    assert read("loss/ipo.yaml") == {"name": "ipo", "beta": "???", "average": False}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ("loss=mix",),
+            "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft",
+        ),
+        (("loss=mix", "loss.weights.sft=1"), "loss=mix adds up no loss of pairs"),
+        (("loss=mix", "loss.weights.dpo=1", "loss.weights.ipo=-1"), "loss.weights.ipo=-1 must be a number, 0 or more"),
+        (
+            ("loss=mix", "loss.weights.dpo=1", "loss.weights.apo_zero=1", "loss.f_divergence=js"),
+            "loss.f_divergence=js n",
+        ),
+        (("loss=mix", "loss.weights.orpo=1", "loss.ld_alpha=0"), "loss.ld_alpha=0 needs a loss with a reference"),
+        (("loss=mix", "loss.weights.exo=1"), "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
+        (("loss=exo", "loss.label_smoothing=0"), "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
+        (("loss=exo", "loss.ld_alpha=1.5"), "loss.ld_alpha=1.5 must be a number from 0 to 1"),
+        (
+            ("loss=dpo", "loss.beta=1", "loss.f_divergence=kl"),
+            "loss.f_divergence=kl is not one of alpha, forward_kl, js",
+        ),
+        (
+            ("loss=dpo", "loss.beta=1", "loss.f_divergence=js", "loss.reference_free=true"),
+            "loss.f_divergence=js is a divergence from the reference: set loss.reference_free=false",
+        ),
+        (("loss=sppo", "loss.f_divergence=js"), "loss.f_divergence=js needs a loss whose log-ratios enter by their d"),
+    ],
+)
+def test_options_of_losses_that_cannot_be_together_are_refused(overrides, problem):
+    [found] = find_config_problems(compose(*COMPLETE[:2], *overrides))
+    assert found.startswith(problem)
+
+
+def test_a_mix_has_a_weight_for_each_loss_that_can_be_in_it_and_all_options_of_these():
+    mix = read("loss/mix.yaml")
+    parts = [read(f"loss/{name}.yaml") for name, loss in LOSSES.items() if loss.can_be_mixed]
+    assert mix.pop("weights") == {part.pop("name"): 0 for part in parts}
+    assert mix.keys() == set().union(*parts) - {"momentum"} | {"name"}  # without updates before, no running average
 
 
 def test_the_run_directory_is_named_after_user_experiment_and_time_and_composing_creates_nothing(tmp_path, monkeypatch):
@@ -442,13 +489,13 @@ def test_the_run_directory_is_named_after_user_experiment_and_time_and_composing
 # --- what has no effect --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", [key for key in KEYS if not key.startswith("loss.weights.")])  # read as a mapping
 def test_every_key_is_read_by_the_code(key):
     leaf = key.split(".")[-1]
     files = [*ROOT.glob("*.py"), *(ROOT / "dpo").rglob("*.py")]
     sources = "".join(f.read_text() for f in files if f.stem not in ("keys", "validation", "resume"))
     section = key.split(".")[0] if "." in key else "config"
-    read = rf"(config|model|settings|wandb|{section})\.{leaf}\b|[\"']{key}[\"']|\b{leaf}: (float|bool)"
+    read = rf"(config|model|settings|wandb|{section})\.{leaf}\b|[\"']{key}[\"']|\b{leaf}: (float|bool|str)"
     assert re.search(read, sources)
 
 
@@ -474,6 +521,11 @@ WITHOUT = {  # settings under which a key has no effect
     "export=false": ("debug=true",),
     "model.fsdp_policy_mp=bfloat16": (),
     "model.reference_dtype=float32": ("loss=sft",),
+    "loss.sft_weight=1": ("loss=sft",),
+    "loss.wpo=true": ("loss=sft",),
+    "loss.ld_alpha=0.5": ("loss=simpo",),
+    "loss.f_divergence=js": ("loss=nca",),
+    "loss.f_alpha=0.1": ("loss.f_divergence=js",),
 }
 
 
@@ -484,8 +536,8 @@ def test_every_key_that_needs_something_is_tried():
 @pytest.mark.parametrize("override", WITHOUT)
 def test_a_key_without_effect_is_refused_or_gets_a_line(override):
     key = override.split("=")[0]
-    loss, *others = ["loss=sft"] if "loss=sft" in WITHOUT[override] else ["loss=dpo", "loss.beta=0.1"]
-    complete = (*COMPLETE[:2], loss, *others, *(o for o in WITHOUT[override] if "loss" not in o))
+    loss, *others = [o for o in WITHOUT[override] if "loss=" in o] or ["loss=dpo", "loss.beta=0.1"]
+    complete = (*COMPLETE[:2], loss, *others, *(o for o in WITHOUT[override] if "loss=" not in o))
     plan = replace(ONE, loss=LOSSES[loss.removeprefix("loss=")])
     refused = problems(override, complete=complete, plan=plan)
     noted = find_unused(compose(*complete, override), plan)

@@ -1,0 +1,94 @@
+"""What an update costs under each loss, relative to DPO: the last columns of the table in docs/losses.md.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.losses [LOSS ...]
+
+A small random Llama on the words of `tests/golden`, 8 pairs per update in 2 microbatches, 8 batches twice: first the
+reference scores each pair, then its log-probabilities are cached. Counts the CPU seconds of this process,
+which other processes of the machine change little; for this it trains on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import hydra
+import torch
+import transformers
+
+import train  # noqa: F401  (registers the config's resolvers)
+from dpo.losses import LOSSES, find_loss
+from dpo.settings.files import CONFIG_DIR
+from trainers import BasicTrainer
+
+GOLDEN = CONFIG_DIR.parent / "tests" / "golden"
+BATCHES = 8
+ROWS = {  # what is timed: a loss, or an option of DPO
+    **{name: (f"loss={name}",) for name in LOSSES},
+    "dpo": ("loss=dpo", "loss.beta=0.1"),
+    "ipo": ("loss=ipo", "loss.beta=0.1"),
+    "mix": ("loss=mix", "loss.weights.dpo=0.8", "loss.weights.bco=0.2", "loss.weights.sft=0.1"),
+    "sft_weight": ("loss=dpo", "loss.beta=0.1", "loss.sft_weight=0.2"),
+    "wpo": ("loss=dpo", "loss.beta=0.1", "loss.wpo=true"),
+    "ld_alpha": ("loss=dpo", "loss.beta=0.1", "loss.ld_alpha=0.5"),
+    "f_divergence": ("loss=dpo", "loss.beta=0.1", "loss.f_divergence=js"),
+}
+
+
+def small_llama() -> transformers.PreTrainedModel:
+    config = transformers.AutoConfig.from_pretrained(GOLDEN / "tiny-llama")
+    config.update({"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4})
+    config.update({"num_key_value_heads": 4, "head_dim": 48})
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def make_trainer(overrides: tuple[str, ...], folder: str, model: transformers.PreTrainedModel) -> BasicTrainer:
+    settings = [
+        *("exp_name=losses", f"local_run_dir={folder}/run", f"local_dirs=[{folder}]", "wandb.enabled=false"),
+        *(f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.reference_dtype=float32"),
+        *("datasets=[hh]", f"dataset_sources.hh={GOLDEN / 'words'}", "max_length=160", "max_prompt_length=80"),
+        *("batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8", "n_eval_examples=8"),
+        *("sample_during_eval=false", "num_workers=0"),
+    ]
+    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        config = hydra.compose("config", [*settings, *overrides])
+    Path(folder, "run").mkdir(exist_ok=True)
+    reference = copy.deepcopy(model) if find_loss(config.loss).reference else None
+    return BasicTrainer(copy.deepcopy(model), config, 0, config.local_run_dir, reference)
+
+
+def measure(overrides: tuple[str, ...], model: transformers.PreTrainedModel) -> list[float]:
+    """CPU time of an update over that of DPO's, in turn on the same pairs: while the reference scores, and cached."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = [make_trainer(o, folder, model) for o in (ROWS["dpo"], overrides)]
+    batches = [list(itertools.islice(trainer.train_iterator, BATCHES)) for trainer in trainers]
+    ratios = []
+    for both in [*zip(*batches, strict=True)] * 2:
+        seconds = []
+        for trainer, batch in zip(trainers, both, strict=True):
+            start = time.process_time()
+            trainer.train_step(batch)
+            seconds.append(time.process_time() - start)
+        ratios.append(seconds[1] / seconds[0])
+    return [median(ratios[1:BATCHES]), median(ratios[BATCHES:])]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model = small_llama()
+    for name in sys.argv[1:] or ROWS:
+        while_scored, cached = measure(ROWS[name], model)
+        print(f"| {name} | {while_scored:.2f}, {cached:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The table of losses: what each needs of data, models and checkpoints.
+
+Its functions are in `formulas.py`, the options that all have in common in `options.py`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import dpo.losses.formulas as formulas
+from dpo.losses.formulas import IGNORE_INDEX, Losses, Scores, _get_batch_logps, preference_loss
+from dpo.losses.options import OPTIONS, change_losses, change_scores, needs_squares, needs_tails
+
+__all__ = [
+    "IGNORE_INDEX",
+    "LOSSES",
+    "Loss",
+    "Losses",
+    "Scores",
+    "_get_batch_logps",
+    "find_loss",
+    "needs_squares",
+    "needs_tails",
+    "preference_loss",
+]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss and what it needs. `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options."""
+
+    fn: Callable[..., Losses]
+    pairwise: bool = True  # trains on pairs; else on SFT targets
+    reference: bool = True  # needs the reference's log-probabilities
+    best: tuple[str, int] = (
+        "rewards_eval/accuracies",
+        +1,
+    )  # the metric by which checkpoints are ranked; +1: higher wins
+    of_margin: bool = True  # log-ratios enter by their difference alone, for which f_divergence is derived
+    of_batch: Callable[..., Any] | None = None  # (scores of the global batch, **options) -> `Scores.of_batch`
+    averaged: Callable[[float, float], float] | None = None  # of an update's mean rewards, for `Scores.average`
+    smoothed: bool = False  # is infinite without label_smoothing
+
+    def __post_init__(self) -> None:
+        if self.reference and not self.pairwise:
+            raise ValueError("a loss with a reference must be pairwise: give reference=False")
+
+    @property
+    def can_be_mixed(self) -> bool:
+        """Whether it may be part of a mix: its examples stand for themselves."""
+        return self.of_batch is None and self.fn is not _mix
+
+    def __call__(self, scores: Scores, loss_config: Mapping[str, Any]) -> Losses:
+        """The losses under `config.loss`. Options of all losses are off where it lacks them."""
+        own, common = split_options(loss_config)
+        losses, *rewards = self.fn(change_scores(scores, **common) if self.reference else scores, **own)
+        return Losses(change_losses(losses, scores, **common) if self.pairwise else losses, *rewards)
+
+    def constants(self, scores: Scores, loss_config: Mapping[str, Any]) -> Any:
+        """What the examples of a global batch take from it, (B, k); the loss must be one `of_batch`."""
+        assert self.of_batch is not None
+        own, common = split_options(loss_config)
+        return self.of_batch(change_scores(scores, **common), **own)
+
+
+def split_options(loss_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of `config.loss` the options of the loss alone, and those that all have."""
+    options = {key: value for key, value in loss_config.items() if key != "name"}
+    common = {key: options.pop(key) for key in OPTIONS if key in options}
+    return options, common
+
+
+def _mix(scores: Scores, *, weights: Mapping[str, float], **options: Any) -> Losses:
+    """A weighted sum of losses, each with those of the options that it has; rewards are the pairwise ones' mean."""
+    losses, total = scores.chosen * 0, 0.0
+    chosen = rejected = losses.detach()
+    for name, loss in _parts(weights).items():
+        known = inspect.signature(loss.fn).parameters
+        part = loss.fn(scores, **{key: value for key, value in options.items() if key in known})
+        losses = losses + weights[name] * part.losses
+        if part.chosen_rewards is not None and part.rejected_rewards is not None:
+            total += weights[name]
+            chosen = chosen + weights[name] * part.chosen_rewards
+            rejected = rejected + weights[name] * part.rejected_rewards
+    return Losses(losses, chosen / total, rejected / total)
+
+
+def _parts(weights: Mapping[str, Any]) -> dict[str, Loss]:
+    return {name: LOSSES[name] for name, weight in weights.items() if weight}
+
+
+def find_loss(loss_config: Mapping[str, Any]) -> Loss:
+    """The loss that `config.loss` asks for; a mix needs what its parts need."""
+    loss = LOSSES[loss_config["name"]]
+    if loss.fn is not _mix:
+        return loss
+    parts = _parts(loss_config["weights"]).values()
+    return replace(
+        loss,
+        reference=any(p.reference for p in parts),
+        of_margin=all(p.of_margin for p in parts if p.pairwise),
+        smoothed=any(p.smoothed for p in parts),
+    )
+
+
+LOSSES = {
+    "sft": Loss(formulas.sft, pairwise=False, reference=False, best=("loss/eval", -1)),
+    "dpo": Loss(formulas.dpo),
+    "ipo": Loss(formulas.ipo),
+    "hinge": Loss(formulas.hinge),
+    "robust": Loss(formulas.robust),
+    "dpo_norm": Loss(formulas.dpo_norm),
+    "exo": Loss(formulas.exo, smoothed=True),
+    "discopop": Loss(formulas.discopop),
+    "beta_dpo": Loss(formulas.beta_dpo, of_batch=formulas.beta_of_batch, averaged=formulas.mean_margin),
+    "simpo": Loss(formulas.simpo, reference=False),
+    "orpo": Loss(formulas.orpo, reference=False),
+    "apo_zero": Loss(formulas.apo_zero, of_margin=False),
+    "apo_down": Loss(formulas.apo_down, of_margin=False),
+    "nca": Loss(formulas.nca, of_margin=False),
+    "bco": Loss(formulas.bco, of_margin=False, averaged=formulas.mean_reward),
+    "sppo": Loss(formulas.sppo, of_margin=False),
+    "dpop": Loss(formulas.dpop, of_margin=False),
+    "cal_dpo": Loss(formulas.cal_dpo, of_margin=False),
+    "aot": Loss(formulas.aot, of_margin=False, of_batch=formulas.aot_partners),
+    "aot_unpaired": Loss(formulas.aot_unpaired, of_margin=False, of_batch=formulas.aot_unpaired_partners),
+    "mix": Loss(_mix),
+}

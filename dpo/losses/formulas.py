@@ -1,0 +1,299 @@
+"""Pure tensor functions: log-probabilities of labels, and the losses on them. What each formula is called, and where it
+is from, is also in docs/metrics.md.
+
+Imports nothing of ours, and torch only inside functions: the table of losses is read before anything else is loaded.
+Shapes: B examples, T tokens, V vocabulary entries.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORE_INDEX = -100  # label of a token that is not scored: prompt and padding
+
+
+def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = False) -> Tensor:
+    """Log-probability of the labels of each row, (B,): the sum over scored tokens, or their mean.
+
+    `logits` (B, T, V) predict the *next* token, so position t is scored against `labels[:, t + 1]`; labels (B, T)
+    are -100 where nothing is scored. Summed, not averaged, is what DPO's derivation asks for.
+    """
+    assert logits.shape[:-1] == labels.shape
+    targets = labels[:, 1:]  # (B, T-1)
+    scored = targets != IGNORE_INDEX
+    # index 0 stands in for -100, which gather cannot take; those entries are masked out below
+    picked = logits[:, :-1].log_softmax(-1).gather(2, targets.where(scored, 0).unsqueeze(2)).squeeze(2)  # (B, T-1)
+    total = (picked * scored).sum(-1)
+    return total / scored.sum(-1) if average_log_prob else total
+
+
+def preference_loss(
+    policy_chosen_logps: Tensor,
+    policy_rejected_logps: Tensor,
+    reference_chosen_logps: Tensor,
+    reference_rejected_logps: Tensor,
+    beta: float,
+    label_smoothing: float = 0.0,
+    ipo: bool = False,
+    reference_free: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(losses, chosen rewards, rejected rewards), each (B,), from summed log-probabilities (B,).
+
+    DPO: eq. 7 of arXiv 2305.18290; with `label_smoothing` eps in [0, 0.5), conservative DPO, which assumes that a
+    fraction eps of the pairs is flipped (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036,
+    without `label_smoothing`.
+    `reference_free` treats the reference as uniform in the loss; the rewards still use it. Rewards are detached.
+    """
+    from torch.nn.functional import logsigmoid  # here: validation reads LOSSES, and needs no torch
+
+    h = policy_chosen_logps - policy_rejected_logps
+    if not reference_free:
+        h = h - (reference_chosen_logps - reference_rejected_logps)
+    if ipo:
+        losses = (h - 1 / (2 * beta)) ** 2
+    else:
+        losses = -logsigmoid(beta * h) * (1 - label_smoothing) - logsigmoid(-beta * h) * label_smoothing
+    chosen_rewards = beta * (policy_chosen_logps - reference_chosen_logps).detach()
+    rejected_rewards = beta * (policy_rejected_logps - reference_rejected_logps).detach()
+    return losses, chosen_rewards, rejected_rewards
+
+
+class Scores(NamedTuple):
+    """What a loss is given: summed log-probabilities of B examples, and how many tokens were summed, each (B,).
+
+    `chosen` is the SFT target under a loss that is not pairwise, which has no `rejected`.
+    """
+
+    chosen: Tensor
+    chosen_lengths: Tensor
+    rejected: Any = None  # as the others below: a tensor if the loss needs it
+    rejected_lengths: Any = None
+    reference_chosen: Any = None
+    reference_rejected: Any = None
+    chosen_tail: Any = None  # of these log-probabilities, that of the tokens beyond the shorter response's length
+    rejected_tail: Any = None
+    reference_chosen_tail: Any = None
+    reference_rejected_tail: Any = None
+    chosen_squares: Any = None  # the sum over tokens of log sum_v pi(v)^2, detached
+    rejected_squares: Any = None
+    of_batch: Any = None  # (B, k): what `Loss.of_batch` gives for these examples; None: they are the whole batch
+    average: float = 0.0  # the running average of `Loss.averaged` over the updates so far
+
+    def log_ratios(self) -> tuple[Tensor, Tensor]:
+        """log pi - log ref of the chosen and of the rejected responses."""
+        return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
+
+
+class Losses(NamedTuple):
+    """What a loss gives, each (B,). Rewards are detached; a pairwise loss must give them, another has none."""
+
+    losses: Tensor
+    chosen_rewards: Tensor | None = None
+    rejected_rewards: Tensor | None = None
+
+
+# --- the losses: u_w and u_l are log pi - log ref of chosen and rejected, h = u_w - u_l -------------------------------
+
+
+def _with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losses:
+    return Losses(losses, (beta * u_w).detach(), (beta * u_l).detach())
+
+
+def _mean_ratios(scores: Scores) -> tuple[Tensor, Tensor]:
+    u_w, u_l = scores.log_ratios()
+    return u_w / scores.chosen_lengths, u_l / scores.rejected_lengths
+
+
+def _minus_log_sigmoid(x: Tensor) -> Tensor:
+    from torch.nn.functional import logsigmoid
+
+    return -logsigmoid(x)
+
+
+def sft(scores: Scores, **_: Any) -> Losses:  # a ported config may have beta
+    return Losses(-scores.chosen)
+
+
+def dpo(scores: Scores, *, beta: float, label_smoothing: float, reference_free: bool) -> Losses:
+    logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
+    return Losses(*preference_loss(*logps, beta, label_smoothing, reference_free=reference_free))
+
+
+def dpo_norm(scores: Scores, *, beta: float) -> Losses:
+    """Length-normalised DPO: eq. 6 of arXiv 2411.15124 (Tulu 3)."""
+    u_w, u_l = _mean_ratios(scores)
+    return _with_rewards(_minus_log_sigmoid(beta * (u_w - u_l)), u_w, u_l, beta)
+
+
+def ipo(scores: Scores, *, beta: float, average: bool = False) -> Losses:
+    """Eq. 17 of arXiv 2310.12036; `average`: on means over tokens, as the authors computed it."""
+    if not average:
+        logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
+        return Losses(*preference_loss(*logps, beta, ipo=True))
+    u_w, u_l = _mean_ratios(scores)
+    return _with_rewards((u_w - u_l - 1 / (2 * beta)) ** 2, u_w, u_l, beta)
+
+
+def hinge(scores: Scores, *, beta: float) -> Losses:
+    """SLiC's loss (arXiv 2305.10425) on DPO's log-ratios, as in arXiv 2309.06657; its margin is 1 / beta."""
+    u_w, u_l = scores.log_ratios()
+    return _with_rewards((1 - beta * (u_w - u_l)).relu(), u_w, u_l, beta)
+
+
+def robust(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
+    """Robust DPO (arXiv 2403.00409): unbiased if the fraction `label_smoothing` of the pairs is flipped."""
+    u_w, u_l = scores.log_ratios()
+    kept, flipped = _minus_log_sigmoid(beta * (u_w - u_l)), _minus_log_sigmoid(-beta * (u_w - u_l))
+    losses = ((1 - label_smoothing) * kept - label_smoothing * flipped) / (1 - 2 * label_smoothing)
+    return _with_rewards(losses, u_w, u_l, beta)
+
+
+def exo(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
+    """EXO for pairs (arXiv 2402.00856, eq. 16): KL(policy's preference, smoothed label)."""
+    u_w, u_l = scores.log_ratios()
+    margin = beta * (u_w - u_l)
+    prefers_chosen = margin.sigmoid() * (-_minus_log_sigmoid(margin) - math.log1p(-label_smoothing))
+    prefers_rejected = (-margin).sigmoid() * (-_minus_log_sigmoid(-margin) - math.log(label_smoothing))
+    return _with_rewards(prefers_chosen + prefers_rejected, u_w, u_l, beta)
+
+
+def discopop(scores: Scores, *, beta: float, tau: float) -> Losses:
+    """DiscoPOP (arXiv 2406.08414, eq. 5): logistic and exponential loss, mixed by the margin."""
+    u_w, u_l = scores.log_ratios()
+    margin = beta * (u_w - u_l)
+    share = (margin / tau).sigmoid()
+    return _with_rewards((1 - share) * _minus_log_sigmoid(margin) + share * (-margin).exp(), u_w, u_l, beta)
+
+
+def simpo(scores: Scores, *, beta: float, gamma: float) -> Losses:
+    """SimPO (arXiv 2405.14734, eq. 6): length-normalised, without a reference."""
+    chosen, rejected = scores.chosen / scores.chosen_lengths, scores.rejected / scores.rejected_lengths
+    return _with_rewards(_minus_log_sigmoid(beta * (chosen - rejected) - gamma), chosen, rejected, beta)
+
+
+def orpo(scores: Scores, *, beta: float) -> Losses:
+    """ORPO (arXiv 2403.07691, eq. 6 and 7): SFT per token, and the odds of means over tokens; beta is its lambda."""
+    chosen, rejected = scores.chosen / scores.chosen_lengths, scores.rejected / scores.rejected_lengths
+    log_odds = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
+    return _with_rewards(-chosen + beta * _minus_log_sigmoid(log_odds), chosen, rejected, beta)
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0, of which the smallest magnitude counts as the dtype's epsilon."""
+    import torch
+
+    x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    return torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
+
+
+def apo_zero(scores: Scores, *, beta: float) -> Losses:
+    """APO-zero (arXiv 2408.06266, eq. 7): chosen up, rejected down."""
+    u_w, u_l = scores.log_ratios()
+    return _with_rewards((-beta * u_w).sigmoid() + (beta * u_l).sigmoid(), u_w, u_l, beta)
+
+
+def apo_down(scores: Scores, *, beta: float) -> Losses:
+    """APO-down (arXiv 2408.06266, eq. 8): chosen down, rejected further down."""
+    u_w, u_l = scores.log_ratios()
+    return _with_rewards((beta * u_w).sigmoid() + (-beta * (u_w - u_l)).sigmoid(), u_w, u_l, beta)
+
+
+def nca(scores: Scores, *, beta: float) -> Losses:
+    """NCA for pairs (arXiv 2402.05369, section 4.1): the likelihood of each response against the reference's."""
+    u_w, u_l = scores.log_ratios()
+    against = (_minus_log_sigmoid(-beta * u_w) + _minus_log_sigmoid(-beta * u_l)) / 2
+    return _with_rewards(_minus_log_sigmoid(beta * u_w) + against, u_w, u_l, beta)
+
+
+def bco(scores: Scores, *, beta: float, momentum: float = 1.0) -> Losses:  # momentum: of `scores.average`
+    """BCO (arXiv 2404.04656) for pairs, without the density ratio; the reward shift is that of the updates before."""
+    u_w, u_l = scores.log_ratios()
+    chosen, rejected = beta * u_w - scores.average, beta * u_l - scores.average
+    return _with_rewards(_minus_log_sigmoid(chosen) + _minus_log_sigmoid(-rejected), u_w, u_l, beta)
+
+
+def sppo(scores: Scores, *, beta: float) -> Losses:
+    """SPPO (arXiv 2405.00675, eq. 4.7) where the chosen response always wins; 1 / beta is its eta."""
+    u_w, u_l = scores.log_ratios()
+    return _with_rewards((u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2, u_w, u_l, beta)
+
+
+def dpop(scores: Scores, *, beta: float, penalty: float) -> Losses:
+    """DPO-Positive (arXiv 2402.13228, eq. 3): a chosen response below the reference costs; `penalty` is its lambda."""
+    u_w, u_l = scores.log_ratios()
+    return _with_rewards(_minus_log_sigmoid(beta * (u_w - u_l - penalty * (-u_w).relu())), u_w, u_l, beta)
+
+
+def cal_dpo(scores: Scores, *, beta: float) -> Losses:
+    """Cal-DPO (arXiv 2412.14516, algorithm 1): the log-ratios are drawn to +-1 / (2 beta); no beta in the sigmoid."""
+    u_w, u_l = scores.log_ratios()
+    calibration = (u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2
+    return _with_rewards(_minus_log_sigmoid(u_w - u_l) + calibration, u_w, u_l, beta)
+
+
+def mean_reward(chosen: float, rejected: float) -> float:
+    """What BCO averages over updates, of an update's mean rewards."""
+    return (chosen + rejected) / 2
+
+
+def mean_margin(chosen: float, rejected: float) -> float:
+    """What beta-DPO averages over updates."""
+    return chosen - rejected
+
+
+# --- losses of the whole global batch: what they take from it is a constant of the gradient, `Scores.of_batch` --------
+
+
+def beta_of_batch(scores: Scores, *, beta: float, alpha: float, momentum: float, **_: Any) -> Tensor:
+    """The beta of a batch, (B, 1): eq. 8 of arXiv 2407.08639, where M is the margin of the rewards under beta."""
+    u_w, u_l = scores.log_ratios()
+    mean = (beta * (u_w - u_l)).detach().mean()
+    average = momentum * scores.average + (1 - momentum) * mean
+    return (beta * (1 + alpha * (mean - average))).clamp(min=1e-3).expand(len(u_w), 1)
+
+
+def beta_dpo(scores: Scores, *, beta: float, alpha: float, momentum: float) -> Losses:
+    """beta-DPO (arXiv 2407.08639): DPO whose beta follows the batch's margin; without the filter of examples."""
+    constants = scores.of_batch
+    if constants is None:
+        constants = beta_of_batch(scores, beta=beta, alpha=alpha, momentum=momentum)
+    u_w, u_l = scores.log_ratios()
+    return _with_rewards(_minus_log_sigmoid(constants[:, 0] * (u_w - u_l)), u_w, u_l, beta)
+
+
+def _at_rank_of(values: Tensor, others: Tensor) -> Tensor:
+    """Of each value, that of the others which has the same place among them, (B,), detached."""
+    places = values.detach().argsort(stable=True).argsort()
+    return others.detach().sort().values[places]
+
+
+def aot_partners(scores: Scores, **_: Any) -> Tensor:
+    reference = scores.reference_chosen - scores.reference_rejected
+    return _at_rank_of(scores.chosen - scores.rejected, reference)[:, None]
+
+
+def aot(scores: Scores, *, beta: float) -> Losses:
+    """AOT for pairs (arXiv 2406.05882): the policy's margins, sorted, above the reference's, sorted."""
+    partners = aot_partners(scores) if scores.of_batch is None else scores.of_batch
+    losses = _minus_log_sigmoid(beta * (scores.chosen - scores.rejected - partners[:, 0]))
+    return _with_rewards(losses, *scores.log_ratios(), beta)
+
+
+def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
+    import torch
+
+    u_w, u_l = scores.log_ratios()
+    return torch.stack([_at_rank_of(u_w, u_l), _at_rank_of(u_l, u_w)], dim=1)
+
+
+def aot_unpaired(scores: Scores, *, beta: float) -> Losses:
+    """AOT for unpaired responses (arXiv 2406.05882): log-ratios of all chosen, sorted, above those of all rejected."""
+    partners = aot_unpaired_partners(scores) if scores.of_batch is None else scores.of_batch
+    u_w, u_l = scores.log_ratios()
+    of_chosen = _minus_log_sigmoid(beta * (u_w - partners[:, 0]))
+    of_rejected = _minus_log_sigmoid(beta * (partners[:, 1] - u_l))  # the same sum; here for its gradient
+    return _with_rewards(of_chosen + of_rejected - of_rejected.detach(), u_w, u_l, beta)

@@ -1,0 +1,79 @@
+"""Options of all pairwise losses, which are under `loss` in `config/config.yaml`: what they make of scores and losses.
+
+Pure tensor functions, as those of `formulas.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dpo.losses.formulas import Scores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OPTIONS = ("sft_weight", "wpo", "ld_alpha", "f_divergence", "f_alpha")
+
+
+def needs_tails(loss_config: Mapping[str, Any]) -> bool:
+    """Whether policy and reference must also give the tails of `Scores`."""
+    return loss_config.get("ld_alpha", 1) != 1
+
+
+def needs_squares(loss_config: Mapping[str, Any]) -> bool:
+    """Whether the policy must also give the squares of `Scores`."""
+    return bool(loss_config.get("wpo"))
+
+
+def with_lighter_tails(scores: Scores, alpha: float) -> Scores:
+    """LD-DPO (arXiv 2409.06411): tokens beyond the shorter response's length count `alpha`."""
+    names = ("chosen", "rejected", "reference_chosen", "reference_rejected")
+    return scores._replace(
+        **{name: getattr(scores, name) - (1 - alpha) * getattr(scores, f"{name}_tail") for name in names}
+    )
+
+
+def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
+    """f'(pi / ref), shifted to 0 where they agree (arXiv 2309.16240, table 1)."""
+    from torch.nn.functional import logsigmoid
+
+    if divergence == "forward_kl":
+        return -(-log_ratio).expm1()
+    if divergence == "js":
+        return math.log(2) + logsigmoid(log_ratio)
+    return -(-alpha * log_ratio).expm1() / alpha
+
+
+def with_divergence(scores: Scores, divergence: str, alpha: float) -> Scores:
+    """Scores whose log-ratios are f' of the ratios, which is what stands in their place under another divergence."""
+    u_w, u_l = (f_derivative(u, divergence, alpha) for u in scores.log_ratios())
+    none = u_w.detach() * 0
+    return scores._replace(chosen=u_w, rejected=u_l, reference_chosen=none, reference_rejected=none)
+
+
+def wpo_weights(scores: Scores) -> Tensor:
+    """WPO (arXiv 2406.11827, eq. 2, sampled alignment): how likely the policy is to write both responses, (B,).
+
+    The mean over tokens of log pi(token) - log sum_v pi(v)^2, exponentiated; detached.
+    """
+    chosen = (scores.chosen - scores.chosen_squares) / scores.chosen_lengths
+    rejected = (scores.rejected - scores.rejected_squares) / scores.rejected_lengths
+    return (chosen + rejected).detach().exp()
+
+
+def change_scores(
+    scores: Scores, *, ld_alpha: float = 1, f_divergence: str = "reverse_kl", f_alpha: float = 0.5, **_: Any
+) -> Scores:
+    """What a loss with a reference is given under these options; without them the same."""
+    if ld_alpha != 1:
+        scores = with_lighter_tails(scores, ld_alpha)
+    return scores if f_divergence == "reverse_kl" else with_divergence(scores, f_divergence, f_alpha)
+
+
+def change_losses(losses: Tensor, scores: Scores, *, sft_weight: float = 0, wpo: bool = False, **_: Any) -> Tensor:
+    """What becomes of the losses of pairs under these options; `scores` as the models gave them."""
+    if wpo:
+        losses = losses * wpo_weights(scores)
+    return losses - sft_weight * scores.chosen / scores.chosen_lengths if sft_weight else losses
