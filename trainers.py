@@ -98,8 +98,7 @@ class Trainer:
         context = RunContext(config, self.run_dir, rank, self.data, self.progress.line)
         self.callbacks = Callbacks.of(CALLBACKS, context, terminal=self.progress)
         self.checkpoints = Checkpoints(self.run_dir, self.mesh, keep=config.keep_checkpoints, log=self.progress.line)
-        own = {"average": self.objective.average} if self.loss.averaged else {}
-        self.state = RunState(self.reference, rank, checkpoints=self.checkpoints, callbacks=self.callbacks, **own)
+        self.state = RunState(self.objective, rank=rank, checkpoints=self.checkpoints, callbacks=self.callbacks)
         if resume_from is not None:
             self.checkpoints.restore(resume_from, self._stateful())
         for note in self.notes():

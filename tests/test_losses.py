@@ -8,10 +8,13 @@ import math
 
 import pytest
 import torch
-import yaml
 from support.runs import GOLDEN, ROOT
 
-from dpo.losses import LOSSES, Loss, Scores, _get_batch_logps, find_loss, preference_loss
+from dpo.losses import LOSSES, Loss, Scores, _get_batch_logps, find_loss, preference_loss, split_options
+from dpo.losses.options import OPTIONS as OPTIONS_OF_ALL
+from dpo.settings.files import defaults_of
+
+DEFAULTS = {name: defaults_of(name)["loss"] for name in LOSSES}
 
 # one pair, log-probabilities (policy chosen, policy rejected, reference chosen, reference rejected):
 # h = (-10 - -13) - (-11 - -12) = 3 - 1 = 2
@@ -96,14 +99,15 @@ def test_unlabelled_positions_have_no_gradient():
 
 
 def test_every_loss_takes_exactly_the_keys_of_its_config_file():
-    files = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "config" / "loss").glob("*.yaml")}
-
-    assert files.keys() == LOSSES.keys()
-    assert files["mix"].keys() >= {"name", "weights"}  # of the others each part takes what it has
-    for name, keys in files.items():
-        assert keys.pop("name") == name
+    assert {path.stem for path in (ROOT / "config" / "loss").glob("*.yaml")} == LOSSES.keys()
+    assert DEFAULTS["mix"].keys() >= {"name", "weights"}  # of the others each part takes what it has
+    for name, config in DEFAULTS.items():
+        assert config["name"] == name
+        own, shared = split_options(config)
         parameters = inspect.signature(LOSSES[name].fn).parameters.values()
-        assert name == "mix" or {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == keys.keys()
+        assert name == "mix" or {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == own.keys()
+        assert {*shared} == ({*OPTIONS_OF_ALL} if LOSSES[name].reference else set())
+        assert [*config] == ["name", *own, *shared]
 
 
 def test_the_table_of_losses_hands_its_options_on():
@@ -306,7 +310,6 @@ def test_trl_has_said_something_about_every_loss_that_it_has():
 
 # --- gradients -------------------------------------------------------------------------------------------------------
 
-DEFAULTS = {name: yaml.safe_load((ROOT / "config" / "loss" / f"{name}.yaml").read_text()) for name in LOSSES}
 OPTIONS = (
     {},
     {"sft_weight": 0.3},

@@ -21,14 +21,22 @@ class ReferenceState(Protocol):
     logps: Stateful
 
 
+class ObjectiveState(Protocol):
+    @property
+    def reference(self) -> ReferenceState | None: ...
+
+    @property
+    def parts(self) -> Mapping[str, Stateful]: ...
+
+
 class RunState:
     """The counters of a run, the cached reference log-probabilities, and the states of other parts that resume."""
 
-    def __init__(self, reference: ReferenceState | None, rank: int, **parts: Stateful) -> None:
+    def __init__(self, objective: ObjectiveState, *, rank: int, **parts: Stateful) -> None:
         self.example_counter = 0  # examples trained on
         self.batch_counter = 0  # updates applied or skipped
         self.evaluated_at = self.saved_at = -1  # examples; an evaluation outdates an earlier checkpoint
-        self._reference, self._rank, self._parts = reference, rank, parts
+        self._reference, self._rank, self._parts = objective.reference, rank, {**objective.parts, **parts}
 
     def count(self, n_examples: int) -> tuple[int, int]:
         """Count one more update of `n_examples`. Returns (updates, examples) including it."""

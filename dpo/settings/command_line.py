@@ -287,9 +287,12 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
         return f"{key}={value} is not one of {', '.join(options)}"
     if "is not in struct" in f"{error}{error.__cause__}":
         group, _, name = key.partition(".")
-        having = sorted(f.stem for f in places[0].glob(f"{group}/*.yaml") if name in keys_in(f))
-        if having:
+        files = sorted(places[0].glob(f"{group}/*.yaml"))
+        having, others = ([f.stem for f in files if (name in keys_in(f)) == has] for has in (True, False))
+        if having and len(having) <= len(others):
             return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={h}' for h in having)}"
+        if having:
+            return f"{key} does not exist here: it belongs to any {group} but {', '.join(others)}"
         return did_you_mean(key, [*KEYS, "dataset_sources", *os.listdir(places[0])])
     if value.startswith("~"):
         return f"{override}: ~ is not expanded here; write the whole path"

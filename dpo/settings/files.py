@@ -37,7 +37,7 @@ def require(config: DictConfig) -> None:
     from dpo.errors import InputError
 
     defaults = defaults_of(OmegaConf.select(config, "loss.name"))
-    if "name" not in defaults["loss"]:
+    if "loss" not in defaults:
         losses = ", ".join(sorted(file.stem for file in (CONFIG_DIR / "loss").glob("*.yaml")))
         raise InputError(f"loss.name={OmegaConf.select(config, 'loss.name')} is not one of {losses}")
     needed = [
@@ -49,10 +49,10 @@ def require(config: DictConfig) -> None:
 
 
 def defaults_of(loss: str | None = None) -> dict[str, Any]:
-    """What `config/` has under each key; of `loss` only what all have in common, unless it is one."""
+    """What `config/` has under each key; of `loss` only if it is one."""
     defaults = _load(CONFIG_DIR / "config.yaml") | {"model": _load(CONFIG_DIR / "model" / "blank_model.yaml")}
     file = CONFIG_DIR / "loss" / f"{loss}.yaml"
-    return defaults | ({"loss": defaults["loss"] | _load(file)} if file.is_file() else {})
+    return defaults | ({"loss": _load(file)} if file.is_file() else {})
 
 
 def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -86,8 +86,12 @@ def keys_in(file: Path) -> list[str]:
 
 @cache  # the files do not change while a process runs
 def _load(file: Path) -> dict[str, Any]:
+    """What a file sets, also through other files that its defaults list names: what is named later wins."""
     content: Any = OmegaConf.to_container(OmegaConf.load(file))
-    return {key: value for key, value in content.items() if key not in OF_HYDRA}
+    own = {key: value for key, value in content.items() if key not in OF_HYDRA}
+    named = [entry.partition("@")[0] for entry in content.get("defaults", ["_self_"]) if isinstance(entry, str)]
+    parts = [own if name == "_self_" else _load(file.parent / f"{name}.yaml") for name in named]
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def _missing(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,12 +118,14 @@ def help_text() -> str:
     parts += ["# model=...: another model has another name_or_path and block_name", _nested("model", "blank_model")]
     for loss in options["loss"]:
         parts += [f"# loss={loss}", _nested("loss", loss)]
+    parts += ["# any loss with a reference also has", _nested("loss", "options/with_reference")]
     return "\n".join([*parts, END])
 
 
 def _nested(group: str, option: str) -> str:
     text = (CONFIG_DIR / group / f"{option}.yaml").read_text(encoding="utf-8")
-    return "\n".join([f"{group}:", *(f"  {line}" if line else "" for line in text.splitlines()), ""])
+    lines = text.split("\ndefaults:")[0].splitlines()
+    return "\n".join([f"{group}:", *(f"  {line}" if line else "" for line in lines), ""])
 
 
 HELP = """Preference training: SFT, DPO, conservative DPO, IPO.

@@ -117,11 +117,10 @@ GATHERED = Needs(
 CUT_LAYERS = Needs("trainer=TensorParallelTrainer", lambda values, plan: plan.trainer.cuts_layers, refused=True)
 CUT_OR_1 = CUT_LAYERS._replace(met=lambda values, plan: plan.trainer.cuts_layers or values["tensor_parallel_size"] == 1)
 REFERENCE = Needs(
-    f"a loss with a reference: loss={' or '.join(name for name, loss in LOSSES.items() if loss.reference)}",
+    f"a loss with a reference: any but {', '.join(name for name, loss in LOSSES.items() if not loss.reference)}",
     lambda values, plan: plan.loss.reference,
 )
 TO_THE_REFERENCE = REFERENCE._replace(refused=True)
-PAIRS = Needs("a loss of pairs: any but loss=sft", lambda values, plan: plan.loss.pairwise, refused=True)
 MARGIN = Needs(
     "a loss whose log-ratios enter by their difference alone: "
     f"loss={' or '.join(name for name, loss in LOSSES.items() if loss.reference and loss.of_margin)}",
@@ -255,8 +254,8 @@ KEYS: dict[str, Key] = {
     "loss.penalty": Key(NON_NEGATIVE, KEEP),
     "loss.alpha": Key(NUMBER, KEEP),
     "loss.momentum": Key(FRACTION, KEEP),
-    "loss.sft_weight": Key(NON_NEGATIVE, KEEP, PAIRS),
-    "loss.wpo": Key(FLAG, KEEP, PAIRS),
+    "loss.sft_weight": Key(NON_NEGATIVE, KEEP, TO_THE_REFERENCE),
+    "loss.wpo": Key(FLAG, KEEP, TO_THE_REFERENCE),
     "loss.ld_alpha": Key(FRACTION, KEEP, TO_THE_REFERENCE),
     "loss.f_divergence": Key(_one_of(DIVERGENCES), KEEP, MARGIN),
     "loss.f_alpha": Key(BETWEEN, KEEP, ALPHA),

@@ -120,10 +120,10 @@ def find_unused(config: DictConfig, plan: Plan) -> list[str]:
 
 def _find_unused(values: Mapping[str, Any], plan: Plan) -> Iterator[tuple[str, Any, Needs]]:
     """Keys that differ from their defaults and lack what they need; null asks for nothing."""
-    defaults = flatten(OmegaConf.create(defaults_of()))
+    defaults = flatten(OmegaConf.create(defaults_of(values.get("loss.name"))))
     for key, (_, _, needs, _) in KEYS.items():
         value = values.get(key)
-        if needs is not None and value not in (None, defaults[key]) and not needs.met(values, plan):
+        if needs is not None and value not in (None, defaults.get(key)) and not needs.met(values, plan):
             yield key, value, needs
 
 

@@ -57,7 +57,7 @@ class Objective:
 
     `autocast` is the dtype in which float32 weights are multiplied, None for their own. While the
     `models_are_equal`, accuracies are 0, because rewards differ by rounding alone. With `tails` and `squares` the
-    forward gives those of `Scores` too, of the reference only tails.
+    forward gives those of `Scores` too, of the reference only tails. `averages`: the loss has a running average.
     """
 
     def __init__(
@@ -71,9 +71,11 @@ class Objective:
         models_are_equal: bool = False,
         tails: bool = False,
         squares: bool = False,
+        averages: bool = False,
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh = policy, reference, layout, mesh
         self.tails, self.squares, self.average = tails, squares, RunningAverage()
+        self.parts = {"average": self.average} if averages else {}  # of checkpoints
         self.of_reference = REFERENCE if tails else REFERENCE[:2]
         self.autocast, self.models_are_equal = autocast, models_are_equal
         self.device = next(policy.parameters()).device
@@ -255,4 +257,5 @@ def make_objective(
     equal = reference is not None and hold_the_same(policy, reference.model, mesh)
     assert layout is not None
     asked = {"tails": needs_tails(config.loss), "squares": needs_squares(config.loss)}
+    asked["averages"] = plan.loss.averaged is not None
     return Objective(policy, reference, layout, mesh, autocast=autocast, models_are_equal=equal, **asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
 
@@ -12,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from support.runs import ROOT
 
 import train  # noqa: F401  (registers the config's resolvers)
-from dpo.losses import LOSSES
+from dpo.losses import LOSSES, find_loss
 from dpo.settings import choices
-from dpo.settings.files import flatten
+from dpo.settings.files import defaults_of, flatten
 from dpo.settings.keys import ALIASES, KEYS
 from dpo.settings.plan import ParallelDims, Plan
 from dpo.settings.validation import find_config_problems, find_unused
@@ -300,7 +301,7 @@ def read(name: str) -> dict:
 
 def test_every_key_has_a_rule_and_every_rule_a_key():
     main = {k: v for k, v in read("config.yaml").items() if k not in ("defaults", "hydra", "dataset_sources")}
-    losses = set().union(*(keys_of(read(f"loss/{f.name}"), "loss.") for f in CONFIG.glob("loss/*.yaml")))
+    losses = set().union(*(keys_of(defaults_of(loss)["loss"], "loss.") for loss in LOSSES))
     models = {
         f.stem: keys_of(read(f"model/{f.name}"), "model.") - {"model.defaults"} for f in CONFIG.glob("model/*.yaml")
     }
@@ -309,7 +310,8 @@ def test_every_key_has_a_rule_and_every_rule_a_key():
     assert keys_of(main) | losses | models["blank_model"] == KEYS.keys()
 
 
-EXPLAINED = ["config.yaml", "model/blank_model.yaml", *(f"loss/{file.name}" for file in sorted(CONFIG.glob("loss/*")))]
+LOSS_FILES = [str(file.relative_to(CONFIG)) for file in sorted(CONFIG.glob("loss/**/*.yaml"))]
+EXPLAINED = ["config.yaml", "model/blank_model.yaml", *LOSS_FILES]
 
 
 @pytest.mark.parametrize("file", EXPLAINED)
@@ -403,11 +405,6 @@ def test_defaults_are_the_references():
         "model.fsdp_policy_mp": None,
         "model.reference_dtype": "float16",
         "loss.name": "sft",
-        "loss.sft_weight": 0,
-        "loss.wpo": False,
-        "loss.ld_alpha": 1,
-        "loss.f_divergence": "reverse_kl",
-        "loss.f_alpha": 0.5,
     }
     assert {k: v for k, v in values.items() if k in ours} == {k: v for k, v in ours.items() if k in values}
 
@@ -429,10 +426,18 @@ def test_models_differ_from_the_blank_one_in_name_and_block_alone(model, name, b
     assert composed == read("model/blank_model.yaml") | {"name_or_path": name, "block_name": block}
 
 
-def test_losses_have_the_papers_options():
-    assert read("loss/sft.yaml") == {"name": "sft"}
-    assert read("loss/dpo.yaml") == {"name": "dpo", "beta": "???", "label_smoothing": 0, "reference_free": False}
-    assert read("loss/ipo.yaml") == {"name": "ipo", "beta": "???", "average": False}
+def test_losses_have_the_papers_options_and_those_with_a_reference_have_its_options():
+    shared = {"sft_weight": 0, "wpo": False, "ld_alpha": 1, "f_divergence": "reverse_kl", "f_alpha": 0.5}
+    dpo = {"name": "dpo", "beta": "???", "label_smoothing": 0, "reference_free": False}
+    assert compose("loss=sft").loss == {"name": "sft"}
+    assert list(compose("loss=dpo").loss) == [*dpo, *shared]
+    for loss, own in (("dpo", dpo), ("ipo", {"name": "ipo", "beta": "???", "average": False})):
+        assert OmegaConf.to_container(compose(f"loss={loss}").loss) == own | shared
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_files_of_losses_are_read_as_hydra_reads_them(loss):
+    assert OmegaConf.to_container(compose(f"loss={loss}").loss) == defaults_of(loss)["loss"]
 
 
 @pytest.mark.parametrize(
@@ -469,8 +474,8 @@ def test_options_of_losses_that_cannot_be_together_are_refused(overrides, proble
 
 
 def test_a_mix_has_a_weight_for_each_loss_that_can_be_in_it_and_all_options_of_these():
-    mix = read("loss/mix.yaml")
-    parts = [read(f"loss/{name}.yaml") for name, loss in LOSSES.items() if loss.can_be_mixed]
+    mix = copy.deepcopy(defaults_of("mix")["loss"])
+    parts = [copy.deepcopy(defaults_of(name)["loss"]) for name, loss in LOSSES.items() if loss.can_be_mixed]
     assert mix.pop("weights") == {part.pop("name"): 0 for part in parts}
     assert mix.keys() == set().union(*parts) - {"momentum"} | {"name"}  # without updates before, no running average
 
@@ -521,9 +526,9 @@ WITHOUT = {  # settings under which a key has no effect
     "export=false": ("debug=true",),
     "model.fsdp_policy_mp=bfloat16": (),
     "model.reference_dtype=float32": ("loss=sft",),
-    "loss.sft_weight=1": ("loss=sft",),
-    "loss.wpo=true": ("loss=sft",),
-    "loss.ld_alpha=0.5": ("loss=simpo",),
+    "loss.sft_weight=1": ("loss=mix", "loss.weights.simpo=1"),
+    "loss.wpo=true": ("loss=mix", "loss.weights.orpo=1"),
+    "loss.ld_alpha=0.5": ("loss=mix", "loss.weights.simpo=1"),
     "loss.f_divergence=js": ("loss=nca",),
     "loss.f_alpha=0.1": ("loss.f_divergence=js",),
 }
@@ -536,9 +541,9 @@ def test_every_key_that_needs_something_is_tried():
 @pytest.mark.parametrize("override", WITHOUT)
 def test_a_key_without_effect_is_refused_or_gets_a_line(override):
     key = override.split("=")[0]
-    loss, *others = [o for o in WITHOUT[override] if "loss=" in o] or ["loss=dpo", "loss.beta=0.1"]
-    complete = (*COMPLETE[:2], loss, *others, *(o for o in WITHOUT[override] if "loss=" not in o))
-    plan = replace(ONE, loss=LOSSES[loss.removeprefix("loss=")])
+    loss = () if any(o.startswith("loss=") for o in WITHOUT[override]) else ("loss=dpo", "loss.beta=0.1")
+    complete = (*COMPLETE[:2], *loss, *WITHOUT[override])
+    plan = replace(ONE, loss=find_loss(compose(*complete).loss))
     refused = problems(override, complete=complete, plan=plan)
     noted = find_unused(compose(*complete, override), plan)
     assert [line.split("=")[0] for line in refused + noted] == [key]
