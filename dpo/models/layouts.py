@@ -63,7 +63,7 @@ class Microbatch(NamedTuple):
         return Microbatch(change(self.indices), change(self.lengths), self.inputs.map(change))
 
 
-def _details(logps: torch.Tensor, places: torch.Tensor, squares: torch.Tensor) -> Logps:
+def _details(logps: torch.Tensor, places: torch.Tensor, squares: Sequence[torch.Tensor] = ()) -> Logps:
     """Of chosen and rejected: log-probabilities, those of tokens beyond the shorter response's length, and `squares`.
 
     From tokens' log-probabilities and their number in the response, from 1, (2, B, T), and (2, B).
@@ -87,9 +87,10 @@ class Padded:
         logps = sequence_logps(model, inputs.input_ids, inputs.attention_mask, inputs.labels)  # (sides * B,)
         return logps.to(inputs.input_ids.device).chunk(inputs.sides)
 
-    def forward_details(self, model: torch.nn.Module, inputs: PaddedRows) -> Logps:
+    def forward_details(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool) -> Logps:
         """The same for pairs, with what `_details` adds."""
-        details = sequence_details(model, inputs.input_ids, inputs.attention_mask, inputs.labels)
+        rows = inputs.input_ids, inputs.attention_mask, inputs.labels
+        details = sequence_details(model, *rows, with_squares=with_squares)
         return _details(*(values.to(inputs.input_ids.device).unflatten(0, (inputs.sides, -1)) for values in details))
 
 
@@ -128,9 +129,9 @@ class SharedPrefix:
         logps = run_as_forward(model, packed_logps, inputs, self.windows)  # (U,)
         return tuple(logps.to(inputs.response_index.device)[inputs.response_index])
 
-    def forward_details(self, model: torch.nn.Module, inputs: Packed) -> Logps:
+    def forward_details(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool) -> Logps:
         """The same for pairs, with what `_details` adds."""
-        details = run_as_forward(model, packed_details, inputs, self.windows)
+        details = run_as_forward(model, packed_details, inputs, self.windows, with_squares)
         return _details(*(values.to(inputs.response_index.device)[inputs.response_index] for values in details))
 
 

@@ -24,17 +24,22 @@ def sequence_logps(
 
 
 def sequence_details(
-    model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    with_squares: bool,
+) -> tuple[torch.Tensor, ...]:
     """Of the same inputs: log-probabilities of the labelled tokens and their number in the row, from 1, (B, T - 1), 0
-    where nothing is labelled; the sums over these tokens of log sum_v pi(v)^2, (B,), detached."""
+    where nothing is labelled; `with_squares` also the sums over these tokens of log sum_v pi(v)^2, (B,), detached."""
     logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]
     logps = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     targets = labels[:, 1:].to(logits.device)
     scored = targets != IGNORE_INDEX
     picked = logps.gather(2, targets.where(scored, 0).unsqueeze(2)).squeeze(2)
-    squares = (2 * logps.detach()).logsumexp(-1)
-    return picked * scored, scored.cumsum(-1) * scored, (squares * scored).sum(-1)
+    details = (picked * scored, scored.cumsum(-1) * scored)
+    return (*details, ((2 * logps.detach()).logsumexp(-1) * scored).sum(-1)) if with_squares else details
 
 
 def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
@@ -44,13 +49,17 @@ def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None]) 
 
 
 def packed_details(
-    model: Any, packed: Packed, windows: Mapping[str, int | None]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    model: Any, packed: Packed, windows: Mapping[str, int | None], with_squares: bool
+) -> tuple[torch.Tensor, ...]:
     """Of the U responses of `packed` what `sequence_details` gives, (U, T), (U, T) and (U,)."""
     rows, targets = _scored_rows(model, packed, windows)
-    logps, squares = token_logps(model, rows, targets, with_squares=True).unbind(1)
+    logps = token_logps(model, rows, targets, with_squares=with_squares)
     scored = _by_response(torch.ones_like(targets), packed)
-    return _by_response(logps, packed), scored.cumsum(-1) * scored, _by_response(squares.detach(), packed).sum(-1)
+    places = scored.cumsum(-1) * scored
+    if not with_squares:
+        return _by_response(logps, packed), places
+    logps, squares = logps.unbind(1)
+    return _by_response(logps, packed), places, _by_response(squares.detach(), packed).sum(-1)
 
 
 def _scored_rows(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> tuple[torch.Tensor, torch.Tensor]:

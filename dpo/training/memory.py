@@ -10,8 +10,9 @@ import os
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_iter
 
 from dpo.data.preflight import TrainingData
 from dpo.errors import RunError
+from dpo.losses import needs_squares, needs_tails
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
 from dpo.models.loading import find_structure
 from dpo.models.pretrained import DTYPES
@@ -116,12 +118,15 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> MemoryEstimat
     if config.activation_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     layout, _ = layout_by_rules(config.layout, policy, max_length=config.max_length)
+    forward = layout.forward
+    if needs_tails(config.loss) or needs_squares(config.loss):
+        forward = partial(layout.forward_details, with_squares=needs_squares(config.loss))
     trained, evaluated = _largest_microbatches(config, plan, data, layout)
     n_backwards = min(config.gradient_accumulation_steps, 2)
     with fake:
         of_update, of_scoring = (
-            _run(policy.train(), layout, _as_fake(trained, fake, device), config.model.autocast, n_backwards).peak,
-            _run(policy.eval(), layout, _as_fake(evaluated, fake, device), config.model.autocast, 0).peak,
+            _run(policy.train(), forward, _as_fake(trained, fake, device), config.model.autocast, n_backwards).peak,
+            _run(policy.eval(), forward, _as_fake(evaluated, fake, device), config.model.autocast, 0).peak,
         )
     training = _held_while_training(config, plan, policy, on_gpu=device == "cuda")
     at_peak = max(of_update, of_scoring, key=lambda peak: peak["activations"] + peak["logits"])
@@ -183,14 +188,14 @@ def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:
     return microbatch.map(lambda tensor: fake.from_tensor(tensor).to(device)).inputs
 
 
-def _run(policy: Any, layout: Layout, inputs: Any, autocast: str | None, n_backwards: int) -> MemoryTracker:
+def _run(policy: Any, forward: Callable, inputs: Any, autocast: str | None, n_backwards: int) -> MemoryTracker:
     """Run forward and backward; twice if gradients accumulate, as the second finds them allocated; 0: forward only."""
     device = policy.device.type
     tracker = MemoryTracker.of(policy)
     with tracker, torch.set_grad_enabled(n_backwards > 0):
         for _ in range(max(1, n_backwards)):
             with torch.autocast(device, dtype=DTYPES.get(autocast), enabled=autocast is not None):
-                logps = layout.forward(policy, inputs)
+                logps = forward(policy, inputs)
             if n_backwards:
                 sum(logps).sum().backward()
             del logps

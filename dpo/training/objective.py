@@ -82,14 +82,15 @@ class Objective:
 
     def forward(self, model: torch.nn.Module, microbatch: Microbatch) -> Logps:
         """Log-probabilities of each example's responses: (chosen, rejected) or, under SFT, (chosen,); with tails or
-        squares the six that the layout's `forward_details` gives.
+        squares what the layout's `forward_details` gives.
 
         The microbatch is on the device.
         """
-        is_detailed = self.tails or (self.squares and model is self.policy)
-        forward = self.layout.forward_details if is_detailed else self.layout.forward
+        squares = self.squares and model is self.policy
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            return forward(model, microbatch.inputs)
+            if self.tails or squares:
+                return self.layout.forward_details(model, microbatch.inputs, with_squares=squares)
+            return self.layout.forward(model, microbatch.inputs)
 
     def losses(
         self,

@@ -15,7 +15,6 @@ from support.runs import GOLDEN, ROOT, small_run, train
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.errors import InputError
-from dpo.losses import LOSSES
 from dpo.models.loading import find_structure
 from dpo.settings.plan import resolve
 from dpo.training.memory import MemoryTracker, _held_while_training, predict, suggest
@@ -135,13 +134,23 @@ def test_processes_share_what_they_can(compose):
     assert shared.activations < alone.activations
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["sft", "dpo", "simpo"])  # targets, pairs, pairs without a reference
 @pytest.mark.parametrize(
     "settings", [(), ("layout=padded",), ("model.attn_implementation=sdpa", "model.autocast=bfloat16")]
 )
-def test_every_loss_layout_and_attention_can_be_predicted(settings, loss, compose):
+def test_every_kind_of_loss_layout_and_attention_can_be_predicted(settings, loss, compose):
     config = compose(f"loss={loss}", *(() if loss == "sft" else ("loss.beta=0.1",)), *settings)
     assert predict(config, resolve(config), load_data(config, silent=True)).activations > 0
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+def test_what_wpo_and_ld_alpha_hold_beside_is_counted(layout, compose):
+    def need(*options: str):
+        config = compose("loss=dpo", "loss.beta=0.1", f"layout={layout}", *options)
+        found = predict(config, resolve(config), load_data(config, silent=True))
+        return found.activations + found.logits
+
+    assert need("loss.wpo=true") > need("loss.ld_alpha=0.5") > need()
 
 
 def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
