@@ -213,6 +213,12 @@ def test_a_mix_is_a_weighted_sum_whose_rewards_are_those_of_its_pairwise_parts()
     assert (chosen.item(), rejected.item()) == pytest.approx((0.5, -0.5), rel=1e-12)
 
 
+def test_a_mix_without_a_loss_of_pairs_is_refused():
+    config = {**MIX, "weights": {"sft": 1.0, "dpo": 0}}
+    with pytest.raises(ValueError, match="loss=mix adds up no loss of pairs: give one of them a weight above 0"):
+        find_loss(config)(SCORES, config)
+
+
 def test_a_mix_needs_what_its_parts_need():
     def needs(**weights: float) -> tuple[bool, bool, bool]:
         loss = find_loss({**MIX, "weights": weights})

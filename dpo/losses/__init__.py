@@ -85,6 +85,8 @@ def _mix(scores: Scores, *, weights: Mapping[str, float], **options: Any) -> Los
             total += weights[name]
             chosen = chosen + weights[name] * part.chosen_rewards
             rejected = rejected + weights[name] * part.rejected_rewards
+    if not total:
+        raise ValueError("loss=mix adds up no loss of pairs: give one of them a weight above 0")
     return Losses(losses, chosen / total, rejected / total)
 
 

@@ -124,7 +124,7 @@ def dpo(scores: Scores, *, beta: float, label_smoothing: float, reference_free: 
 
 
 def dpo_norm(scores: Scores, *, beta: float) -> Losses:
-    """Length-normalised DPO: eq. 6 of arXiv 2411.15124 (Tulu 3)."""
+    """Length-normalised DPO, as Tulu 3 was trained (arXiv 2411.15124, section 5)."""
     u_w, u_l = _mean_ratios(scores)
     return _with_rewards(_minus_log_sigmoid(beta * (u_w - u_l)), u_w, u_l, beta)
 
@@ -249,7 +249,7 @@ def mean_margin(chosen: float, rejected: float) -> float:
 
 
 def beta_of_batch(scores: Scores, *, beta: float, alpha: float, momentum: float, **_: Any) -> Tensor:
-    """The beta of a batch, (B, 1): eq. 8 of arXiv 2407.08639, where M is the margin of the rewards under beta."""
+    """The beta of a batch, (B, 1): section 4 of arXiv 2407.08639, where M is the margin of the rewards under beta."""
     u_w, u_l = scores.log_ratios()
     mean = (beta * (u_w - u_l)).detach().mean()
     average = momentum * scores.average + (1 - momentum) * mean

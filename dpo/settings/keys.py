@@ -62,6 +62,7 @@ FINITE = Rule(lambda v: _is_number(v) and 0 < v < math.inf, "a number above 0")
 SECONDS = Rule(lambda v: _is_number(v) and 0 < v <= 10**7, "seconds above 0, ten million at most")
 POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
 NON_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a number, 0 or more")
+WEIGHT = Rule(lambda v: _is_number(v) and 0 <= v < math.inf, "a finite number, 0 or more")
 FLAG = Rule(lambda v: isinstance(v, bool), "true or false")
 TEXT = Rule(lambda v: isinstance(v, str) and bool(v.strip()), "a text")
 PROJECT = Rule(
@@ -251,15 +252,15 @@ KEYS: dict[str, Key] = {
     "loss.average": Key(FLAG, KEEP),
     "loss.gamma": Key(NUMBER, KEEP),
     "loss.tau": Key(FINITE, KEEP),
-    "loss.penalty": Key(NON_NEGATIVE, KEEP),
+    "loss.penalty": Key(WEIGHT, KEEP),
     "loss.alpha": Key(NUMBER, KEEP),
     "loss.momentum": Key(FRACTION, KEEP),
-    "loss.sft_weight": Key(NON_NEGATIVE, KEEP, TO_THE_REFERENCE),
+    "loss.sft_weight": Key(WEIGHT, KEEP, TO_THE_REFERENCE),
     "loss.wpo": Key(FLAG, KEEP, TO_THE_REFERENCE),
     "loss.ld_alpha": Key(FRACTION, KEEP, TO_THE_REFERENCE),
     "loss.f_divergence": Key(_one_of(DIVERGENCES), KEEP, MARGIN),
     "loss.f_alpha": Key(BETWEEN, KEEP, ALPHA),
-    **{f"loss.weights.{name}": Key(NON_NEGATIVE, KEEP) for name, loss in LOSSES.items() if loss.can_be_mixed},
+    **{f"loss.weights.{name}": Key(WEIGHT, KEEP) for name, loss in LOSSES.items() if loss.can_be_mixed},
 }
 
 # what other trainers call it -> what it is here

@@ -86,6 +86,9 @@ def _keys_of(values: Mapping[str, Any]) -> dict[str, Key]:
 
 def _value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | None:
     """What is wrong with a value alone."""
+    if key not in keys and key.startswith("loss.weights."):
+        names = ", ".join(name for name, loss in LOSSES.items() if loss.can_be_mixed)
+        return f"{key}={value}: a mix has none of that name; there are {names}"
     if key not in keys:
         return did_you_mean(key, keys)
     rule, how_to_set = keys[key].rule, keys[key].how_to_set
@@ -231,7 +234,9 @@ def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
 def _loss_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
     """Options of a loss that are right alone and wrong together."""
     weights = {key.rpartition(".")[2]: weight for key, weight in sound.items() if key.startswith("loss.weights.")}
-    if weights and not any(LOSSES[name].pairwise for name, weight in weights.items() if weight):
+    if sound.get("loss.name") == "mix" and not any(
+        LOSSES[name].pairwise and weight for name, weight in weights.items()
+    ):
         yield "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"
     if plan.loss.smoothed and sound.get("loss.label_smoothing") == 0:
         yield "loss.label_smoothing=0 makes the loss infinite: set it above 0, such as loss.label_smoothing=0.001"

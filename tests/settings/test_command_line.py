@@ -47,6 +47,10 @@ def test_options_come_first_and_keep_their_values():
         (["Lr=1"], "unknown key Lr: did you mean lr?"),
         (["model.name_or_path=~/x"], "model.name_or_path=~/x: ~ is not expanded here; write the whole path"),
         (["hydra.sweeper.params.x=1"], "hydra.sweeper.params.x=1 is not a valid override"),
+        (["loss=sft", "loss.beta=1"], "loss.beta does not exist here: it belongs to any loss but sft"),
+        (["loss=sft", "loss.wpo=true"], "loss.wpo does not exist here: it belongs to any loss but orpo, sft, simpo"),
+        (["loss=simpo", "loss.ld_alpha=0"], "loss.ld_alpha does not exist here: it belongs to any loss but orpo, sft"),
+        (["loss=orpo", "loss.gamma=1"], "loss.gamma does not exist here: it belongs to loss=mix and loss=simpo"),
         (["--cfg", "job", "loss.betta=1"], "unknown key loss.betta: did you mean loss.beta?"),
     ],
 )

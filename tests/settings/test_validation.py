@@ -444,14 +444,25 @@ def test_the_files_of_losses_are_read_as_hydra_reads_them(loss):
     ("overrides", "problem"),
     [
         (
+            ("loss=sft", "+loss.sft_weight=0.1"),
+            "loss.sft_weight=0.1 needs a loss with a reference: any but sft, simpo, orpo",
+        ),
+        (("loss=dpo", "loss.beta=1", "loss.sft_weight=inf"), "loss.sft_weight=inf must be a finite number, 0 or more"),
+        (
             ("loss=mix",),
             "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft",
         ),
         (("loss=mix", "loss.weights.sft=1"), "loss=mix adds up no loss of pairs"),
-        (("loss=mix", "loss.weights.dpo=1", "loss.weights.ipo=-1"), "loss.weights.ipo=-1 must be a number, 0 or more"),
+        (("loss=mix", "loss.weights.dpo=1", "loss.weights.ipo=-1"), "loss.weights.ipo=-1 must be a finite number, "),
         (
             ("loss=mix", "loss.weights.dpo=1", "loss.weights.apo_zero=1", "loss.f_divergence=js"),
             "loss.f_divergence=js n",
+        ),
+        (("loss=mix", "loss.weights.dpo=1", "loss.weights.ipo=inf"), "loss.weights.ipo=inf must be a finite number, "),
+        (("loss=mix", "~loss.weights"), "loss=mix adds up no loss of pairs"),
+        (
+            ("loss=mix", "loss.weights.dpo=1", "+loss.weights.aot=1"),
+            "loss.weights.aot=1: a mix has none of that name; ",
         ),
         (("loss=mix", "loss.weights.orpo=1", "loss.ld_alpha=0"), "loss.ld_alpha=0 needs a loss with a reference"),
         (("loss=mix", "loss.weights.exo=1"), "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
