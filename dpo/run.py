@@ -194,7 +194,7 @@ def _train(
             policy, reference = model_loaders(config, plan, rank=rank, resume_from=resume_from)
         else:
             policy, reference = models
-            if resume_from is not None:
+            if resume_from is not None and config.lora.name == "none":  # else its adapter is loaded by the trainer
                 load_archive(policy, str(resume_from))
         trainer = trainer_class(
             policy, config, config.seed, config.local_run_dir, reference, rank, plan.dims.world_size, data, resume_from
@@ -245,8 +245,9 @@ def describe(config: DictConfig) -> str:
 
     values = redact(OmegaConf.to_container(config))
     run_dir = values.pop("local_run_dir")
-    shown = differences(values, defaults_of(config.loss.name))
-    title = f"loss={config.loss.name}; what differs from the defaults (all of it: {run_dir}/config.yaml):"
+    shown = differences(values, defaults_of(config.loss.name, config.lora.name))
+    chosen = f"loss={config.loss.name}" + f", lora={config.lora.name}" * (config.lora.name != "none")
+    title = f"{chosen}; what differs from the defaults (all of it: {run_dir}/config.yaml):"
     return "\n".join([title, *(f"  {setting}" for setting in shown)])
 
 

@@ -17,18 +17,21 @@ class Stateful(Protocol):
 
 
 class ReferenceState(Protocol):
-    digest: str | None
     logps: Stateful
 
 
 class RunState:
-    """The counters of a run, the cached reference log-probabilities, and the states of other parts that resume."""
+    """The counters of a run, the cached reference log-probabilities, and the states of other parts that resume.
 
-    def __init__(self, reference: ReferenceState | None, *, rank: int, **parts: Stateful) -> None:
+    `frozen` is the digest of the weights, on rank 0, that the run relies on and does not save: those of the reference,
+    or of the base under an adapter.
+    """
+
+    def __init__(self, reference: ReferenceState | None, frozen: str | None, *, rank: int, **parts: Stateful) -> None:
         self.example_counter = 0  # examples trained on
         self.batch_counter = 0  # updates applied or skipped
         self.evaluated_at = self.saved_at = -1  # examples; an evaluation outdates an earlier checkpoint
-        self._reference, self._rank, self._parts = reference, rank, parts
+        self._reference, self._frozen, self._rank, self._parts = reference, frozen, rank, parts
 
     def count(self, n_examples: int) -> tuple[int, int]:
         """Count one more update of `n_examples`. Returns (updates, examples) including it."""
@@ -39,18 +42,16 @@ class RunState:
     def state_dict(self) -> dict[str, Any]:
         return {
             **{name: getattr(self, name) for name in COUNTERS},
-            "reference": self._reference and self._reference.digest,
+            "reference": self._frozen,
             **({"reference_logps": self._reference.logps.state_dict()} if self._reference else {}),
             **{name: part.state_dict() for name, part in self._parts.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict()`. Raises InputError if the reference has changed."""
-        digest = self._reference and self._reference.digest
-        if self._rank == 0 and state["reference"] != digest:
-            raise InputError(
-                "the reference model has changed since the checkpoint: model.name_or_path or model.archive"
-            )
+        if self._rank == 0 and state["reference"] != self._frozen:
+            what = "reference" if self._reference else "base"
+            raise InputError(f"the {what} model has changed since the checkpoint: model.name_or_path or model.archive")
         for name in COUNTERS:
             setattr(self, name, state[name])
         if self._reference:

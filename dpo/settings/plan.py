@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 
 from dpo.losses import LOSSES, Loss
-from dpo.settings.choices import BASIC, TENSOR_PARALLEL, TENSOR_PARALLEL_BACKENDS, TRAINERS, TrainerSpec
+from dpo.settings.choices import (
+    ADAPTED,
+    BASIC,
+    REFERENCES,
+    TENSOR_PARALLEL,
+    TENSOR_PARALLEL_BACKENDS,
+    TRAINERS,
+    TrainerSpec,
+)
 from dpo.settings.files import flatten
 from dpo.system.gpus import count_gpus
 from dpo.system.rank_env import find_rank_env
@@ -51,6 +59,7 @@ class Plan:
     reference_dtype: str
     autocast: str | None
     loss: Loss
+    reference: str | None  # what gives its log-probabilities: one of choices.REFERENCES; None: the loss needs none
     launched: bool  # whether torchrun or Slurm started the processes
     gpus: int  # of this machine
 
@@ -74,13 +83,15 @@ def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_siz
     gathered_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
     compute_dtype = gathered_dtype or values.get("model.policy_dtype")
     loss = _named(LOSSES, values.get("loss.name"), LOSSES["dpo"])
+    reference = _find_reference(values) if loss.reference else None
     return Plan(
         trainer=trainer,
         dims=ParallelDims.of(size, shard_size=_count(values, "fsdp_shard_size"), tensor_size=tensor_size),
         compute_dtype=compute_dtype,
-        reference_dtype=values.get("model.reference_dtype") or compute_dtype,
+        reference_dtype=(values.get("model.reference_dtype") if reference == "model" else None) or compute_dtype,
         autocast=values.get("model.autocast"),
         loss=loss,
+        reference=reference,
         launched=rank_env is not None,
         gpus=gpus,
     )
@@ -92,6 +103,14 @@ def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
     if trainer is TENSOR_PARALLEL:
         return _named(TENSOR_PARALLEL_BACKENDS, values.get("tensor_parallel.backend"), trainer)
     return trainer
+
+
+def _find_reference(values: Mapping[str, Any]) -> str:
+    """What gives the reference's log-probabilities: without an adapter, a model of its own."""
+    if values.get("lora.name") not in ADAPTED:
+        return "model"
+    wanted = values.get("lora.reference")
+    return wanted if wanted in REFERENCES else "base"
 
 
 def _named(table: Mapping[str, Any], name: Any, default: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from omegaconf import DictConfig
 
 from dpo.losses import LOSSES, Scores
+from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Logps, Longest, Microbatch, choose_layout
 from dpo.models.pretrained import DTYPES
 from dpo.parallel.mesh import Mesh, from_rank_0
@@ -56,6 +57,11 @@ class Objective:
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             return self.layout.forward(model, microbatch.inputs)
 
+    def reference_forward(self, microbatch: Microbatch) -> Logps:
+        """The same of the reference, whose model is there."""
+        with self.reference.in_use():
+            return self.forward(self.reference.model, microbatch)
+
     def losses(
         self,
         microbatch: Microbatch,
@@ -74,7 +80,7 @@ class Objective:
             reference = cached[microbatch.indices].unbind(1)
         elif loss.reference:  # before the policy's forward, whose activations stay
             with torch.no_grad():
-                reference = self.forward(self.reference.model, microbatch)
+                reference = self.reference_forward(microbatch)
         logps = self.forward(self.policy, microbatch)
         reference = tuple(r.to(logps[0]) for r in reference)
         scores = Scores(chosen=logps[0], chosen_lengths=microbatch.lengths[0])
@@ -118,7 +124,7 @@ class Objective:
     def score(self, batch: GlobalBatch) -> torch.Tensor:
         """The reference's log-probabilities of a global batch, (B, 2), on every process."""
         metrics = [
-            (microbatch.indices, dict(zip(REFERENCE, self.forward(self.reference.model, microbatch), strict=True)))
+            (microbatch.indices, dict(zip(REFERENCE, self.reference_forward(microbatch), strict=True)))
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches)
         ]
         reduced = reduce_metrics(metrics, len(batch.examples), self.mesh.add, counts=self.mesh.counts)
@@ -181,6 +187,12 @@ def make_objective(
         if note:
             log(note)
             break
-    equal = reference is not None and hold_the_same(policy, reference.model, mesh)
+    equal = reference is not None and _are_equal(policy, reference, mesh)
     assert layout is not None
     return Objective(policy, reference, layout, mesh, autocast=autocast, models_are_equal=equal)
+
+
+def _are_equal(policy: Any, reference: Reference, mesh: Mesh) -> bool:
+    ours = weights_in_use(policy)
+    with reference.in_use():
+        return hold_the_same(ours, weights_in_use(reference.model), mesh)
