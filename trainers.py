@@ -74,12 +74,11 @@ class Trainer:
         self.rank, self.world_size = rank, world_size
         self.plan = resolve(config, trainer=self.spec, world_size=world_size)
         self.loss = self.plan.loss
-        if (self.plan.reference == "model") != (reference_model is not None) and self.loss.reference:
-            raise InputError(
-                f"loss={config.loss.name} needs a reference model"
-                if reference_model is None
-                else f"lora.reference={self.plan.reference} is in the policy: give no reference model"
+        if self.loss.reference and (self.plan.reference == "model") != (reference_model is not None):
+            needs = (
+                "needs a reference model" if reference_model is None else "with lora.reference has one in the policy"
             )
+            raise InputError(f"loss={config.loss.name} {needs}")
         self.mesh = Mesh(rank, self.plan.dims, timeout_secs=config.collective_timeout_secs)
         self.data = data or self.load_data(config, silent=rank != 0)
         self.tokenizer = self.data.tokenizer
@@ -103,7 +102,6 @@ class Trainer:
         context = RunContext(config, self.run_dir, rank, self.data, self.progress.line)
         self.callbacks = Callbacks.of(CALLBACKS, context, terminal=self.progress)
         self.checkpoints = Checkpoints(self.run_dir, self.mesh, keep=config.keep_checkpoints, log=self.progress.line)
-        frozen = self.reference.digest if self.reference else frozen
         parts = {"checkpoints": self.checkpoints, "callbacks": self.callbacks}
         self.state = RunState(self.reference, frozen, rank=rank, **parts)
         if resume_from is not None:
@@ -152,8 +150,7 @@ class Trainer:
         """What to log at the start."""
         wanted, max_length = self.config.model.attn_implementation, self.config.max_length
         found = [*remarks(self.policy, attention=wanted, max_length=max_length), *notes_on_interval(self.config)]
-        size = [adapters.note_on_size(self.policy)] * (self.config.lora.name != "none")
-        return found + self.scheduler.notes + size
+        return found + self.scheduler.notes
 
     @property
     def example_counter(self) -> int:
@@ -309,7 +306,7 @@ class Trainer:
         )
 
     def _stateful(self) -> dict[str, Any]:
-        policy = self.policy if self.config.lora.name == "none" else adapters.AdapterState(self.policy)
+        policy = adapters.what_to_save(self.policy)
         return {"policy": policy, "optimizer": self.optimizer, "scheduler": self.scheduler, "trainer": self.state}
 
 

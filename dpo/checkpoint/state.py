@@ -17,21 +17,22 @@ class Stateful(Protocol):
 
 
 class ReferenceState(Protocol):
+    digest: str | None
     logps: Stateful
 
 
 class RunState:
     """The counters of a run, the cached reference log-probabilities, and the states of other parts that resume.
 
-    `frozen` is the digest of the weights, on rank 0, that the run relies on and does not save: those of the reference,
-    or of the base under an adapter.
+    Without a reference, `frozen` is the digest on rank 0 of the base under an adapter, which is not saved either.
     """
 
     def __init__(self, reference: ReferenceState | None, frozen: str | None, *, rank: int, **parts: Stateful) -> None:
         self.example_counter = 0  # examples trained on
         self.batch_counter = 0  # updates applied or skipped
         self.evaluated_at = self.saved_at = -1  # examples; an evaluation outdates an earlier checkpoint
-        self._reference, self._frozen, self._rank, self._parts = reference, frozen, rank, parts
+        self._frozen = reference.digest if reference else frozen
+        self._reference, self._rank, self._parts = reference, rank, parts
 
     def count(self, n_examples: int) -> tuple[int, int]:
         """Count one more update of `n_examples`. Returns (updates, examples) including it."""

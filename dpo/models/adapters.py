@@ -181,10 +181,15 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def note_on_size(model: torch.nn.Module) -> str:
-    """How many parameters are trained of how many."""
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """How many parameters are trained, and how many there are."""
     trained, n = (sum(p.numel() for p in chosen) for chosen in (trained_parameters(model), model.parameters()))
-    return f"{trained:,} of {n:,} parameters are trained ({trained / n:.3%})"
+    return trained, n
+
+
+def what_to_save(model: torch.nn.Module) -> Any:
+    """The part of a checkpoint that has a policy's trained weights."""
+    return AdapterState(model) if _adapted_layers(model) else model
 
 
 class AdapterState:

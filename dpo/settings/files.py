@@ -113,9 +113,8 @@ def help_text() -> str:
     lines = (f"{name}: {', '.join(names)}" for name, names in options.items())
     parts = [HELP, *(fill(line, 118, subsequent_indent="  ", break_on_hyphens=False) for line in lines), "", main]
     parts += ["# model=...: another model has another name_or_path and block_name", _nested("model", "blank_model")]
-    parts += [
-        f"# {group}={option}\n{_nested(group, option)}" for group in ("loss", "lora") for option in options[group]
-    ]
+    for group in ("loss", "lora"):
+        parts += [f"# {group}={option}\n{_nested(group, option)}" for option in options[group]]
     return "\n".join([*parts, END])
 
 

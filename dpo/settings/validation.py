@@ -228,7 +228,7 @@ def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
         if lacking:
             yield f"lora.name={sound['lora.name']} lacks {', '.join(lacking)}: choose lora={sound['lora.name']}"
         if sound.get("lora.reference") == "adapter" and sound.get("model.archive", "") is None:
-            yield "lora.reference=adapter needs the adapter: give model.archive=RUN_OF_SFT/LATEST, of a run with lora=lora"
+            yield "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST of a run with lora=lora"
     if sound.get("tensorboard.enabled") and not sound.get("debug") and find_spec("tensorboard") is None:
         yield "tensorboard.enabled=True needs the package tensorboard: pip install tensorboard, or leave it off"
     if have("n_epochs", "n_examples") and sound["n_epochs"] is None and sound["n_examples"] is None:
