@@ -74,11 +74,8 @@ class Trainer:
         self.rank, self.world_size = rank, world_size
         self.plan = resolve(config, trainer=self.spec, world_size=world_size)
         self.loss = self.plan.loss
-        if self.loss.reference and (self.plan.reference == "model") != (reference_model is not None):
-            needs = (
-                "needs a reference model" if reference_model is None else "with lora.reference has one in the policy"
-            )
-            raise InputError(f"loss={config.loss.name} {needs}")
+        if self.plan.reference == "model" and reference_model is None:
+            raise InputError(f"loss={config.loss.name} needs a reference model")
         self.mesh = Mesh(rank, self.plan.dims, timeout_secs=config.collective_timeout_secs)
         self.data = data or self.load_data(config, silent=rank != 0)
         self.tokenizer = self.data.tokenizer

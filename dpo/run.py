@@ -26,6 +26,8 @@ from dpo.system.signals import Stopped, on_stop_signals
 if TYPE_CHECKING:
     from torch import nn
 
+    from dpo.checkpoint.resume import Run
+
 FindClass = Callable[[Plan], Any]
 
 
@@ -135,14 +137,8 @@ def _stop_now(number: int) -> None:
 
 def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, models: tuple[Any, Any] | None) -> None:
     with without_collecting_garbage():
-        from transformers import set_seed
-
-        from dpo.checkpoint.resume import check_inputs, open_run
-        from dpo.models.loading import find_model_config
-        from dpo.parallel.mesh import from_rank_0
+        from dpo.checkpoint.resume import open_run
         from dpo.reporting.table import LOGS
-        from dpo.system.run_directory import write_record
-        from dpo.system.waiting import meet_rank_0
 
         trainer_class = find_class(plan)
     if models is None:  # given models would not be freed if reference cycles hold them
@@ -150,7 +146,26 @@ def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, mode
 
     if rank == 0:
         print(describe(config), flush=True)
-    run = open_run(config, LOGS) if rank == 0 else None  # and hold it until the end
+    run = open_run(config, LOGS) if rank == 0 else None
+    try:
+        _work_in(run, rank, config, plan, trainer_class, models)
+    finally:
+        if run is not None:
+            run.lock.close()  # the caller of worker_main may go on
+
+
+def _work_in(
+    run: Run | None, rank: int, config: DictConfig, plan: Plan, trainer_class: Any, models: tuple[Any, Any] | None
+) -> None:
+    """What is left to do in a run's directory, which rank 0 has opened and holds."""
+    from transformers import set_seed
+
+    from dpo.checkpoint.resume import check_inputs
+    from dpo.models.loading import find_model_config
+    from dpo.parallel.mesh import from_rank_0
+    from dpo.system.run_directory import write_record
+    from dpo.system.waiting import meet_rank_0
+
     meet_rank_0("the run's directory")
     resume_from = from_rank_0(run.checkpoint if run else None)
     set_seed(config.seed)  # Python's, numpy's and torch's

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,7 +84,9 @@ def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: 
     config = copy.deepcopy(config)
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
     on_meta = next(model.parameters()).is_meta
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is meant
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT corrects it for GPT-2
         torch.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=on_meta)

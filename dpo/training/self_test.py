@@ -54,9 +54,8 @@ def check_models(
     `reference_forward` those of the reference, None if the loss needs none; `lengths` are their scored tokens,
     (sides, B).
     Checks that log-probabilities are finite; that train-mode and eval-mode forwards agree up to rounding (that of dtype
-    `repeats_to`, if a forward does not repeat more exactly); and, if policy and reference have the same dtype, that
-    rewards are 0 and the loss is that of equal models (ln 2 for DPO). Raises InputError with the failed check and its
-    likely cause.
+    `repeats_to`, if a forward does not repeat more exactly); and, if both have the same dtype, that rewards are 0 and
+    the loss is that of equal models (ln 2 for DPO). Raises InputError with the failed check and its likely cause.
     """
     in_train, of_reference, scale = _check_forwards(policy, forward, reference_forward, repeats_to)
     if reference_forward is None:

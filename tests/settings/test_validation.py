@@ -35,6 +35,7 @@ ONE = Plan(
     reference_dtype="float16",
     autocast=None,
     loss=LOSSES["dpo"],
+    reference="model",
     launched=False,
     gpus=0,
 )
