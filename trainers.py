@@ -21,8 +21,9 @@ from dpo.data.collation import Batch, concatenated_inputs, find_examples  # noqa
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.losses import _get_batch_logps, preference_loss  # noqa: F401  (the reference has two here)
+from dpo.models import adapters
 from dpo.models.layouts import Logps, Microbatch
-from dpo.models.loading import loaded, loaded_reference
+from dpo.models.loading import load_policy, load_reference
 from dpo.models.pretrained import DTYPES, check_positions, remarks
 from dpo.parallel.device_map import move_less
 from dpo.parallel.mesh import Mesh
@@ -73,14 +74,14 @@ class Trainer:
         self.rank, self.world_size = rank, world_size
         self.plan = resolve(config, trainer=self.spec, world_size=world_size)
         self.loss = self.plan.loss
-        if self.loss.reference and reference_model is None:
+        if self.plan.reference == "model" and reference_model is None:
             raise InputError(f"loss={config.loss.name} needs a reference model")
         self.mesh = Mesh(rank, self.plan.dims, timeout_secs=config.collective_timeout_secs)
         self.data = data or self.load_data(config, silent=rank != 0)
         self.tokenizer = self.data.tokenizer
         self.progress = Progress.of(config, silent=rank != 0)
-        self.policy = self._place_policy(policy)
-        self.reference = None if reference_model is None else self._place_reference(reference_model)
+        self.policy, frozen = self._place_policy(policy, resume_from)
+        self.reference = self._make_reference(reference_model, frozen)
         self.optimizer = self.make_optimizer()
         self.scheduler = Schedule.of(config, self.optimizer, updates=self.data.report.updates, size=self.mesh.data_size)
         longest = self.data.report.longest(config.max_length)
@@ -98,7 +99,8 @@ class Trainer:
         context = RunContext(config, self.run_dir, rank, self.data, self.progress.line)
         self.callbacks = Callbacks.of(CALLBACKS, context, terminal=self.progress)
         self.checkpoints = Checkpoints(self.run_dir, self.mesh, keep=config.keep_checkpoints, log=self.progress.line)
-        self.state = RunState(self.objective, rank=rank, checkpoints=self.checkpoints, callbacks=self.callbacks)
+        parts = {"checkpoints": self.checkpoints, "callbacks": self.callbacks, **self.objective.parts}
+        self.state = RunState(self.reference, frozen, rank=rank, **parts)
         if resume_from is not None:
             self.checkpoints.restore(resume_from, self._stateful())
         for note in self.notes():
@@ -106,23 +108,31 @@ class Trainer:
         self.train_iterator = self.batches.train(skip=self.state.batch_counter)
         self.callbacks.emit("start")
 
-    def _place_policy(self, policy: Any) -> Any:
-        config, policy = self.config, after_rank_0("the policy's weights", partial(loaded, policy, self.config))
+    def _place_policy(self, policy: Any, resume_from: Path | None) -> tuple[Any, str | None]:
+        config, plan = self.config, self.plan
+        load = partial(load_policy, policy, config, plan, rank=self.rank, resume_from=resume_from)
+        policy, frozen = after_rank_0("the policy's weights", load)
         self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
         check_positions(policy, config.max_length)
         if config.activation_checkpointing:  # the older name, which every transformers 5 has
             policy.gradient_checkpointing_enable({"use_reentrant": False})
-        return self.place(policy, compute_dtype=DTYPES[self.plan.compute_dtype])
+        return self.place(policy, compute_dtype=DTYPES[plan.compute_dtype]), frozen
 
-    def _place_reference(self, reference_model: Any) -> Reference:
-        load = partial(loaded_reference, reference_model, self.config, self.plan, with_digest=self.rank == 0)
+    def _make_reference(self, reference_model: Any, frozen: str | None) -> Reference | None:
+        plan = self.plan
+        if plan.reference in ("base", "adapter"):
+            adapter = adapters.REFERENCE if plan.reference == "adapter" else None
+            return Reference(self.policy, frozen, partial(adapters.using, self.policy, adapter))
+        if reference_model is None:
+            return None
+        load = partial(load_reference, reference_model, self.config, plan, rank=self.rank)
         model, digest = after_rank_0("the reference's weights", load)
-        return Reference(self.place(model, compute_dtype=DTYPES[self.plan.reference_dtype]), digest)
+        return Reference(self.place(model, compute_dtype=DTYPES[plan.reference_dtype]), digest)
 
     @property
     def reference_model(self) -> torch.nn.Module | None:
-        """None if there is none, or once all of its log-probabilities are cached."""
-        return self.reference.model if self.reference else None
+        """None if there is no model of its own, or once all of its log-probabilities are cached."""
+        return self.reference.model if self.reference and self.reference.model is not self.policy else None
 
     # --- what a subclass says ---------------------------------------------------------------------------------------
 
@@ -148,7 +158,7 @@ class Trainer:
         return self.state.batch_counter
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        return OPTIMIZERS[self.config.optimizer](self.policy.parameters(), lr=self.config.lr)
+        return OPTIMIZERS[self.config.optimizer](adapters.trained_parameters(self.policy), lr=self.config.lr)
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -224,19 +234,7 @@ class Trainer:
 
     def self_test(self) -> None:
         """The step-0 checks, on the first two evaluation examples per process."""
-        examples = self.eval_batches[0].examples[: 2 * self.mesh.data_size]
-        [microbatch] = self.objective.layout.split(examples, 1, rank=self.mesh.data_rank, size=self.mesh.data_size)
-        microbatch = microbatch.to(self.objective.device)
-        notes = self_test(
-            self.policy,
-            self.reference_model if self.loss.reference else None,
-            lambda model: self.objective.forward(model, microbatch),
-            lengths=microbatch.lengths,
-            loss_config=self.config.loss,
-            same_dtype=self.plan.compute_dtype == self.plan.reference_dtype,
-            repeats_to=DTYPES[self.plan.autocast or self.plan.compute_dtype] if self.mesh.tensor_size > 1 else None,
-        )
-        for note in notes:
+        for note in self_test(self.objective, self.eval_batches[0].examples, self.config, self.plan):
             self.progress.line(note)
 
     @contextmanager
@@ -305,7 +303,8 @@ class Trainer:
         )
 
     def _stateful(self) -> dict[str, Any]:
-        return {"policy": self.policy, "optimizer": self.optimizer, "scheduler": self.scheduler, "trainer": self.state}
+        policy = adapters.what_to_save(self.policy)
+        return {"policy": policy, "optimizer": self.optimizer, "scheduler": self.scheduler, "trainer": self.state}
 
 
 class BasicTrainer(Trainer):
@@ -330,7 +329,7 @@ class BasicTrainer(Trainer):
 
     def concatenated_forward(self, model: torch.nn.Module, batch: Batch) -> Logps:
         """(chosen, rejected) log-probabilities, each (B,), of a batch of this process."""
-        return self.objective.forward(model, self._microbatch_of(batch))
+        return self.objective.forward(model, self._microbatch_of(batch))[:2]
 
     def get_batch_metrics(
         self, batch: Batch, loss_config: DictConfig, train: bool = True

@@ -26,6 +26,8 @@ from dpo.system.signals import Stopped, on_stop_signals
 if TYPE_CHECKING:
     from torch import nn
 
+    from dpo.checkpoint.resume import Run
+
 FindClass = Callable[[Plan], Any]
 
 
@@ -135,14 +137,8 @@ def _stop_now(number: int) -> None:
 
 def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, models: tuple[Any, Any] | None) -> None:
     with without_collecting_garbage():
-        from transformers import set_seed
-
-        from dpo.checkpoint.resume import check_inputs, open_run
-        from dpo.models.loading import find_model_config
-        from dpo.parallel.mesh import from_rank_0
+        from dpo.checkpoint.resume import open_run
         from dpo.reporting.table import LOGS
-        from dpo.system.run_directory import write_record
-        from dpo.system.waiting import meet_rank_0
 
         trainer_class = find_class(plan)
     if models is None:  # given models would not be freed if reference cycles hold them
@@ -150,7 +146,26 @@ def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, mode
 
     if rank == 0:
         print(describe(config), flush=True)
-    run = open_run(config, LOGS) if rank == 0 else None  # and hold it until the end
+    run = open_run(config, LOGS) if rank == 0 else None
+    try:
+        _work_in(run, rank, config, plan, trainer_class, models)
+    finally:
+        if run is not None:
+            run.lock.close()  # the caller of worker_main may go on
+
+
+def _work_in(
+    run: Run | None, rank: int, config: DictConfig, plan: Plan, trainer_class: Any, models: tuple[Any, Any] | None
+) -> None:
+    """What is left to do in a run's directory, which rank 0 has opened and holds."""
+    from transformers import set_seed
+
+    from dpo.checkpoint.resume import check_inputs
+    from dpo.models.loading import find_model_config
+    from dpo.parallel.mesh import from_rank_0
+    from dpo.system.run_directory import write_record
+    from dpo.system.waiting import meet_rank_0
+
     meet_rank_0("the run's directory")
     resume_from = from_rank_0(run.checkpoint if run else None)
     set_seed(config.seed)  # Python's, numpy's and torch's
@@ -194,7 +209,7 @@ def _train(
             policy, reference = model_loaders(config, plan, rank=rank, resume_from=resume_from)
         else:
             policy, reference = models
-            if resume_from is not None:
+            if resume_from is not None and config.lora.name == "none":  # else its adapter is loaded by the trainer
                 load_archive(policy, str(resume_from))
         trainer = trainer_class(
             policy, config, config.seed, config.local_run_dir, reference, rank, plan.dims.world_size, data, resume_from
@@ -245,8 +260,9 @@ def describe(config: DictConfig) -> str:
 
     values = redact(OmegaConf.to_container(config))
     run_dir = values.pop("local_run_dir")
-    shown = differences(values, defaults_of(config.loss.name))
-    title = f"loss={config.loss.name}; what differs from the defaults (all of it: {run_dir}/config.yaml):"
+    shown = differences(values, defaults_of(config.loss.name, config.lora.name))
+    chosen = f"loss={config.loss.name}" + f", lora={config.lora.name}" * (config.lora.name != "none")
+    title = f"{chosen}; what differs from the defaults (all of it: {run_dir}/config.yaml):"
     return "\n".join([title, *(f"  {setting}" for setting in shown)])
 
 

@@ -525,14 +525,14 @@ def test_before_the_first_update_rounding_ranks_no_pair_right(run, tmp_path):
 
 def test_models_are_equal_if_the_reference_holds_the_policys_weights_in_its_own_dtype(tiny_llama):
     policy, reference = copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama).half()
-    assert hold_the_same(policy, reference, Mesh())
+    assert hold_the_same(policy.parameters(), reference.parameters(), Mesh())
     with torch.no_grad():
         policy.lm_head.weight[3, 5] += 1e-9  # less than the reference can tell
-        assert hold_the_same(policy, reference, Mesh())
+        assert hold_the_same(policy.parameters(), reference.parameters(), Mesh())
         policy.lm_head.weight[3, 5] += 1
-    assert not hold_the_same(policy, reference, Mesh())
+    assert not hold_the_same(policy.parameters(), reference.parameters(), Mesh())
     del reference.model.layers[1]  # another architecture
-    assert not hold_the_same(policy, reference, Mesh())
+    assert not hold_the_same(policy.parameters(), reference.parameters(), Mesh())
 
 
 def test_a_reference_that_cannot_share_prefixes_is_asked_too(make_trainer, monkeypatch, capsys):

@@ -1,9 +1,9 @@
 """The files of a checkpoint: complete or absent, checked against their manifest, written in the background, pruned.
 
 A checkpoint is a directory `step-EXAMPLES` of `policy.pt`, `optimizer.pt`, `scheduler.pt`, and, for resuming,
-`trainer.pt` and `random.pt`. Each is `{"step_idx": examples, "state": state_dict, "metrics": means or None}`: data.
-`manifest.json` has the size and SHA-256 of each file and of its blocks, and facts that a resumed run is checked
-against.
+`trainer.pt` and `random.pt`; that of an adapter also has PEFT's two files. Each `.pt` is
+`{"step_idx": examples, "state": state_dict, "metrics": means or None}`: data. `manifest.json` has the size and SHA-256
+of each file and of its blocks, and facts that a resumed run is checked against.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dpo.system.plain_files import check_link, check_readable, remove
 
 MANIFEST = "manifest.json"
 PARTS = ("policy", "optimizer", "scheduler", "trainer", "random")
+OF_ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}  # beside these: `policy.pt` in PEFT's format
 STEP = re.compile(r"step-(\d+)")
 EXPORTED = "hf"  # a directory in the run's last checkpoint, of which the manifest knows nothing: another form of it
 ALWAYS_KEPT = 2  # newest checkpoints, which pruning never removes: the newest may be corrupt
@@ -49,7 +50,8 @@ def write_checkpoint(
     facts: Mapping,
     progress: Callable[[], None] = no_progress,
 ) -> None:
-    """Write `NAME.pt` for each (name, state) and the manifest, into a temporary directory that is renamed at the end.
+    """Write `NAME.pt` for each (name, state), bytes as a file of that name, and the manifest, into a temporary
+    directory that is renamed at the end.
 
     Each file is synced before the manifest is written, and each state freed before the next is requested; `progress` is
     called after every block of a file. Raises RunError if writing fails; then no partial checkpoint remains, and an
@@ -62,9 +64,12 @@ def write_checkpoint(
             temporary.mkdir(parents=True)
         files, blocks = {}, {}
         for name, state in states:  # outside _explaining: an error while gathering a state is not the disk's
-            part = f"{name}.pt"
+            part = name if isinstance(state, bytes) else f"{name}.pt"
             with _explaining(directory), HashedFile(temporary / part, progress) as file:
-                torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, file)
+                if isinstance(state, bytes):
+                    file.write(state)
+                else:
+                    torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, file)
                 files[part], blocks[part] = file.sync()
             del state
         with _explaining(directory):
@@ -180,7 +185,9 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{path}: {odd}")
     if manifest["sha256"] != digest_of(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
-    if strange := {f"{part}.pt" for part in PARTS} ^ manifest["files"].keys():
+    files = manifest["files"].keys()
+    needed = {f"{part}.pt" for part in PARTS} | (OF_ADAPTER if files & OF_ADAPTER else set())
+    if strange := needed ^ files:
         raise DamagedCheckpoint(f"{path} lists the wrong files: {', '.join(sorted(strange))}")
     return manifest
 

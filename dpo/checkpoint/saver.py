@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +26,13 @@ from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.state import full_state, load_optimizer
 from dpo.system.host_memory import host_memory
 from dpo.system.waiting import made_progress, meet_rank_0
+
+
+@runtime_checkable
+class HasFiles(Protocol):
+    """A part whose state is also saved in another format: bytes by the name of a file."""
+
+    def files(self, state: Mapping[str, Any]) -> Mapping[str, bytes]: ...
 
 
 def random_state() -> dict[str, Any]:
@@ -119,7 +126,10 @@ class Checkpoints:
     def _gather(self, stateful: Mapping[str, Any], *, copy: bool) -> Iterator[tuple[str, Any]]:
         for name, part in stateful.items():
             self._meet()  # rank 0 may still be writing the previous part
-            yield name, full_state(part.state_dict(), copy=copy)
+            state = full_state(part.state_dict(), copy=copy)
+            yield name, state
+            if isinstance(part, HasFiles) and self.mesh.rank == 0:
+                yield from part.files(state).items()
         self._meet()
         yield "random", {"states": self.mesh.gather_all(random_state())}
 

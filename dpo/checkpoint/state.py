@@ -21,22 +21,18 @@ class ReferenceState(Protocol):
     logps: Stateful
 
 
-class ObjectiveState(Protocol):
-    @property
-    def reference(self) -> ReferenceState | None: ...
-
-    @property
-    def parts(self) -> Mapping[str, Stateful]: ...
-
-
 class RunState:
-    """The counters of a run, the cached reference log-probabilities, and the states of other parts that resume."""
+    """The counters of a run, the cached reference log-probabilities, and the states of other parts that resume.
 
-    def __init__(self, objective: ObjectiveState, *, rank: int, **parts: Stateful) -> None:
+    Without a reference, `frozen` is the digest on rank 0 of the base under an adapter, which is not saved either.
+    """
+
+    def __init__(self, reference: ReferenceState | None, frozen: str | None, *, rank: int, **parts: Stateful) -> None:
         self.example_counter = 0  # examples trained on
         self.batch_counter = 0  # updates applied or skipped
         self.evaluated_at = self.saved_at = -1  # examples; an evaluation outdates an earlier checkpoint
-        self._reference, self._rank, self._parts = objective.reference, rank, {**objective.parts, **parts}
+        self._frozen = reference.digest if reference else frozen
+        self._reference, self._rank, self._parts = reference, rank, parts
 
     def count(self, n_examples: int) -> tuple[int, int]:
         """Count one more update of `n_examples`. Returns (updates, examples) including it."""
@@ -47,18 +43,16 @@ class RunState:
     def state_dict(self) -> dict[str, Any]:
         return {
             **{name: getattr(self, name) for name in COUNTERS},
-            "reference": self._reference and self._reference.digest,
+            "reference": self._frozen,
             **({"reference_logps": self._reference.logps.state_dict()} if self._reference else {}),
             **{name: part.state_dict() for name, part in self._parts.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict()`. Raises InputError if the reference has changed."""
-        digest = self._reference and self._reference.digest
-        if self._rank == 0 and state["reference"] != digest:
-            raise InputError(
-                "the reference model has changed since the checkpoint: model.name_or_path or model.archive"
-            )
+        if self._rank == 0 and state["reference"] != self._frozen:
+            what = "reference" if self._reference else "base"
+            raise InputError(f"the {what} model has changed since the checkpoint: model.name_or_path or model.archive")
         for name in COUNTERS:
             setattr(self, name, state[name])
         if self._reference:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
 
+from dpo.checkpoint.files import MANIFEST
+from dpo.errors import InputError
+from dpo.models.adapters import (
+    POLICY,
+    REFERENCE,
+    StoredAdapter,
+    add_adapter,
+    config_of,
+    find_adapter,
+    load_adapter,
+    read_adapter,
+)
 from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure
 from dpo.models.weights import model_digest, read_archive
 from dpo.parallel.device_map import choose_device_map
 from dpo.parallel.sharding import find_blocks
 from dpo.parallel.tensor_parallel import check_tensor_parallel
+from dpo.settings.choices import ADAPTED
 from dpo.settings.plan import Plan
 from dpo.system.paths import get_cache_dir
 
@@ -40,8 +54,45 @@ def find_structure(config: DictConfig, dtype: str, device: str = "meta") -> Any:
     return load_structure(**source_of(config), dtype=DTYPES[dtype], attn_implementation=attention, device=device)
 
 
+class Weights(NamedTuple):
+    """Where weights come from."""
+
+    base: str | None  # a policy.pt of all weights; None: those of model.name_or_path
+    adapter: Path | None  # a directory in PEFT's format
+
+    @classmethod
+    def of(cls, archive: str | None) -> Weights:
+        """What `model.archive` names. The base of an adapter of ours is that of its run."""
+        adapter = find_adapter(archive)
+        if adapter is None:
+            return cls(archive, None)
+        manifest = adapter / MANIFEST
+        of_run = json.loads(manifest.read_text(encoding="utf-8"))["config"] if manifest.exists() else {}
+        return cls(cls.of(of_run.get("model.archive")).base, adapter)
+
+
+def find_weights(config: DictConfig, plan: Plan) -> Weights:
+    """What `model.archive` gives. Raises InputError for an adapter without a place, or a place without an adapter."""
+    weights, archive = Weights.of(config.model.archive), config.model.archive
+    merge = f"merge it first: python -m scripts.export {archive} DIR --merge, then model.name_or_path=DIR"
+    if weights.adapter is not None and config.lora.name not in ADAPTED:
+        raise InputError(f"model.archive={archive} is an adapter: choose lora=lora, or {merge}")
+    if weights.adapter is not None and plan.reference == "base":
+        raise InputError(
+            f"model.archive={archive} is an adapter, and with lora.reference=base the reference would be its base, "
+            f"without it: choose lora.reference=adapter, or {merge}"
+        )
+    if weights.adapter is None and plan.reference == "adapter":
+        raise InputError(
+            f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: give a run of lora=lora, "
+            f"or choose lora.reference=base"
+        )
+    return weights
+
+
 def check_model(config: DictConfig, plan: Plan) -> None:
     """Raises InputError for a model that cannot be loaded, or whose layers cannot be sharded as configured."""
+    find_weights(config, plan)
     check_tensor_parallel(find_model_config(config), plan.dims.tensor_size)
 
 
@@ -52,14 +103,19 @@ def check_parts(config: DictConfig, plan: Plan) -> None:
     if model.block_name:
         find_blocks(structure, model.block_name)
     check_positions(structure, config.max_length)
-    if model.archive is not None:
-        read_archive(model.archive, structure)
+    weights = find_weights(config, plan)
+    if weights.base is not None:
+        read_archive(weights.base, structure)
+    if config.lora.name in ADAPTED:
+        _add_adapters(structure, config, [POLICY])
+        if weights.adapter is not None:
+            _load(structure, weights.adapter, config, POLICY)
 
 
 def model_loaders(
     config: DictConfig, plan: Plan, *, rank: int = 0, resume_from: Path | None = None
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-    """Functions that load the policy and the reference (None if the loss needs none).
+    """Functions that load policy and reference without adapters; None for a reference that needs no model of its own.
 
     Ranks other than 0 load no weights. Raises InputError as `check_model` does.
     """
@@ -81,25 +137,84 @@ def model_loaders(
             device_map=device_map,
         )
 
-    archive = config.model.archive
-    policy = partial(load, config.model.policy_dtype, archive if resume_from is None else str(resume_from))
-    reference = partial(load, plan.reference_dtype, archive)
-    return policy, reference if plan.loss.reference else None
+    base = find_weights(config, plan).base
+    resumes = resume_from is not None and config.lora.name not in ADAPTED
+    policy = partial(load, config.model.policy_dtype, str(resume_from) if resumes else base)
+    reference = partial(load, plan.reference_dtype, base)
+    return policy, reference if plan.reference == "model" else None
 
 
-def loaded(model: Any, config: DictConfig) -> Any:
-    """A model, or the one that a function loads; its blocks compiled if the config says so.
+def load_policy(
+    policy: Any, config: DictConfig, plan: Plan, *, rank: int, resume_from: Path | None
+) -> tuple[Any, str | None]:
+    """The policy, a model or what a function loads, with its adapters and compiled blocks as the config says.
+
+    Also, on rank 0, the digest of what is frozen in it: the reference, or its base if there is none; else None.
+    """
+    model, digest = _made(policy), None
+    if config.lora.name in ADAPTED:
+        adapter = find_weights(config, plan).adapter
+        _add_adapters(model, config, [POLICY, REFERENCE] if plan.reference == "adapter" else [POLICY])
+        if rank == 0:  # which sends them to the others
+            for source, name in ((resume_from or adapter, POLICY), (adapter, REFERENCE)):
+                if source is not None and not (name == REFERENCE and plan.reference != "adapter"):
+                    _load(model, source, config, name)
+        if rank == 0 and plan.reference != "model":
+            shown = REFERENCE if plan.reference == "adapter" else None
+            digest = model_digest(model, plan.autocast or plan.reference_dtype, shown)
+    return _compiled(model, config), digest
+
+
+def load_reference(model: Any, config: DictConfig, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
+    """The frozen reference, a model or what a function loads, and on rank 0 its digest, a pass over its weights."""
+    model = _made(model).eval()
+    adapter = find_weights(config, plan).adapter
+    if adapter is not None:
+        _add_adapters(model, config, [REFERENCE])
+        if rank == 0:
+            _load(model, adapter, config, REFERENCE)
+    name = None if adapter is None else REFERENCE
+    digest = model_digest(model, plan.autocast or plan.reference_dtype, name) if rank == 0 else None
+    return _compiled(model, config), digest
+
+
+def _made(model: Any) -> Any:
+    return model if isinstance(model, torch.nn.Module) else model()
+
+
+def _compiled(model: Any, config: DictConfig) -> Any:
+    """The model, its blocks compiled if the config says so.
 
     Raises InputError if it has no block of the class that the config names, even if blocks are not needed.
     """
-    model = model if isinstance(model, torch.nn.Module) else model()
     blocks = find_blocks(model, config.model.block_name) if config.model.block_name or config.compile else []
     for block in blocks if config.compile else []:
         block.compile(dynamic=True)
     return model
 
 
-def loaded_reference(model: Any, config: DictConfig, plan: Plan, *, with_digest: bool) -> tuple[Any, str | None]:
-    """The frozen reference, and its digest if wanted, which takes a pass over its weights."""
-    model = loaded(model, config).eval()
-    return model, model_digest(model, plan.autocast or plan.reference_dtype) if with_digest else None
+def _add_adapters(model: Any, config: DictConfig, names: list[str]) -> None:
+    """Add new adapters; the first becomes the active one."""
+    lora = config.lora
+    for name in reversed(names):
+        add_adapter(
+            model,
+            config_of(lora.r, lora.alpha, lora.target_modules),
+            name=name,
+            dropout=lora.dropout if name == POLICY else 0.0,
+            seed=config.seed,
+        )
+
+
+def _load(model: Any, source: Path, config: DictConfig, name: str) -> None:
+    """Load the adapter in a directory. Raises InputError if it is another than the config says."""
+    stored = read_adapter(source)
+    _check_alike(stored, config)
+    load_adapter(model, stored, name)
+
+
+def _check_alike(stored: StoredAdapter, config: DictConfig) -> None:
+    was, lora = stored.config, config.lora
+    differs = [f"lora.{key}={value}" for key, value in (("r", was.r), ("alpha", was.lora_alpha)) if value != lora[key]]
+    if differs:
+        raise InputError(f"{stored.directory} is an adapter of another size: give {' '.join(differs)}")

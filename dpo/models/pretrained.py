@@ -11,6 +11,7 @@ import transformers
 
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
+from dpo.models.adapters import count_parameters
 from dpo.models.weights import load_archive, read_archive
 from dpo.settings import choices
 
@@ -166,6 +167,9 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
     found = [] if used == attention else [f"{name} does not support {attention}; using {used} attention"]
     if limit is not None and max_length > limit:
         found.append(f"warning: max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for")
+    trained, n = count_parameters(model)
+    if trained < n:
+        found.append(f"{trained:,} of {n:,} parameters are trained ({trained / n:.3%}), those of the adapter")
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 
 from dpo.checkpoint.files import DamagedCheckpoint, read_state
 from dpo.errors import InputError
+from dpo.models.adapters import adapter_weights, base_weights
 
 # buffers that transformers stored in 2023 and computes today
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
@@ -81,11 +82,15 @@ def load_archive(model: torch.nn.Module, archive: str) -> None:
             expected[name].copy_(tensor)  # casts to the model's dtype
 
 
-def model_digest(model: Any, dtype: str) -> str:
-    """A digest of all that a model's log-probabilities depend on but tokens: weights, architecture, compute dtype."""
+def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
+    """A digest of all that a model's log-probabilities depend on but tokens: weights, architecture, compute dtype.
+
+    `adapter` is the one that it computes with; without one, a base has the digest that it would have alone.
+    """
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    weights = base_weights(model) | (adapter_weights(model, adapter) if adapter else {})
+    for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:32]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +18,16 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def hold_the_same(model: torch.nn.Module, other: torch.nn.Module, mesh: Mesh) -> bool:
-    """Whether all weights of `other` equal those of `model`, cast to its dtype; every process compares its shards."""
-    ours, theirs = (list(map(_local, m.parameters())) for m in (model, other))
-    same = len(ours) == len(theirs) and all(torch.equal(a.to(b), b) for a, b in zip(ours, theirs, strict=True))
+def hold_the_same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], mesh: Mesh) -> bool:
+    """Whether all weights equal those in the same place, in whose dtype they are compared; every process compares its
+    shards."""
+    mine, others = (list(map(local_tensor, weights)) for weights in (ours, theirs))
+    same = len(mine) == len(others) and all(torch.equal(a.to(b), b) for a, b in zip(mine, others, strict=True))
     return not mesh.any(not same)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's shard of a sharded tensor, any other as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

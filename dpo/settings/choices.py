@@ -16,12 +16,15 @@ class TrainerSpec(NamedTuple):
     cuts_layers: bool = False  # tensor_parallel_size and tensor_parallel.backend apply
     can_sample: bool = True
     can_autocast: bool = True
+    takes_adapters: bool = True
 
 
 BASIC = TrainerSpec("BasicTrainer")
 FSDP = TrainerSpec("FSDPTrainer", multi_process=True)
 TENSOR_PARALLEL = TrainerSpec("TensorParallelTrainer", multi_process=True, cuts_layers=True)
-PACKAGE = TrainerSpec("PackageTensorParallelTrainer", cuts_layers=True, can_sample=False, can_autocast=False)
+PACKAGE = TrainerSpec(
+    "PackageTensorParallelTrainer", cuts_layers=True, can_sample=False, can_autocast=False, takes_adapters=False
+)
 
 TRAINERS = {spec.name: spec for spec in (BASIC, FSDP, TENSOR_PARALLEL)}
 TENSOR_PARALLEL_BACKENDS = {"dtensor": TENSOR_PARALLEL, "tensor_parallel": PACKAGE}
@@ -36,6 +39,9 @@ AUTOCAST_DTYPES = ("bfloat16",)
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
 LAYOUTS = ("padded", "shared_prefix")
 CACHING = ("as_needed", "all")
+LORA = ("none", "lora", "qlora")
+ADAPTED = ("lora", "qlora")  # with an adapter
+REFERENCES = ("base", "adapter", "model")  # what gives the reference's log-probabilities under an adapter
 SCHEDULES = ("constant", "linear", "cosine")
 LR_SCALINGS = ("none", "linear", "sqrt")
 NAN_POLICIES = ("raise", "skip")

@@ -24,7 +24,7 @@ def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path
     `run_dir`, if given, is its `local_run_dir` if it has none. Nothing that it has is changed.
     """
     config = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
-    defaults = defaults_of(OmegaConf.select(config, "loss.name"))
+    defaults = defaults_of(OmegaConf.select(config, "loss.name"), OmegaConf.select(config, "lora.name"))
     if run_dir is not None:
         defaults["local_run_dir"] = str(run_dir)
     missing = _missing(OmegaConf.to_container(config), defaults)
@@ -48,11 +48,12 @@ def require(config: DictConfig) -> None:
             raise InputError(f"{key} is not set, and has no default")
 
 
-def defaults_of(loss: str | None = None) -> dict[str, Any]:
-    """What `config/` has under each key; of `loss` only if it is one."""
+def defaults_of(loss: str | None = None, lora: str | None = None) -> dict[str, Any]:
+    """What `config/` has under each key; of `loss` only if it is one, of `lora` as if there is no adapter."""
     defaults = _load(CONFIG_DIR / "config.yaml") | {"model": _load(CONFIG_DIR / "model" / "blank_model.yaml")}
-    file = CONFIG_DIR / "loss" / f"{loss}.yaml"
-    return defaults | ({"loss": _load(file)} if file.is_file() else {})
+    of_loss, of_lora = CONFIG_DIR / "loss" / f"{loss}.yaml", CONFIG_DIR / "lora" / f"{lora}.yaml"
+    defaults["lora"] = _load(of_lora if of_lora.is_file() else CONFIG_DIR / "lora" / "none.yaml")
+    return defaults | ({"loss": _load(of_loss)} if of_loss.is_file() else {})
 
 
 def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -116,8 +117,8 @@ def help_text() -> str:
     lines = (f"{name}: {', '.join(names)}" for name, names in options.items())
     parts = [HELP, *(fill(line, 118, subsequent_indent="  ", break_on_hyphens=False) for line in lines), "", main]
     parts += ["# model=...: another model has another name_or_path and block_name", _nested("model", "blank_model")]
-    for loss in options["loss"]:
-        parts += [f"# loss={loss}", _nested("loss", loss)]
+    for group in ("loss", "lora"):
+        parts += [f"# {group}={option}\n{_nested(group, option)}" for option in options[group]]
     parts += ["# any loss with a reference also has", _nested("loss", "options/with_reference")]
     return "\n".join([*parts, END])
 
@@ -128,7 +129,7 @@ def _nested(group: str, option: str) -> str:
     return "\n".join([f"{group}:", *(f"  {line}" if line else "" for line in lines), ""])
 
 
-HELP = """Preference training: SFT, DPO, conservative DPO, IPO.
+HELP = """Preference training: SFT, DPO and its relatives, of all weights or of LoRA adapters.
 
 python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft batch_size=64 gradient_accumulation_steps=2
 python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST exp_name=dpo ...

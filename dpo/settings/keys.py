@@ -19,9 +19,11 @@ from dpo.settings.choices import (
     DIVERGENCES,
     DTYPES,
     LAYOUTS,
+    LORA,
     LR_SCALINGS,
     NAN_POLICIES,
     OPTIMIZERS,
+    REFERENCES,
     SCHEDULES,
     TENSOR_PARALLEL_BACKENDS,
     TRAINERS,
@@ -85,6 +87,10 @@ RUN_NAME = Rule(
     "a name for the run, relative and without '..'",
 )
 FRACTION = Rule(lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1")
+DROPOUT = Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number in [0, 1)")
+LAYERS = Rule(
+    lambda v: v == "auto" or (NAMES.holds(v)), "auto, or a list of different names of layers, such as [q_proj,v_proj]"
+)
 SMOOTHING = Rule(lambda v: _is_number(v) and 0 <= v < 0.5, "a number in [0, 0.5): the fraction of flipped pairs")
 BETWEEN = Rule(lambda v: _is_number(v) and 0 < v < 1, "a number above 0 and below 1")
 ANYTHING = Rule(lambda v: True, "anything")
@@ -129,6 +135,10 @@ MARGIN = Needs(
     refused=True,
 )
 ALPHA = Needs("loss.f_divergence=alpha", lambda values, plan: values.get("loss.f_divergence") == "alpha")
+OWN_REFERENCE = REFERENCE._replace(
+    what=f"{REFERENCE.what}, and a model of its own that gives it: lora=none, or lora.reference=model",
+    met=lambda values, plan: plan.reference == "model",
+)
 SAMPLES = Needs("sample_during_eval=true", lambda values, plan: values.get("sample_during_eval"))
 NO_DEBUG = Needs("debug=false", lambda values, plan: not values.get("debug"))
 WANDB = Needs(
@@ -236,7 +246,7 @@ KEYS: dict[str, Key] = {
     "model.block_name": Key(_or_null(TEXT), CHANGE),
     "model.policy_dtype": Key(DTYPE, KEEP),
     "model.fsdp_policy_mp": Key(_or_null(DTYPE), KEEP, GATHERED),
-    "model.reference_dtype": Key(_or_null(DTYPE), KEEP, REFERENCE),
+    "model.reference_dtype": Key(_or_null(DTYPE), KEEP, OWN_REFERENCE),
     "model.autocast": Key(_or_null(_one_of(AUTOCAST_DTYPES)), KEEP),
     "model.attn_implementation": Key(_one_of(ATTENTION), CHANGE),
     "model.random_init": Key(FLAG, KEEP),
@@ -261,6 +271,12 @@ KEYS: dict[str, Key] = {
     "loss.f_divergence": Key(_one_of(DIVERGENCES), KEEP, MARGIN),
     "loss.f_alpha": Key(BETWEEN, KEEP, ALPHA),
     **{f"loss.weights.{name}": Key(WEIGHT, KEEP) for name, loss in LOSSES.items() if loss.can_be_mixed},
+    "lora.name": Key(_one_of(LORA), KEEP),
+    "lora.r": Key(COUNT, KEEP),
+    "lora.alpha": Key(FINITE, KEEP),
+    "lora.dropout": Key(DROPOUT, KEEP),
+    "lora.target_modules": Key(LAYERS, KEEP),
+    "lora.reference": Key(_one_of(REFERENCES), KEEP, REFERENCE),
 }
 
 # what other trainers call it -> what it is here
@@ -317,6 +333,12 @@ ALIASES = {
     "f_alpha_divergence_coef": "loss.f_alpha, 1 minus it",
     "discopop_tau": "loss.tau",
     "simpo_gamma": "loss.gamma",
+    "lora_r": "lora.r",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_target_modules": "lora.target_modules",
+    "use_peft": "lora=lora",
+    "load_in_4bit": "lora=qlora",
     "wandb_project": "wandb.project",
     "wandb_group": "wandb.group",
     "wandb_tags": "wandb.tags",

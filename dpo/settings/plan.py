@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 
 from dpo.losses import LOSSES, Loss, find_loss
-from dpo.settings.choices import BASIC, TENSOR_PARALLEL, TENSOR_PARALLEL_BACKENDS, TRAINERS, TrainerSpec
+from dpo.settings.choices import (
+    ADAPTED,
+    BASIC,
+    REFERENCES,
+    TENSOR_PARALLEL,
+    TENSOR_PARALLEL_BACKENDS,
+    TRAINERS,
+    TrainerSpec,
+)
 from dpo.settings.files import flatten
 from dpo.system.gpus import count_gpus
 from dpo.system.rank_env import find_rank_env
@@ -51,6 +59,7 @@ class Plan:
     reference_dtype: str
     autocast: str | None
     loss: Loss
+    reference: str | None  # what gives its log-probabilities: one of choices.REFERENCES; None: the loss needs none
     launched: bool  # whether torchrun or Slurm started the processes
     gpus: int  # of this machine
 
@@ -73,13 +82,16 @@ def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_siz
         tensor_size = size if every_process else _count(values, "tensor_parallel_size") or 1
     gathered_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
     compute_dtype = gathered_dtype or values.get("model.policy_dtype")
+    loss = _find_loss(values)
+    reference = _find_reference(values) if loss.reference else None
     return Plan(
         trainer=trainer,
         dims=ParallelDims.of(size, shard_size=_count(values, "fsdp_shard_size"), tensor_size=tensor_size),
         compute_dtype=compute_dtype,
-        reference_dtype=values.get("model.reference_dtype") or compute_dtype,
+        reference_dtype=(values.get("model.reference_dtype") if reference == "model" else None) or compute_dtype,
         autocast=values.get("model.autocast"),
-        loss=_find_loss(values),
+        loss=loss,
+        reference=reference,
         launched=rank_env is not None,
         gpus=gpus,
     )
@@ -99,6 +111,14 @@ def _find_loss(values: Mapping[str, Any]) -> Loss:
     weights = {key.removeprefix("loss.weights."): value for key, value in values.items() if "loss.weights." in key}
     known = {part: weight for part, weight in weights.items() if part in LOSSES and LOSSES[part].can_be_mixed}
     return find_loss({"name": name, "weights": known}) if isinstance(name, str) and name in LOSSES else LOSSES["dpo"]
+
+
+def _find_reference(values: Mapping[str, Any]) -> str:
+    """What gives the reference's log-probabilities: without an adapter, a model of its own."""
+    if values.get("lora.name") not in ADAPTED:
+        return "model"
+    wanted = values.get("lora.reference")
+    return wanted if wanted in REFERENCES else "base"
 
 
 def _named(table: Mapping[str, Any], name: Any, default: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dpo.losses import LOSSES
-from dpo.settings.choices import NEED_WHOLE_TENSORS, STEPS_OF_LR
+from dpo.settings.choices import ADAPTED, NEED_WHOLE_TENSORS, STEPS_OF_LR
 from dpo.settings.files import WAITING, defaults_of, dotted, flatten
 from dpo.settings.keys import ALIASES, KEYS, TEXT, Key, Needs, key_of_option
 from dpo.settings.plan import Plan, resolve
@@ -30,6 +30,7 @@ HYDRAS_OWN = (
 )
 OF_HYDRAS_PLUGINS = ("hydra.launcher.", "hydra.sweeper.")
 
+OF_A_CHOICE = ("loss.", "lora.")  # which of these keys there are depends on the group's option
 COLUMNS = ("prompt", "chosen", "rejected")  # of own data
 
 
@@ -60,7 +61,7 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
     values = flatten(config)
     keys = _keys_of(values)
     sources = values.pop("dataset_sources", {})
-    absent = [key for key in KEYS if key not in values and not key.startswith("loss.")]
+    absent = [key for key in KEYS if key not in values and not key.startswith(OF_A_CHOICE)]
     problems = [f"{key} was removed from the config: give {key}=VALUE instead of ~{key}" for key in absent]
     values = {key: value for key, value in values.items() if value is not WAITING}
     in_order = sorted(values.items(), key=lambda item: item[0].startswith("loss."))  # as --cfg job: model, then loss
@@ -111,9 +112,12 @@ def find_unused(config: DictConfig, plan: Plan) -> list[str]:
     sources = {name for name, source in values["dataset_sources"].items() if source is not None}
     unnamed = sorted(sources - set(values["datasets"]))
     lines += [f"dataset_sources.{name} has no effect: datasets does not name it" for name in unnamed]
+    if values["lora.name"] in ADAPTED and values["optimizer"] in STEPS_OF_LR and values["lr"] < 1e-6:
+        lines.append(f"lr={values['lr']} is a rate for all weights; adapters take some ten times as much: 5e-6 to 2e-4")
     # a step is about lr, and what changes a weight by less than 1/512 to 1/256 is rounded away in bfloat16
     lr, dtype = values["lr"], values["model.policy_dtype"]
-    if dtype == "bfloat16" and values["optimizer"] in STEPS_OF_LR and lr < 1e-5:
+    trained_in_it = values["lora.name"] not in ADAPTED  # adapters are float32
+    if dtype == "bfloat16" and trained_in_it and values["optimizer"] in STEPS_OF_LR and lr < 1e-5:
         lines.append(
             f"lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: "
             f"use float32 with model.autocast=bfloat16, or an lr of 1e-5 or more"
@@ -123,7 +127,7 @@ def find_unused(config: DictConfig, plan: Plan) -> list[str]:
 
 def _find_unused(values: Mapping[str, Any], plan: Plan) -> Iterator[tuple[str, Any, Needs]]:
     """Keys that differ from their defaults and lack what they need; null asks for nothing."""
-    defaults = flatten(OmegaConf.create(defaults_of(values.get("loss.name"))))
+    defaults = flatten(OmegaConf.create(defaults_of(values.get("loss.name"), values.get("lora.name"))))
     for key, (_, _, needs, _) in KEYS.items():
         value = values.get(key)
         if needs is not None and value not in (None, defaults.get(key)) and not needs.met(values, plan):
@@ -158,6 +162,11 @@ def _process_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
         yield (
             f"model.autocast={sound['model.autocast']} does not reach the threads of "
             f"tensor_parallel.backend={sound['tensor_parallel.backend']}: set model.policy_dtype instead"
+        )
+    if not plan.trainer.takes_adapters and sound.get("lora.name") in ADAPTED:
+        yield (
+            f"lora={sound['lora.name']} does not work with tensor_parallel.backend={sound['tensor_parallel.backend']}, "
+            f"which would split the adapters' layers too: set tensor_parallel.backend=dtensor"
         )
     if not plan.gpus and sound.get("model.attn_implementation") == "flex_attention":
         yield "model.attn_implementation=flex_attention cannot train on a CPU: use sdpa"
@@ -220,6 +229,12 @@ def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
             f"max_prompt_length={sound['max_prompt_length']} must be below max_length={sound['max_length']}, "
             f"or no token is left for a response"
         )
+    if sound.get("lora.name") in ADAPTED:
+        lacking = [key for key in KEYS if key.startswith("lora.") and key not in sound]
+        if lacking:
+            yield f"lora.name={sound['lora.name']} lacks {', '.join(lacking)}: choose lora={sound['lora.name']}"
+        if sound.get("lora.reference") == "adapter" and sound.get("model.archive", "") is None:
+            yield "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST of a run with lora=lora"
     if sound.get("tensorboard.enabled") and not sound.get("debug") and find_spec("tensorboard") is None:
         yield "tensorboard.enabled=True needs the package tensorboard: pip install tensorboard, or leave it off"
     if have("n_epochs", "n_examples") and sound["n_epochs"] is None and sound["n_examples"] is None:

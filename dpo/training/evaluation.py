@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -89,10 +90,13 @@ class Evaluator:
         fed = [text for of_batch in examples for text in fed_prompts(of_batch, self.data.test, self.data.encode)]
         return list(map(Sample, fed, policy, reference))
 
-    def sampled_models(self) -> list[Any]:
-        """Policy and, if it is there, reference."""
+    def sampled_models(self) -> Iterator[Any]:
+        """Policy and, if it is there, reference, which is in use until the next is taken."""
+        yield self.objective.policy
         reference = self.objective.reference
-        return [self.objective.policy] + ([reference.model] if reference and reference.model is not None else [])
+        if reference is not None and reference.model is not None:
+            with reference.in_use():
+                yield reference.model
 
     def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[str]:
         """Continuations of this process's prompts, collated."""

@@ -14,6 +14,7 @@ import torch
 from omegaconf import DictConfig
 
 from dpo.losses import Scores, find_loss, needs_squares, needs_tails
+from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Logps, Longest, Microbatch, choose_layout
 from dpo.models.pretrained import DTYPES
 from dpo.parallel.mesh import Mesh, from_rank_0
@@ -33,7 +34,7 @@ def make_scores(logps: Logps, lengths: torch.Tensor, reference: Logps = ()) -> S
     names = [side + kind for kind in ("", "_tail", "_squares") for side in SIDES]
     named = dict(zip(names, logps, strict=False))  # under SFT there is `chosen` alone
     named |= {f"{side}_lengths": n for side, n in zip(SIDES, lengths, strict=False)}
-    return Scores(**named, **{f"reference_{name}": r for name, r in zip(names[:4], reference, strict=False)})
+    return Scores(**named, **{f"reference_{name}": r for name, r in zip(names, reference, strict=False)})
 
 
 class RunningAverage:
@@ -80,17 +81,21 @@ class Objective:
         self.autocast, self.models_are_equal = autocast, models_are_equal
         self.device = next(policy.parameters()).device
 
-    def forward(self, model: torch.nn.Module, microbatch: Microbatch) -> Logps:
+    def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False) -> Logps:
         """Log-probabilities of each example's responses: (chosen, rejected) or, under SFT, (chosen,); with tails or
         squares what the layout's `forward_details` gives.
 
         The microbatch is on the device.
         """
-        squares = self.squares and model is self.policy
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            if self.tails or squares:
-                return self.layout.forward_details(model, microbatch.inputs, with_squares=squares)
+            if self.tails or with_squares:
+                return self.layout.forward_details(model, microbatch.inputs, with_squares=with_squares)
             return self.layout.forward(model, microbatch.inputs)
+
+    def reference_forward(self, microbatch: Microbatch) -> Logps:
+        """The same of the reference, whose model is there."""
+        with self.reference.in_use():
+            return self.forward(self.reference.model, microbatch)
 
     def losses(
         self,
@@ -127,9 +132,9 @@ class Objective:
             reference = cached[microbatch.indices].unbind(1)
         elif with_reference:  # before the policy's forward, whose activations stay
             with torch.no_grad():
-                reference = self.forward(self.reference.model, microbatch)
-        logps = self.forward(self.policy, microbatch)
-        reference = tuple(r.to(logps[0]) for r in reference[: len(self.of_reference)])
+                reference = self.reference_forward(microbatch)
+        logps = self.forward(self.policy, microbatch, with_squares=self.squares)
+        reference = tuple(r.to(logps[0]) for r in reference)
         scores = make_scores(logps, microbatch.lengths, reference)._replace(average=self.average.value)
         return scores, dict(zip(self.of_reference, reference, strict=bool(reference)))
 
@@ -189,10 +194,7 @@ class Objective:
     def score(self, batch: GlobalBatch) -> torch.Tensor:
         """What the reference gives for a global batch, (B, 2) or with tails (B, 4), on every process."""
         metrics = [
-            (
-                microbatch.indices,
-                dict(zip(self.of_reference, self.forward(self.reference.model, microbatch), strict=False)),
-            )
+            (microbatch.indices, dict(zip(self.of_reference, self.reference_forward(microbatch), strict=True)))
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches)
         ]
         reduced = reduce_metrics(metrics, len(batch.examples), self.mesh.add, counts=self.mesh.counts)
@@ -255,8 +257,14 @@ def make_objective(
         if note:
             log(note)
             break
-    equal = reference is not None and hold_the_same(policy, reference.model, mesh)
+    equal = reference is not None and _are_equal(policy, reference, mesh)
     assert layout is not None
     asked = {"tails": needs_tails(config.loss), "squares": needs_squares(config.loss)}
     asked["averages"] = plan.loss.averaged is not None
     return Objective(policy, reference, layout, mesh, autocast=autocast, models_are_equal=equal, **asked)
+
+
+def _are_equal(policy: Any, reference: Reference, mesh: Mesh) -> bool:
+    ours = weights_in_use(policy)
+    with reference.in_use():
+        return hold_the_same(ours, weights_in_use(reference.model), mesh)

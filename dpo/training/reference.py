@@ -10,6 +10,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -205,11 +206,20 @@ def _compare(keys: Sequence[tuple[bytes, ...]], values: torch.Tensor, read: Logp
 
 class Reference:
     """The frozen reference: a model and its cached log-probabilities. Without a model all pairs of the run are
-    cached."""
+    cached.
 
-    def __init__(self, model: torch.nn.Module, digest: str | None) -> None:
+    Inside `in_use()` the model computes as the reference: it may be the policy itself, with another adapter or none.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        digest: str | None,
+        in_use: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.model: torch.nn.Module | None = model
         self.digest = digest  # see `model_digest`; on rank 0 only
+        self.in_use = in_use
         self.logps = ReferenceLogps()
 
     def free(self) -> None:

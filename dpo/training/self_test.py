@@ -3,40 +3,62 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
+from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.losses import find_loss
-from dpo.training.objective import make_scores
+from dpo.models.pretrained import DTYPES
+from dpo.settings.plan import Plan
+from dpo.training.objective import Objective, make_scores
 
+Forward = Callable[[], tuple[torch.Tensor, ...]]
 ULPS = 8  # by which two forwards of the same inputs may differ
 
 
+def self_test(objective: Objective, examples: Sequence[Example], config: DictConfig, plan: Plan) -> list[str]:
+    """`check_models` on the first two examples per process."""
+    mesh = objective.mesh
+    [microbatch] = objective.layout.split(examples[: 2 * mesh.data_size], 1, rank=mesh.data_rank, size=mesh.data_size)
+    microbatch = microbatch.to(objective.device)
+    return check_models(
+        objective.policy,
+        partial(objective.forward, objective.policy, microbatch, with_squares=objective.squares),
+        partial(objective.reference_forward, microbatch) if plan.loss.reference else None,
+        lengths=microbatch.lengths,
+        loss_config=config.loss,
+        same_dtype=plan.compute_dtype == plan.reference_dtype,
+        repeats_to=DTYPES[plan.autocast or plan.compute_dtype] if mesh.tensor_size > 1 else None,
+    )
+
+
 @torch.no_grad()
-def self_test(
+def check_models(
     policy: torch.nn.Module,
-    reference: torch.nn.Module | None,
-    forward: Callable[[torch.nn.Module], tuple[torch.Tensor, ...]],
+    forward: Forward,
+    reference_forward: Forward | None,
     *,
     lengths: torch.Tensor,
     loss_config: Mapping[str, Any],
     same_dtype: bool,
     repeats_to: torch.dtype | None = None,
 ) -> list[str]:
-    """Check policy and reference (None: the loss needs none). Returns lines to print. Leaves the policy in train mode.
+    """Check policy and reference. Returns lines to print. Leaves the policy in train mode.
 
-    `forward` returns a model's log-probabilities, (chosen, rejected) or (chosen,), of a few examples; `lengths` are
-    their scored tokens, (sides, B).
+    `forward` returns the policy's log-probabilities, (chosen, rejected) or (chosen,), of a few examples,
+    `reference_forward` those of the reference, None if the loss needs none; `lengths` are their scored tokens,
+    (sides, B).
     Checks that log-probabilities are finite; that train-mode and eval-mode forwards agree up to rounding (that of dtype
-    `repeats_to`, if a forward does not repeat more exactly); and, if policy and reference have the same dtype, that
-    rewards are 0 and the loss is that of equal models (ln 2 for DPO). Raises InputError with the failed check and its
-    likely cause.
+    `repeats_to`, if a forward does not repeat more exactly); and, if both have the same dtype, that rewards are 0 and
+    the loss is that of equal models (ln 2 for DPO). Raises InputError with the failed check and its likely cause.
     """
-    in_train, of_reference, scale = _check_forwards(policy, reference, forward, repeats_to)
-    if reference is None:
+    in_train, of_reference, scale = _check_forwards(policy, forward, reference_forward, repeats_to)
+    if reference_forward is None:
         return ["self-test passed: finite log-probabilities, dropout off"]
 
     loss, scores = find_loss(loss_config), make_scores(in_train, lengths, of_reference)
@@ -70,16 +92,16 @@ def self_test(
 
 def _check_forwards(
     policy: torch.nn.Module,
-    reference: torch.nn.Module | None,
-    forward: Callable[[torch.nn.Module], tuple[torch.Tensor, ...]],
+    forward: Forward,
+    reference_forward: Forward | None,
     repeats_to: torch.dtype | None,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], float]:
     """Log-probabilities of policy and reference, finite and without dropout, and the policy's largest magnitude."""
     policy.eval()
-    in_eval = forward(policy)
+    in_eval = forward()
     policy.train()
-    in_train = forward(policy)
-    of_reference = forward(reference) if reference is not None else ()
+    in_train = forward()
+    of_reference = reference_forward() if reference_forward is not None else ()
     for who, values in (("policy", in_train), ("reference", of_reference)):
         if not all(v.isfinite().all() for v in values):
             raise InputError(

@@ -36,6 +36,7 @@ ONE = Plan(
     reference_dtype="float16",
     autocast=None,
     loss=LOSSES["dpo"],
+    reference="model",
     launched=False,
     gpus=0,
 )

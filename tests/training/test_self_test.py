@@ -12,7 +12,7 @@ from support.models import plain_logps
 from dpo.data.collation import find_examples, get_collate_fn, tokenize_batch_element
 from dpo.data.examples import Example
 from dpo.errors import InputError
-from dpo.training.self_test import self_test
+from dpo.training.self_test import check_models
 
 DPO = {"beta": 0.1, "label_smoothing": 0, "reference_free": False}
 
@@ -39,10 +39,10 @@ def check(policy, reference, batch, name="dpo", options=DPO, same_dtype=True) ->
         examples = [Example(e.prompt, e.responses[:1]) for e in examples]
     lengths = torch.tensor([e.n_scored for e in examples]).T
     config = {"name": name, **options}
-    (note,) = self_test(
+    (note,) = check_models(
         policy,
-        reference,
-        lambda model: plain_logps(model, examples),
+        lambda: plain_logps(policy, examples),
+        None if reference is None else lambda: plain_logps(reference, examples),
         lengths=lengths,
         loss_config=config,
         same_dtype=same_dtype,
@@ -63,22 +63,27 @@ def test_equal_models_pass_with_the_loss_that_agreement_gives(name, options, fir
     assert note.startswith(f"self-test passed: first loss {first_loss}, rewards within 0 of 0")
 
 
-def forward_off_in_training(relative: float):
-    """Log-probabilities that are larger by so much in train mode."""
+def test_a_forward_may_differ_from_the_same_again_by_rounding_alone(policy):
     logps = torch.tensor([-300.0, -20.0])
+    config = {"name": "dpo", **DPO}
 
-    def forward(model):
-        return tuple(values * (1 + relative * model.training) for values in (logps, logps - 5))
+    def check_forward_off_in_training(relative: float) -> list[str]:
+        def forward():
+            return tuple(values * (1 + relative * policy.training) for values in (logps, logps - 5))
 
-    return forward
+        return check_models(
+            policy,
+            forward,
+            lambda: (logps, logps - 5),
+            lengths=torch.ones(2, 2),
+            loss_config=config,
+            same_dtype=True,
+        )
 
-
-def test_a_forward_may_differ_from_the_same_again_by_rounding_alone(policy, tiny_llama):
-    options = {"lengths": torch.ones(2, 2), "loss_config": {"name": "dpo", **DPO}, "same_dtype": True}
     eps = torch.finfo(torch.float32).eps  # as where sums over processes come in another order
-    assert self_test(policy, tiny_llama.eval(), forward_off_in_training(2 * eps), **options)
+    assert check_forward_off_in_training(2 * eps)
     with pytest.raises(InputError, match=r"train-mode and eval-mode log-probabilities differ by 0\.0003"):
-        self_test(policy, tiny_llama.eval(), forward_off_in_training(1e-6), **options)
+        check_forward_off_in_training(1e-6)
 
 
 def test_reference_free_passes_with_the_policys_own_loss(policy, tiny_llama, batch):
