@@ -96,6 +96,9 @@ def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: 
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for layer in _adapted_layers(model):
+        if name not in layer.lora_A:
+            kind = type(layer.get_base_layer()).__name__
+            raise InputError(f"lora.target_modules names a layer of class {kind}: only linear layers can be adapted")
         for part in (layer.lora_A, layer.lora_B):
             part[name].float()
             if POLICY in part:
@@ -206,8 +209,7 @@ class AdapterState:
 
     def files(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         """PEFT's files, by name, of a gathered state."""
-        config = self.model.peft_config[POLICY].to_dict()
-        config |= {"base_model_name_or_path": self.model.config.name_or_path, "inference_mode": True}
+        config = self.model.peft_config[POLICY].to_dict() | {"inference_mode": True}
         as_lists = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         tensors = {key: tensor.contiguous() for key, tensor in state.items()}
         return {

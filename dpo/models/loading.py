@@ -153,15 +153,19 @@ def load_policy(
     """
     model, digest = _made(policy), None
     if config.lora.name in ADAPTED:
-        adapter = find_weights(config, plan).adapter
-        _add_adapters(model, config, [POLICY, REFERENCE] if plan.reference == "adapter" else [POLICY])
-        if rank == 0:  # which sends them to the others
-            for source, name in ((resume_from or adapter, POLICY), (adapter, REFERENCE)):
-                if source is not None and not (name == REFERENCE and plan.reference != "adapter"):
-                    _load(model, source, config, name)
+        weights = find_weights(config, plan)
+        sources = {POLICY: resume_from or weights.adapter}
+        if plan.reference == "adapter":
+            sources[REFERENCE] = weights.adapter
+        _add_adapters(model, config, list(sources))
+        is_published = weights.base is None and not config.model.random_init
+        model.peft_config[POLICY].base_model_name_or_path = _place(config) if is_published else None
+        for name, source in sources.items():
+            if source is not None and rank == 0:  # which sends them to the others
+                _load(model, source, config, name)
         if rank == 0 and plan.reference != "model":
-            shown = REFERENCE if plan.reference == "adapter" else None
-            digest = model_digest(model, plan.autocast or plan.reference_dtype, shown)
+            frozen = REFERENCE if REFERENCE in sources else None
+            digest = model_digest(model, plan.autocast or plan.reference_dtype, frozen)
     return _compiled(model, config), digest
 
 
@@ -176,6 +180,12 @@ def load_reference(model: Any, config: DictConfig, plan: Plan, *, rank: int) -> 
     name = None if adapter is None else REFERENCE
     digest = model_digest(model, plan.autocast or plan.reference_dtype, name) if rank == 0 else None
     return _compiled(model, config), digest
+
+
+def _place(config: DictConfig) -> str:
+    """Where the model is, for a reader who is elsewhere: a Hub id, or the whole path of a directory."""
+    name = config.model.name_or_path
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def _made(model: Any) -> Any:

@@ -63,6 +63,9 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
     sources = values.pop("dataset_sources", {})
     absent = [key for key in KEYS if key not in values and not key.startswith(OF_A_CHOICE)]
     problems = [f"{key} was removed from the config: give {key}=VALUE instead of ~{key}" for key in absent]
+    if (adapter := values.get("lora.name")) in ADAPTED:
+        lacking = [key for key in KEYS if key.startswith("lora.") and key not in values]
+        problems += [f"lora.name={adapter} lacks {', '.join(lacking)}: choose lora={adapter}"] * bool(lacking)
     values = {key: value for key, value in values.items() if value is not WAITING}
     in_order = sorted(values.items(), key=lambda item: item[0].startswith("loss."))  # as --cfg job: model, then loss
     found = {key: _value_problem(key, value, keys) for key, value in in_order}
@@ -229,12 +232,8 @@ def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
             f"max_prompt_length={sound['max_prompt_length']} must be below max_length={sound['max_length']}, "
             f"or no token is left for a response"
         )
-    if sound.get("lora.name") in ADAPTED:
-        lacking = [key for key in KEYS if key.startswith("lora.") and key not in sound]
-        if lacking:
-            yield f"lora.name={sound['lora.name']} lacks {', '.join(lacking)}: choose lora={sound['lora.name']}"
-        if sound.get("lora.reference") == "adapter" and sound.get("model.archive", "") is None:
-            yield "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST of a run with lora=lora"
+    if sound.get("lora.reference") == "adapter" and sound.get("model.archive", "") is None:
+        yield "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST of a run with lora=lora"
     if sound.get("tensorboard.enabled") and not sound.get("debug") and find_spec("tensorboard") is None:
         yield "tensorboard.enabled=True needs the package tensorboard: pip install tensorboard, or leave it off"
     if have("n_epochs", "n_examples") and sound["n_epochs"] is None and sound["n_examples"] is None:

@@ -17,7 +17,7 @@ from dpo.losses import LOSSES, find_loss
 from dpo.settings import choices
 from dpo.settings.files import defaults_of, flatten
 from dpo.settings.keys import ALIASES, KEYS
-from dpo.settings.plan import ParallelDims, Plan
+from dpo.settings.plan import ParallelDims, Plan, resolve
 from dpo.settings.validation import find_config_problems, find_unused
 
 CONFIG = ROOT / "config"
@@ -303,16 +303,19 @@ def read(name: str) -> dict:
 def test_every_key_has_a_rule_and_every_rule_a_key():
     main = {k: v for k, v in read("config.yaml").items() if k not in ("defaults", "hydra", "dataset_sources")}
     losses = set().union(*(keys_of(defaults_of(loss)["loss"], "loss.") for loss in LOSSES))
+    adapters = set().union(*(keys_of(read(f"lora/{f.name}"), "lora.") for f in CONFIG.glob("lora/*.yaml")))
     models = {
         f.stem: keys_of(read(f"model/{f.name}"), "model.") - {"model.defaults"} for f in CONFIG.glob("model/*.yaml")
     }
 
     assert all(keys <= models["blank_model"] for keys in models.values())
-    assert keys_of(main) | losses | models["blank_model"] == KEYS.keys()
+    assert keys_of(main) | losses | adapters | models["blank_model"] == KEYS.keys()
 
 
-LOSS_FILES = [str(file.relative_to(CONFIG)) for file in sorted(CONFIG.glob("loss/**/*.yaml"))]
-EXPLAINED = ["config.yaml", "model/blank_model.yaml", *LOSS_FILES]
+OF_GROUPS = [
+    str(f.relative_to(CONFIG)) for group in ("loss", "lora") for f in sorted(CONFIG.glob(f"{group}/**/*.yaml"))
+]
+EXPLAINED = ["config.yaml", "model/blank_model.yaml", *OF_GROUPS]
 
 
 @pytest.mark.parametrize("file", EXPLAINED)
@@ -353,6 +356,7 @@ def test_defaults_are_the_references():
         "export": True,
         "ledger": False,
         "report": False,
+        "lora.name": "none",
         "lr_scaling": "none",
         "schedule": "constant",
         "min_lr_ratio": 0.0,
@@ -543,6 +547,7 @@ WITHOUT = {  # settings under which a key has no effect
     "loss.ld_alpha=0.5": ("loss=mix", "loss.weights.simpo=1"),
     "loss.f_divergence=js": ("loss=nca",),
     "loss.f_alpha=0.1": ("loss.f_divergence=js",),
+    "lora.reference=model": ("loss=sft", "lora=lora", "lr=1e-4"),
 }
 
 
@@ -555,7 +560,8 @@ def test_a_key_without_effect_is_refused_or_gets_a_line(override):
     key = override.split("=")[0]
     loss = () if any(o.startswith("loss=") for o in WITHOUT[override]) else ("loss=dpo", "loss.beta=0.1")
     complete = (*COMPLETE[:2], *loss, *WITHOUT[override])
-    plan = replace(ONE, loss=find_loss(compose(*complete).loss))
+    loss = find_loss(compose(*complete).loss)
+    plan = replace(ONE, loss=loss, reference="model" if loss.reference else None)
     refused = problems(override, complete=complete, plan=plan)
     noted = find_unused(compose(*complete, override), plan)
     assert [line.split("=")[0] for line in refused + noted] == [key]
@@ -581,4 +587,57 @@ def test_a_rate_that_bfloat16_weights_round_away_gets_a_line():
 def test_names_of_other_trainers_lead_to_keys_and_are_none_of_ours():
     for name, ours in ALIASES.items():
         assert name not in KEYS
-        assert re.split("[=,]", ours)[0] in {*KEYS, "loss"}
+        assert re.split("[=,]", ours)[0] in {*KEYS, "loss", "lora"}
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def test_keys_of_an_adapter_are_there_with_it_alone():
+    assert flatten(compose("loss=sft", "lora=none"))["lora.name"] == "none"
+    assert {key for key in flatten(compose("loss=sft")) if key.startswith("lora.")} == {"lora.name"}
+    [problem] = problems("lora.name=lora")
+    assert problem.startswith("lora.name=lora lacks lora.r, ")
+    assert problem.endswith(": choose lora=lora")
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("lora.r=0", "lora.r=0 must be an integer >= 1"),
+        ("lora.alpha=0", "lora.alpha=0 must be a number above 0"),
+        ("lora.dropout=1", "lora.dropout=1 must be a number in [0, 1)"),
+        ("lora.target_modules=all", "lora.target_modules=all must be auto, or a list of different names of layers"),
+        ("lora.target_modules=[]", "lora.target_modules=[] must be auto, or a list of different names of layers"),
+        ("lora.reference=none", "lora.reference=none is not one of adapter, base, model"),
+        ("lora.reference=adapter", "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST"),
+    ],
+)
+def test_an_adapters_values_are_checked(override, problem):
+    [found] = problems("lora=lora", "model.archive=null", override)
+    assert found.startswith(problem)
+
+
+def test_adapters_do_not_go_with_the_package_that_splits_layers():
+    by_package = (
+        "trainer=TensorParallelTrainer",
+        "tensor_parallel.backend=tensor_parallel",
+        "sample_during_eval=false",
+    )
+    [problem] = problems("lora=lora", *by_package, plan=CUT_BY_PACKAGE)
+    assert problem.startswith("lora=lora does not work with tensor_parallel.backend=tensor_parallel")
+
+
+def test_a_reference_in_the_policy_computes_as_the_policy_does():
+    plan = resolve(compose(*COMPLETE, "lora=lora", "model.reference_dtype=bfloat16"))
+    assert (plan.reference, plan.reference_dtype) == ("base", plan.compute_dtype)
+    [line] = find_unused(compose(*COMPLETE, "lora=lora", "lr=1e-4", "model.reference_dtype=bfloat16"), plan)
+    assert line.startswith("model.reference_dtype=bfloat16 has no effect")
+    assert resolve(compose(*COMPLETE)).reference == "model"
+    assert resolve(compose("loss=sft")).reference is None
+
+
+def test_a_rate_for_all_weights_gets_a_line_with_an_adapter():
+    [line] = find_unused(compose(*COMPLETE, "lora=lora", "lr=5e-7"), resolve(compose(*COMPLETE, "lora=lora")))
+    assert line.startswith("lr=5e-07 is a rate for all weights")
+    assert find_unused(compose(*COMPLETE, "lora=lora", "lr=1e-5", "model.policy_dtype=bfloat16"), ONE) == []
