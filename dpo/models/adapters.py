@@ -144,8 +144,8 @@ def base_weights(model: Any) -> dict[str, torch.Tensor]:
     """The state dict of a model without its adapters, under the names that it has without them."""
     return {
         key.replace(".base_layer.", "."): tensor
-        for key, tensor in model.state_dict(keep_vars=True).items()
-        if ".lora_A." not in key and ".lora_B." not in key
+        for key, tensor in model.state_dict().items()
+        if not _is_of_adapter(key)
     }
 
 
@@ -154,7 +154,12 @@ def weights_in_use(model: Any) -> list[torch.Tensor]:
     [name] = {name for layer in _adapted_layers(model) for name in layer.active_adapters} or {None}
     adapter = {} if name is None else adapter_weights(model, name)
     adds = any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key)
-    return [*base_weights(model).values(), *(adapter.values() if adds else ())]
+    base = [parameter for key, parameter in model.named_parameters() if not _is_of_adapter(key)]
+    return [*base, *(adapter.values() if adds else ())]
+
+
+def _is_of_adapter(key: str) -> bool:
+    return ".lora_A." in key or ".lora_B." in key
 
 
 def _adapted_layers(model: Any) -> list[Any]:
