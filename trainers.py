@@ -209,9 +209,10 @@ class Trainer:
     def _backward(self, microbatch: Microbatch, *prepared: torch.Tensor | None) -> tuple[torch.Tensor, Metrics]:
         """Add a microbatch's gradient. Returns its indices and metrics; its inputs, mask and graph can go."""
         microbatch = microbatch.to(self.objective.device)
-        losses, metrics = self.objective.losses(microbatch, *prepared, split="train", loss_config=self.config.loss)
-        # the mean over the global batch, of which FSDP will take the mean over processes
-        (losses.sum() * self.mesh.data_size / self.config.batch_size).backward()
+        with self.objective.dropout.on(microbatch.inputs, update=self.state.batch_counter):
+            losses, metrics = self.objective.losses(microbatch, *prepared, split="train", loss_config=self.config.loss)
+            # the mean over the global batch, of which FSDP will take the mean over processes
+            (losses.sum() * self.mesh.data_size / self.config.batch_size).backward()
         return microbatch.indices, metrics
 
     def clip_gradient(self) -> torch.Tensor:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from dpo.errors import InputError
+from dpo.models.adapter_dropout import Dropout
 from dpo.parallel.state import local_tensor
 from dpo.system.plain_files import check_readable
 
@@ -76,7 +77,8 @@ def read_adapter(directory: Path) -> StoredAdapter:
 def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: float = 0.0, seed: int = 0) -> None:
     """Freeze a model and add an adapter to it in float32, trained unless it is the reference's; it becomes active.
 
-    As PEFT draws it from the seed, it changes nothing: B is 0. On the meta device it takes no memory.
+    As PEFT draws it from the seed, it changes nothing: B is 0. On the meta device it takes no memory. Dropout is off until
+    `AdapterDropout` has it on.
     Raises InputError if the config names no layer of the model.
     """
     import peft
@@ -99,6 +101,8 @@ def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: 
         if name not in layer.lora_A:
             kind = type(layer.get_base_layer()).__name__
             raise InputError(f"lora.target_modules names a layer of class {kind}: only linear layers can be adapted")
+        if dropout > 0:
+            layer.lora_dropout[name] = Dropout(dropout, layer.in_features)
         for part in (layer.lora_A, layer.lora_B):
             part[name].float()
             if POLICY in part:

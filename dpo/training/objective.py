@@ -14,6 +14,7 @@ import torch
 from omegaconf import DictConfig
 
 from dpo.losses import Scores, find_loss, needs_squares, needs_tails
+from dpo.models.adapter_dropout import AdapterDropout
 from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Logps, Longest, Microbatch, choose_layout
 from dpo.models.pretrained import DTYPES
@@ -58,7 +59,8 @@ class Objective:
 
     `autocast` is the dtype in which float32 weights are multiplied, None for their own. While the
     `models_are_equal`, accuracies are 0, because rewards differ by rounding alone. With `tails` and `squares` the
-    forward gives those of `Scores` too, of the reference only tails. `averages`: the loss has a running average.
+    forward gives those of `Scores` too, of the reference only tails. `averages`: the loss has a running average. `seed` is
+    for the `dropout` of the policy's adapter, which is off unless a caller has it on.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Objective:
         tails: bool = False,
         squares: bool = False,
         averages: bool = False,
+        seed: int = 0,
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh = policy, reference, layout, mesh
         self.tails, self.squares, self.average = tails, squares, RunningAverage()
@@ -80,6 +83,7 @@ class Objective:
         self.of_reference = REFERENCE if tails else REFERENCE[:2]
         self.autocast, self.models_are_equal = autocast, models_are_equal
         self.device = next(policy.parameters()).device
+        self.dropout = AdapterDropout(policy, seed=seed)
 
     def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False) -> Logps:
         """Log-probabilities of each example's responses: (chosen, rejected) or, under SFT, (chosen,); with tails or
@@ -261,7 +265,9 @@ def make_objective(
     assert layout is not None
     asked = {"tails": needs_tails(config.loss), "squares": needs_squares(config.loss)}
     asked["averages"] = plan.loss.averaged is not None
-    return Objective(policy, reference, layout, mesh, autocast=autocast, models_are_equal=equal, **asked)
+    return Objective(
+        policy, reference, layout, mesh, autocast=autocast, models_are_equal=equal, seed=config.seed, **asked
+    )
 
 
 def _are_equal(policy: Any, reference: Reference, mesh: Mesh) -> bool:

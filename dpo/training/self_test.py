@@ -34,6 +34,7 @@ def self_test(objective: Objective, examples: Sequence[Example], config: DictCon
         loss_config=config.loss,
         same_dtype=plan.compute_dtype == plan.reference_dtype,
         repeats_to=DTYPES[plan.autocast or plan.compute_dtype] if mesh.tensor_size > 1 else None,
+        adapter_dropout=config.lora.get("dropout", 0),
     )
 
 
@@ -47,6 +48,7 @@ def check_models(
     loss_config: Mapping[str, Any],
     same_dtype: bool,
     repeats_to: torch.dtype | None = None,
+    adapter_dropout: float = 0,
 ) -> list[str]:
     """Check policy and reference. Returns lines to print. Leaves the policy in train mode.
 
@@ -55,11 +57,15 @@ def check_models(
     (sides, B).
     Checks that log-probabilities are finite; that train-mode and eval-mode forwards agree up to rounding (that of dtype
     `repeats_to`, if a forward does not repeat more exactly); and, if both have the same dtype, that rewards are 0 and
-    the loss is that of equal models (ln 2 for DPO). Raises InputError with the failed check and its likely cause.
+    the loss is that of equal models (ln 2 for DPO). Raises InputError with the failed check and its likely cause. The
+    lines say that an `adapter_dropout` above 0, which updates alone have, was off.
     """
     in_train, of_reference, scale = _check_forwards(policy, forward, reference_forward, repeats_to)
+    off = "dropout off"
+    if adapter_dropout:
+        off += f"; checked without lora.dropout={adapter_dropout}, which is on in updates alone"
     if reference_forward is None:
-        return ["self-test passed: finite log-probabilities, dropout off"]
+        return [f"self-test passed: finite log-probabilities, {off}"]
 
     loss, scores = find_loss(loss_config), make_scores(in_train, lengths, of_reference)
     equal = make_scores(in_train, lengths, in_train[: len(of_reference)])
@@ -74,7 +80,7 @@ def check_models(
     reward = max(r.abs().max().item() for r in rewards)
     if not same_dtype:
         return [
-            f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
+            f"self-test passed: finite log-probabilities, {off}. The reference computes in another dtype than "
             f"the policy, so the first rewards are rounding errors of up to {reward:.2g}; for 0 set "
             f"model.reference_dtype to the policy's"
         ]
@@ -87,7 +93,7 @@ def check_models(
         )
     if not math.isclose(first_loss, expected, rel_tol=1e-3, abs_tol=tolerance):
         raise InputError(f"self-test: the first {name} loss is {first_loss:.6g} instead of {expected:.6g}")
-    return [f"self-test passed: first loss {first_loss:.6f}, rewards within {reward:.1g} of 0, dropout off"]
+    return [f"self-test passed: first loss {first_loss:.6f}, rewards within {reward:.1g} of 0, {off}"]
 
 
 def _check_forwards(

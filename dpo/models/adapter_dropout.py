@@ -1,0 +1,114 @@
+"""The dropout of adapters, as a function of the text: the same in every layout, split and number of processes.
+
+What an adapter sees of an adapted layer's input x is x_i / (1 - p) for the features i that are kept, and 0 for the others. Feature i is
+kept if the signed 32-bit product a * b_i is at least (2 p - 1) 2^31. The odd numbers a and b_i are hashes: a of the seed, the
+update, the layer, and the token with all tokens before it; b_i of the seed, the update and i. So nothing has to be
+remembered for the backward pass, which may compute activations again, or for a run that continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dpo.errors import InputError
+from dpo.models.layouts import PaddedRows
+from dpo.models.packing import NONE, Packed
+
+
+class Dropout(torch.nn.Module):
+    """Dropout of the input of one adapted layer; the identity, but while `AdapterDropout` has it on.
+
+    `first_feature` is not 0 where a process computes with a slice of the features.
+    """
+
+    def __init__(self, p: float, n_features: int) -> None:
+        super().__init__()
+        self.p, self.n_features, self.first_feature = p, n_features, 0
+        self.tokens: torch.Tensor | None = None  # (R, L) int32: a
+        self.features: torch.Tensor | None = None  # int32, of at least all features of the layer: b
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tokens is None or self.features is None:
+            return x
+        if x.shape[:-1] not in (self.tokens.shape, (self.tokens.numel(),)):
+            raise InputError(
+                f"lora.dropout={self.p} needs adapted layers that are given each token once: one is given "
+                f"{tuple(x.shape[:-1])} for {tuple(self.tokens.shape)} tokens: name others in lora.target_modules, or "
+                f"choose lora.dropout=0"
+            )
+        a = self.tokens.to(x.device).view(*x.shape[:-1], 1)
+        b = self.features.to(x.device)[self.first_feature : self.first_feature + x.shape[-1]]
+        kept = a * b >= int(self.p * 2**32) - 2**31
+        return x.where(kept, 0) / (1 - self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class AdapterDropout:
+    """Has the dropout of a policy's adapter on or off; there may be none."""
+
+    def __init__(self, policy: torch.nn.Module, *, seed: int) -> None:
+        self.modules = [module for module in policy.modules() if isinstance(module, Dropout)]
+        self.seed = seed
+
+    @contextmanager
+    def on(self, inputs: PaddedRows | Packed, *, update: int) -> Iterator[None]:
+        """Inside, forwards of these inputs and their backwards have the dropout of this update."""
+        if not self.modules:
+            yield
+            return
+        n_layers, n_features = len(self.modules), max(module.n_features for module in self.modules)
+        paths = hash_paths(inputs)
+        salt = _mix(_mix(paths.new_full((1,), self.seed)) + update)
+        salts = _mix(salt + torch.arange(n_layers + n_features, device=paths.device))
+        tokens = _odd(_mix(paths + salts[:n_layers, None, None]))  # (layers, R, L)
+        features = _odd(salts[n_layers:])
+        try:
+            for module, of_layer in zip(self.modules, tokens, strict=True):
+                module.tokens, module.features = of_layer, features
+            yield
+        finally:
+            for module in self.modules:
+                module.tokens = module.features = None
+
+
+def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
+    """A hash of each token with all that come before it in its text, (R, L) int64, wherever in a microbatch it is.
+
+    That of padding means nothing.
+    """
+    column = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
+    packed = isinstance(inputs, Packed)
+    terms = _mix(_mix(inputs.input_ids) + (inputs.position_ids if packed else column))
+    sums = terms.cumsum(1)
+    if not packed:
+        return sums
+    tree, branch = inputs.tree, inputs.branch
+    begins = torch.ones_like(tree, dtype=torch.bool)  # of a prompt, or of a response
+    begins[:, 1:] = (tree[:, 1:] != tree[:, :-1]) | (branch[:, 1:] != branch[:, :-1])
+    begin = column.where(begins, 0).cummax(1).values
+    sums -= (sums - terms).gather(1, begin)
+    prompt_end = column.where(branch == NONE, 0).cummax(1).values  # the last token of a prompt so far
+    after_prompt = (branch != NONE) & (branch.gather(1, prompt_end) == NONE) & (tree.gather(1, prompt_end) == tree)
+    return sums + sums.gather(1, prompt_end).where(after_prompt, 0)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Bits of an int64 that depend on all of its bits: the finalizer of SplitMix64 (Steele et al. 2014)."""
+    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, n: int) -> torch.Tensor:
+    """Shifted right as if it was unsigned."""
+    return (x >> n) & (2 ** (64 - n) - 1)
+
+
+def _odd(x: torch.Tensor) -> torch.Tensor:
+    """The upper half of an int64, made odd: a product with an odd number takes every odd value equally often."""
+    return (x >> 32).int() | 1
