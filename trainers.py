@@ -182,7 +182,7 @@ class Trainer:
         """One update on a global batch, the same on every process."""
         start, objective = time.perf_counter(), self.objective
         self.policy.train()
-        prepared = objective.prepare(batch, self.config.loss)
+        prepared = objective.prepare(batch, self.config.loss, update=self.state.batch_counter)
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
             accumulate(self.policy, last=i == len(batch.microbatches))

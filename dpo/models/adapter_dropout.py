@@ -1,9 +1,9 @@
 """The dropout of adapters, as a function of the text: the same in every layout, split and number of processes.
 
-What an adapter sees of an adapted layer's input x is x_i / (1 - p) for the features i that are kept, and 0 for the others. Feature i is
-kept if the signed 32-bit product a * b_i is at least (2 p - 1) 2^31. The odd numbers a and b_i are hashes: a of the seed, the
-update, the layer, and the token with all tokens before it; b_i of the seed, the update and i. So nothing has to be
-remembered for the backward pass, which may compute activations again, or for a run that continues.
+Of an adapted layer's input x the adapter sees x_i / (1 - p) for features i that are kept, and 0 for the others. Feature
+i is kept if the signed 32-bit product a * b_i is at least (2 p - 1) 2^31. The odd numbers a and b_i are hashes: a of
+the seed, the update, the layer, and the token with all tokens before it; b_i of the seed, the update and i. So no random
+state has to be remembered for a backward pass that computes activations again, or for a run that continues.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class AdapterDropout:
         self.seed = seed
 
     @contextmanager
-    def on(self, inputs: PaddedRows | Packed, *, update: int) -> Iterator[None]:
-        """Inside, forwards of these inputs and their backwards have the dropout of this update."""
-        if not self.modules:
+    def on(self, inputs: PaddedRows | Packed, *, update: int | None) -> Iterator[None]:
+        """Inside, forwards of these inputs and their backwards have the dropout of this update; None: it stays off."""
+        if update is None or not self.modules:
             yield
             return
         n_layers, n_features = len(self.modules), max(module.n_features for module in self.modules)

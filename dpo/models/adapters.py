@@ -77,9 +77,8 @@ def read_adapter(directory: Path) -> StoredAdapter:
 def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: float = 0.0, seed: int = 0) -> None:
     """Freeze a model and add an adapter to it in float32, trained unless it is the reference's; it becomes active.
 
-    As PEFT draws it from the seed, it changes nothing: B is 0. On the meta device it takes no memory. Dropout is off until
-    `AdapterDropout` has it on.
-    Raises InputError if the config names no layer of the model.
+    As PEFT draws it from the seed, it changes nothing: B is 0. On the meta device it takes no memory. Its
+    dropout is off until `AdapterDropout` has it on. Raises InputError if the config names no layer of the model.
     """
     import peft
 

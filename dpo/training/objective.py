@@ -59,8 +59,8 @@ class Objective:
 
     `autocast` is the dtype in which float32 weights are multiplied, None for their own. While the
     `models_are_equal`, accuracies are 0, because rewards differ by rounding alone. With `tails` and `squares` the
-    forward gives those of `Scores` too, of the reference only tails. `averages`: the loss has a running average. `seed` is
-    for the `dropout` of the policy's adapter, which is off unless a caller has it on.
+    forward gives those of `Scores` too, of the reference only tails. `averages`: the loss has a running average.
+    `seed` is for the `dropout` of the policy's adapter, which is off unless it is for an update.
     """
 
     def __init__(
@@ -144,19 +144,20 @@ class Objective:
 
     @torch.no_grad()
     def prepare(
-        self, batch: GlobalBatch, loss_config: Mapping[str, Any]
+        self, batch: GlobalBatch, loss_config: Mapping[str, Any], *, update: int | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What the reference gives for a global batch, if cached; and what its examples take from all of it, (B, k).
 
         The second costs a forward of the policy on every microbatch; None where the loss needs none of it, or where the
-        batch is one microbatch, which needs no other.
+        batch is one microbatch, which needs no other. It has the dropout of an `update`, if it is for one.
         """
         loss, cached = find_loss(loss_config), self.cached_reference(batch)
         if loss.of_batch is None or (len(batch.microbatches) == 1 and self.mesh.data_size == 1):
             return cached, None
         table = []
         for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches):
-            scores, reference = self._score(microbatch, cached, with_reference=loss.reference)
+            with self.dropout.on(microbatch.inputs, update=update):
+                scores, reference = self._score(microbatch, cached, with_reference=loss.reference)
             named = {name: values.double() for name, values in scores._asdict().items() if torch.is_tensor(values)}
             table.append((microbatch.indices, named | {name: values.double() for name, values in reference.items()}))
         whole = self.reduce(table, len(batch.examples), batch.keys if cached is None else []).examples
