@@ -61,6 +61,7 @@ WAYS = {
     "references cached": (7, ("cache_reference_logps=all", "n_examples=44")),
     "activation checkpointing": (3, ("activation_checkpointing=true",)),
     "random weights": (3, ("model.random_init=true", "seed=3")),
+    "an adapter with dropout": (3, ("lora=lora", "lora.dropout=0.1")),
 }
 
 
