@@ -2,8 +2,8 @@
 
 Of an adapted layer's input x the adapter sees x_i / (1 - p) for features i that are kept, and 0 for the others. Feature
 i is kept if the signed 32-bit product a * b_i is at least (2 p - 1) 2^31. The odd numbers a and b_i are hashes: a of
-the seed, the update, the layer, and the token with all tokens before it; b_i of the seed, the update and i. So no random
-state has to be remembered for a backward pass that computes activations again, or for a run that continues.
+the seed, the update, the layer, and the token with all tokens before it; b_i of the seed, the update and i. Nothing has
+to be remembered for a backward pass that computes activations again, or for a run that continues.
 """
 
 from __future__ import annotations

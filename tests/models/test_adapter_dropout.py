@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def kept(n_tokens: int, n_features: int, *, seed: int = 0, update: int = 0, laye
         return [(module(torch.ones(1, n_tokens, n_features))[0] > 0).double() for module in modules]
 
 
-# --- the mask ----------------------------------------------------------------------------------------------------------
+# --- the mask -----------------------------------------------------------------------------------
 
 
 def in_sigmas(values: torch.Tensor) -> float:
@@ -125,7 +126,7 @@ def test_a_layer_that_is_given_some_tokens_only_is_refused():
         layer(torch.ones(7, 32))
 
 
-# --- the same for the same text ------------------------------------------------------------------------------------------
+# --- the same for the same text -----------------------------------------------------------------
 
 tokens = st.lists(st.integers(0, 2), max_size=4).map(tuple)
 responses = st.lists(st.integers(0, 2), max_size=3).map(lambda ids: (*ids, 3))
@@ -184,16 +185,31 @@ def test_activations_that_are_computed_again_drop_alike(pairs):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_drop_alike(pairs):
-    model = adapted(dtype=torch.float32)
-    expected = [logps_and_gradients(model, SHARED_PREFIX, pairs, parts, update=parts) for parts in (1, 2)]
+def test_compiled_blocks_drop_alike_without_a_graph_for_each_update(pairs):
+    model, graphs = adapted(dtype=torch.float32), []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    expected = [logps_and_gradients(model, SHARED_PREFIX, pairs, update=update) for update in range(3)]
     for block in model.model.layers:
-        block.compile(dynamic=True)
-    found = [logps_and_gradients(model, SHARED_PREFIX, pairs, parts, update=parts) for parts in (1, 2)]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        block.compile(dynamic=True, fullgraph=True, backend=count)
+    found = [logps_and_gradients(model, SHARED_PREFIX, pairs, update=update) for update in range(3)]
+
+    torch.testing.assert_close(found, expected)
+    assert len(graphs) == 2  # the first block's input needs no gradient
 
 
-# --- where it is off -------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="on a CPU code is compiled by a C++ compiler")
+def test_compiled_code_wraps_products_as_torch_does():
+    layer, x = Dropout(P, 32), torch.randn(4, 12, 32)
+    with AdapterDropout(layer, seed=0).on(pad(examples_of(2), 12), update=0):
+        torch.testing.assert_close(torch.compile(layer, dynamic=True)(x), layer(x))
+
+
+# --- where it is off ----------------------------------------------------------------------------
 
 
 @torch.no_grad()

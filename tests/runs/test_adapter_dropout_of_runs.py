@@ -1,4 +1,4 @@
-"""Runs with lora.dropout: the same losses however a run is laid out and split over processes, and none in evaluations."""
+"""Runs with lora.dropout: the same losses in any layout and in several processes, and no dropout in evaluations."""
 
 from __future__ import annotations
 
