@@ -33,7 +33,7 @@ def policy(tiny_llama):
     return copy.deepcopy(tiny_llama)
 
 
-def check(policy, reference, batch, name="dpo", options=DPO, same_dtype=True, **more) -> str:
+def check(policy, reference, batch, name="dpo", options=DPO, same_dtype=True) -> str:
     examples = find_examples(batch)
     if reference is None:
         examples = [Example(e.prompt, e.responses[:1]) for e in examples]
@@ -46,7 +46,6 @@ def check(policy, reference, batch, name="dpo", options=DPO, same_dtype=True, **
         lengths=lengths,
         loss_config=config,
         same_dtype=same_dtype,
-        **more,
     )
     return note
 
@@ -96,13 +95,6 @@ def test_reference_free_passes_with_the_policys_own_loss(policy, tiny_llama, bat
 def test_sft_needs_no_reference(policy, batch):
     sft_batch = {key: value for key, value in batch.items() if not key.startswith("rejected")}
     assert check(policy, None, sft_batch, "sft", {}).startswith("self-test passed")
-
-
-@pytest.mark.parametrize("name", ["dpo", "sft"])
-def test_it_says_that_it_ran_without_the_adapters_dropout(name, policy, tiny_llama, batch):
-    reference = tiny_llama if name == "dpo" else None
-    note = check(policy, reference, batch, name, DPO if reference else {}, adapter_dropout=0.1)
-    assert note.endswith("dropout off; checked without lora.dropout=0.1, which is on in updates alone")
 
 
 def test_it_leaves_the_policy_ready_to_train(policy, tiny_llama, batch):
