@@ -152,7 +152,29 @@ def find_plan(model: Any) -> dict[str, Style]:
     patterns = [(re.compile(re.escape(n).replace(r"\*", r"\d+")), STYLES[style]) for n, style in named.items()]
     plan = {name: style for name in by_module.values() for p, style in patterns if p.fullmatch(name)}
     _check_cover(model, plan, ignore={embedding, head})
-    return plan
+    return plan | _plan_of_adapters(model, plan)
+
+
+def _plan_of_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
+    """The styles of adapted layers, which LoRA layers of PEFT have in them, and of what is in these.
+
+    A LoRA layer computes W x + B A x. As this is linear, what its style does to input and output is done once, around
+    the sum. Along the features that W is cut, so is the matrix beside it; the other one sees a slice on its other side.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        if not hasattr(module, "base_layer"):
+            continue
+        style = plan.get(name, STYLES["replicate"])
+        if style.cut == "rows":
+            raise InputError(f"lora.target_modules names {name}, which tensor parallelism cuts by rows: leave it out")
+        found[name] = Style(None, style.enter, style.leave)
+        found[f"{name}.base_layer"] = style._replace(enter=None, leave=None)
+        for part, side in (("lora_A", "in"), ("lora_B", "out")):
+            cut = side if style.cut == side else None
+            partial = style.grad_is_partial or (style.cut is not None and cut is None)
+            found |= {f"{name}.{part}.{adapter}": Style(cut, grad_is_partial=partial) for adapter in getattr(module, part)}
+    return found
 
 
 def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> None:
@@ -187,7 +209,7 @@ def cut_modules(modules: Mapping[str, torch.nn.Module], plan: Mapping[str, Style
             if parameter not in slices:
                 slices[parameter] = _slice(parameter, _cut_dim(module, key, style), mesh)
             module.register_parameter(key, slices[parameter])
-        if next(module.parameters(recurse=False), None) is not None:
+        if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
             _compute_with_slices(module, style, mesh, width)
         if style.divided is not None:
             setattr(module, style.divided, getattr(module, style.divided) // mesh.size())

@@ -1,0 +1,101 @@
+"""Models with LoRA adapters over several processes: the numbers of one, and nothing of the frozen base beside its
+shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import FAMILIES, build, examples_of, plain_logps
+from support.warm import launch
+from torch.distributed.tensor import DTensor
+
+from dpo.errors import InputError
+from dpo.models.adapters import POLICY, REFERENCE, activate, adapter_weights, add_adapter, config_of, using
+from dpo.models.layouts import Padded, SharedPrefix
+from dpo.parallel.mesh import Mesh
+from dpo.parallel.sharding import distribute
+from dpo.parallel.state import full_tensor
+from dpo.parallel.tensor_parallel import find_plan
+from dpo.settings.plan import ParallelDims
+from dpo.training.optimization import OPTIMIZERS
+
+MESHES = {
+    "sharded": (2, {}),
+    "cut": (2, {"tensor_size": 2}),
+    "cut and sharded": (4, {"tensor_size": 2}),
+    "hybrid": (4, {"shard_size": 2}),
+}
+SLOW = pytest.mark.slow
+
+
+def adapted(family: str, *, on_meta: bool = False, targets: str | list[str] = "auto", **options: Any) -> Any:
+    """A model with a policy's and a reference's adapter, of which neither adds nothing."""
+    model = build(family, on_meta=on_meta, **options)
+    for name in (REFERENCE, POLICY):
+        add_adapter(model, config_of(3, 6, targets), name=name, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name in (REFERENCE, POLICY):
+            for key, weight in adapter_weights(model, name).items():
+                if ".lora_B." in key and not on_meta:
+                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
+    return model
+
+
+def compare_with_one_process(family: str, mesh: Mesh, *, checkpointing: bool = False) -> None:
+    examples, whole = examples_of(rows=4), adapted(family)
+    frozen = {name: torch.stack(logps_of(whole, examples, name)) for name in (None, REFERENCE)}
+    chosen, rejected = plain_logps(whole, examples)
+    expected = (chosen - 0.5 * rejected).mean()
+    expected.backward()
+
+    model = adapted(family, on_meta=mesh.rank != 0)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
+    for layout in (Padded(), SharedPrefix({"full_attention": None}, max_length=32)):
+        [microbatch] = layout.split(examples, 1, rank=mesh.data_rank, size=mesh.data_size)
+        model.zero_grad()
+        for name, logps in frozen.items():
+            with using(model, name), torch.no_grad():
+                ours = torch.stack(layout.forward(model, microbatch.inputs))
+            assert torch.allclose(ours, logps[:, microbatch.indices], rtol=1e-5, atol=1e-5), (family, name)
+        chosen, rejected = layout.forward(model, microbatch.inputs)
+        loss = (chosen - 0.5 * rejected).sum() / len(examples)
+        (loss * mesh.data_size).backward()
+        assert torch.allclose(mesh.add(loss.detach()[None] * mesh.counts)[0], expected, rtol=1e-6), family
+        for name, parameter in model.named_parameters():
+            theirs = whole.get_parameter(name)
+            assert torch.equal(full_tensor(parameter.detach()), theirs), f"{family} {name}"
+            if f".{POLICY}." not in name:
+                assert parameter.grad is None, f"{family}: {name} has a gradient"
+                continue
+            off = (full_tensor(parameter.grad) - theirs.grad).norm() / theirs.grad.norm()
+            assert off < 1e-5, f"{family}, {type(layout).__name__}: gradient of {name} is off by {off:.1g}"
+
+
+def logps_of(model: Any, examples: Any, name: str | None) -> tuple[torch.Tensor, ...]:
+    with using(model, name), torch.no_grad():
+        return plain_logps(model, examples)
+
+
+def compare_families(rank: int, world_size: int, sizes: dict, families: list[str]) -> None:
+    mesh = Mesh(rank, ParallelDims.of(world_size, **sizes))
+    for family in families:
+        compare_with_one_process(family, mesh)
+    compare_with_one_process(families[0], mesh, checkpointing=True)
+
+
+@pytest.mark.parametrize("mesh", ["sharded", "cut"])
+def test_logps_and_gradients_are_those_of_one_process_to_1e5(mesh):
+    processes, sizes = MESHES[mesh]
+    launch(compare_families, processes, sizes, ["llama", "gpt2, tied"], process_group=True)
+
+
+@SLOW
+@pytest.mark.parametrize("mesh", MESHES)
+def test_logps_and_gradients_of_every_family_are_those_of_one_process_to_1e5(mesh):
+    processes, sizes = MESHES[mesh]
+    launch(compare_families, processes, sizes, list(FAMILIES), process_group=True)
