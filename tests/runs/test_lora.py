@@ -1,0 +1,282 @@
+"""Runs with LoRA adapters: what the three references give, what a checkpoint holds, what continues, and how many
+processes train. (Gradients of every family, on every mesh, are in tests/parallel/test_adapters.py.)"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import hydra
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.models import FAMILIES
+from support.runs import GOLDEN, ROOT, metrics_of, train
+from transformers import AutoModelForCausalLM
+
+from benchmarks.soak import WALL_CLOCK, find_differences
+from dpo.checkpoint.files import read_state
+from dpo.errors import InputError
+from dpo.reporting.files import FileLogger
+from dpo.settings.choices import LAYOUTS
+from dpo.system.signals import Stopped
+from trainers import BasicTrainer
+
+BASE = GOLDEN / "tiny-llama"
+# SGD: others divide a gradient by its size, and so make much of the rounding of one that is nearly 0
+LORA = (
+    "lora=lora", "lora.r=4", "lora.alpha=8", "optimizer=SGD", "lr=0.3", "warmup_steps=0", "n_examples=16",
+    "model.reference_dtype=null", "export=false",
+)  # fmt: skip
+SAMPLED = ("sample_during_eval=true", "n_eval_model_samples=4")
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """A copy of the base, whose weights a test may change."""
+    return Path(shutil.copytree(BASE, tmp_path / "base"))
+
+
+@pytest.fixture
+def sft(run, tmp_path) -> Path:
+    """The adapter of a run of SFT."""
+    run("sft", *LORA, "loss=sft", "n_examples=8", "do_first_eval=false")
+    return tmp_path / "sft" / "LATEST"
+
+
+def with_reference(reference: str, adapter: Path | None = None) -> tuple[str, ...]:
+    """Settings of DPO from an adapter, or from one that is new."""
+    return (*LORA, f"lora.reference={reference}", *[f"model.archive={adapter}"] * (adapter is not None))
+
+
+def loaded(adapter: Path | None = None, base: Path = BASE) -> Any:
+    """The base, with an adapter as PEFT puts it there, which knows nothing of us."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    return model if adapter is None else peft.PeftModel.from_pretrained(model, str(adapter))
+
+
+def merged(adapter: Path | None = None) -> Any:
+    model = loaded() if adapter is None else loaded(adapter).merge_and_unload()
+    return model.requires_grad_(True)
+
+
+def metrics_of_models(policy: Any, reference: Any, overrides: list[str], run_dir: Path) -> dict[str, float]:
+    """What the evaluation gives for two whole models, without adapters."""
+    overrides = [f"++{o}" if o.startswith("dataset_sources.") else o for o in overrides]
+    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        config = hydra.compose("config", overrides)
+    return BasicTrainer(policy, config, 0, run_dir, reference).evaluator.metrics().means()
+
+
+def adapter_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "LATEST" / "adapter_model.safetensors")
+
+
+def assert_alike(first: Path, second: Path, tolerance: float = 1e-5) -> None:
+    """Metrics of every update and evaluation, and the trained adapter, are those of another run."""
+    for split in ("train", "eval"):
+        for ours, theirs in zip(metrics_of(first, split), metrics_of(second, split), strict=True):
+            for name in ours.keys() - {"split", *WALL_CLOCK}:
+                assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (split, name)
+    ours, theirs = adapter_of(first), adapter_of(second)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance)
+
+
+# --- the three references ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reference", ["base", "adapter"])
+def test_a_reference_that_shares_the_base_is_a_second_model(reference, run, sft, command, tmp_path):
+    adapter = sft if reference == "adapter" else None
+    for name in (reference, "model"):
+        run(name, *with_reference(name, adapter), *SAMPLED)
+
+    assert_alike(tmp_path / reference, tmp_path / "model", 1e-6)
+    ours, theirs = ((tmp_path / name / "samples.jsonl").read_text() for name in (reference, "model"))
+    assert ours == theirs
+    first = metrics_of(tmp_path / reference, "train")[0]
+    assert first["loss/train"] == pytest.approx(math.log(2), rel=1e-6)
+    assert first["rewards_train/chosen"] == first["rewards_train/rejected"] == first["rewards_train/accuracies"] == 0
+    # as two models, into which PEFT merged what was saved
+    last, trained = metrics_of(tmp_path / reference, "eval")[-1], tmp_path / reference / "LATEST"
+    expected = metrics_of_models(merged(trained), merged(adapter), command("merged", "n_examples=16"), tmp_path / "m")
+    assert last["rewards_eval/margins"] != pytest.approx(0, abs=1e-3)
+    for name, value in expected.items():
+        assert last[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+
+
+@pytest.fixture
+def trainers_seen(monkeypatch) -> list[BasicTrainer]:
+    """The trainers of the runs in this process, after their training."""
+    seen, train = [], BasicTrainer.train
+
+    def train_and_keep(trainer: BasicTrainer) -> None:
+        train(trainer)
+        seen.append(trainer)
+
+    monkeypatch.setattr(BasicTrainer, "train", train_and_keep)
+    return seen
+
+
+def test_what_is_saved_is_the_adapter_alone_and_peft_loads_it(run, sft, trainers_seen, tmp_path):
+    run("dpo", *with_reference("adapter", sft), "optimizer=AdamW", "lr=1e-3")
+
+    [trainer], latest, weights = trainers_seen, tmp_path / "dpo" / "LATEST", adapter_of(tmp_path / "dpo")
+    assert weights.keys() == read_state(latest / "policy.pt").keys()
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in weights)
+    ids = torch.arange(3, 43).reshape(2, 20)
+    with torch.no_grad():
+        ours, pefts, at_once = (model(ids).logits for model in (trainer.policy.eval(), loaded(latest), merged(latest)))
+        before = merged(sft)(ids).logits
+    assert torch.equal(ours, pefts)
+    torch.testing.assert_close(at_once, pefts, rtol=1e-5, atol=1e-5)
+    assert (pefts - before).abs().max() > 1e-2
+    # what is frozen has no state of the optimizer, and had no gradient
+    assert len(trainer.optimizer.state) == len(weights)
+    assert all(p.requires_grad == (".policy." in name) for name, p in trainer.policy.named_parameters())
+
+
+# --- what continues ------------------------------------------------------------------------------------------------
+
+WAYS = {
+    "base, accumulation": (with_reference("base"), ("gradient_accumulation_steps=2",)),
+    "adapter, sampling": (with_reference("adapter"), SAMPLED),
+    "model": (with_reference("model"), ("optimizer=AdamW", "lr=1e-2")),
+    "SFT": (LORA, ("loss=sft", "optimizer=AdamW", "lr=1e-2")),
+    "padded": (with_reference("base"), ("layout=padded", "optimizer=RMSprop", "lr=1e-2")),
+    "references cached": (with_reference("adapter"), ("cache_reference_logps=all",)),
+    "activation checkpointing": (with_reference("base"), ("activation_checkpointing=true",)),
+    "autocast": (with_reference("adapter"), ("model.autocast=bfloat16",)),
+    "half precision": (with_reference("base"), ("model.policy_dtype=bfloat16", "optimizer=AdamW", "lr=1e-2")),
+    "some layers, a ledger": (with_reference("base"), ("lora.target_modules=[q_proj,v_proj]", "ledger=true")),
+}
+CORNERS = ("base, accumulation", "adapter, sampling")
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w in CORNERS else SLOW) for w in WAYS])
+def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, sft, tmp_path, monkeypatch):
+    settings = (*WAYS[way][0], *WAYS[way][1], *[f"model.archive={sft}"] * ("lora.reference=adapter" in WAYS[way][0]))
+    run("whole", *settings)
+    log = FileLogger.on_update
+
+    def log_and_stop(self, update):
+        log(self, update)
+        if update.number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(FileLogger, "on_update", log_and_stop)
+    with pytest.raises(Stopped):
+        run("stopped", *settings)
+    monkeypatch.undo()
+
+    run("stopped", *settings, "resume=auto")
+
+    assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
+    files = [(tmp_path / name / "LATEST" / "adapter_model.safetensors").read_bytes() for name in ("whole", "stopped")]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("reference", [None, "base", "adapter", "model"])
+def test_a_run_whose_frozen_weights_were_exchanged_is_refused(reference, run, base, sft, tmp_path):
+    settings = (*LORA, "loss=sft") if reference is None else with_reference(reference)
+    settings = (*settings, f"model.name_or_path={base}", *[f"model.archive={sft}"] * (reference == "adapter"))
+    run("run", *settings, "n_examples=4")
+    if reference == "adapter":
+        run("other", *LORA, "loss=sft", "n_examples=4", "seed=1")
+        settings = (*settings, f"model.archive={tmp_path / 'other' / 'LATEST'}")
+    else:
+        other = loaded(base=base)
+        with torch.no_grad():
+            other.model.norm.weight.mul_(1.01)
+        other.save_pretrained(base)
+    with pytest.raises(InputError, match="the (reference|base) model has changed since the checkpoint"):
+        run("run", *settings, "n_examples=8", "resume=auto")
+
+
+# --- the same, however it is computed ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("gradient_accumulation_steps=2",),
+        ("layout=padded",),
+        pytest.param(("activation_checkpointing=true",), marks=SLOW),
+        pytest.param(("cache_reference_logps=all",), marks=SLOW),
+        pytest.param(("trainer=FSDPTrainer", "world_size=1"), marks=SLOW),
+    ],
+)
+def test_what_changes_cost_alone_changes_nothing_but_rounding(settings, run, tmp_path):
+    run("plain", *with_reference("base"))
+    run("other", *with_reference("base"), *settings)
+    assert_alike(tmp_path / "plain", tmp_path / "other")
+
+
+GRIDS = {
+    "sharded": ("trainer=FSDPTrainer", "world_size=2"),
+    "cut": ("trainer=TensorParallelTrainer", "world_size=2"),
+    "cut and sharded": ("trainer=TensorParallelTrainer", "world_size=4", "tensor_parallel_size=2"),
+    "hybrid": ("trainer=FSDPTrainer", "world_size=4", "fsdp_shard_size=2"),
+    "four shards": ("trainer=FSDPTrainer", "world_size=4"),
+}
+IN_EIGHTS = ("batch_size=8", "eval_batch_size=8", "n_eval_examples=8", "n_eval_model_samples=8", "n_epochs=null")
+TRAINED = [
+    pytest.param(mesh, reference, marks=[] if (mesh, reference) in (("sharded", "base"), ("cut", "adapter")) else SLOW)
+    for mesh in GRIDS
+    for reference in ("base", "adapter", "model")
+]
+
+
+@pytest.mark.parametrize(("mesh", "reference"), TRAINED)
+def test_several_processes_train_the_adapter_of_one_to_1e5(mesh, reference, run, command, sft, tmp_path):
+    settings = (*with_reference(reference, sft if reference != "base" else None), *IN_EIGHTS, "model.block_name=null")
+    settings += ("n_examples=24", "sample_during_eval=true")
+    run("one", *settings)
+    result = train(*command("many", *settings, *GRIDS[mesh]))
+    assert result.returncode == 0, result.stderr
+    assert_alike(tmp_path / "one", tmp_path / "many")
+    assert "self-test passed: first loss 0.693147" in result.stdout
+
+
+@SLOW
+@pytest.mark.parametrize("mesh", GRIDS)
+def test_a_run_in_several_processes_continues_bit_for_bit_and_with_others_to_1e5(mesh, run, command, sft, tmp_path):
+    settings = (*with_reference("adapter", sft), *IN_EIGHTS, "model.block_name=null", "n_examples=24")
+    for name, n_examples, more in (("whole", 24, ()), ("run", 8, ()), ("run", 24, ("resume=auto",))):
+        result = train(*command(name, *settings, *GRIDS[mesh], f"n_examples={n_examples}", *more))
+        assert result.returncode == 0, result.stderr
+    assert find_differences(tmp_path / "whole", tmp_path / "run") == []
+
+    result = train(*command("mixed", *settings, *GRIDS[mesh], "n_examples=8"))
+    assert result.returncode == 0, result.stderr
+    run("mixed", *settings, "resume=auto")
+    assert_alike(tmp_path / "whole", tmp_path / "mixed")
+
+
+# --- families and dtypes -------------------------------------------------------------------------------------------
+
+
+@SLOW
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_an_adapter_alike_in_both_layouts(family, run, tokenizer, tmp_path):
+    config = FAMILIES[family]()
+    config.vocab_size = len(tokenizer)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    for layout in LAYOUTS:
+        named = (f"model.name_or_path={tmp_path / 'model'}", "model=blank_model", f"layout={layout}")
+        run(layout, *with_reference("base"), *named)
+    assert_alike(*(tmp_path / layout for layout in LAYOUTS), 1e-4)
+    latest, ids = tmp_path / "padded" / "LATEST", torch.arange(3, 43).reshape(2, 20)
+    with torch.no_grad():
+        whole = loaded(latest, base=tmp_path / "model")
+        expected = whole(ids).logits
+        torch.testing.assert_close(whole.merge_and_unload()(ids).logits, expected, rtol=1e-4, atol=1e-5)
