@@ -166,8 +166,6 @@ def _plan_of_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]
         if not hasattr(module, "base_layer"):
             continue
         style = plan.get(name, STYLES["replicate"])
-        if style.cut == "rows":
-            raise InputError(f"lora.target_modules names {name}, which tensor parallelism cuts by rows: leave it out")
         found[name] = Style(None, style.enter, style.leave)
         found[f"{name}.base_layer"] = style._replace(enter=None, leave=None)
         for part, side in (("lora_A", "in"), ("lora_B", "out")):
@@ -183,6 +181,7 @@ def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> Non
     slicing = (STYLES["colwise"], STYLES["fused_qkv"])
     beside = {name.rpartition(".")[0] for name, style in plan.items() if style in slicing and name not in ignore}
     for name, module in model.named_modules():
+        name = name.removesuffix(".base_layer")  # under an adapter, whose layer has the name that it had
         has_own = next(module.parameters(recurse=False), None) is not None
         if has_own and name not in plan and (name in beside or name.rpartition(".")[0] in beside):
             raise InputError(

@@ -17,13 +17,14 @@ import torch
 from safetensors.torch import load_file
 from support.models import FAMILIES
 from support.runs import GOLDEN, ROOT, metrics_of, train
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.soak import WALL_CLOCK, find_differences
 from dpo.checkpoint.files import read_state
 from dpo.errors import InputError
 from dpo.reporting.files import FileLogger
 from dpo.settings.choices import LAYOUTS
+from dpo.system.arithmetic import GRAPHS
 from dpo.system.signals import Stopped
 from trainers import BasicTrainer
 
@@ -243,6 +244,8 @@ def test_several_processes_train_the_adapter_of_one_to_1e5(mesh, reference, run,
     result = train(*command("many", *settings, *GRIDS[mesh]))
     assert result.returncode == 0, result.stderr
     assert_alike(tmp_path / "one", tmp_path / "many")
+    samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("one", "many")]
+    assert samples[0] == samples[1]
     assert "self-test passed: first loss 0.693147" in result.stdout
 
 
@@ -259,6 +262,27 @@ def test_a_run_in_several_processes_continues_bit_for_bit_and_with_others_to_1e5
     assert result.returncode == 0, result.stderr
     run("mixed", *settings, "resume=auto")
     assert_alike(tmp_path / "whole", tmp_path / "mixed")
+
+
+@SLOW
+@pytest.mark.parametrize("reference", ["base", "adapter"])
+def test_compiled_blocks_switch_adapters_within_the_recompile_limit(reference, run, sft, tmp_path, monkeypatch):
+    from torch._dynamo import config
+    from torch._dynamo.utils import counters
+
+    settings = (*with_reference(reference, sft if reference == "adapter" else None), *SAMPLED, "n_examples=40")
+    run("plain", *settings)
+    compile_block = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda block, **options: compile_block(block, backend="eager", **options)
+    )
+    torch._dynamo.reset()
+    counters.clear()
+    with config.patch(fail_on_recompile_limit_hit=True):
+        run("compiled", *settings, "compile=true")
+    torch._dynamo.reset()
+    assert_alike(tmp_path / "plain", tmp_path / "compiled")
+    assert 0 < counters["stats"]["unique_graphs"] <= GRAPHS // 2
 
 
 # --- families and dtypes -------------------------------------------------------------------------------------------
@@ -280,3 +304,34 @@ def test_a_family_trains_an_adapter_alike_in_both_layouts(family, run, tokenizer
         whole = loaded(latest, base=tmp_path / "model")
         expected = whole(ids).logits
         torch.testing.assert_close(whole.merge_and_unload()(ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@SLOW
+@pytest.mark.parametrize("grid", [(), GRIDS["sharded"], GRIDS["cut"], GRIDS["cut and sharded"]])
+def test_an_adapter_on_a_base_in_half_precision_is_trained_in_float32(grid, command, tmp_path):
+    settings = (*with_reference("base"), *IN_EIGHTS, "model.block_name=null", "model.policy_dtype=bfloat16")
+    settings += ("model.fsdp_policy_mp=bfloat16",) if grid else ("model.autocast=bfloat16",)
+    result = train(*command("run", *settings, *grid, "optimizer=AdamW", "lr=1e-2"))
+    assert result.returncode == 0, result.stderr
+
+    weights, optimizer = adapter_of(tmp_path / "run"), read_state(tmp_path / "run" / "LATEST" / "optimizer.pt")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert {state["exp_avg"].dtype for state in optimizer["state"].values()} == {torch.float32}
+    assert len(optimizer["state"]) == len(weights)
+    first, *_, last = metrics_of(tmp_path / "run", "train")
+    assert first["loss/train"] == pytest.approx(math.log(2), rel=1e-3)
+    assert last["loss/train"] < 0.68
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_layers_that_cannot_be_adapted_are_one_sentence(run, base):
+    for layer, message in (("embed_tokens", "of class Embedding: only linear"), ("q_prj", "'q_prj'} not found")):
+        with pytest.raises(InputError, match=f"lora.target_modules .*{message}"):
+            run(layer, *with_reference("base"), f"lora.target_modules=[{layer}]")
+    config = LlamaConfig.from_pretrained(base)
+    config.tie_word_embeddings = True
+    config.save_pretrained(base)
+    with pytest.raises(InputError, match="names the head of LlamaForCausalLM, which is its embedding too: leave it out"):
+        run("head", *with_reference("base"), "lora.target_modules=[lm_head]", f"model.name_or_path={base}")
