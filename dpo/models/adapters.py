@@ -94,6 +94,11 @@ def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: 
         except ValueError as error:
             reason = " ".join(str(error).split())[:300]
             raise InputError(f"lora.target_modules cannot be adapted in {type(model).__name__}: {reason}") from error
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if hasattr(head, "base_layer") and head.weight is embedding.weight:  # merging would change the embedding
+        raise InputError(
+            f"lora.target_modules names the head of {type(model).__name__}, which is its embedding too: leave it out"
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for layer in _adapted_layers(model):
@@ -203,7 +208,7 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
 
 def what_to_save(model: torch.nn.Module) -> Any:
     """The part of a checkpoint that has a policy's trained weights."""
-    return AdapterState(model) if _adapted_layers(model) else model
+    return AdapterState(model) if adapter_weights(model, POLICY) else model
 
 
 class AdapterState:

@@ -171,7 +171,9 @@ def _plan_of_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]
         for part, side in (("lora_A", "in"), ("lora_B", "out")):
             cut = side if style.cut == side else None
             partial = style.grad_is_partial or (style.cut is not None and cut is None)
-            found |= {f"{name}.{part}.{adapter}": Style(cut, grad_is_partial=partial) for adapter in getattr(module, part)}
+            found |= {
+                f"{name}.{part}.{adapter}": Style(cut, grad_is_partial=partial) for adapter in getattr(module, part)
+            }
     return found
 
 

@@ -9,17 +9,15 @@ import pytest
 import torch
 from support.models import FAMILIES, build, examples_of, plain_logps
 from support.warm import launch
-from torch.distributed.tensor import DTensor
 
 from dpo.errors import InputError
-from dpo.models.adapters import POLICY, REFERENCE, activate, adapter_weights, add_adapter, config_of, using
+from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, add_adapter, config_of, trained_parameters, using
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
 from dpo.parallel.state import full_tensor
 from dpo.parallel.tensor_parallel import find_plan
 from dpo.settings.plan import ParallelDims
-from dpo.training.optimization import OPTIMIZERS
 
 MESHES = {
     "sharded": (2, {}),
@@ -99,3 +97,61 @@ def test_logps_and_gradients_are_those_of_one_process_to_1e5(mesh):
 def test_logps_and_gradients_of_every_family_are_those_of_one_process_to_1e5(mesh):
     processes, sizes = MESHES[mesh]
     launch(compare_families, processes, sizes, list(FAMILIES), process_group=True)
+
+
+# --- what is frozen ------------------------------------------------------------------------------------------------
+
+
+def hold_shards_alone(rank: int, world_size: int, sizes: dict) -> None:
+    model = adapted("llama", on_meta=rank != 0)
+    model = distribute(
+        model, Mesh(rank, ParallelDims.of(world_size, **sizes)), block_name=None, compute_dtype=torch.float32
+    )
+    optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-3)
+    logps_of(model, examples_of(rows=4), None)
+    plain_logps(model, examples_of(rows=4))[0].sum().backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        is_trained = f".{POLICY}." in name
+        assert (parameter.grad is not None) == (parameter in optimizer.state) == is_trained, name
+        held, whole = parameter.to_local().untyped_storage().nbytes(), parameter.numel() * 4
+        is_cut = parameter.ndim == 2 and any(placement.is_shard() for placement in parameter.placements)
+        assert held <= whole * (0.7 if is_cut else 1), f"{name} holds {held} of {whole} bytes"  # 2 of a rank's 3 rows
+        assert is_cut or sizes or parameter.ndim == 1, name
+    state = optimizer.state[model.get_parameter(f"model.layers.0.self_attn.o_proj.lora_A.{POLICY}.weight")]
+    assert state["exp_avg"].to_local().numel() <= 0.7 * 3 * 32
+
+
+@pytest.mark.parametrize("mesh", ["sharded", "cut"])
+def test_a_frozen_base_is_sharded_and_has_neither_gradients_nor_a_state_of_the_optimizer(mesh):
+    launch(hold_shards_alone, 2, MESHES[mesh][1], process_group=True)
+
+
+# --- what cannot be cut --------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_forgets_an_adapted_layer_which_sees_slices_is_refused():
+    model = adapted("llama")
+    model._tp_plan = {name: style for name, style in model._tp_plan.items() if not name.endswith("k_proj")}
+    with pytest.raises(InputError, match=r"does not say how to shard model\.layers\.0\.self_attn\.k_proj; use trainer"):
+        find_plan(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "sides"),
+    [
+        ("llama", "model.layers.0.self_attn.q_proj", {"base_layer": "out", "lora_A": None, "lora_B": "out"}),
+        ("llama", "model.layers.0.mlp.down_proj", {"base_layer": "in", "lora_A": "in", "lora_B": None}),
+        ("gpt2, tied", "transformer.h.1.attn.c_attn", {"base_layer": "out", "lora_A": None, "lora_B": "out"}),
+        ("llama", "lm_head", {"base_layer": "out", "lora_A": None, "lora_B": "out"}),
+    ],
+)
+def test_an_adapter_is_cut_along_the_features_that_its_layer_is(family, layer, sides):
+    plan = find_plan(adapted(family, targets=[layer.rpartition(".")[2]]))
+    for part, side in sides.items():
+        of_part = plan[f"{layer}.{part}" if part == "base_layer" else f"{layer}.{part}.{POLICY}"]
+        assert of_part.cut == side
+        assert of_part.grad_is_partial == (side is None)  # every process sees a slice of what it multiplies
+        assert of_part.enter is of_part.leave is None
+    assert plan[layer].cut is None
+    assert plan[layer].enter or plan[layer].leave
