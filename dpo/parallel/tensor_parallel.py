@@ -98,6 +98,11 @@ STYLES = {
     "gptj_attention": Style(None, divided="num_attention_heads"),
 }
 
+BESIDE = {  # what is cut of a matrix: the styles of A and B of an adapter beside it
+    "out": (STYLES["replicated_with_grad_allreduce"], Style("out")),
+    "in": (Style("in"), STYLES["replicated_with_grad_allreduce"]),
+}
+
 # for families without a plan in transformers; its names of styles, plus fused_qkv and the two attentions
 PLANS = {
     "gpt2": {
@@ -156,24 +161,19 @@ def find_plan(model: Any) -> dict[str, Style]:
 
 
 def _plan_of_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The styles of adapted layers, which LoRA layers of PEFT have in them, and of what is in these.
+    """The styles of PEFT's LoRA layers, W x + B A x, and of what is in them.
 
-    A LoRA layer computes W x + B A x. As this is linear, what its style does to input and output is done once, around
-    the sum. Along the features that W is cut, so is the matrix beside it; the other one sees a slice on its other side.
+    As the sum is linear, what the style of W does to input and output is done once, around it.
     """
     found = {}
     for name, module in model.named_modules():
-        if not hasattr(module, "base_layer"):
-            continue
-        style = plan.get(name, STYLES["replicate"])
-        found[name] = Style(None, style.enter, style.leave)
-        found[f"{name}.base_layer"] = style._replace(enter=None, leave=None)
-        for part, side in (("lora_A", "in"), ("lora_B", "out")):
-            cut = side if style.cut == side else None
-            partial = style.grad_is_partial or (style.cut is not None and cut is None)
-            found |= {
-                f"{name}.{part}.{adapter}": Style(cut, grad_is_partial=partial) for adapter in getattr(module, part)
-            }
+        if hasattr(module, "base_layer"):
+            style = plan.get(name, STYLES["replicate"])
+            of_w = style._replace(enter=None, leave=None)
+            of_a, of_b = BESIDE.get(style.cut, (of_w, of_w))
+            found |= {name: Style(None, style.enter, style.leave), f"{name}.base_layer": of_w}
+            for adapter in module.lora_A:
+                found |= {f"{name}.lora_A.{adapter}": of_a, f"{name}.lora_B.{adapter}": of_b}
     return found
 
 

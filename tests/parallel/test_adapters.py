@@ -74,6 +74,24 @@ def compare_with_one_process(family: str, mesh: Mesh, *, checkpointing: bool = F
             assert off < 1e-5, f"{family}, {type(layout).__name__}: gradient of {name} is off by {off:.1g}"
 
 
+def hold_shards_alone(mesh: Mesh) -> None:
+    """What is frozen is sharded, without a gradient, and the optimizer has no state of it."""
+    model = adapted("llama", on_meta=mesh.rank != 0)
+    model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
+    optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-3)
+    logps_of(model, examples_of(rows=4), None)
+    plain_logps(model, examples_of(rows=4))[0].sum().backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        is_trained = f".{POLICY}." in name
+        assert (parameter.grad is not None) == (parameter in optimizer.state) == is_trained, name
+        is_cut = parameter.ndim == 2 and any(placement.is_shard() for placement in parameter.placements)
+        for tensor in (parameter, *([optimizer.state[parameter]["exp_avg"]] if is_trained else [])):
+            held, whole = tensor.to_local().untyped_storage().nbytes(), tensor.numel() * 4
+            assert held <= whole * (0.7 if is_cut else 1), f"{name} holds {held} of {whole} bytes"  # 2 of A's 3 rows
+        assert is_cut or parameter.ndim == 1 or ".lora_" in name, name  # beside a W that is cut, A or B is not
+
+
 def logps_of(model: Any, examples: Any, name: str | None) -> tuple[torch.Tensor, ...]:
     with using(model, name), torch.no_grad():
         return plain_logps(model, examples)
@@ -84,50 +102,20 @@ def compare_families(rank: int, world_size: int, sizes: dict, families: list[str
     for family in families:
         compare_with_one_process(family, mesh)
     compare_with_one_process(families[0], mesh, checkpointing=True)
+    hold_shards_alone(mesh)
 
 
 @pytest.mark.parametrize("mesh", ["sharded", "cut"])
-def test_logps_and_gradients_are_those_of_one_process_to_1e5(mesh):
+def test_logps_and_gradients_are_those_of_one_process_to_1e5_and_none_is_of_the_base(mesh):
     processes, sizes = MESHES[mesh]
     launch(compare_families, processes, sizes, ["llama", "gpt2, tied"], process_group=True)
 
 
 @SLOW
 @pytest.mark.parametrize("mesh", MESHES)
-def test_logps_and_gradients_of_every_family_are_those_of_one_process_to_1e5(mesh):
+def test_they_are_for_every_family_on_every_mesh(mesh):
     processes, sizes = MESHES[mesh]
     launch(compare_families, processes, sizes, list(FAMILIES), process_group=True)
-
-
-# --- what is frozen ------------------------------------------------------------------------------------------------
-
-
-def hold_shards_alone(rank: int, world_size: int, sizes: dict) -> None:
-    model = adapted("llama", on_meta=rank != 0)
-    model = distribute(
-        model, Mesh(rank, ParallelDims.of(world_size, **sizes)), block_name=None, compute_dtype=torch.float32
-    )
-    optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-3)
-    logps_of(model, examples_of(rows=4), None)
-    plain_logps(model, examples_of(rows=4))[0].sum().backward()
-    optimizer.step()
-    for name, parameter in model.named_parameters():
-        is_trained = f".{POLICY}." in name
-        assert (parameter.grad is not None) == (parameter in optimizer.state) == is_trained, name
-        held, whole = parameter.to_local().untyped_storage().nbytes(), parameter.numel() * 4
-        is_cut = parameter.ndim == 2 and any(placement.is_shard() for placement in parameter.placements)
-        assert held <= whole * (0.7 if is_cut else 1), f"{name} holds {held} of {whole} bytes"  # 2 of a rank's 3 rows
-        assert is_cut or sizes or parameter.ndim == 1, name
-    state = optimizer.state[model.get_parameter(f"model.layers.0.self_attn.o_proj.lora_A.{POLICY}.weight")]
-    assert state["exp_avg"].to_local().numel() <= 0.7 * 3 * 32
-
-
-@pytest.mark.parametrize("mesh", ["sharded", "cut"])
-def test_a_frozen_base_is_sharded_and_has_neither_gradients_nor_a_state_of_the_optimizer(mesh):
-    launch(hold_shards_alone, 2, MESHES[mesh][1], process_group=True)
-
-
-# --- what cannot be cut --------------------------------------------------------------------------------------------
 
 
 def test_a_plan_that_forgets_an_adapted_layer_which_sees_slices_is_refused():
