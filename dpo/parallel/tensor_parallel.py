@@ -98,7 +98,9 @@ STYLES = {
     "gptj_attention": Style(None, divided="num_attention_heads"),
 }
 
-BESIDE = {  # what is cut of a matrix: the styles of A and B of an adapter beside it
+BESIDE: dict[
+    str | None, tuple[Style, Style]
+] = {  # what is cut of a matrix: the styles of A and B of an adapter beside it
     "out": (STYLES["replicated_with_grad_allreduce"], Style("out")),
     "in": (Style("in"), STYLES["replicated_with_grad_allreduce"]),
 }
