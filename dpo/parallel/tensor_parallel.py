@@ -176,6 +176,7 @@ def _plan_of_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]
             found |= {name: Style(None, style.enter, style.leave), f"{name}.base_layer": of_w}
             for adapter in module.lora_A:
                 found |= {f"{name}.lora_A.{adapter}": of_a, f"{name}.lora_B.{adapter}": of_b}
+                found[f"{name}.lora_dropout.{adapter}"] = of_a
     return found
 
 
@@ -214,6 +215,8 @@ def cut_modules(modules: Mapping[str, torch.nn.Module], plan: Mapping[str, Style
             module.register_parameter(key, slices[parameter])
         if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
             _compute_with_slices(module, style, mesh, width)
+        if style.cut == "in" and hasattr(module, "first_feature"):  # the dropout of what A is given
+            module.first_feature = mesh.get_local_rank() * -(-module.n_features // mesh.size())  # as torch.chunk splits
         if style.divided is not None:
             setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
 

@@ -11,6 +11,7 @@ from support.models import FAMILIES, build, examples_of, plain_logps
 from support.warm import launch
 
 from dpo.errors import InputError
+from dpo.models.adapter_dropout import AdapterDropout
 from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, add_adapter, config_of, trained_parameters, using
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.parallel.mesh import Mesh
@@ -32,7 +33,7 @@ def adapted(family: str, *, on_meta: bool = False, targets: str | list[str] = "a
     """A model with a policy's and a reference's adapter, of which neither adds nothing."""
     model = build(family, on_meta=on_meta, **options)
     for name in (REFERENCE, POLICY):
-        add_adapter(model, config_of(3, 6, targets), name=name, seed=0)
+        add_adapter(model, config_of(3, 6, targets), name=name, dropout=0.25 if name == POLICY else 0.0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name in (REFERENCE, POLICY):
@@ -45,9 +46,11 @@ def adapted(family: str, *, on_meta: bool = False, targets: str | list[str] = "a
 def compare_with_one_process(family: str, mesh: Mesh, *, checkpointing: bool = False) -> None:
     examples, whole = examples_of(rows=4), adapted(family)
     frozen = {name: torch.stack(logps_of(whole, examples, name)) for name in (None, REFERENCE)}
-    chosen, rejected = plain_logps(whole, examples)
-    expected = (chosen - 0.5 * rejected).mean()
-    expected.backward()
+    [microbatch] = Padded().split(examples, 1)
+    with AdapterDropout(whole, seed=0).on(microbatch.inputs, update=1):
+        chosen, rejected = Padded().forward(whole, microbatch.inputs)
+        expected = (chosen - 0.5 * rejected).mean()
+        expected.backward()
 
     model = adapted(family, on_meta=mesh.rank != 0)
     if checkpointing:
@@ -60,9 +63,10 @@ def compare_with_one_process(family: str, mesh: Mesh, *, checkpointing: bool = F
             with using(model, name), torch.no_grad():
                 ours = torch.stack(layout.forward(model, microbatch.inputs))
             assert torch.allclose(ours, logps[:, microbatch.indices], rtol=1e-5, atol=1e-5), (family, name)
-        chosen, rejected = layout.forward(model, microbatch.inputs)
-        loss = (chosen - 0.5 * rejected).sum() / len(examples)
-        (loss * mesh.data_size).backward()
+        with AdapterDropout(model, seed=0).on(microbatch.inputs, update=1):
+            chosen, rejected = layout.forward(model, microbatch.inputs)
+            loss = (chosen - 0.5 * rejected).sum() / len(examples)
+            (loss * mesh.data_size).backward()
         assert torch.allclose(mesh.add(loss.detach()[None] * mesh.counts)[0], expected, rtol=1e-6), family
         for name, parameter in model.named_parameters():
             theirs = whole.get_parameter(name)
