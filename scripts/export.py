@@ -31,8 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code that the model brings")
     asked = parser.parse_args(arguments)
 
-    from dpo.models.export import export  # with torch: not for --help
+    import transformers  # with torch: not for --help
 
+    from dpo.models.export import export
+
+    transformers.utils.logging.disable_progress_bar()
     try:
         out = export(
             asked.checkpoint,

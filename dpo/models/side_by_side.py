@@ -211,6 +211,7 @@ def _find_reference(origins: Sequence[Origin], choices: Choices) -> tuple[Origin
         origin = find_origin(choices.reference, trust_remote_code=choices.trust_remote_code, hub=True)
         return origin, _policy_dtype(origin)
     found = [_reference_of(origin) for origin in origins if origin.run_dir is not None]
+    found = found or [(o._replace(adapter=None), _policy_dtype(o)) for o in origins if o.adapter is not None]
     if not found:
         return None
     if len({_identity(origin, dtype) for origin, dtype in found}) > 1:
