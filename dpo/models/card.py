@@ -166,7 +166,11 @@ def _kind(architecture: str | None, dtype: torch.dtype | None, adapter: LoraConf
     if adapter is None:
         return model
     targets = adapter.target_modules
-    layers = f"`{targets}`" if isinstance(targets, str) else ", ".join(f"`{name}`" for name in sorted(targets or ()))
+    layers = (
+        f"`{targets}`"
+        if isinstance(targets, str)
+        else ", ".join(sorted({f"`{name.rpartition('.')[2]}`" for name in targets or ()}))
+    )
     lora = f"LoRA adapter (r {adapter.r}, alpha {adapter.lora_alpha:g}; {layers})"
     return (
         f"This is the {lora}: the package peft loads it with its base."

@@ -86,12 +86,15 @@ def _of_adapter(adapter: Path, model: str | None, trust_remote_code: bool, alone
     archive = Path(base) if base and is_archive(base) else None
     drawn = base is None and run_dir is not None  # from a seed, by a run with model.random_init=true
     known = drawn or (base and (archive.is_file() and run_dir is not None if archive else not _is_gone(base)))
-    if model is not None and (alone or not known):
+    given = model is not None and (alone or not known)
+    if given:
         base, archive = model, None
     elif not known:
         wrong = "has no config.yaml of its run beside it" if archive and archive.is_file() else "is not there"
         raise InputError(f"{base}, the base of {adapter}, {wrong}: give --model DIR_OR_HUB_ID, the base as a model")
     config = _config(_read_config(run_dir / CONFIG) if run_dir else {}, None if archive else base, trust_remote_code)
+    if given:
+        OmegaConf.update(config, "model.random_init", False)
     if run_dir is None and list(adapter.glob("tokenizer*")):
         OmegaConf.update(config, "model.tokenizer_name_or_path", str(adapter))
     return Origin(config, archive, run_dir, adapter)

@@ -1,4 +1,4 @@
-"""Adapters are PEFT's: those of others are read, ours are written so that PEFT gives the same logits, odd ones refused."""
+"""Adapters are PEFT's: those of others are read or refused, and PEFT gives the same logits with ours."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_an_adapter_of_another_kind_is_one_sentence(what, tmp_path):
 def test_prompt_tuning_is_no_lora(tmp_path):
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     peft.get_peft_model(build("llama"), config).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="adapter of type PROMPT_TUNING; only LORA is supported"):
+    with pytest.raises(InputError, match="adapter of type PromptTuning; only LORA is supported"):
         read_adapter(tmp_path)
 
 
