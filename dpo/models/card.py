@@ -120,23 +120,23 @@ def write_card(
     """
     config = origin.config
     values = redact(flatten(config)) if origin.run_dir else {}
-    runs_code = config.model.trust_remote_code
-    base, loss = config.model.name_or_path, OmegaConf.select(config, "loss.name")
+    base, loss, name = config.model.name_or_path, OmegaConf.select(config, "loss.name"), values.get("exp_name")
     sources = [(name, _source(config, name)) for name in values.get("datasets", ())]
-    name = values.get("exp_name")
     form = find_prompt_format(origin) if origin.run_dir else None
     licence = _licence_of(base, source_of(config)["cache_dir"])
-    on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base)
-    alone = architecture is None  # then a model that was trained before is no base of it on the Hub
+    on_hub, alone = _is_on_hub(base), architecture is None
     card = ModelCard.from_template(
         ModelCardData(
             model_name=name,
-            base_model=base if on_hub and not (alone and origin.weights) else None,
-            base_model_relation="adapter" if alone else None,
+            base_model=base if on_hub and not (alone and origin.weights) else None,  # weights: of the base, own ones
             datasets=[source for _, source in sources if HUB_ID.fullmatch(source)] or None,
-            library_name="peft" if alone else "transformers",
+            **(
+                {"library_name": "peft", "base_model_relation": "adapter"}
+                if alone
+                else {"library_name": "transformers"}
+            ),
             pipeline_tag="text-generation",
-            tags=[*([loss] if loss else []), *(["lora"] if adapter else [])] or None,
+            tags=[tag for tag in (loss, adapter and "lora") if tag] or None,
             prompt_format=form,
             **licence,
         ),
@@ -149,7 +149,7 @@ def write_card(
         kind=_kind(architecture, dtype, adapter),
         place="PATH_OR_HUB_ID",
         prompt_format=f"`{MEANINGS[form]}`" if form == HH else form and MEANINGS[form],
-        code=", trust_remote_code=True" if list(folder.glob("*.py")) or (alone and runs_code) else "",
+        code=", trust_remote_code=True" if _runs_code(folder, config, alone=alone) else "",
         metrics=_metrics(saved.get("metrics")),
         sources=sources,
         counts=_counts(origin.run_dir),
@@ -158,6 +158,15 @@ def write_card(
         licence=_on_licence(licence),
     )
     (folder / "README.md").write_text(card.content, encoding="utf-8")
+
+
+def _is_on_hub(base: str) -> bool:
+    return not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
+
+
+def _runs_code(folder: Path, config: Any, *, alone: bool) -> bool:
+    """Whether a model's own code must run: in the folder, or, for an adapter alone, where its base is."""
+    return config.model.trust_remote_code if alone else bool(list(folder.glob("*.py")))
 
 
 def _kind(architecture: str | None, dtype: torch.dtype | None, adapter: LoraConfig | None) -> str:
