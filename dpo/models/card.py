@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 UNKNOWN, OTHER = "unknown", "other"  # the Hub's words for a licence that is not known, and for one without an id
+MODEL = {"library_name": "transformers"}
+ADAPTER = {"library_name": "peft", "base_model_relation": "adapter"}
 HUB_SECS = 5  # how long the Hub may take to answer
 # what decides the weights: keys that a resumed run may not change, and how long it trained
 SETTINGS = (*(key for key, row in KEYS.items() if row.resume is Resume.KEEP), "n_epochs", "n_examples")
@@ -130,11 +132,7 @@ def write_card(
             model_name=name,
             base_model=base if on_hub and not (alone and origin.weights) else None,  # weights: of the base, own ones
             datasets=[source for _, source in sources if HUB_ID.fullmatch(source)] or None,
-            **(
-                {"library_name": "peft", "base_model_relation": "adapter"}
-                if alone
-                else {"library_name": "transformers"}
-            ),
+            **(ADAPTER if alone else MODEL),
             pipeline_tag="text-generation",
             tags=[tag for tag in (loss, adapter and "lora") if tag] or None,
             prompt_format=form,
