@@ -1,10 +1,12 @@
 """Exports a checkpoint as a model of transformers: config, safetensors, tokenizer, generation config, model card.
 
     python -m scripts.export CHECKPOINT OUT [--dtype bfloat16]
+    python -m scripts.export CHECKPOINT OUT --merge [--dtype bfloat16]     # of an adapter: with its base, as one model
 
 CHECKPOINT is a run's directory (its LATEST), one of its step-N, LATEST or BEST, or a policy.pt, the published
 reference's too. A policy.pt whose run's config.yaml is not beside it needs `--model`, its base model. The weights keep
-their dtype unless `--dtype` is given. Exit status: 0 it is written, 1 it could not be written, 2 bad input.
+their dtype unless `--dtype` is given. An adapter is exported in PEFT's format without `--merge`, which also takes an
+adapter's directory from elsewhere. Exit status: 0 it is written, 1 it could not be written, 2 bad input.
 """
 
 from __future__ import annotations
@@ -23,19 +25,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "checkpoint", metavar="CHECKPOINT", help="a run, one of its step-N, LATEST, BEST, or a policy.pt"
     )
     parser.add_argument("out", metavar="OUT", help="the directory to make")
+    parser.add_argument("--merge", action="store_true", help="an adapter into its base: a model that needs no adapter")
     parser.add_argument("--dtype", choices=DTYPES, help="of the exported weights (default: as they are)")
     parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="the base model, instead of that of the run's config")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code that the model brings")
     asked = parser.parse_args(arguments)
 
-    from dpo.models.export import export  # with torch: not for --help
+    import transformers  # with torch: not for --help
 
+    from dpo.models.export import export
+
+    transformers.utils.logging.disable_progress_bar()
     try:
         out = export(
             asked.checkpoint,
             asked.out,
             dtype=asked.dtype,
             model=asked.model,
+            merge=asked.merge,
             trust_remote_code=asked.trust_remote_code,
         )
     except (InputError, RunError) as error:

@@ -4,9 +4,10 @@
     python -m scripts.sample CHECKPOINT_OR_DIR [...] --file prompts.jsonl --out answers.jsonl
 
 CHECKPOINT_OR_DIR is a run's directory (its LATEST), one of its step-N, LATEST or BEST, a policy.pt, a directory in
-Hugging Face's format or a Hub id. The reference is what the run started from, or `--reference`. An answer's reward is
-beta * (log pi - log ref), with the run's beta or `--beta`: of a policy's answer under that policy, of the reference's
-under the first policy. The seed of an answer is `--seed` and the prompt's number, so batches do not change it.
+Hugging Face's format or PEFT's, or a Hub id. The reference is what the run started from, or `--reference`. An answer's
+reward is beta * (log pi - log ref), with the run's beta or `--beta`: of a policy's answer under that policy, of the
+reference's under the first policy. The seed of an answer is `--seed` and the prompt's number, so batches do not change
+it.
 
 A prompt that is a string is what the human says, in the form that the model was trained on: hh is "\\n\\nHuman: ...
 \\n\\nAssistant:", chat the tokenizer's chat template, raw the string as it is. If that is not known it is chat, or raw

@@ -15,7 +15,7 @@ import pickle
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,16 +150,16 @@ def step_of(directory: Path) -> int:
 
 
 def check_complete(
-    directory: Path, progress: Callable[[], None] = no_progress, *, only: str | None = None
+    directory: Path, progress: Callable[[], None] = no_progress, *, only: Collection[str] | None = None
 ) -> dict[str, Any]:
     """The manifest of a checkpoint after verifying every byte, in several threads; `progress` is called after every
-    block. `only` names the file to verify, None: all. Raises DamagedCheckpoint if the checkpoint is not intact."""
+    block. `only` names the files to verify, None: all. Raises DamagedCheckpoint if the checkpoint is not intact."""
     manifest = _read_manifest(directory)
     blocks = manifest.get("blocks", {})
     parts = []
     try:
         for name, expected in manifest["files"].items():
-            if only not in (None, name):
+            if only is not None and name not in only:
                 continue
             check_readable(directory / name, DamagedCheckpoint)
             if (directory / name).stat().st_size != expected["bytes"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,8 +30,15 @@ if TYPE_CHECKING:
 POLICY, REFERENCE = "policy", "reference"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 PREFIX = "base_model.model."  # of every name in PEFT's files
-# what an adapter made by another program may not have: what is trained here is lora_A and lora_B of linear layers
-UNSUPPORTED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias")
+# of PEFT's config: what decides which layers are adapted, how large A and B are, and what changes no result. An adapter
+# made by another program may have nothing else: what is trained here is lora_A and lora_B of linear layers
+KNOWN = {
+    *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode"),
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("fan_in_fan_out", "init_lora_weights"),
+}
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # as adapters that are begun like this do
+OF_LAYER = re.compile(r"(.+)\.lora_[AB]\.weight")
 
 
 class StoredAdapter(NamedTuple):
@@ -63,15 +71,36 @@ def read_adapter(directory: Path) -> StoredAdapter:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{directory} is not an adapter in PEFT's format: {reason}") from error
     if not isinstance(config, peft.LoraConfig):
-        raise InputError(f"{directory} holds an adapter of type {config.peft_type}; only LORA can be trained here")
-    found = [f"{key}={value}" for key in UNSUPPORTED if (value := getattr(config, key, None))]
-    found += [f"bias={config.bias}"] * (config.bias != "none")
+        kind = type(config).__name__.removesuffix("Config")
+        raise InputError(f"{directory} holds an adapter of type {kind}; only LORA is supported here")
+    plain = vars(peft.LoraConfig())
+    found = [
+        f"{key}={value}" for key, value in vars(config).items() if value and key not in KNOWN and value != plain[key]
+    ]
+    found += [f"init_lora_weights={how}" for how in [config.init_lora_weights] if str(how).startswith(CHANGE_THE_BASE)]
+    found += sorted(name for name in weights if not OF_LAYER.fullmatch(name))[:3]
     if found:
         raise InputError(
             f"{directory} holds an adapter with {', '.join(found)}, which is not supported here: merge it into its "
             f"base with peft, and give that as model.name_or_path"
         )
     return StoredAdapter(directory, config, {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()})
+
+
+def base_named_by(directory: Path) -> str | None:
+    """The base that an adapter in PEFT's format names: a Hub id, a directory, or, if it is ours, a `policy.pt`."""
+    try:
+        check_readable(directory / CONFIG)
+        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{directory} is not an adapter in PEFT's format: {directory / CONFIG}: {error}") from error
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    return base if isinstance(base, str) and base else None
+
+
+def is_archive(base: str) -> bool:
+    """Whether what an adapter names as its base is a `policy.pt`."""
+    return base.endswith(".pt") or Path(base).is_file()
 
 
 def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: float = 0.0, seed: int = 0) -> None:
@@ -102,13 +131,14 @@ def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: 
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for layer in _adapted_layers(model):
-        if name not in layer.lora_A:
+        if name in layer.lora_embedding_A:
             kind = type(layer.get_base_layer()).__name__
             raise InputError(f"lora.target_modules names a layer of class {kind}: only linear layers can be adapted")
         if dropout > 0:
             layer.lora_dropout[name] = Dropout(dropout, layer.in_features)
         for part in (layer.lora_A, layer.lora_B):
-            part[name].float()
+            if name in part:
+                part[name].float()
             if POLICY in part:
                 part[POLICY].requires_grad_(True)
     activate(model, name)
@@ -129,7 +159,8 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     odd += sorted(key for key in into.keys() & stored.weights.keys() if into[key].shape != stored.weights[key].shape)
     if odd:
         targets = stored.config.target_modules
-        shown = targets if isinstance(targets, str) else f"[{','.join(sorted(targets or ()))}]"
+        names = sorted({name.rpartition(".")[2] for name in targets or ()})  # PEFT may give whole paths
+        shown = targets if isinstance(targets, str) else f"[{','.join(names)}]"
         raise InputError(
             f"{stored.directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "
             f"{', '.join(odd[:3])}: give lora.target_modules={shown}, or the model that it was trained on"

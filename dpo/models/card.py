@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download, metadata_load, model_info
@@ -23,7 +23,12 @@ from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact
 from dpo.system.signals import Stopped
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 UNKNOWN, OTHER = "unknown", "other"  # the Hub's words for a licence that is not known, and for one without an id
+MODEL = {"library_name": "transformers"}
+ADAPTER = {"library_name": "peft", "base_model_relation": "adapter"}
 HUB_SECS = 5  # how long the Hub may take to answer
 # what decides the weights: keys that a resumed run may not change, and how long it trained
 SETTINGS = (*(key for key, row in KEYS.items() if row.resume is Resume.KEEP), "n_epochs", "n_examples")
@@ -36,7 +41,7 @@ TEMPLATE = """---
 # {{ title }}
 
 {{ base }} trained with {{ loss }}{% if data %} on {{ data }}{% endif %}{% if examples %}, {{ examples }} examples\
-{% endif %}. Class: `{{ architecture }}`, weights in {{ dtype }}.
+{% endif %}. {{ kind }}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -102,24 +107,34 @@ The commit is not known.
 """
 
 
-def write_card(folder: Path, origin: Origin, *, architecture: str, dtype: torch.dtype, saved: Mapping) -> None:
-    """Write `README.md`, from what the run has recorded about itself. `saved` is what its `policy.pt` holds."""
+def write_card(
+    folder: Path,
+    origin: Origin,
+    *,
+    saved: Mapping,
+    architecture: str | None = None,
+    dtype: torch.dtype | None = None,
+    adapter: LoraConfig | None = None,
+) -> None:
+    """Write `README.md`, from what the run has recorded about itself. `saved` is what its `policy.pt` holds.
+
+    `architecture` and `dtype` are those of the model in the folder; None: it holds the `adapter` alone.
+    """
     config = origin.config
     values = redact(flatten(config)) if origin.run_dir else {}
-    base, loss = config.model.name_or_path, OmegaConf.select(config, "loss.name")
+    base, loss, name = config.model.name_or_path, OmegaConf.select(config, "loss.name"), values.get("exp_name")
     sources = [(name, _source(config, name)) for name in values.get("datasets", ())]
-    name = values.get("exp_name")
     form = find_prompt_format(origin) if origin.run_dir else None
     licence = _licence_of(base, source_of(config)["cache_dir"])
-    on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base)
+    on_hub, alone = _is_on_hub(base), architecture is None
     card = ModelCard.from_template(
         ModelCardData(
             model_name=name,
-            base_model=base if on_hub else None,
+            base_model=base if on_hub and not (alone and origin.weights) else None,  # weights: of the base, own ones
             datasets=[source for _, source in sources if HUB_ID.fullmatch(source)] or None,
-            library_name="transformers",
+            **(ADAPTER if alone else MODEL),
             pipeline_tag="text-generation",
-            tags=[loss] if loss else None,
+            tags=[tag for tag in (loss, adapter and "lora") if tag] or None,
             prompt_format=form,
             **licence,
         ),
@@ -129,11 +144,10 @@ def write_card(folder: Path, origin: Origin, *, architecture: str, dtype: torch.
         loss={"sft": "SFT", "dpo": "DPO", "ipo": "IPO"}.get(loss, loss or "preferences"),
         data=", ".join(name for name, _ in sources),
         examples=f"{saved['step_idx']:,}" if isinstance(saved.get("step_idx"), int) else None,
-        architecture=architecture,
-        dtype=str(dtype).removeprefix("torch."),
+        kind=_kind(architecture, dtype, adapter),
         place="PATH_OR_HUB_ID",
         prompt_format=f"`{MEANINGS[form]}`" if form == HH else form and MEANINGS[form],
-        code=", trust_remote_code=True" if list(folder.glob("*.py")) else "",
+        code=", trust_remote_code=True" if _runs_code(folder, config, alone=alone) else "",
         metrics=_metrics(saved.get("metrics")),
         sources=sources,
         counts=_counts(origin.run_dir),
@@ -142,6 +156,34 @@ def write_card(folder: Path, origin: Origin, *, architecture: str, dtype: torch.
         licence=_on_licence(licence),
     )
     (folder / "README.md").write_text(card.content, encoding="utf-8")
+
+
+def _is_on_hub(base: str) -> bool:
+    return not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
+
+
+def _runs_code(folder: Path, config: Any, *, alone: bool) -> bool:
+    """Whether a model's own code must run: in the folder, or, for an adapter alone, where its base is."""
+    return config.model.trust_remote_code if alone else bool(list(folder.glob("*.py")))
+
+
+def _kind(architecture: str | None, dtype: torch.dtype | None, adapter: LoraConfig | None) -> str:
+    """What is in the folder."""
+    model = f"Class: `{architecture}`, weights in {str(dtype).removeprefix('torch.')}."
+    if adapter is None:
+        return model
+    targets = adapter.target_modules
+    layers = (
+        f"`{targets}`"
+        if isinstance(targets, str)
+        else ", ".join(sorted({f"`{name.rpartition('.')[2]}`" for name in targets or ()}))
+    )
+    lora = f"LoRA adapter (r {adapter.r}, alpha {adapter.lora_alpha:g}; {layers})"
+    return (
+        f"This is the {lora}: the package peft loads it with its base."
+        if architecture is None
+        else f"The {lora} is merged into it. {model}"
+    )
 
 
 def _source(config: Any, name: str) -> str:
@@ -173,10 +215,11 @@ def find_prompt_format(origin: Origin) -> str | None:
         recorded = _read_training_data(origin.run_dir).get("prompt_formats")
         formats = recorded if isinstance(recorded, Mapping) else {}
         return common_format({name: _known(form) for name, form in formats.items()}, origin.config.datasets)
-    if origin.weights is not None:
+    if origin.weights is not None and origin.adapter is None:
         return None
     source = source_of(origin.config)
-    return _known(read_metadata(source["name"], source["cache_dir"]).get("prompt_format"))
+    place = source["name"] if origin.adapter is None else str(origin.adapter)
+    return _known(read_metadata(place, source["cache_dir"]).get("prompt_format"))
 
 
 def _known(form: Any) -> str | None:

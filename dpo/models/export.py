@@ -1,6 +1,7 @@
-"""A checkpoint as a model of transformers: config, safetensors, tokenizer, generation config, model card.
+"""A checkpoint as a model of transformers: config, safetensors, tokenizer, generation config, model card; one of an
+adapter as a directory of PEFT, or merged into its base as such a model.
 
-The weights are read from the mapped `policy.pt` and written shard by shard, so that no more than a shard is in memory.
+Weights are read from mapped files and written shard by shard, so that no more than a shard is in memory.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers.dynamic_module_utils import custom_object_save
 
-from dpo.checkpoint.files import MANIFEST, check_complete, read_file, sync_directory
+from dpo.checkpoint.files import EXPORTED, MANIFEST, OF_ADAPTER, check_complete, read_file, sync_directory
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, RunError
+from dpo.models.adapters import CONFIG, WEIGHTS, read_adapter
 from dpo.models.card import write_card
-from dpo.models.loading import source_of
+from dpo.models.loading import place_of, source_of
+from dpo.models.merging import Addition, base_reader, dtype_of_base, find_additions
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_structure
 from dpo.models.weights import read_archive
@@ -41,32 +45,38 @@ def export(
     *,
     dtype: str | None = None,
     model: str | None = None,
+    merge: bool = False,
     trust_remote_code: bool = False,
     verify: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write what `AutoModelForCausalLM.from_pretrained(out)` loads, whole or not at all. Returns `out`.
 
-    `checkpoint` and `model` are as `find_origin` takes them; `dtype` None: that of the weights. With `verify` a
-    checkpoint of ours is compared with its checksums first.
+    `checkpoint` and `model` are as `find_origin` takes them; `dtype` None: that of the weights. Of an adapter, with
+    `merge` the sum of it and its base, else the adapter, which names its base. With `verify` a checkpoint of ours is
+    compared with its checksums first.
     Raises InputError if the checkpoint cannot be exported or `out` is taken, RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or give another directory")
     origin = find_origin(checkpoint, model=model, trust_remote_code=trust_remote_code)
-    if origin.weights is None:
-        raise InputError(f"{checkpoint} is a model's directory, which transformers loads as it is: give a checkpoint")
-    if verify and (origin.weights.parent / MANIFEST).exists():
-        check_complete(origin.weights.parent, only=origin.weights.name)
+    _check(origin, checkpoint, dtype, merge)
+    if verify:
+        for policy in {origin.policy, origin.weights if merge else None} - {None}:
+            if (policy.parent / MANIFEST).exists():
+                check_complete(policy.parent, only={policy.name, *OF_ADAPTER})
     temporary = out.with_name(f"{_start(out)}{os.getpid()}.tmp")
     try:
         with _explaining(out):
             _tidy(out)
             temporary.mkdir(parents=True)
-            _fill(temporary, origin, dtype and DTYPES[dtype], shard_bytes)
+            if origin.adapter is not None and not merge:
+                _fill_with_adapter(temporary, origin)
+            else:
+                _fill(temporary, origin, dtype and DTYPES[dtype], shard_bytes)
             for file in temporary.iterdir():
-                shutil.copymode(temporary / "config.json", file)  # safetensors makes files that others cannot read
+                shutil.copymode(temporary / "README.md", file)  # safetensors makes files that others cannot read
                 _sync(file)
             sync_directory(temporary)
             temporary.rename(out)
@@ -103,40 +113,109 @@ def _sync(file: Path) -> None:
         os.fsync(opened.fileno())
 
 
+def _check(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: bool) -> None:
+    """Raises InputError if there is nothing to export, or not in this form."""
+    if origin.adapter is None and origin.weights is None:
+        raise InputError(f"{checkpoint} is a model's directory, which transformers loads as it is: give a checkpoint")
+    if merge and origin.adapter is None:
+        raise InputError(f"{checkpoint} holds no adapter that --merge could merge: it is exported without --merge")
+    if merge or origin.adapter is None:
+        return
+    if origin.policy is None:
+        raise InputError(f"{checkpoint} is in PEFT's format already: give --merge for a model without an adapter")
+    if dtype is not None:
+        raise InputError(f"--dtype {dtype} is for a whole model, and {checkpoint} holds an adapter: add --merge")
+    _base_for_peft(origin)
+
+
+def _base_for_peft(origin: Origin) -> str:
+    """The base that PEFT loads under an adapter. Raises InputError if nothing that it can load is the base."""
+    if origin.config.model.random_init and origin.weights is None:
+        raise InputError(f"the base of {origin.adapter} was drawn from a seed, which PEFT cannot load: give --merge")
+    if origin.weights is None:
+        return place_of(origin.config.model.name_or_path)
+    exported = origin.weights.parent / EXPORTED
+    if (exported / "config.json").is_file():
+        return str(exported)
+    raise InputError(
+        f"the base of {origin.adapter} is {origin.weights}, which PEFT cannot load: give --merge, or export it first: "
+        f"python -m scripts.export {origin.weights} {exported}"
+    )
+
+
+def _fill_with_adapter(folder: Path, origin: Origin) -> None:
+    stored = read_adapter(origin.adapter)
+    config = json.loads((origin.adapter / CONFIG).read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = _base_for_peft(origin)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    shutil.copyfile(origin.adapter / WEIGHTS, folder / WEIGHTS)
+    _write_tokenizer(folder, origin)
+    write_card(folder, origin, saved=read_file(origin.policy), adapter=stored.config)
+
+
 def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: int) -> None:
     source = source_of(origin.config)
     structure = load_structure(**source, dtype=torch.float32)
-    dtype = _write_weights(folder, origin.weights, structure, dtype, shard_bytes)
+    adapter = None if origin.adapter is None else read_adapter(origin.adapter)
+    if adapter is None:
+        read, written = partial(read_archive, str(origin.weights), structure, key=""), partial(_cast, dtype)
+    else:
+        read = base_reader(origin, structure)
+        written = partial(_merged, origin, find_additions(adapter, structure), dtype)
+    dtype = _write_weights(folder, read, written, structure, shard_bytes)
     _write_configs(folder, source, structure, dtype)
     _write_tokenizer(folder, origin)
-    content = read_file(origin.weights)
-    write_card(folder, origin, architecture=type(structure).__name__, dtype=dtype, saved=content)
+    content = read_file(origin.policy) if origin.policy else {}
+    config = adapter and adapter.config
+    write_card(folder, origin, architecture=type(structure).__name__, dtype=dtype, saved=content, adapter=config)
+
+
+def _cast(dtype: torch.dtype | None, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _merged(
+    origin: Origin, additions: Mapping[str, Addition], dtype: torch.dtype | None, name: str, tensor: torch.Tensor
+) -> torch.Tensor:
+    """A weight of the base as its run had it, and what the adapter adds."""
+    if not tensor.is_floating_point():
+        return tensor
+    of_base = dtype_of_base(origin, tensor.dtype)
+    tensor = tensor.to(of_base)
+    if name in additions and not tensor.is_meta:
+        tensor = additions[name].to(tensor)
+    return tensor.to(dtype or of_base)
 
 
 def _write_weights(
-    folder: Path, weights: Path, structure: Any, dtype: torch.dtype | None, shard_bytes: int
+    folder: Path,
+    read: Callable[[], Mapping[str, torch.Tensor]],
+    written: Callable[[str, torch.Tensor], torch.Tensor],
+    structure: Any,
+    shard_bytes: int,
 ) -> torch.dtype:
-    """Write the shards and, if there are several, their index. Returns the dtype of the weights."""
+    """Write the shards and, if there are several, their index. Returns the dtype of the weights.
 
-    def read() -> dict[str, torch.Tensor]:
-        """The weights in the mapped file, tied ones under their first name."""
-        state = read_archive(str(weights), structure, key="")
+    `read` gives all weights, mapped; `written(name, weight)` what is written of one.
+    """
+
+    def read_once() -> dict[str, torch.Tensor]:
+        """Tied weights under their first name."""
+        state = read()
         first: dict[int, str] = {}
         for name, parameter in structure.state_dict(keep_vars=True).items():  # tied weights are one object
             if name in state:
                 first.setdefault(id(parameter), name)
         return {name: state[name] for name in first.values()}
 
-    def written(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
     # on the meta device these take no memory, and no two share any
-    shapes = {name: written(tensor.to("meta")) for name, tensor in read().items()}
+    shapes = {name: written(name, tensor.to("meta")) for name, tensor in read_once().items()}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_bytes)
     for file, names in split.filename_to_tensors.items():
-        state = read()  # mapped anew: what the former shard read leaves memory
-        save_file({name: written(state[name]).contiguous() for name in names}, folder / file, metadata={"format": "pt"})
-        del state
+        state = read_once()  # mapped anew: what the former shard read leaves memory
+        tensors = {name: written(name, state[name]).contiguous() for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        del state, tensors
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

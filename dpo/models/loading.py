@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,20 +10,22 @@ from typing import Any, NamedTuple
 import torch
 from omegaconf import DictConfig
 
-from dpo.checkpoint.files import MANIFEST
 from dpo.errors import InputError
 from dpo.models.adapters import (
+    CONFIG,
     POLICY,
     REFERENCE,
     StoredAdapter,
     add_adapter,
+    base_named_by,
     config_of,
     find_adapter,
+    is_archive,
     load_adapter,
     read_adapter,
 )
 from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure
-from dpo.models.weights import model_digest, read_archive
+from dpo.models.weights import find_archive, model_digest, read_archive
 from dpo.parallel.device_map import choose_device_map
 from dpo.parallel.sharding import find_blocks
 from dpo.parallel.tensor_parallel import check_tensor_parallel
@@ -41,6 +42,12 @@ def source_of(config: DictConfig) -> dict[str, Any]:
         "cache_dir": get_cache_dir(config.local_dirs),
         "trust_remote_code": model.trust_remote_code,
     }
+
+
+def place_of(name: str) -> str:
+    """A Hub id as it is, a path absolute and without links: LATEST will be another one."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name
 
 
 def find_model_config(config: DictConfig) -> Any:
@@ -62,13 +69,16 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, archive: str | None) -> Weights:
-        """What `model.archive` names. The base of an adapter of ours is that of its run."""
+        """What `model.archive` names. An adapter that was trained on a `policy.pt` names that as its base."""
         adapter = find_adapter(archive)
         if adapter is None:
             return cls(archive, None)
-        manifest = adapter / MANIFEST
-        of_run = json.loads(manifest.read_text(encoding="utf-8"))["config"] if manifest.exists() else {}
-        return cls(cls.of(of_run.get("model.archive")).base, adapter)
+        base = base_named_by(adapter)
+        if base is None or not is_archive(base):
+            return cls(None, adapter)
+        if not Path(base).is_file():
+            raise InputError(f"{base}, the base of {adapter}, is not there: name it in {adapter / CONFIG}")
+        return cls(base, adapter)
 
 
 def find_weights(config: DictConfig, plan: Plan) -> Weights:
@@ -158,8 +168,7 @@ def load_policy(
         if plan.reference == "adapter":
             sources[REFERENCE] = weights.adapter
         _add_adapters(model, config, list(sources))
-        is_published = weights.base is None and not config.model.random_init
-        model.peft_config[POLICY].base_model_name_or_path = _place(config) if is_published else None
+        model.peft_config[POLICY].base_model_name_or_path = _name_of_base(config, weights)
         for name, source in sources.items():
             if source is not None and rank == 0:  # which sends them to the others
                 _load(model, source, config, name)
@@ -182,10 +191,11 @@ def load_reference(model: Any, config: DictConfig, plan: Plan, *, rank: int) -> 
     return _compiled(model, config), digest
 
 
-def _place(config: DictConfig) -> str:
-    """Where the model is, for a reader who is elsewhere: a Hub id, or the whole path of a directory."""
-    name = config.model.name_or_path
-    return str(Path(name).absolute()) if Path(name).exists() else name
+def _name_of_base(config: DictConfig, weights: Weights) -> str | None:
+    """What a reader who is elsewhere, or later, finds as the base; None: it was drawn from the seed."""
+    if weights.base is not None:
+        return place_of(str(find_archive(weights.base)))
+    return None if config.model.random_init else place_of(config.model.name_or_path)
 
 
 def _made(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a path on a script's command line names: a checkpoint with its run's config, or a model's directory."""
+"""What a path on a script's command line names: a checkpoint with its run's config, an adapter, a model's directory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError
+from dpo.models.adapters import base_named_by, find_adapter, is_archive
 from dpo.models.weights import find_archive
 from dpo.settings.files import with_defaults
 from dpo.system.plain_files import check_readable
 
 CONFIG = "config.yaml"
+POLICY_FILE = "policy.pt"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -21,8 +23,17 @@ class Origin(NamedTuple):
     """Where a model comes from: architecture and tokenizer from `config.model`, weights too if there are no others."""
 
     config: DictConfig  # of the run; of a model without a run what is known of it, and defaults
-    weights: Path | None  # a policy.pt
+    weights: Path | None  # a policy.pt; under an adapter that of its base
     run_dir: Path | None  # has config.yaml
+    adapter: Path | None = None  # a directory in PEFT's format
+
+    @property
+    def policy(self) -> Path | None:
+        """The `policy.pt` of the checkpoint itself, with the weights or the adapter."""
+        if self.adapter is None:
+            return self.weights
+        file = self.adapter / POLICY_FILE
+        return file if file.is_file() else None
 
 
 def find_origin(
@@ -33,11 +44,13 @@ def find_origin(
     hub: bool = False,
     alone: bool = True,
 ) -> Origin:
-    """What a path names: a `policy.pt`, its directory, a run (its LATEST), a model's directory; with `hub` a Hub id.
+    """What a path names: a `policy.pt`, its directory, a run (its LATEST), an adapter's directory in PEFT's format, a
+    model's directory; with `hub` a Hub id.
 
     `model` is the base model's directory or Hub id, for a `policy.pt` without a run or whose base model is not where
-    its config says. For a path that is `alone` it replaces what the config says; a model in itself needs none, and
-    beside others goes without it. Raises InputError if nothing of the kind is there, or `model` is not needed.
+    its config says, and for an adapter. For a path that is `alone` it replaces what the config says; a model in itself
+    needs none, and beside others goes without it. Raises InputError if nothing of the kind is there, or `model` is not
+    needed.
     """
     path = Path(path).expanduser()
     is_model = (path / "config.json").is_file() and not (path / "policy.pt").exists()
@@ -47,6 +60,8 @@ def find_origin(
         return Origin(_config({}, str(path), trust_remote_code), None, None)
     if not path.exists():
         raise InputError(f"{path} does not exist: give a run's directory, one of its step-N, or a model's directory")
+    if adapter := find_adapter(path):
+        return _of_adapter(adapter.resolve(), model, trust_remote_code, alone)
     weights = find_archive(str(path), key="").resolve()
     places = [place for place in (weights.parent, weights.parent.parent) if (place / CONFIG).is_file()]
     if not places:
@@ -61,6 +76,28 @@ def find_origin(
     if _is_gone(base := config.model.name_or_path):
         raise InputError(f"{base}, the base model of {places[0]}, is not there: give --model DIR_OR_HUB_ID")
     return Origin(config, weights, places[0])
+
+
+def _of_adapter(adapter: Path, model: str | None, trust_remote_code: bool, alone: bool) -> Origin:
+    """An adapter on the base that it names, or on `model`; of a run, ours, or of another program."""
+    places = [adapter, adapter.parent] if (adapter / POLICY_FILE).is_file() else []
+    run_dir = next((place for place in places if (place / CONFIG).is_file()), None)
+    base = base_named_by(adapter)
+    archive = Path(base) if base and is_archive(base) else None
+    drawn = base is None and run_dir is not None  # from a seed, by a run with model.random_init=true
+    known = drawn or (base and (archive.is_file() and run_dir is not None if archive else not _is_gone(base)))
+    given = model is not None and (alone or not known)
+    if given:
+        base, archive = model, None
+    elif not known:
+        wrong = "has no config.yaml of its run beside it" if archive and archive.is_file() else "is not there"
+        raise InputError(f"{base}, the base of {adapter}, {wrong}: give --model DIR_OR_HUB_ID, the base as a model")
+    config = _config(_read_config(run_dir / CONFIG) if run_dir else {}, None if archive else base, trust_remote_code)
+    if given:
+        OmegaConf.update(config, "model.random_init", False)
+    if run_dir is None and list(adapter.glob("tokenizer*")):
+        OmegaConf.update(config, "model.tokenizer_name_or_path", str(adapter))
+    return Origin(config, archive, run_dir, adapter)
 
 
 def _is_gone(base: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import transformers
 
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
-from dpo.models.adapters import count_parameters
+from dpo.models.adapters import CONFIG, count_parameters
 from dpo.models.weights import load_archive, read_archive
 from dpo.settings import choices
 
@@ -22,6 +23,11 @@ def load_config(
     name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False
 ) -> transformers.PretrainedConfig:
     """A model's transformers config. Raises InputError if it cannot be loaded."""
+    if (Path(name).expanduser() / CONFIG).is_file():
+        raise InputError(
+            f"model.name_or_path={name} is an adapter: give it as model.archive with lora=lora, and its base as "
+            f"model.name_or_path; or merge it: python -m scripts.export {name} DIR --merge"
+        )
     with explaining_load_errors("model", name):
         return transformers.AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -18,9 +19,10 @@ from dpo.data.asking import Asked, choose_form, render
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.losses import LOSSES
+from dpo.models.adapters import add_adapter, load_adapter, read_adapter, using
 from dpo.models.answers import Answer, Sampling, Tokens, answer, log_probabilities
 from dpo.models.card import find_prompt_format
-from dpo.models.loading import source_of
+from dpo.models.loading import Weights, place_of, source_of
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, count_positions, load_config, load_model
 from dpo.models.weights import find_archive, model_digest
@@ -35,12 +37,23 @@ Rewards = dict[str, float | None]
 
 
 class Side(NamedTuple):
-    """A model that answers."""
+    """A model that answers; it may be that of another side with another adapter, or with none."""
 
     name: str  # policy, policy_2, ...; or REFERENCE
     model: Any
     beta: float | None  # of the policy's loss
     autocast: torch.dtype | None  # in which its run scored responses
+    adapter: str | None = None  # what of the model's adapters it computes with
+
+    def answer(self, tokenizer: Any, *asked: Any, **more: Any) -> list[Answer]:
+        """As `answer`."""
+        with using(self.model, self.adapter):
+            return answer(self.model, tokenizer, *asked, **more)
+
+    def log_probabilities(self, *said: Any) -> list[float]:
+        """As `log_probabilities`."""
+        with using(self.model, self.adapter):
+            return log_probabilities(self.model, *said)
 
 
 class Panel:
@@ -70,40 +83,47 @@ class Panel:
 
     def answer(self, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling) -> list[Answers]:
         """The answers of all sides to each prompt, whose number is mixed into the seed."""
-        by_side = [answer(side.model, self.tokenizer, prompts, numbers, sampling) for side in self.sides]
+        by_side = [side.answer(self.tokenizer, prompts, numbers, sampling) for side in self.sides]
         names = [side.name for side in self.sides]
         return [dict(zip(names, of_prompt, strict=True)) for of_prompt in zip(*by_side, strict=True)]
 
     def stream(self, prompt: Tokens, number: int, sampling: Sampling, show: Callable[[str, str], None]) -> Answers:
-        """The answers of all sides to a prompt, generated at the same time; `show` gets (name of a side, its text so
-        far). KeyboardInterrupt ends all."""
-        news: SimpleQueue[tuple[str, list[int] | None]] = SimpleQueue()
+        """The answers of all sides to a prompt, generated at the same time, but one after the other by sides that share
+        a model; `show` gets (name of a side, its text so far). KeyboardInterrupt ends all."""
+        news: SimpleQueue[tuple[str, list[int]] | None] = SimpleQueue()
         stop = Event()
+        sharing: dict[int, list[Side]] = {}
+        for side in self.sides:
+            sharing.setdefault(id(side.model), []).append(side)
 
-        def work(side: Side) -> Answer:
-            def watch(tokens: list[int]) -> bool:
-                news.put((side.name, tokens))
+        def work(sides: list[Side]) -> Answers:
+            def watch(name: str, tokens: list[int]) -> bool:
+                news.put((name, tokens))
                 return stop.is_set()
 
-            try:
-                [made] = answer(side.model, self.tokenizer, [prompt], [number], sampling, watch=watch)
+            def answered(side: Side) -> Answer:
+                [made] = side.answer(self.tokenizer, [prompt], [number], sampling, watch=partial(watch, side.name))
                 return made
-            finally:
-                news.put((side.name, None))
 
-        with ThreadPoolExecutor(len(self.sides), thread_name_prefix="answer") as threads:
             try:
-                made = {side.name: threads.submit(work, side) for side in self.sides}
-                n_working = len(made)
+                return {side.name: answered(side) for side in sides}
+            finally:
+                news.put(None)
+
+        with ThreadPoolExecutor(len(sharing), thread_name_prefix="answer") as threads:
+            try:
+                working = [threads.submit(work, sides) for sides in sharing.values()]
+                n_working = len(working)
                 while n_working:
-                    name, tokens = news.get()
-                    if tokens is None:
+                    new = news.get()
+                    if new is None:
                         n_working -= 1
                     else:  # a character may be several tokens, of which the last are not there yet
-                        show(name, self.tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\ufffd"))
+                        show(new[0], self.tokenizer.decode(new[1], skip_special_tokens=True).rstrip("\ufffd"))
             finally:
                 stop.set()
-        return {name: future.result() for name, future in made.items()}
+        made = {name: of_side for future in working for name, of_side in future.result().items()}
+        return {side.name: made[side.name] for side in self.sides}
 
     def rewards(self, prompts: Sequence[Tokens], answers: Sequence[Answers]) -> list[Rewards]:
         """The implicit reward beta * (log pi - log ref) of each answer, None without a reference or beta.
@@ -119,8 +139,7 @@ class Panel:
                 continue
             said = [of_prompt[side.name] for of_prompt in answers]
             ours, theirs = (
-                log_probabilities(model, prompts, said, policy.autocast)
-                for model in (policy.model, self.reference.model)
+                judge.log_probabilities(prompts, said, policy.autocast) for judge in (policy, self.reference)
             )
             for rewards, a, b in zip(found, ours, theirs, strict=True):
                 rewards[side.name] = policy.beta * (a - b)
@@ -153,14 +172,15 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
     others = [*origins[1:], *([reference[0]] if reference and choices.reference else [])]
     for other in others:
         _check_tokenizer(tokenizer, other)
-    sides = [_load_policy(origin, number, choices.beta) for number, origin in enumerate(origins, start=1)]
+    bases: dict[Hashable, Any] = {}
+    sides = [_load_policy(origin, number, choices.beta, bases) for number, origin in enumerate(origins, start=1)]
     if reference:
         origin, dtype = reference
         try:
-            sides.append(Side(REFERENCE, _load(origin, dtype), None, None))
+            sides.append(_load(REFERENCE, origin, dtype, bases))
         except InputError as error:
             raise InputError(f"the reference: {error}; {OTHERWISE}") from error
-        if choices.reference is None and (checkpoint := _find_trained_otherwise(origins, sides[-1].model)):
+        if choices.reference is None and (checkpoint := _find_trained_otherwise(origins, sides[-1])):
             log(f"warning: {checkpoint} was trained with a reference of other weights or config than this: {OTHERWISE}")
     elif choices.with_reference:
         log("no reference is known, so there are no rewards: give --reference DIR to see both")
@@ -191,57 +211,81 @@ def _find_reference(origins: Sequence[Origin], choices: Choices) -> tuple[Origin
         origin = find_origin(choices.reference, trust_remote_code=choices.trust_remote_code, hub=True)
         return origin, _policy_dtype(origin)
     found = [_reference_of(origin) for origin in origins if origin.run_dir is not None]
+    found = found or [(o._replace(adapter=None), _policy_dtype(o)) for o in origins if o.adapter is not None]
     if not found:
         return None
-    if len({(str(o.config.model.name_or_path), o.weights, dtype) for o, dtype in found}) > 1:
+    if len({_identity(origin, dtype) for origin, dtype in found}) > 1:
         raise InputError(f"the policies were trained with different references: {OTHERWISE}")
     return found[0]
 
 
+def _identity(origin: Origin, dtype: str | None) -> Hashable:
+    model = origin.config.model
+    drawn = origin.config.seed if model.random_init else None
+    return place_of(model.name_or_path), origin.weights, origin.adapter, drawn, dtype
+
+
 def _reference_of(origin: Origin) -> tuple[Origin, str]:
     """What a run started from: the reference of its loss; under a loss without one, the policy before training."""
-    model = origin.config.model
+    model, plan = origin.config.model, resolve(origin.config)
+    loss = LOSSES.get(OmegaConf.select(origin.config, "loss.name"))
+    dtype = plan.reference_dtype if loss and loss.reference else model.policy_dtype
     try:
-        weights = None if model.archive is None else find_archive(model.archive).resolve()
+        weights, adapter = Weights.of(model.archive)
+        if origin.adapter is not None:  # which names its base, if the archive has become another
+            return origin._replace(adapter=None if plan.reference == "base" else adapter and adapter.resolve()), dtype
+        weights = None if weights is None else find_archive(weights).resolve()
     except InputError as error:
         raise InputError(f"the reference: {error}; {OTHERWISE}") from error
-    loss = LOSSES.get(OmegaConf.select(origin.config, "loss.name"))
-    dtype = resolve(origin.config).reference_dtype if loss and loss.reference else model.policy_dtype
     return origin._replace(weights=weights), dtype
 
 
-def _find_trained_otherwise(origins: Sequence[Origin], reference: Any) -> Path | None:
+def _find_trained_otherwise(origins: Sequence[Origin], reference: Side) -> Path | None:
     """The first checkpoint whose run was trained with another reference than this, as far as one has recorded it."""
-    digests: dict[str, str] = {}  # each takes a pass over the weights
+    digests: dict[Hashable, str] = {}  # each takes a pass over the weights
     for origin in origins:
-        record = origin.weights and origin.weights.with_name("trainer.pt")
+        record = origin.policy and origin.policy.with_name("trainer.pt")
         if origin.run_dir is None or record is None or not record.is_file():
             continue
         recorded, plan = read_state(record).get("reference"), resolve(origin.config)
         dtype = plan.autocast or plan.reference_dtype
-        if recorded and dtype not in digests:
-            digests[dtype] = model_digest(reference, dtype)
-        if recorded and recorded != digests[dtype]:
+        adapter = reference.adapter if plan.reference else None  # else the record is of the base alone
+        if recorded and (dtype, adapter) not in digests:
+            digests[dtype, adapter] = model_digest(reference.model, dtype, adapter)
+        if recorded and recorded != digests[dtype, adapter]:
             return record.parent
     return None
 
 
 def _policy_dtype(origin: Origin) -> str | None:
     """That of the run; None: of the model's own config."""
-    return None if origin.weights is None else origin.config.model.policy_dtype
+    return None if origin.policy is None else origin.config.model.policy_dtype
 
 
-def _load_policy(origin: Origin, number: int, beta: float | None) -> Side:
+def _load_policy(origin: Origin, number: int, beta: float | None, bases: dict[Hashable, Any]) -> Side:
     autocast = origin.config.model.autocast
-    return Side(
-        name="policy" if number == 1 else f"policy_{number}",
-        model=_load(origin, _policy_dtype(origin)),
-        beta=beta or OmegaConf.select(origin.config, "loss.beta"),
-        autocast=DTYPES[autocast] if autocast else None,
+    side = _load("policy" if number == 1 else f"policy_{number}", origin, _policy_dtype(origin), bases)
+    return side._replace(
+        beta=beta or OmegaConf.select(origin.config, "loss.beta"), autocast=DTYPES[autocast] if autocast else None
     )
 
 
-def _load(origin: Origin, dtype: str | None) -> Any:
+def _load(name: str, origin: Origin, dtype: str | None, bases: dict[Hashable, Any]) -> Side:
+    """A side with the model of one of the `bases` if that is its own too; else it is put among them."""
+    base = _identity(origin._replace(adapter=None), dtype), origin.config.model.attn_implementation
+    model = bases[base] = bases[base] if base in bases else _load_base(origin, dtype)
+    if origin.adapter is None:
+        return Side(name, model, None, None)
+    stored = read_adapter(origin.adapter)
+    try:
+        add_adapter(model, stored.config, name=name)
+        load_adapter(model, stored, name)
+    except InputError as error:
+        raise InputError(f"{origin.adapter} does not fit {origin.config.model.name_or_path}: {error}") from error
+    return Side(name, model, None, None, name)
+
+
+def _load_base(origin: Origin, dtype: str | None) -> Any:
     source, model = source_of(origin.config), origin.config.model
     own_dtype = load_config(**source).dtype or torch.float32
     loaded = load_model(

@@ -9,10 +9,12 @@ import shutil
 import socket
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
 from huggingface_hub import ModelInfo, metadata_load
+from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, build
 from support.runs import GOLDEN, run_script
 
@@ -234,6 +236,175 @@ def test_a_model_that_is_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {name_or_path: ../moved/away}")
     with pytest.raises(InputError, match=r"\.\./moved/away, the base model of .* is not there: give --model"):
         export(tmp_path, tmp_path / "out")
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def adapter(folder: Path, family: str, base: Path | str, **settings) -> tuple[Path, torch.Tensor, torch.Tensor]:
+    """An adapter that PEFT has made for a family's model, the logits with it, and those of PEFT's own merge."""
+    settings = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", "init_lora_weights": False} | settings
+    torch.manual_seed(1)
+    model = peft.get_peft_model(build(family), peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        logits = model(IDS).logits
+        return folder, logits, model.merge_and_unload()(IDS).logits
+
+
+def adapter_of_run(run: Path, family: str, base: Path, keys: str = "", **settings) -> torch.Tensor:
+    """A run whose LATEST holds an adapter for the base, a model's directory or a policy.pt; the logits with it."""
+    home = base if base.is_dir() else base.parent / "base"
+    folder, logits, _ = adapter(run / "step-8", family, base, **settings)
+    weights = load_file(folder / "adapter_model.safetensors")
+    archive(folder / "policy.pt", weights, {"loss/eval": 0.5})
+    (run / "LATEST").symlink_to("step-8")
+    (run / "config.yaml").write_text(
+        "loss: {name: dpo, beta: 0.3}\nlora: {name: lora, r: 4, alpha: 12}\n"
+        f"model: {{name_or_path: {home}{keys}}}\n"
+    )
+    return logits
+
+
+def with_weights(home: Path, family: str) -> Path:
+    """A base model's directory, with weights."""
+    model = build(family)
+    model.save_pretrained(home)
+    (home / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
+    return home
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_merged_adapter_gives_the_logits_of_base_and_adapter_in_every_family(family, base, tmp_path):
+    home = with_weights(base(FAMILIES[family]()), family)
+    folder, logits, of_peft = adapter(tmp_path / "adapter", family, home)
+
+    model = load(export(folder, tmp_path / "out", merge=True), "eager")
+
+    torch.testing.assert_close(model(IDS).logits, logits, rtol=0, atol=2e-5)
+    torch.testing.assert_close(model(IDS).logits, of_peft, rtol=0, atol=1e-5)
+    assert model.generation_config.eos_token_id == [0, 7]
+    plain = build(family)
+    tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+
+
+@pytest.mark.parametrize("of", ["a model's directory", "a policy.pt"])
+def test_an_adapter_of_a_run_is_merged_in_the_dtype_of_the_run_or_another(of, base, tmp_path):
+    home = with_weights(base(FAMILIES["llama"]()), "llama")
+    place = home if of == "a model's directory" else archive(tmp_path / "sft.pt", build("llama").state_dict())
+    logits = adapter_of_run(tmp_path / "run", "llama", place)
+
+    plain = load(export(tmp_path / "run", tmp_path / "out", merge=True, shard_bytes=10_000))
+    rounded = load(export(tmp_path / "run", tmp_path / "half", merge=True, dtype="bfloat16"))
+
+    assert plain.dtype == torch.float32
+    torch.testing.assert_close(plain(IDS).logits, logits, rtol=0, atol=1e-5)
+    expected = plain.bfloat16().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in rounded.state_dict().items())
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "LoRA adapter (r 4, alpha 12;" in card
+    assert "library_name: transformers" in card
+
+
+def test_the_base_is_rounded_as_the_run_rounded_it_and_the_sum_once(base, tmp_path):
+    """Stored in float32, trained in bfloat16."""
+    home = with_weights(base(FAMILIES["llama"]()), "llama")
+    adapter_of_run(tmp_path / "run", "llama", home, ", policy_dtype: bfloat16", target_modules=["q_proj"])
+    name = "model.layers.1.self_attn.q_proj"
+    weights = load_file(tmp_path / "run" / "step-8" / "adapter_model.safetensors")
+    a, b = (weights[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    had = build("llama").state_dict()[f"{name}.weight"].bfloat16().float() + 3 * b @ a
+
+    for dtype in ("bfloat16", "float32"):
+        asked = None if dtype == "bfloat16" else dtype
+        state = load(export(tmp_path / "run", tmp_path / dtype, merge=True, dtype=asked)).state_dict()
+        torch.testing.assert_close(state[f"{name}.weight"], had.to(getattr(torch, dtype)), rtol=1e-6, atol=1e-7)
+        assert torch.equal(state["lm_head.weight"].float(), build("llama").lm_head.weight.bfloat16().float())
+
+
+def test_an_adapter_is_exported_as_peft_loads_it_with_its_base(base, tmp_path):
+    home = with_weights(base(FAMILIES["llama"]()), "llama")
+    logits = adapter_of_run(tmp_path / "run", "llama", home)
+
+    out = export(tmp_path / "run", tmp_path / "out")
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+    torch.testing.assert_close(model(IDS).logits, logits, rtol=0, atol=1e-6)
+    assert transformers.AutoTokenizer.from_pretrained(out).get_vocab()
+    assert {file.suffix for file in out.iterdir()} == {".md", ".json", ".safetensors"}
+    assert not (out / "config.json").exists()
+    head, text = (out / "README.md").read_text().split("---\n")[1:]
+    for line in ("library_name: peft", "base_model_relation: adapter", "- lora"):
+        assert line in head
+    assert "LoRA adapter (r 4, alpha 12; `down_proj`" in text
+    assert str(tmp_path) not in text
+
+    torch.testing.assert_close(load(export(out, tmp_path / "all", merge=True))(IDS).logits, logits, rtol=0, atol=1e-5)
+
+
+def test_a_base_that_peft_cannot_load_is_exported_first(base, tmp_path):
+    base(FAMILIES["llama"]())
+    sft = archive(tmp_path / "policy.pt", build("llama").state_dict())
+    logits = adapter_of_run(tmp_path / "run", "llama", sft)
+    with pytest.raises(InputError, match=rf"give --merge, or export it first: python -m scripts.export {sft} (.*)/hf$"):
+        export(tmp_path / "run", tmp_path / "out")
+
+    export(sft, tmp_path / "hf", model=str(tmp_path / "base"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(export(tmp_path / "run", tmp_path / "out")).eval()
+    torch.testing.assert_close(model(IDS).logits, logits, rtol=0, atol=1e-5)
+
+    sft.unlink()
+    with pytest.raises(InputError, match=rf"^{sft}, the base of .*step-8, is not there: give --model DIR_OR_HUB_ID"):
+        export(tmp_path / "run", tmp_path / "merged", merge=True)
+    merged = load(export(tmp_path / "run", tmp_path / "merged", merge=True, model=str(tmp_path / "hf")))
+    torch.testing.assert_close(merged(IDS).logits, logits, rtol=0, atol=1e-5)
+
+
+def test_what_cannot_be_exported_or_merged_is_one_sentence(base, tmp_path):
+    home = with_weights(base(FAMILIES["llama, tied"]()), "llama, tied")
+    whole = archive(tmp_path / "policy.pt", build("llama, tied").state_dict())
+    foreign, _, _ = adapter(tmp_path / "foreign", "llama, tied", home)
+    tied, _, _ = adapter(tmp_path / "tied", "llama, tied", home, target_modules=["lm_head", "q_proj"])
+    file = tied / "adapter_model.safetensors"  # in which PEFT has the base's head too
+    save_file({name: tensor for name, tensor in load_file(file).items() if ".lora_" in name}, file)
+    other, _, _ = adapter(tmp_path / "other", "gpt-neox", home)
+    adapter_of_run(tmp_path / "run", "llama", home, ", random_init: true")
+    adapter_of_run(
+        tmp_path / "sized",
+        "llama",
+        base(transformers.LlamaConfig(**FAMILIES["llama"]().to_diff_dict() | {"intermediate_size": 64}), "small"),
+    )
+    for path, options, said in (
+        (whole, {"merge": True, "model": str(home)}, "holds no adapter that --merge could merge"),
+        (tmp_path / "run", {"dtype": "bfloat16"}, "--dtype bfloat16 is for a whole model.*: add --merge"),
+        (tmp_path / "run", {}, "was drawn from a seed, which PEFT cannot load: give --merge"),
+        (foreign, {}, "is in PEFT's format already: give --merge"),
+        (tied, {"merge": True}, "cannot be merged: lm_head.weight, to which it adds, is tied"),
+        (other, {"merge": True}, "does not fit LlamaForCausalLM, which has no such layer: gpt_neox.layers.0"),
+        (tmp_path / "sized", {"merge": True}, r"down_proj is \(32, 64\) in the model and \(32, 44\) in the adapter"),
+    ):
+        with pytest.raises(InputError, match=said) as raised:
+            export(path, tmp_path / "out", **options)
+        assert "\n" not in str(raised.value)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_adapter_of_ours_is_not_exported(base, tmp_path):
+    home = with_weights(base(FAMILIES["llama"]()), "llama")
+    adapter_of_run(tmp_path / "run", "llama", home)
+    folder = tmp_path / "run" / "step-8"
+    files = [(f.name, f.read_bytes()) for f in folder.glob("adapter_*")]
+    states = {part: {} for part in PARTS}
+    write_checkpoint(folder, [*states.items(), *files], step_idx=8, metrics=None, facts={})
+    content = bytearray((folder / "adapter_model.safetensors").read_bytes())
+    content[-1] ^= 1  # which PEFT would not notice
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    for merge in (True, False):
+        with pytest.raises(InputError, match=r"adapter_model\.safetensors: checksum mismatch"):
+            export(tmp_path / "run", tmp_path / "out", merge=merge)
 
 
 MEASURE = """

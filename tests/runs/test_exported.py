@@ -58,6 +58,31 @@ def test_several_processes_export_once(trainer, command, tmp_path):
     assert same_as_checkpoint(tmp_path / "run", tmp_path / "run" / "LATEST" / "hf")
 
 
+def test_a_run_of_an_adapter_is_exported_as_peft_loads_it_and_merged_by_hand(command, tmp_path):
+    run_dir = tmp_path / "run"
+    result = train(*command("run", "lora=lora", "model.reference_dtype=null"))
+    assert result.returncode == 0, result.stderr
+    assert f"exported {run_dir}/step-24/hf" in result.stdout
+    assert "warning" not in result.stderr
+    check_complete(run_dir / "step-24")
+
+    merged = run_script("-m", "scripts.export", str(run_dir), str(tmp_path / "merged"), "--merge")
+
+    assert (merged.returncode, merged.stdout) == (0, f"exported {tmp_path}/merged\n")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        with_adapter, whole, base = (
+            load(place).eval()(IDS).logits
+            for place in (run_dir / "LATEST" / "hf", tmp_path / "merged", GOLDEN / "tiny-llama")
+        )
+    torch.testing.assert_close(whole, with_adapter, rtol=0, atol=1e-5)
+    assert (whole - base).abs().max() > 0.1
+
+    again = train(*command("again", f"model.name_or_path={run_dir}/LATEST/hf"))
+    assert again.returncode == 2
+    assert "hf is an adapter: give it as model.archive with lora=lora" in again.stderr
+
+
 def fail_to_export() -> None:
     """The disk is full when the weights are to be written."""
     import errno

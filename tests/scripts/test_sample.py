@@ -21,6 +21,7 @@ from support.warm import ROOT, Python
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.losses import preference_loss
+from dpo.models.adapters import AdapterState, adapter_weights, add_adapter, config_of
 from dpo.models.answers import Sampling, answer, log_probabilities
 from dpo.models.export import export
 from dpo.models.layouts import Padded
@@ -281,6 +282,74 @@ def test_a_prompt_must_fit_the_models_positions_and_vocabulary(tokenizer):
         side = Side("policy", transformers.GPT2LMHeadModel(config), None, None)
         with pytest.raises(InputError, match=f"^here: .*{said}"):
             Panel([side], tokenizer, "raw").encode(" Where is the map?", "here", Sampling(12))
+
+
+def adapted_run(run: Path, seed: int, lora: str = "base", archive: Path | None = None) -> Path:
+    """A run of lora=lora whose adapter has moved."""
+    model = load()
+    add_adapter(model, config_of(4, 8, ["q_proj", "v_proj"] if seed == 1 else "auto"))
+    model.peft_config["policy"].base_model_name_or_path = LLAMA
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in adapter_weights(model, "policy").values():
+            weight.copy_(0.05 * torch.randn(weight.shape))
+    state = {name: tensor.detach() for name, tensor in AdapterState(model).state_dict().items()}
+    (run / "step-8").mkdir(parents=True)
+    for name, content in AdapterState(model).files(state).items():
+        (run / "step-8" / name).write_bytes(content)
+    torch.save({"step_idx": 8, "state": state, "metrics": None}, run / "step-8" / "policy.pt")
+    (run / "LATEST").symlink_to("step-8")
+    (run / "config.yaml").write_text(
+        f"datasets: [hh]\nloss: {{name: dpo, beta: 0.3}}\nlora: {{name: lora, r: 4, alpha: 8, reference: {lora}}}\n"
+        f"model: {{name_or_path: {LLAMA}, reference_dtype: float32, archive: {archive or 'null'}}}\n"
+    )
+    return run
+
+
+@pytest.mark.parametrize("of", ["base", "adapter", "model"])
+def test_an_adapter_answers_beside_its_reference_as_merged_models_do(of, tmp_path):
+    first = adapted_run(tmp_path / "sft", 1) if of == "adapter" else None
+    run = adapted_run(tmp_path / "run", 2, of, first)
+    before = LLAMA if first is None else str(export(first, tmp_path / "before", merge=True))
+    merged = export(run, tmp_path / "merged", merge=True)
+
+    records = answered(run, tmp_path / "a.jsonl")
+    expected = answered(merged, tmp_path / "b.jsonl", "--reference", before, "--beta", "0.3", "--format", "hh")
+
+    for ours, theirs in zip(records, expected, strict=True):
+        assert {**ours, "rewards": None} == {**theirs, "rewards": None}
+        assert ours["rewards"] == pytest.approx(theirs["rewards"], abs=1e-4)
+    assert max(abs(record["rewards"]["policy"]) for record in records) > 0.1
+
+    panel = load_panel([run], Choices())
+    assert panel.reference.model is panel.policies[0].model  # one base in memory
+    prompt = panel.encode(ASKED[0], "here", Sampling(12))
+    streamed = panel.stream(prompt, 0, Sampling(12), lambda name, text: None)
+    assert {name: said.text for name, said in streamed.items()} == {n: records[0][n] for n in ("policy", "reference")}
+
+
+def test_checkpoints_and_adapters_from_elsewhere_share_a_base(tmp_path, capsys):
+    run, other = adapted_run(tmp_path / "run", 1), adapted_run(tmp_path / "other", 2)
+    foreign = export(other, tmp_path / "foreign")
+    panel = load_panel([run, other, foreign], Choices())
+    assert len({id(side.model) for side in panel.sides if side.name != "policy_3"}) == 1
+    alone = [load_panel([path], Choices()) for path in (run, other, foreign)]
+    prompt = panel.encode(ASKED[0], "here", Sampling(8))
+    [together] = panel.answer([prompt], [0], Sampling(8))
+    for number, of_one in enumerate(alone):
+        [said] = of_one.answer([prompt], [0], Sampling(8))
+        assert said["policy"] == together[panel.policies[number].name]
+        assert said["reference"] == together["reference"]  # of an adapter without a run, its base
+    capsys.readouterr()
+    [record, *_] = answered(foreign, tmp_path / "a.jsonl", "--beta", "0.3")
+    assert record["rewards"]["policy"] == pytest.approx(
+        answered(other, tmp_path / "b.jsonl")[0]["rewards"]["policy"], abs=1e-4
+    )
+    (foreign / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone/away"}')
+    with pytest.raises(
+        InputError, match=r"/gone/away, the base of .*foreign, is not there: give --model DIR_OR_HUB_ID"
+    ):
+        load_panel([foreign], Choices())
 
 
 def bad(run_dir: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:

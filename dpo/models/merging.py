@@ -1,0 +1,82 @@
+"""An adapter merged into its base, one weight at a time: a model that needs no adapter and gives the same logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from dpo.errors import InputError
+from dpo.models.adapters import OF_LAYER, StoredAdapter
+from dpo.models.loading import source_of
+from dpo.models.origin import Origin
+from dpo.models.pretrained import DTYPES, load_config, load_model
+from dpo.models.weights import read_archive
+
+
+class Addition(NamedTuple):
+    """What an adapter adds to a weight: `scaling` times the product of two matrices."""
+
+    left: torch.Tensor  # (rows of the weight, r)
+    right: torch.Tensor  # (r, columns)
+    scaling: float
+
+    def to(self, weight: torch.Tensor) -> torch.Tensor:
+        """The sum, in float32."""
+        return weight.to(torch.float32, copy=True).addmm_(self.left.float(), self.right.float(), alpha=self.scaling)
+
+
+def find_additions(stored: StoredAdapter, structure: torch.nn.Module) -> dict[str, Addition]:
+    """What an adapter adds to which weights of a model, of which only names and shapes are used.
+
+    Raises InputError if it does not fit, or would change a weight that another layer has too.
+    """
+    weights = structure.state_dict(keep_vars=True)  # tied weights are one object
+    uses = Counter(id(weight) for weight in weights.values())
+    scaling = stored.config.lora_alpha / stored.config.r
+    found: dict[str, Addition] = {}
+    for layer in sorted({match[1] for match in map(OF_LAYER.fullmatch, stored.weights) if match}):
+        a, b = (stored.weights.get(f"{layer}.lora_{part}.weight") for part in "AB")  # (r, in), (out, r)
+        name = f"{layer}.weight"
+        if a is None or b is None or name not in weights:
+            raise InputError(
+                f"{stored.directory} does not fit {type(structure).__name__}, which has no such layer: {layer}"
+            )
+        if uses[id(weights[name])] > 1:
+            raise InputError(
+                f"{stored.directory} cannot be merged: {name}, to which it adds, is tied, and what merging would add "
+                f"to the other layer the adapter does not"
+            )
+        # GPT-2 has the weight of a layer as (in, out)
+        left, right = (a.T, b.T) if isinstance(structure.get_submodule(layer), Conv1D) else (b, a)
+        shape = (left.shape[0], right.shape[1])
+        if weights[name].shape != shape or left.shape[1] != right.shape[0]:
+            raise InputError(
+                f"{stored.directory} does not fit {type(structure).__name__}: {layer} is {tuple(weights[name].shape)} "
+                f"in the model and {shape} in the adapter"
+            )
+        found[name] = Addition(left, right, scaling)
+    return found
+
+
+def base_reader(origin: Origin, structure: torch.nn.Module) -> Callable[[], Mapping[str, torch.Tensor]]:
+    """A function that gives the weights of the base under an adapter; `dtype_of_base` is what its run rounded them to.
+
+    They are mapped: from a `policy.pt`, or by transformers, which maps what is stored in the dtype that it loads.
+    """
+    if origin.weights is not None:
+        return partial(read_archive, str(origin.weights), structure, key="")
+    source, model = source_of(origin.config), origin.config.model
+    stored_dtype = load_config(**source).dtype or torch.float32
+    dtype = DTYPES[model.policy_dtype] if model.random_init else stored_dtype
+    load = partial(load_model, **source, dtype=dtype, random_init=model.random_init, seed=origin.config.seed)
+    return lambda: load().state_dict()
+
+
+def dtype_of_base(origin: Origin, stored: torch.dtype) -> torch.dtype:
+    """The dtype in which a run had the weights of its base; without a run, that in which they are stored."""
+    return stored if origin.run_dir is None else DTYPES[origin.config.model.policy_dtype]
