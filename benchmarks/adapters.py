@@ -113,7 +113,7 @@ def main() -> None:
             for (name, processes), found in rows.items():
                 own = [override.format(adapter=adapter) for override in SETTINGS[name]]
                 found.append(run_setting([*overrides, *own, *PROCESSES[processes]], arguments.updates))
-                print(f"measured {name}, {processes}", file=sys.stderr, flush=True)
+                print(f"measured {name}, {processes}: {found[-1]}", file=sys.stderr, flush=True)
     print(" " * 38 + "".join(f"{title:>10}{'of first':>10}" for title in COLUMNS))
     for (name, processes), found in rows.items():
         print_row(f"{name}, {processes}", found, rows["lora=none", processes])
