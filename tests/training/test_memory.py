@@ -175,14 +175,24 @@ def test_what_an_adapter_saves_for_the_backward_pass_is_predicted(compose):
         structure = find_policy_structure(config, plan, "float32")
         with fake:
             inputs = microbatch.map(fake.from_tensor).inputs
-            peaks["fake", name] = _run(_on_device(structure, "cpu", None).train(), layout, inputs, None, 1)
-        peaks["real", name] = _run(real.train(), layout, microbatch.inputs, None, 1)
+            peaks["fake", name] = _run(_on_device(structure, "cpu", None).train(), layout.forward, inputs, None, 1)
+        peaks["real", name] = _run(real.train(), layout.forward, microbatch.inputs, None, 1)
         trained = sum(weight.nbytes for weight in adapter_weights(real, "policy").values()) or 4 * PARAMETERS
         assert {tracker.live["gradients"] for key, tracker in peaks.items() if key[1] == name} == {trained}
         ours, theirs = (peaks[kind, name].peak.total() for kind in ("fake", "real"))
         assert ours == pytest.approx(theirs, rel=0.05)  # a gradient is copied once more
     without, with_adapter = (peaks["fake", name].peak["activations"] for name in ("none", "lora"))
     assert with_adapter < without
+
+
+@pytest.mark.parametrize("settings", [(), ("model.policy_dtype=bfloat16",), ("model.autocast=bfloat16",)])
+def test_a_frozen_base_saves_less_in_every_dtype(settings, compose):
+    """Adapters are float32, what they are multiplied with is not."""
+    of = {}
+    for name in ("none", "lora"):
+        config = compose(f"lora={name}", *settings)
+        of[name] = predict(config, resolve(config), load_data(config, silent=True)).activations
+    assert of["lora"] < of["none"]
 
 
 @pytest.mark.parametrize("loss", ["sft", "dpo", "simpo"])  # targets, pairs, pairs without a reference
