@@ -2,11 +2,11 @@
 
     python -m benchmarks.adapters model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR loss=dpo loss.beta=0.1 ...
 
-Takes the overrides of train.py (W&B is off; all weights are float32). An SFT adapter is trained for one update first;
-`reference=adapter` starts from it. Each row trains on the same batches in fresh processes, after one warm-up update, and
-in turn with the others, `--rounds` times. An update's seconds on the clock, and those of the CPU, which other work on
-the machine changes less; the process's peak of memory, and how much of it came with models and updates. Of several
-processes, the one with the most.
+Takes the overrides of train.py (W&B is off; all weights are float32). An SFT adapter is trained for one update first,
+from which `lora.reference=adapter` starts. Each row trains on the same batches in fresh processes, after one warm-up
+update, and in turn with the others, `--rounds` times. The columns: seconds of an update on the clock, and those of the
+CPU, which other work on the machine changes less; the process's peak of memory, and how much of it came with models
+and updates. Of several processes, the one with the most.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def run_setting(overrides: list[str], updates: int) -> dict[str, float]:
 def train_adapter(overrides: list[str], run_dir: Path) -> Path:
     """An SFT adapter after one update."""
     own = [o for o in overrides if not o.startswith(("loss", "trainer", "world_size", "lora.reference"))]
-    config = compose([*COMMON, f"local_run_dir={run_dir}", *own, "loss=sft", "lora=lora", "debug=false", "export=false"])
+    config = compose(
+        [*COMMON, f"local_run_dir={run_dir}", *own, "loss=sft", "lora=lora", "debug=false", "export=false"]
+    )
     config.n_examples = config.batch_size
     train.work(0, 1, config)
     return run_dir / "LATEST"

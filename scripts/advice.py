@@ -30,6 +30,9 @@ MODELS = {  # counted with fake tensors; tests/scripts/test_advice.py counts aga
     "gptj": Model(6.051e9, 8.2e9, 13.4e9),
     "llama7b": Model(6.738e9, 6.3e9, 11.3e9),
     "pythia69": Model(6.857e9, 5.1e9, 9.9e9),
+    "qwen3-4b-base": Model(4.022e9, 7.4e9, 12.6e9),
+    "llama3.1-8b": Model(8.030e9, 7.5e9, 13.5e9),
+    "qwen3-8b-base": Model(8.191e9, 9.0e9, 15.5e9),
 }
 STATE = 4 + 4 + 4 + 2  # bytes per parameter: float32 weights, gradients and RMSprop state, 16-bit reference
 ADAPTER = 0.2  # bytes per parameter of its base: of rank 16, in float32, with gradients and RMSprop state
@@ -113,19 +116,18 @@ def says_of_bfloat16(products: Products) -> str:
 
 
 def says_of_adapters(usable: float, *, n_gpus: int, bf16: bool = False) -> str:
-    """How large the base of an adapter may be, if half of the memory of each GPU (or of the host) is for activations."""
+    """How large the base of an adapter may be, if half of the memory is for activations."""
     width = 2 if bf16 else 4
     frozen = {"lora": width, "qlora": (1 - NOT_QUANTIZED) * QUANTIZED + NOT_QUANTIZED * width}
     shards = {"lora": max(1, n_gpus), "qlora": 1}  # every process holds a whole 4-bit base
-    found = []
+    dtype, found = " model.policy_dtype=bfloat16" if bf16 else "", []
     for name, n_bytes in frozen.items():
-        parameters = usable / 2 * shards[name] / (n_bytes + ADAPTER) / 1e9
-        dtype = " model.policy_dtype=bfloat16" if bf16 else ""
-        found.append(f"lora={name}{dtype} {n_bytes + ADAPTER:.1f}, up to about {parameters:.2g} billion parameters")
-    lacking = [] if find_spec("bitsandbytes") else ["pip install bitsandbytes first"]
+        billions = usable / 2 * shards[name] / (n_bytes + ADAPTER) / 1e9
+        found.append(f"lora={name}{dtype} takes {n_bytes + ADAPTER:.1f}, so up to about {float(f'{billions:.2g}'):g}")
+    install = "" if find_spec("bitsandbytes") else ", after pip install bitsandbytes"
     return (
-        f"adapters (docs/adapters.md) take fewer bytes per parameter, as the frozen base is the reference too, and an lr "
-        f"some ten times as large: {'; '.join(found)}{''.join(f' ({text})' for text in lacking)}"
+        f"adapters need fewer bytes per parameter, as the frozen base is the reference too, and fit larger models "
+        f"(in billions, with half of the memory for activations): {'; '.join(found)}{install}"
     )
 
 
