@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from scripts.probes import Gpu, Products
@@ -29,8 +30,14 @@ MODELS = {  # counted with fake tensors; tests/scripts/test_advice.py counts aga
     "gptj": Model(6.051e9, 8.2e9, 13.4e9),
     "llama7b": Model(6.738e9, 6.3e9, 11.3e9),
     "pythia69": Model(6.857e9, 5.1e9, 9.9e9),
+    "qwen3-4b-base": Model(4.022e9, 7.4e9, 12.6e9),
+    "llama3.1-8b": Model(8.030e9, 7.5e9, 13.5e9),
+    "qwen3-8b-base": Model(8.191e9, 9.0e9, 15.5e9),
 }
 STATE = 4 + 4 + 4 + 2  # bytes per parameter: float32 weights, gradients and RMSprop state, 16-bit reference
+ADAPTER = 0.2  # bytes per parameter of its base: of rank 16, in float32, with gradients and RMSprop state
+NOT_QUANTIZED = 0.13  # the share of parameters that lora=qlora leaves as they are: embeddings and head of an 8B model
+QUANTIZED = 0.52  # bytes of each other one, with scales
 FASTER = 1.2  # bfloat16 is recommended on a CPU if its products are this many times as fast as float32's
 CHECKPOINTED = 0.2  # at most this share of the activations remains with activation_checkpointing
 
@@ -76,6 +83,7 @@ def recommend(
         reasons.insert(0, f"model={model} needs {lacking}; {name} is the largest that fits")
     if len(gpus) > 1:
         reasons.append("use TensorParallelTrainer only if one example does not fit a GPU: it shards activations too")
+    reasons.append(says_of_adapters(usable, n_gpus=len(gpus), bf16=bf16))
     # rank 0 loads one model at a time, the policy in float32, before it is distributed
     reading = 4 * MODELS[name].parameters + 4e9
     if (len(gpus) > 1 or bf16) and memory < reading:
@@ -107,12 +115,29 @@ def says_of_bfloat16(products: Products) -> str:
     return f"model.autocast=bfloat16 is not faster on this CPU: {measured}; it needs AVX512-BF16 or AMX"
 
 
+def says_of_adapters(usable: float, *, n_gpus: int, bf16: bool = False) -> str:
+    """How large the base of an adapter may be, if half of the memory is for activations."""
+    width = 2 if bf16 else 4
+    frozen = {"lora": width, "qlora": (1 - NOT_QUANTIZED) * QUANTIZED + NOT_QUANTIZED * width}
+    shards = {"lora": max(1, n_gpus), "qlora": 1}  # every process holds a whole 4-bit base
+    dtype, found = " model.policy_dtype=bfloat16" if bf16 else "", []
+    for name, n_bytes in frozen.items():
+        billions = usable / 2 * shards[name] / (n_bytes + ADAPTER) / 1e9
+        found.append(f"lora={name}{dtype} takes {n_bytes + ADAPTER:.1f}, so up to about {float(f'{billions:.2g}'):g}")
+    install = "" if find_spec("bitsandbytes") else ", after pip install bitsandbytes"
+    return (
+        f"adapters need fewer bytes per parameter, as the frozen base is the reference too, and fit larger models "
+        f"(in billions, with half of the memory for activations): {'; '.join(found)}{install}"
+    )
+
+
 def small_model_advice(usable: float, *, n_gpus: int, products: Products | None = None) -> Advice:
     """BasicTrainer and the demo model; the size of the largest model that fits."""
     reasons = [
         f"{'the GPUs are small' if n_gpus else 'no GPU'}: models of up to about {usable / 2 / STATE / 1e6:.0f} million "
         f"parameters fit ({STATE} bytes each, and as much for activations, in 90 % of the memory)",
     ]
+    reasons.append(says_of_adapters(usable, n_gpus=n_gpus))
     if not n_gpus:
         reasons.append("trainer=FSDPTrainer world_size=2 tries the sharded code, in two processes")
     if not n_gpus and products:

@@ -63,6 +63,7 @@ BACKENDS = {  # optional package: the setting that needs it, the command that in
         "tensor_parallel.backend=tensor_parallel",
         "pip install tensor_parallel==2.0.0 'setuptools>=77,<82'",
     ),
+    "bitsandbytes": ("lora=qlora", "pip install bitsandbytes"),
     "flash_attn": ("model.attn_implementation=flash_attention_2", "pip install flash-attn --no-build-isolation"),
 }
 

@@ -134,14 +134,26 @@ def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: 
         if name in layer.lora_embedding_A:
             kind = type(layer.get_base_layer()).__name__
             raise InputError(f"lora.target_modules names a layer of class {kind}: only linear layers can be adapted")
+        layer.cast_input_dtype_enabled = False  # each of q, k and v would keep an input of its own in float32
         if dropout > 0:
             layer.lora_dropout[name] = Dropout(dropout, layer.in_features)
         for part in (layer.lora_A, layer.lora_B):
             if name in part:
-                part[name].float()
+                part[name] = Factor(part[name])
             if POLICY in part:
                 part[POLICY].requires_grad_(True)
     activate(model, name)
+
+
+class Factor(torch.nn.Linear):
+    """A matrix of an adapter: in float32, multiplied in the dtype of its input. A copy of it is small."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.weight = torch.nn.Parameter(layer.weight.detach().float(), requires_grad=layer.weight.requires_grad)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(input, self.weight.to(input.dtype))
 
 
 def config_of(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:

@@ -55,10 +55,18 @@ def find_model_config(config: DictConfig) -> Any:
     return load_config(**source_of(config))
 
 
-def find_structure(config: DictConfig, dtype: str, device: str = "meta") -> Any:
+def find_structure(config: DictConfig, dtype: str) -> Any:
     """The model without its weights."""
     attention = config.model.attn_implementation
-    return load_structure(**source_of(config), dtype=DTYPES[dtype], attn_implementation=attention, device=device)
+    return load_structure(**source_of(config), dtype=DTYPES[dtype], attn_implementation=attention)
+
+
+def find_policy_structure(config: DictConfig, plan: Plan, dtype: str) -> Any:
+    """The policy without its weights, with its adapters, which are float32."""
+    policy = find_structure(config, dtype)
+    if config.lora.name in ADAPTED:
+        _add_adapters(policy, config, [POLICY, REFERENCE] if plan.reference == "adapter" else [POLICY])
+    return policy
 
 
 class Weights(NamedTuple):

@@ -54,12 +54,11 @@ def load_structure(
     attn_implementation: str = "eager",
     cache_dir: str | None = None,
     trust_remote_code: bool = False,
-    device: str = "meta",
 ) -> transformers.PreTrainedModel:
     """The model of `load_model` without its weights, on the meta device: takes no memory; rank 0 sends the weights."""
     config = load_config(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     attention = choose_attention(config, attn_implementation)
-    with explaining_load_errors("model", name), torch.device(device):
+    with explaining_load_errors("model", name), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )

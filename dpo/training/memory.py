@@ -24,11 +24,15 @@ from torch.utils._pytree import tree_iter
 from dpo.data.preflight import TrainingData
 from dpo.errors import RunError
 from dpo.losses import needs_squares, needs_tails
+from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter, trained_parameters
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
-from dpo.models.loading import find_structure
+from dpo.models.loading import find_policy_structure
 from dpo.models.pretrained import DTYPES
 from dpo.parallel.sharding import find_blocks
-from dpo.settings.plan import Plan
+from dpo.settings.choices import ADAPTED
+from dpo.settings.files import defaults_of
+from dpo.settings.plan import Plan, resolve
+from dpo.settings.validation import find_config_problems
 from dpo.system.host_memory import host_memory, resident_memory
 from dpo.training.batches import Batches
 from dpo.training.optimization import OPTIMIZERS
@@ -36,6 +40,7 @@ from dpo.training.optimization import OPTIMIZERS
 # of what comes and goes: holes in what one process on a CPU keeps (`malloc.keep_freed_memory`), measured on SmolLM2
 KEPT = 0.2
 REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)
+ADAPTER = torch.float32.itemsize  # bytes of an adapter's weight, whatever the base has (`adapters.add_adapter`)
 ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
 LOOKED_AT = 50  # global batches that are searched for the largest microbatch
 
@@ -46,7 +51,7 @@ class MemoryEstimate(NamedTuple):
     policy: int
     gradients: int
     optimizer: int
-    reference: int
+    reference: int  # a model of its own, or a second adapter
     gathered: int  # weights gathered from other processes' shards
     reduced: int  # a unit's gradients while they are reduced, in float32
     activations: int
@@ -74,7 +79,7 @@ class MemoryTracker(TorchDispatchMode):
     def of(cls, model: Any) -> MemoryTracker:
         """A tracker that distinguishes a model's gradients and logits from its activations."""
         tracker = cls((*model.parameters(), *model.buffers()), vocabulary=model.get_output_embeddings().weight.shape[0])
-        for parameter in model.parameters():
+        for parameter in trained_parameters(model):
             parameter.register_post_accumulate_grad_hook(tracker._is_gradient)
         return tracker
 
@@ -113,8 +118,9 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> MemoryEstimat
     """The peak of a process. Under tensor parallelism it counts the activations of whole layers, which is too much."""
     fake = FakeTensorMode()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = find_policy_structure(config, plan, plan.compute_dtype)
     with fake:
-        policy = find_structure(config, plan.compute_dtype, device)
+        policy = _on_device(policy, device, DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None)
     if config.activation_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     layout, _ = layout_by_rules(config.layout, policy, max_length=config.max_length)
@@ -130,34 +136,69 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> MemoryEstimat
         )
     training = _held_while_training(config, plan, policy, on_gpu=device == "cuda")
     at_peak = max(of_update, of_scoring, key=lambda peak: peak["activations"] + peak["logits"])
-    if training.reference == 0 or config.cache_reference_logps != "all":
+    if plan.reference != "model" or config.cache_reference_logps != "all":
         return _with_activations(training, at_peak, plan, device)
     scoring = training._replace(gradients=0, optimizer=0, reduced=0, update=0)  # then the reference is freed
     phases = ((scoring, of_scoring), (training._replace(reference=0), at_peak))
     return max((_with_activations(*phase, plan, device) for phase in phases), key=lambda need: need.total)
 
 
+def _on_device(policy: Any, device: str, gathered: torch.dtype | None) -> Any:
+    """A policy on the meta device with new tensors instead; in a FakeTensorMode they take no memory.
+
+    Parameters are in the dtype `gathered` (None: in their own). PEFT cannot put adapters into a model of fake tensors.
+    """
+    made: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay tied
+    for module in policy.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if tensor not in made:
+                    new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        new = torch.nn.Parameter(new.to(gathered), requires_grad=tensor.requires_grad)
+                    made[tensor] = new
+                tensors[name] = made[tensor]
+    return policy
+
+
 def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu: bool) -> MemoryEstimate:
     """Everything but activations and what the allocator keeps."""
     model, dims, compute = config.model, plan.dims, DTYPES[plan.compute_dtype]
-    n = sum(p.numel() for p in policy.parameters()) // (dims.shard_size * dims.tensor_size)
-    weights, states, temporary = n * DTYPES[model.policy_dtype].itemsize, *_states_of(config.optimizer)
+    shards = dims.shard_size * dims.tensor_size
+    adapter, second = (_count(adapter_weights(policy, name).values()) for name in (POLICY, REFERENCE))
+    base, buffers = _count(policy.parameters()) - adapter - second, sum(b.nbytes for b in policy.buffers())
+    policy_dtype, reference_dtype = (DTYPES[name].itemsize for name in (model.policy_dtype, plan.reference_dtype))
+    # what is trained has gradients and optimizer state, beside a base that may be frozen
+    trained = (adapter * ADAPTER if adapter else base * policy_dtype) // shards
+    states, temporary = _states_of(config.optimizer)
     at_once = on_gpu and dims.world_size == 1 and config.optimizer not in ONE_BY_ONE  # shards are updated one by one
-    root, *blocks = _units(policy, model.block_name) if dims.shard_size > 1 else [0, 0]
-    largest = max(blocks)
+    adapter_of_reference = adapter if find_adapter(model.archive) else 0
+    reference = {
+        "model": (base * reference_dtype + adapter_of_reference * ADAPTER) // shards + buffers,
+        "adapter": second * ADAPTER // shards,
+    }
+    units = _units(policy, model.block_name) if dims.shard_size > 1 else []
+    root, *blocks = [sum(p.numel() for p in unit) for unit in units] or [0, 0]
+    reduced = max((sum(p.numel() for p in unit if p.requires_grad) for unit in units), default=0)
     return MemoryEstimate(
-        policy=weights,
-        gradients=weights,
-        optimizer=int(weights * states),
-        reference=n * DTYPES[plan.reference_dtype].itemsize if plan.loss.reference else 0,
-        gathered=(root + 2 * largest) * compute.itemsize // dims.tensor_size,  # the block that runs, and the next
-        reduced=max(root, largest) * REDUCED // dims.tensor_size,
-        update=int(weights * temporary) if at_once else 0,
+        policy=(base * policy_dtype + adapter * ADAPTER) // shards + buffers,
+        gradients=trained,
+        optimizer=int(trained * states),
+        reference=reference.get(plan.reference, 0),
+        gathered=(root + 2 * max(blocks)) * compute.itemsize // dims.tensor_size,  # the block that runs, and the next
+        reduced=reduced * REDUCED // dims.tensor_size,
+        update=int(trained * temporary) if at_once else 0,
         activations=0,
         logits=0,
         kept=0,
         process=0 if on_gpu else resident_memory(),
     )
+
+
+def _count(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _with_activations(need: MemoryEstimate, peak: Counter[str], plan: Plan, device: str) -> MemoryEstimate:
@@ -214,22 +255,32 @@ def _states_of(optimizer: str) -> tuple[float, float]:
     return sum(v.nbytes for v in states) / parameter.nbytes, tracker.peak.total() / parameter.nbytes
 
 
-def _units(policy: Any, block_name: str | None) -> list[int]:
-    """The sizes of the FSDP units in parameters: the root (embeddings and head), then each block."""
-    blocks = [sum(p.numel() for p in block.parameters()) for block in find_blocks(policy, block_name)]
-    return [sum(p.numel() for p in policy.parameters()) - sum(blocks), *blocks]
+def _units(policy: Any, block_name: str | None) -> list[list[torch.nn.Parameter]]:
+    """The parameters of the FSDP units: of the root (embeddings and head), then of each block."""
+    blocks = [[*block.parameters()] for block in find_blocks(policy, block_name)]
+    within = {parameter for block in blocks for parameter in block}
+    return [[parameter for parameter in policy.parameters() if parameter not in within], *blocks]
 
 
 # --- reports -------------------------------------------------------------------------------------------------------
 
-HELP = (  # keys, and the value to try
+HELP = (  # keys, and the value to try; None: nothing
     ("gradient_accumulation_steps", lambda c: 2 * c.gradient_accumulation_steps),
     ("activation_checkpointing", lambda c: True),
     ("model.attn_implementation", lambda c: "sdpa"),
     ("model.autocast", lambda c: "bfloat16"),
     ("cache_reference_logps", lambda c: "all"),
     ("max_length", lambda c: c.max_length // 2),
+    ("lora", lambda c: None if c.lora.name in ADAPTED else "lora"),
+    ("lora.reference", lambda c: _without_second_model(c)),
 )
+
+
+def _without_second_model(config: DictConfig) -> str | None:
+    """The `lora.reference` that needs no model of its own."""
+    if config.lora.name not in ADAPTED:
+        return None
+    return "adapter" if find_adapter(config.model.archive) else "base"
 
 
 def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
@@ -237,16 +288,26 @@ def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
     need, found = predict(config, plan, data), []
     for key, change in HELP:
         value = change(config)
-        other = OmegaConf.merge(config, {})
-        OmegaConf.update(other, key, value)
-        rows = config.batch_size // plan.dims.data_size
-        impossible = key == "gradient_accumulation_steps" and rows % value
-        if OmegaConf.select(config, key) == value or impossible or other.max_prompt_length >= other.max_length:
+        if value is None or OmegaConf.select(config, key) == value:
             continue
-        total = predict(other, plan, data).total
+        other = _changed(config, key, value)
+        changed = resolve(other, trainer=plan.trainer, world_size=plan.dims.world_size)
+        if find_config_problems(other, changed):
+            continue
+        total = predict(other, changed, data).total
         if need.total - total > 0.03 * (need.total - need.process):
             found.append((total, f"{key}={str(value).lower() if value is True else value} ({total / 1e9:.2f} GB)"))
     return [text for _, text in sorted(found)[:3]]
+
+
+def _changed(config: DictConfig, key: str, value: Any) -> DictConfig:
+    """A copy of a config, as if the command line had this override too."""
+    other = OmegaConf.merge(config, {})
+    if key == "lora":
+        other.lora = defaults_of(lora=value)["lora"] | {k: v for k, v in config.lora.items() if k != "name"}
+    else:
+        OmegaConf.update(other, key, value)
+    return other
 
 
 def dry_run(config: DictConfig, plan: Plan, data: TrainingData) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import hydra
 import pytest
 import torch
@@ -44,6 +46,8 @@ T4 = gpu("Tesla T4", 8e9, bf16=False)
         ([V100] * 4, "pythia69", ("FSDPTrainer", "pythia69", "float32", 2), "activation_checkpointing=true"),
         # the smallest GPU and the oldest decide
         ([H100, V100], "gpt2-xl", ("FSDPTrainer", "gpt2-xl", "float32", 2), "batch_size=64"),
+        # 76.5 GB usable; 114.7 / 8 of state leave 62.2 GB, 6 pairs of 9.0 GB
+        ([H100] * 8, "qwen3-8b-base", ("FSDPTrainer", "qwen3-8b-base", "bfloat16", 4), "batch_size=64"),
         ([H100] * 128, "llama7b", ("FSDPTrainer", "llama7b", "bfloat16", 1), "batch_size=128"),
         ([T4], "pythia28", ("BasicTrainer", "demo", "float32", None), "datasets=[demo]"),
         ([], "pythia28", ("BasicTrainer", "demo", "float32", None), "datasets=[demo]"),
@@ -84,7 +88,36 @@ def test_bfloat16_is_recommended_on_a_cpu_where_it_was_measured_to_be_faster(pro
         assert "autocast" not in " ".join([*unknown.reasons, unknown.command])
 
 
+@pytest.mark.parametrize(
+    ("gpus", "lora", "qlora"),
+    [
+        # half of 22.9 GB; a base of 2 bytes per parameter, or of 0.52 where it is quantized, and 0.2 for the adapter
+        (
+            [RTX4090],
+            "lora=lora model.policy_dtype=bfloat16 takes 2.2, so up to about 5.2",
+            "takes 0.9, so up to about 13",
+        ),
+        # shards of the base, but all of a 4-bit one, on each of 8
+        (
+            [H100] * 8,
+            "takes 2.2, so up to about 140",
+            "lora=qlora model.policy_dtype=bfloat16 takes 0.9, so up to about 42",
+        ),
+        ([T4], "lora=lora takes 4.2, so up to about 0.86", "lora=qlora takes 1.2, so up to about 3.1"),
+        ([], "lora=lora takes 4.2, so up to about 1.7", "lora=qlora takes 1.2, so up to about 6.1"),
+    ],
+)
+def test_how_large_the_base_of_an_adapter_may_be_is_said(gpus, lora, qlora, monkeypatch):
+    for installed in (True, False):
+        monkeypatch.setattr("scripts.advice.find_spec", lambda name, found=installed: found or None)
+        text = " ".join(recommend(gpus, memory=16e9).reasons)
+        assert lora in text
+        assert qlora in text
+        assert ("pip install bitsandbytes" in text) != installed
+
+
 GPT2, NEOX = transformers.GPT2Config, transformers.GPTNeoXConfig
+QWEN3 = partial(transformers.Qwen3Config, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 CONFIGS = {
     "gpt2-large": GPT2(n_embd=1280, n_layer=36, n_head=20),
     "gpt2-xl": GPT2(n_embd=1600, n_layer=48, n_head=25),
@@ -92,6 +125,11 @@ CONFIGS = {
     "gptj": transformers.GPTJConfig(),
     "llama7b": transformers.LlamaConfig(),
     "pythia69": NEOX(hidden_size=4096, num_attention_heads=32, num_hidden_layers=32, intermediate_size=4 * 4096),
+    "qwen3-4b-base": QWEN3(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, tie_word_embeddings=True),
+    "llama3.1-8b": transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_key_value_heads=8
+    ),
+    "qwen3-8b-base": QWEN3(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36),
 }
 
 

@@ -10,17 +10,23 @@ from importlib.util import find_spec
 import hydra
 import pytest
 import torch
+from omegaconf import OmegaConf
 from support.faults import Run, run_out_of_memory_at
 from support.runs import GOLDEN, ROOT, small_run, train
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dpo.data.examples import Example
 from dpo.errors import InputError
-from dpo.models.loading import find_structure
+from dpo.models.adapters import adapter_weights
+from dpo.models.layouts import SharedPrefix
+from dpo.models.loading import find_policy_structure, load_policy, model_loaders
 from dpo.settings.plan import resolve
-from dpo.training.memory import MemoryTracker, _held_while_training, predict, suggest
+from dpo.training.memory import MemoryTracker, _held_while_training, _on_device, _run, predict, suggest
 from preference_datasets import load_data
 
 PARAMETERS = 282_048  # of the tiny Llama
+# of its adapter of rank 4: 3 layers, each with 4 matrices of 64 x 64 and 3 of 64 x 176
+ADAPTER = 4 * 3 * (4 * (64 + 64) + 3 * (64 + 176))
 
 
 class Chain(torch.nn.Module):
@@ -99,8 +105,7 @@ def test_temporaries_of_an_update_on_a_gpu_are_those_of_all_parameters_unless_it
 ):
     config = compose(f"optimizer={optimizer}")
     plan = resolve(config)
-    with FakeTensorMode():
-        policy = find_structure(config, plan.compute_dtype, "cpu")
+    policy = find_policy_structure(config, plan, plan.compute_dtype)
     assert (_held_while_training(config, plan, policy, on_gpu=True).update > 0) is at_once
 
 
@@ -129,9 +134,65 @@ def test_processes_share_what_they_can(compose):
     alone, shared = (predict(config, resolve(config, world_size=n), data) for n in (1, 2))
 
     for name in ("policy", "gradients", "optimizer", "reference"):
-        assert getattr(shared, name) == getattr(alone, name) // 2
+        assert getattr(shared, name) == pytest.approx(getattr(alone, name) / 2, rel=1e-3)
     assert 0 < shared.gathered < alone.policy
     assert shared.activations < alone.activations
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy", "reference"),
+    [
+        ((), 4 * PARAMETERS + 4 * ADAPTER, 0),
+        (("lora.reference=model",), 4 * PARAMETERS + 4 * ADAPTER, 4 * PARAMETERS),
+        (("lora.reference=adapter",), 4 * PARAMETERS + 4 * ADAPTER, 4 * ADAPTER),
+        (("lora.reference=model", "archive"), 4 * PARAMETERS + 4 * ADAPTER, 4 * PARAMETERS + 4 * ADAPTER),
+        (("model.policy_dtype=bfloat16",), 2 * PARAMETERS + 4 * ADAPTER, 0),
+        (("cache_reference_logps=all",), 4 * PARAMETERS + 4 * ADAPTER, 0),
+    ],
+)
+def test_an_adapter_has_gradients_and_optimizer_state_beside_a_frozen_base(
+    overrides, policy, reference, compose, tmp_path
+):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    has_archive = "archive" in overrides or "lora.reference=adapter" in overrides
+    settings = [o for o in overrides if o != "archive"] + [f"model.archive={tmp_path}"] * has_archive
+    config = compose("lora=lora", "lora.r=4", *settings)
+    need = predict(config, resolve(config), load_data(config, silent=True))
+
+    expected = (policy, 4 * ADAPTER, 4 * ADAPTER, reference)
+    assert (need.policy, need.gradients, need.optimizer, need.reference) == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_an_adapter_saves_for_the_backward_pass_is_predicted(compose):
+    """The same peak as of real tensors, and below that of a policy whose weights are all trained."""
+    peaks, layout = {}, SharedPrefix({"full_attention": None}, max_length=128)
+    [microbatch] = layout.split([Example(tuple(range(60)), (tuple(range(30)), tuple(range(40))))] * 2, 1)
+    for name in ("none", "lora"):
+        config = compose(f"lora={name}")
+        plan = resolve(config)
+        real, _ = load_policy(model_loaders(config, plan)[0], config, plan, rank=0, resume_from=None)
+        fake = FakeTensorMode()
+        structure = find_policy_structure(config, plan, "float32")
+        with fake:
+            inputs = microbatch.map(fake.from_tensor).inputs
+            peaks["fake", name] = _run(_on_device(structure, "cpu", None).train(), layout.forward, inputs, None, 1)
+        peaks["real", name] = _run(real.train(), layout.forward, microbatch.inputs, None, 1)
+        trained = sum(weight.nbytes for weight in adapter_weights(real, "policy").values()) or 4 * PARAMETERS
+        assert {tracker.live["gradients"] for key, tracker in peaks.items() if key[1] == name} == {trained}
+        ours, theirs = (peaks[kind, name].peak.total() for kind in ("fake", "real"))
+        assert ours == pytest.approx(theirs, rel=0.05)  # a gradient is copied once more
+    without, with_adapter = (peaks["fake", name].peak["activations"] for name in ("none", "lora"))
+    assert with_adapter < without
+
+
+@pytest.mark.parametrize("settings", [(), ("model.policy_dtype=bfloat16",), ("model.autocast=bfloat16",)])
+def test_a_frozen_base_saves_less_in_every_dtype(settings, compose):
+    """Adapters are float32, what they are multiplied with is not."""
+    of = {}
+    for name, rank in (("none", ()), ("lora", ("lora.r=4",))):
+        config = compose(f"lora={name}", *rank, *settings)
+        of[name] = predict(config, resolve(config), load_data(config, silent=True)).activations
+    assert of["lora"] < of["none"]
 
 
 @pytest.mark.parametrize("loss", ["sft", "dpo", "simpo"])  # targets, pairs, pairs without a reference
@@ -165,6 +226,43 @@ def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
         "gradient_accumulation_steps" not in text
         for text in suggest(tried, resolve(tried), load_data(tried, silent=True))
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "offered"),
+    [
+        (("loss=sft",), "lora=lora"),
+        (("lora=lora", "lora.reference=model"), "lora.reference=base"),
+        (("lora=lora", "lora.reference=model", "model.archive={adapter}"), "lora.reference=adapter"),
+    ],
+)
+def test_adapters_are_offered_where_they_help_as_the_command_line_takes_them(
+    overrides, offered, compose, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("dpo.training.memory.resident_memory", lambda: 0)  # peft is larger than this model
+    (tmp_path / "adapter_config.json").write_text("{}")
+    settings = [override.format(adapter=tmp_path) for override in overrides]
+    config = compose("optimizer=AdamW", "max_length=16", "max_prompt_length=8", "batch_size=1", *settings)
+    before = dict(OmegaConf.to_container(config.lora))
+    found = suggest(config, resolve(config), load_data(config, silent=True))
+
+    assert offered in [text.split(" (")[0] for text in found]
+    assert config.lora == before
+    resolved = resolve(compose(*settings, offered))
+    assert resolved.reference == (None if "loss=sft" in settings else offered.partition("=")[2])
+
+
+def test_processes_share_a_frozen_base_and_reduce_the_adapters_gradients_alone(compose):
+    config = compose("lora=lora", "lora.r=4", "trainer=FSDPTrainer", "eval_batch_size=8")
+    data = load_data(config, silent=True)
+    alone, shared = (predict(config, resolve(config, world_size=n), data) for n in (1, 2))
+
+    for name in ("policy", "gradients", "optimizer"):
+        assert getattr(shared, name) == pytest.approx(getattr(alone, name) / 2, rel=1e-3)
+    embeddings_and_head = 2 * 1024 * 64 + 64
+    block = (PARAMETERS - embeddings_and_head + ADAPTER) // 3
+    assert shared.gathered == 4 * (embeddings_and_head + 2 * block)
+    assert shared.reduced == 4 * ADAPTER // 3  # of a block
 
 
 def test_a_dry_run_says_what_would_run_without_weights_and_writes_nothing(command, tmp_path):
