@@ -33,6 +33,13 @@ PREFIX = "base_model.model."  # of every name in PEFT's files
 UNSUPPORTED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias")
 
 
+class ParameterCount(NamedTuple):
+    """How many parameters of a policy are trained, and how many it has, those of a reference adapter included."""
+
+    trainable: int
+    total: int
+
+
 class StoredAdapter(NamedTuple):
     """An adapter read from a directory in PEFT's format."""
 
@@ -195,10 +202,10 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """How many parameters are trained, and how many there are."""
-    trained, n = (sum(p.numel() for p in chosen) for chosen in (trained_parameters(model), model.parameters()))
-    return trained, n
+def count_parameters(model: torch.nn.Module) -> ParameterCount:
+    """Over all processes, however the model is sharded."""
+    counts = (sum(p.numel() for p in chosen) for chosen in (trained_parameters(model), model.parameters()))
+    return ParameterCount(*counts)
 
 
 def what_to_save(model: torch.nn.Module) -> Any:
