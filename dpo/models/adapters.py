@@ -203,9 +203,11 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Over all processes, however the model is sharded."""
-    counts = (sum(p.numel() for p in chosen) for chosen in (trained_parameters(model), model.parameters()))
-    return ParameterCount(*counts)
+    """Over all processes, however the model is sharded. Weights that are packed into a buffer count one by one."""
+    trainable, total = (sum(p.numel() for p in chosen) for chosen in (trained_parameters(model), model.parameters()))
+    linear = (layer for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    packed = (layer for layer in linear if not isinstance(layer.weight, torch.nn.Parameter))
+    return ParameterCount(trainable, total + sum(layer.in_features * layer.out_features for layer in packed))
 
 
 def what_to_save(model: torch.nn.Module) -> Any:
