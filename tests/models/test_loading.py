@@ -97,26 +97,3 @@ def test_what_is_no_adapter_cannot_be_the_reference(check):
         InputError, match=r"is not an adapter, which lora.reference=adapter needs: .* lora.reference=base"
     ):
         check(*TO_ADAPTER, f"model.archive={BASE}")
-
-
-@pytest.mark.parametrize(
-    ("settings", "found"),
-    [
-        ({"use_dora": True}, "use_dora=True"),
-        ({"use_rslora": True}, "use_rslora=True"),
-        ({"bias": "lora_only"}, "bias=lora_only"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
-    ],
-)
-def test_an_adapter_of_another_kind_is_to_be_merged(settings, found, adapter, check):
-    with pytest.raises(InputError, match=rf"holds an adapter with .*{found}.*not supported here: merge it"):
-        check(*TO_ADAPTER, f"model.archive={adapter(**settings)}")
-
-
-@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_damaged_adapter_is_one_sentence(file, adapter, check):
-    given = adapter()
-    (given / file).write_bytes((given / file).read_bytes()[:50])
-    with pytest.raises(InputError, match="is not an adapter in PEFT's format: "):
-        check(*TO_ADAPTER, f"model.archive={given}")
