@@ -96,7 +96,8 @@ class Trainer:
         self.evaluator = Evaluator(
             config, self.data, self.objective, self.eval_batches, self.progress, self.stop, seed=seed
         )
-        context = RunContext(config, self.run_dir, rank, self.data, self.progress.line)
+        parameters = adapters.count_parameters(self.policy)
+        context = RunContext(config, self.run_dir, rank, self.data, self.progress.line, parameters)
         self.callbacks = Callbacks.of(CALLBACKS, context, terminal=self.progress)
         self.checkpoints = Checkpoints(self.run_dir, self.mesh, keep=config.keep_checkpoints, log=self.progress.line)
         parts = {"checkpoints": self.checkpoints, "callbacks": self.callbacks, **self.objective.parts}

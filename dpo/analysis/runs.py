@@ -106,6 +106,12 @@ class Run:
         return number(_inside(self.preflight, key, None))
 
     @property
+    def parameters(self) -> tuple[float, float]:
+        """(trainable, all) of the policy; NaN if they were not recorded."""
+        trainable, total = (number(_inside(self.env, f"parameters.{which}", None)) for which in ("trainable", "total"))
+        return trainable, total
+
+    @property
     def loss(self) -> str:
         """The loss's name; if the settings are lost, what the metrics look like."""
         kind = (

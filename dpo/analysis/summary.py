@@ -47,10 +47,22 @@ def about(run: Run) -> str:
     beta, datasets = run.setting("loss.beta"), run.setting("datasets")
     told = [
         f"{run.loss.upper()}{f' with beta {beta}' if beta is not None else ''}",
+        _adapter(run),
         f"model {run.setting('model.name_or_path')}" if run.setting("model.name_or_path") else "",
         f"data {', '.join(map(str, datasets))}" if isinstance(datasets, list) else "",
     ]
     return " \N{MIDDLE DOT} ".join(filter(None, told))
+
+
+def _adapter(run: Run) -> str:
+    """What is trained in place of all weights, and what gives the reference, if the loss has one; empty without it."""
+    name = str(run.setting("lora.name") or "none")
+    if name == "none":
+        return ""
+    loss = LOSSES.get(run.loss)
+    reference = f", reference {run.setting('lora.reference')}" if loss is not None and loss.reference else ""
+    kind = {"lora": "LoRA", "qlora": "QLoRA"}.get(name, name)
+    return f"{kind} with r {run.setting('lora.r')}, alpha {run.setting('lora.alpha')}{reference}"
 
 
 def verdict(run: Run, findings: list[Finding]) -> str:
@@ -117,6 +129,9 @@ def _extent(run: Run, cost: Cost) -> list[Tile]:
         spent = f"{hours(cost.device_hours)} {cost.kind}-hours" if math.isfinite(cost.devices) else ""
         alone = "in updates alone" if cost.updates_alone else ""
         found.append(Tile("Time", duration(cost.secs), ", ".join(filter(None, (alone, spent)))))
+    trainable, total = run.parameters
+    if trainable < total:  # false for NaN
+        found.append(Tile("Trainable parameters", large(trainable), f"{_share(trainable, total)} of {large(total)}"))
     if math.isfinite(cost.tokens):
         found.append(Tile("Tokens", large(cost.tokens), f"{figure(speed)} per second"))
     return found
@@ -267,6 +282,19 @@ def data_rows(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
+def _share(part: float, whole: float) -> str:
+    """In percent, however little it is."""
+    return f"{figure(100 * part / whole)} %"
+
+
+def _parameters(run: Run) -> str:
+    trainable, total = run.parameters
+    if not trainable <= total:  # NaN too
+        return ""
+    part = f"{trainable:,.0f} of {total:,.0f} ({_share(trainable, total)})"
+    return part if trainable < total else f"{total:,.0f}, all"
+
+
 def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
@@ -289,6 +317,7 @@ def _machine(run: Run, cost: Cost) -> dict[str, str]:
     commit = str(env.get("git_commit") or "")[:12]
     memory = run.train.last("memory/peak_gb")
     return {
+        "trainable parameters": _parameters(run),
         "devices": _devices(env, cost),
         "time from start to end, or now": duration(cost.elapsed_secs) if math.isfinite(cost.elapsed_secs) else "",
         "time in updates": duration(cost.updating_secs) if math.isfinite(cost.updating_secs) else "",

@@ -41,6 +41,13 @@ CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # as adapters
 OF_LAYER = re.compile(r"(.+)\.lora_[AB]\.weight")
 
 
+class ParameterCount(NamedTuple):
+    """How many parameters of a policy are trained, and how many it has, those of a reference adapter included."""
+
+    trainable: int
+    total: int
+
+
 class StoredAdapter(NamedTuple):
     """An adapter read from a directory in PEFT's format."""
 
@@ -243,10 +250,12 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """How many parameters are trained, and how many there are."""
-    trained, n = (sum(p.numel() for p in chosen) for chosen in (trained_parameters(model), model.parameters()))
-    return trained, n
+def count_parameters(model: torch.nn.Module) -> ParameterCount:
+    """Over all processes, however the model is sharded. Weights that are packed into a buffer count one by one."""
+    trainable, total = (sum(p.numel() for p in chosen) for chosen in (trained_parameters(model), model.parameters()))
+    linear = (layer for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    packed = (layer for layer in linear if not isinstance(layer.weight, torch.nn.Parameter))
+    return ParameterCount(trainable, total + sum(layer.in_features * layer.out_features for layer in packed))
 
 
 def what_to_save(model: torch.nn.Module) -> Any:

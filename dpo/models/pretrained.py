@@ -174,7 +174,7 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
         found.append(f"warning: max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for")
     trained, n = count_parameters(model)
     if trained < n:
-        found.append(f"{trained:,} of {n:,} parameters are trained ({trained / n:.3%}), those of the adapter")
+        found.append(f"trainable parameters: {trained:,} of {n:,} ({trained / n:.2%}), those of the adapter")
     return found
 
 

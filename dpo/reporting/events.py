@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
+from dpo.models.adapters import ParameterCount
 
 
 class Update(NamedTuple):
@@ -51,6 +52,7 @@ class RunContext(NamedTuple):
     rank: int
     data: TrainingData
     log: Callable[[str], None]  # prints a line, on rank 0
+    parameters: ParameterCount | None = None  # of the policy
 
 
 class Callback:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
-from dpo.system.run_directory import create_run_dir, record_end
+from dpo.system.run_directory import add_to_record, create_run_dir, now
 
 
 class Appender(Callback):
@@ -65,9 +65,14 @@ class LogWriter(Appender):
 
 
 class FileLogger(LogWriter):
-    """Metrics and samples, and when the run ended. NaN and infinite values are null, as JSON requires."""
+    """Metrics and samples; in `env.json` what is trained and when the run ended. NaN and infinite values are null."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt")
+
+    def on_start(self) -> None:
+        super().on_start()
+        if self.context.parameters is not None:
+            add_to_record(self.run_dir, parameters=self.context.parameters._asdict())
 
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
@@ -88,7 +93,7 @@ class FileLogger(LogWriter):
         self.append("samples.txt", lines)
 
     def on_end(self) -> None:
-        record_end(self.run_dir)
+        add_to_record(self.run_dir, ended=now())
 
     def _log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}

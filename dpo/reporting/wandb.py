@@ -46,7 +46,8 @@ class WandbLogger(Callback):
         import wandb
 
         self._table, self._errors = wandb.Table, (wandb.Error, OSError)
-        config = self.context.config
+        config, parameters = self.context.config, self.context.parameters
+        counts = {} if parameters is None else {"parameters": parameters._asdict()}
         settings = {
             "name": redact(config.exp_name),
             "project": redact(config.wandb.project),
@@ -54,7 +55,7 @@ class WandbLogger(Callback):
             "group": redact(config.wandb.group),
             "tags": redact(list(config.wandb.tags)) or None,  # else those of WANDB_TAGS would be dropped
             "notes": redact(config.wandb.notes),
-            "config": redact(OmegaConf.to_container(config, resolve=True)),
+            "config": redact(OmegaConf.to_container(config, resolve=True)) | counts,
             "dir": str(self.context.run_dir),
             "id": self._run_id,
             "resume": "allow",

@@ -110,8 +110,8 @@ def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -
         (run_dir / "env.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def record_end(run_dir: Path) -> None:
-    """Add to `env.json` when the run ended, if the file is as it was written: only its reader needs it."""
+def add_to_record(run_dir: Path, **more: Any) -> None:
+    """Add facts to `env.json`, if the file is as it was written: only its reader needs them."""
     path = run_dir / "env.json"
     try:
         facts = json.loads(path.read_bytes())
@@ -119,7 +119,7 @@ def record_end(run_dir: Path) -> None:
         return
     if isinstance(facts, dict):
         beside = path.with_name(f".{path.name}.tmp")
-        beside.write_text(json.dumps({**facts, "ended": now()}, indent=2) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps({**facts, **more}, indent=2) + "\n", encoding="utf-8")
         beside.replace(path)
 
 

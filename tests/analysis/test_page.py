@@ -147,6 +147,22 @@ def test_what_differs_between_runs_is_a_table(tmp_path):
     assert page.texts["td"].count("30 of 30 updates") == 2
 
 
+def test_a_run_with_an_adapter_says_what_is_trained_beside_one_that_trains_all(tmp_path):
+    lora = {"name": "lora", "r": 8, "alpha": 32, "dropout": 0, "target_modules": "auto", "reference": "base"}
+    counts = {"trainable": 2_442_240, "total": 136_957_248}
+    adapter = made(tmp_path / "lora", name="lora", config={"lora": lora}, env={"parameters": counts})
+    whole = made(tmp_path / "all", name="all", env={"parameters": {"trainable": 134_515_008, "total": 134_515_008}})
+
+    alone = page_of(adapter)
+    assert "DPO with beta 0.1 \u00b7 LoRA with r 8, alpha 32, reference base \u00b7 model tiny" in alone.texts["p"]
+    assert "Trainable parameters 2.44M 1.78 % of 137M" in " ".join(alone.texts["li"].split())
+    assert {"lora.r": ["8"], "lora.reference": ["base"]}.items() <= dict(setting_rows(read_runs([adapter]))).items()
+
+    cells = page_of(adapter, whole).texts["td"]
+    assert "2,442,240 of 136,957,248 (1.78 %)134,515,008, all" in cells
+    assert "rainable" not in page_of(made(tmp_path / "old", name="old")).texts["body"]  # was not recorded
+
+
 def test_bold_is_the_best_of_what_can_be_compared(tmp_path):
     """Accuracy whatever the loss's options; the loss, which DPO's beta scales, only under the same ones."""
 

@@ -20,6 +20,7 @@ from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 from dpo.models import logprobs, pretrained
+from dpo.models.adapters import add_adapter, config_of, count_parameters
 from dpo.models.layouts import Padded
 from dpo.models.weights import load_archive
 
@@ -307,6 +308,21 @@ def test_a_max_length_beyond_what_the_model_was_made_for_is_worth_a_line():
     assert pretrained.remarks(model, attention="eager", max_length=2048) == []
     [line] = pretrained.remarks(model, attention="eager", max_length=2049)
     assert line == "warning: max_length=2,049 is more than the 2,048 tokens that LlamaForCausalLM was made for"
+
+
+def test_with_an_adapter_what_is_trained_is_counted_against_all_that_there_is():
+    model = build("llama")
+    n = sum(parameter.numel() for parameter in model.parameters())
+    assert count_parameters(model) == (n, n)
+    add_adapter(model, config_of(4, 8, ["q_proj"]))
+    trained = 2 * (4 * 32 + 32 * 4)  # layers, A and B
+    [line] = pretrained.remarks(model, attention="eager", max_length=64)
+    share = f"{trained / (n + trained):.2%}"
+    assert line == f"trainable parameters: 512 of {n + trained:,} ({share}), those of the adapter"
+    head = model.lm_head
+    del head.weight
+    head.register_buffer("weight", torch.zeros(16, dtype=torch.uint8))  # as packed weights are
+    assert count_parameters(model) == (trained, n + trained)
 
 
 def test_a_block_name_that_the_model_lacks_is_refused_where_blocks_are_not_needed_too(run):

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from support.runs import ROOT, run_script, train
 from support.wandb_server import WandbServer
 
+from dpo.models.adapters import ParameterCount
 from dpo.reporting.events import Callback, Callbacks, Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
 from dpo.reporting.wandb import WandbLogger
@@ -65,6 +66,16 @@ def files_in(run_dir: Path) -> FileLogger:
     logger = FileLogger(RunContext(OmegaConf.create(), run_dir, 0, None, print))
     logger.on_start()
     return logger
+
+
+def test_what_is_trained_and_when_it_ended_are_in_the_record(tmp_path):
+    (tmp_path / "env.json").write_text('{"started": "2026-11-22T07:00:00+00:00"}')
+    logger = FileLogger(RunContext(OmegaConf.create(), tmp_path, 0, None, print, ParameterCount(12, 345)))
+    logger.on_start()
+    logger.on_end()
+    record = json.loads((tmp_path / "env.json").read_text())
+    assert record["parameters"] == {"trainable": 12, "total": 345}
+    assert record["started"] < record["ended"]
 
 
 def update(number: int, metrics: dict[str, float]) -> Update:

@@ -13,6 +13,7 @@ from support.runs import train
 from support.wandb_server import WandbServer
 
 from dpo.errors import RunError
+from dpo.models.adapters import ParameterCount
 from dpo.reporting.events import Evaluation, RunContext
 from dpo.reporting.wandb import REPORT, WandbLogger
 
@@ -63,6 +64,17 @@ def test_the_summary_has_the_last_evaluation_and_the_best_after_the_first_update
         "best/rewards_eval/accuracies": 0.75,
     }
     assert (summary["last/examples"], summary["last/updates"], summary["last/loss/eval"]) == (32, 8, 0.4)
+
+
+def test_how_many_parameters_are_trained_is_in_the_config(tmp_path, monkeypatch):
+    began = []
+    monkeypatch.setattr(
+        WandbLogger, "_start", staticmethod(lambda wandb, settings: began.append(settings) or Stub(tmp_path))
+    )
+    config = OmegaConf.create({"exp_name": "n", "wandb": WANDB, "lora": {"name": "lora", "r": 16}})
+    WandbLogger(RunContext(config, tmp_path, 0, None, print, ParameterCount(12, 345))).on_start()
+    assert began[0]["config"]["parameters"] == {"trainable": 12, "total": 345}
+    assert began[0]["config"]["lora"] == {"name": "lora", "r": 16}
 
 
 def test_under_sft_the_lowest_loss_is_the_best(start):

@@ -12,7 +12,7 @@ from support.runs import ROOT
 
 from dpo.errors import InputError
 from dpo.system.redaction import redact
-from dpo.system.run_directory import check_free, create_run_dir, lock_run_dir, record_end, write_record
+from dpo.system.run_directory import add_to_record, check_free, create_run_dir, lock_run_dir, write_record
 
 
 def test_what_looks_like_a_secret_is_redacted_and_nothing_else():
@@ -54,17 +54,17 @@ def test_a_new_directory_holds_config_and_environment(tmp_path, monkeypatch):
     assert record["git_commit"] == (head.stdout.strip() or None)
 
 
-def test_the_end_is_added_to_the_record_if_there_is_one(tmp_path):
-    record_end(tmp_path)
+def test_facts_are_added_to_the_record_if_there_is_one(tmp_path):
+    add_to_record(tmp_path, ended="now")
     assert os.listdir(tmp_path) == []
     for text in ("junk", "[3]"):
         (tmp_path / "env.json").write_text(text)
-        record_end(tmp_path)
+        add_to_record(tmp_path, ended="now")
         assert (tmp_path / "env.json").read_text() == text
-    (tmp_path / "env.json").write_text('{"started": "2026-11-22T07:00:00+00:00"}')
-    record_end(tmp_path)
+    (tmp_path / "env.json").write_text('{"started": "before"}')
+    add_to_record(tmp_path, ended="now", parameters={"trainable": 1, "total": 2})
     record = json.loads((tmp_path / "env.json").read_text())
-    assert record["started"] == "2026-11-22T07:00:00+00:00" < record["ended"]
+    assert record == {"started": "before", "ended": "now", "parameters": {"trainable": 1, "total": 2}}
     assert os.listdir(tmp_path) == ["env.json"]
 
 
