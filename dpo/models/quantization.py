@@ -62,7 +62,7 @@ class _Multiply(torch.autograd.Function):
         return gradient @ ctx.layer.dequantized(gradient.dtype), None, None
 
 
-def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def _quantize(weight: torch.Tensor) -> dict[str, Any]:
     """The buffers of a weight; without values for one on the meta device or a fake one."""
     from bitsandbytes.functional import quantize_4bit
 
@@ -76,9 +76,14 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
             "code": empty(256),  # what the bytes of `scales` stand for
         }
     packed, state = quantize_4bit(weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
-    nested = state.state2
-    tensors = (packed, state.absmax, nested.absmax, state.offset, nested.code)
-    return dict(zip(("weight", "scales", "scales_of_scales", "offset", "code"), tensors, strict=True))
+    nested: Any = state.state2
+    return {
+        "weight": packed,
+        "scales": state.absmax,
+        "scales_of_scales": nested.absmax,
+        "offset": state.offset,
+        "code": nested.code,
+    }
 
 
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
@@ -92,7 +97,7 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
 
 
 def round_to_4bit(model: Any) -> Any:
-    """Give the layers that `quantize` would replace what 4 bits keep of their weights, which an adapter is merged into."""
+    """Give the layers that `quantize` would replace what 4 bits keep of their weights: the base to merge an adapter into."""
     for name in _linear_layers(model):
         layer = model.get_submodule(name)
         weight = Linear4bit(layer).dequantized(layer.weight.dtype)
