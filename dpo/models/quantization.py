@@ -97,7 +97,7 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
 
 
 def round_to_4bit(model: Any) -> Any:
-    """Round the weights that `quantize` would replace to what 4 bits keep of them: the base that an adapter merges into."""
+    """Round the weights that `quantize` would replace to 4 bits: the base that an adapter is merged into."""
     for name in _linear_layers(model):
         layer = model.get_submodule(name)
         weight = Linear4bit(layer).dequantized(layer.weight.dtype)
