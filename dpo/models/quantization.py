@@ -24,10 +24,16 @@ SCALES = 256  # scales that share a scale of their own
 class Linear4bit(torch.nn.Linear):
     """A frozen linear layer in place of a Linear, or of GPT-2's Conv1D. The bias stays a parameter."""
 
+    weight: torch.Tensor  # two weights a byte, (weights / 2, 1)
+    scales: torch.Tensor  # of blocks, a byte each
+    scales_of_scales: torch.Tensor
+    offset: torch.Tensor  # the mean of the scales, which is taken off before they are quantized
+    code: torch.Tensor  # what the bytes of `scales` stand for
+
     def __init__(self, layer: Any, device: torch.device | str | None = None) -> None:
         super(torch.nn.Linear, self).__init__()
-        weight = layer.weight.detach().to(device or layer.weight.device)
-        weight = weight.T if isinstance(layer, Conv1D) else weight
+        weight = layer.weight.detach().T if isinstance(layer, Conv1D) else layer.weight.detach()
+        weight = weight.to(device) if device is not None and not weight.is_meta else weight
         self.out_features, self.in_features = weight.shape
         self.bias = layer.bias
         for name, tensor in _quantize(weight).items():
@@ -62,28 +68,27 @@ class _Multiply(torch.autograd.Function):
         return gradient @ ctx.layer.dequantized(gradient.dtype), None, None
 
 
-def _quantize(weight: torch.Tensor) -> dict[str, Any]:
+def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The buffers of a weight; without values for one on the meta device or a fake one."""
-    from bitsandbytes.functional import quantize_4bit
-
     if weight.is_meta or isinstance(weight, FakeTensor):
         blocks, empty = weight.numel() // BLOCK, partial(torch.empty, device=weight.device)
         return {
-            "weight": empty((weight.numel() // 2, 1), dtype=torch.uint8),  # two weights a byte
+            "weight": empty((weight.numel() // 2, 1), dtype=torch.uint8),
             "scales": empty(blocks, dtype=torch.uint8),
             "scales_of_scales": empty(-(-blocks // SCALES)),
-            "offset": empty(()),  # the mean of the scales, which is taken off before they are quantized
-            "code": empty(256),  # what the bytes of `scales` stand for
+            "offset": empty(()),
+            "code": empty(256),
         }
-    packed, state = quantize_4bit(weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
-    nested: Any = state.state2
-    return {
-        "weight": packed,
-        "scales": state.absmax,
-        "scales_of_scales": nested.absmax,
-        "offset": state.offset,
-        "code": nested.code,
-    }
+    from bitsandbytes.functional import create_dynamic_map
+
+    kernels, code = torch.ops.bitsandbytes, create_dynamic_map().to(weight.device)
+    packed, scales = kernels.quantize_4bit(weight.contiguous(), BLOCK, "nf4", torch.uint8)
+    # bitsandbytes' own function takes the mean in float32, where it depends on the number of threads: a run that is
+    # resumed with more processes would find another base
+    offset = scales.double().mean().float()
+    scales, scales_of_scales = kernels.quantize_blockwise(scales - offset, code, SCALES)
+    tensors = (packed, scales, scales_of_scales, offset, code)
+    return dict(zip(("weight", "scales", "scales_of_scales", "offset", "code"), tensors, strict=True))
 
 
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
