@@ -101,15 +101,6 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
     return model
 
 
-def round_to_4bit(model: Any) -> Any:
-    """Round the weights that `quantize` would replace to 4 bits: the base that an adapter is merged into."""
-    for name in _linear_layers(model):
-        layer = model.get_submodule(name)
-        weight = Linear4bit(layer).dequantized(layer.weight.dtype)
-        layer.weight.data.copy_(weight.T if isinstance(layer, Conv1D) else weight)
-    return model
-
-
 def quantized_bytes(model: torch.nn.Module) -> int:
     """Bytes of a model's 4-bit layers, which every process holds."""
     layers = (layer for layer in model.modules() if isinstance(layer, Linear4bit))
