@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError
+from dpo.system.malloc import release_freed_memory
 
 BLOCK = 64  # weights that share a scale
 SCALES = 256  # scales that share a scale of their own
@@ -98,6 +99,7 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
     """
     for name in _linear_layers(model):
         model.set_submodule(name, Linear4bit(model.get_submodule(name), device))
+    release_freed_memory()
     return model
 
 
