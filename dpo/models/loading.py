@@ -25,6 +25,7 @@ from dpo.models.adapters import (
     read_adapter,
 )
 from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure
+from dpo.models.quantization import quantize
 from dpo.models.weights import find_archive, model_digest, read_archive
 from dpo.parallel.device_map import choose_device_map
 from dpo.parallel.sharding import find_blocks
@@ -125,7 +126,7 @@ def check_parts(config: DictConfig, plan: Plan) -> None:
     if weights.base is not None:
         read_archive(weights.base, structure)
     if config.lora.name in ADAPTED:
-        _add_adapters(structure, config, [POLICY])
+        _add_adapters(quantize(structure) if plan.quantized else structure, config, [POLICY])
         if weights.adapter is not None:
             _load(structure, weights.adapter, config, POLICY)
 
@@ -133,13 +134,14 @@ def check_parts(config: DictConfig, plan: Plan) -> None:
 def model_loaders(
     config: DictConfig, plan: Plan, *, rank: int = 0, resume_from: Path | None = None
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-    """Functions that load policy and reference without adapters; None for a reference that needs no model of its own.
+    """Functions that load policy and reference, neither quantized nor with adapters; None for a reference that needs no
+    model of its own.
 
     Ranks other than 0 load no weights. Raises InputError as `check_model` does.
     """
     check_model(config, plan)
-    # a model that is to be sharded stays on the CPU until then
-    whole = not (plan.trainer.multi_process or plan.trainer.cuts_layers)
+    # a model that is to be sharded, or quantized, stays on the CPU until then
+    whole = not (plan.trainer.multi_process or plan.trainer.cuts_layers or plan.quantized)
     device_map = choose_device_map(plan.gpus) if whole else None
 
     def load(dtype: str, archive: str | None) -> Any:
@@ -169,7 +171,7 @@ def load_policy(
 
     Also, on rank 0, the digest of what is frozen in it: the reference, or its base if there is none; else None.
     """
-    model, digest = _made(policy), None
+    model, digest = _made(policy, plan), None
     if config.lora.name in ADAPTED:
         weights = find_weights(config, plan)
         sources = {POLICY: resume_from or weights.adapter}
@@ -188,7 +190,7 @@ def load_policy(
 
 def load_reference(model: Any, config: DictConfig, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
     """The frozen reference, a model or what a function loads, and on rank 0 its digest, a pass over its weights."""
-    model = _made(model).eval()
+    model = _made(model, plan).eval()
     adapter = find_weights(config, plan).adapter
     if adapter is not None:
         _add_adapters(model, config, [REFERENCE])
@@ -206,8 +208,15 @@ def _name_of_base(config: DictConfig, weights: Weights) -> str | None:
     return None if config.model.random_init else place_of(config.model.name_or_path)
 
 
-def _made(model: Any) -> Any:
-    return model if isinstance(model, torch.nn.Module) else model()
+def _made(model: Any, plan: Plan) -> Any:
+    """A model, or the one that a function loads, quantized if the config says so: on a GPU if there is one."""
+    model = model if isinstance(model, torch.nn.Module) else model()
+    if plan.quantized:
+        device = "cuda" if plan.gpus else None
+        quantize(model, device=device)
+        if device and not plan.trainer.multi_process:  # what is not quantized
+            model.to(device)
+    return model
 
 
 def _compiled(model: Any, config: DictConfig) -> Any:

@@ -41,6 +41,7 @@ LAYOUTS = ("padded", "shared_prefix")
 CACHING = ("as_needed", "all")
 LORA = ("none", "lora", "qlora")
 ADAPTED = ("lora", "qlora")  # with an adapter
+QUANTIZED = ("qlora",)  # over a 4-bit base
 REFERENCES = ("base", "adapter", "model")  # what gives the reference's log-probabilities under an adapter
 SCHEDULES = ("constant", "linear", "cosine")
 LR_SCALINGS = ("none", "linear", "sqrt")

@@ -15,6 +15,7 @@ from dpo.losses import LOSSES, Loss, find_loss
 from dpo.settings.choices import (
     ADAPTED,
     BASIC,
+    QUANTIZED,
     REFERENCES,
     TENSOR_PARALLEL,
     TENSOR_PARALLEL_BACKENDS,
@@ -59,6 +60,7 @@ class Plan:
     reference_dtype: str
     autocast: str | None
     loss: Loss
+    quantized: bool  # whether the base under an adapter is 4-bit
     reference: str | None  # what gives its log-probabilities: one of choices.REFERENCES; None: the loss needs none
     launched: bool  # whether torchrun or Slurm started the processes
     gpus: int  # of this machine
@@ -91,6 +93,7 @@ def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_siz
         reference_dtype=(values.get("model.reference_dtype") if reference == "model" else None) or compute_dtype,
         autocast=values.get("model.autocast"),
         loss=loss,
+        quantized=values.get("lora.name") in QUANTIZED,
         reference=reference,
         launched=rank_env is not None,
         gpus=gpus,

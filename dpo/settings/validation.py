@@ -171,9 +171,27 @@ def _process_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
             f"lora={sound['lora.name']} does not work with tensor_parallel.backend={sound['tensor_parallel.backend']}, "
             f"which would split the adapters' layers too: set tensor_parallel.backend=dtensor"
         )
+    elif plan.quantized:
+        yield from _quantization_problems(plan)
     if not plan.gpus and sound.get("model.attn_implementation") == "flex_attention":
         yield "model.attn_implementation=flex_attention cannot train on a CPU: use sdpa"
     yield from _dims_problems(sound, plan)
+
+
+def _quantization_problems(plan: Plan) -> Iterator[str]:
+    """What a 4-bit base does not go with."""
+    if find_spec("bitsandbytes") is None:
+        yield "lora=qlora needs the package bitsandbytes: pip install bitsandbytes, or choose lora=lora"
+    if plan.trainer.cuts_layers:
+        yield (
+            f"lora=qlora does not work with trainer={plan.trainer.name}, which cannot cut packed weights: "
+            f"choose trainer=FSDPTrainer, or lora=lora"
+        )
+    elif not plan.trainer.multi_process and plan.gpus > 1:
+        yield (
+            f"lora=qlora with trainer={plan.trainer.name} takes one GPU, and this machine has {plan.gpus}: choose "
+            f"trainer=FSDPTrainer, whose processes each hold the 4-bit base, or set CUDA_VISIBLE_DEVICES=0"
+        )
 
 
 def _dims_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:

@@ -64,6 +64,12 @@ def return_freed_memory() -> None:
     _set_malloc(M_MMAP_THRESHOLD, 2**20)
 
 
+def release_freed_memory() -> None:
+    """Return what is free by now to the system, once, whatever the settings: after a model that became much smaller."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _set_malloc(option: int, value: int) -> None:
     if sys.platform == "linux":  # others have no mallopt
         ctypes.CDLL(None).mallopt(option, value)

@@ -30,7 +30,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         *("train", "trainers", "dpo.checkpoint.resume", "dpo.training.memory", "dpo.models.generation"),
-        *("datasets", "transformers.models.llama", "hydra", "pytest", "torch.distributed.fsdp"),
+        *("datasets", "transformers.models.llama", "hydra", "pytest", "torch.distributed.fsdp", "peft"),
     ]
 )
 

@@ -1,0 +1,140 @@
+"""QLoRA's base (arXiv 2305.14314): frozen linear layers in 4-bit NormalFloat with double quantization, by bitsandbytes.
+
+The packed weights are buffers, not parameters: every process holds all of them, and FSDP, gradients and optimizers see
+only what is left. bitsandbytes' own layer is not used: on a CPU with AVX512-BF16 it converts its weights to another
+form, with a loss, as soon as it is evaluated.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers.pytorch_utils import Conv1D
+
+from dpo.errors import InputError
+from dpo.system.malloc import release_freed_memory
+
+BLOCK = 64  # weights that share a scale
+SCALES = 256  # scales that share a scale of their own
+
+
+class Linear4bit(torch.nn.Linear):
+    """A frozen linear layer in place of a Linear, or of GPT-2's Conv1D. The bias stays a parameter."""
+
+    weight: torch.Tensor  # two weights a byte, (weights / 2, 1)
+    scales: torch.Tensor  # of blocks, a byte each
+    scales_of_scales: torch.Tensor
+    offset: torch.Tensor  # the mean of the scales, which is taken off before they are quantized
+    code: torch.Tensor  # what the bytes of `scales` stand for
+
+    def __init__(self, layer: Any, device: torch.device | str | None = None) -> None:
+        super(torch.nn.Linear, self).__init__()
+        weight = layer.weight.detach().T if isinstance(layer, Conv1D) else layer.weight.detach()
+        weight = weight.to(device) if device is not None and not weight.is_meta else weight
+        self.out_features, self.in_features = weight.shape
+        self.bias = layer.bias
+        for name, tensor in _quantize(weight).items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return _Multiply.apply(input.to(dtype), bias, self)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight that the layer multiplies with, (out_features, in_features)."""
+        kernels = torch.ops.bitsandbytes
+        scales = kernels.dequantize_blockwise(self.scales, self.scales_of_scales, self.code, SCALES, torch.float32)
+        # as rows of one block: the CPU kernel is wrong where a row ends inside a block
+        shape = (scales.numel(), BLOCK)
+        weight = kernels.dequantize_4bit(self.weight, scales + self.offset, BLOCK, "nf4", shape, dtype)
+        return weight.view(self.out_features, self.in_features)
+
+
+class _Multiply(torch.autograd.Function):
+    """input @ weight.T + bias; the backward dequantizes the weight again, so that no graph keeps it."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, layer: Linear4bit) -> torch.Tensor:
+        ctx.layer = layer
+        return torch.nn.functional.linear(input, layer.dequantized(input.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient @ ctx.layer.dequantized(gradient.dtype), None, None
+
+
+def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The buffers of a weight; without values for one on the meta device or a fake one."""
+    if weight.is_meta or isinstance(weight, FakeTensor):
+        blocks, empty = weight.numel() // BLOCK, partial(torch.empty, device=weight.device)
+        return {
+            "weight": empty((weight.numel() // 2, 1), dtype=torch.uint8),
+            "scales": empty(blocks, dtype=torch.uint8),
+            "scales_of_scales": empty(-(-blocks // SCALES)),
+            "offset": empty(()),
+            "code": empty(256),
+        }
+    from bitsandbytes.functional import create_dynamic_map
+
+    kernels, code = torch.ops.bitsandbytes, create_dynamic_map().to(weight.device)
+    packed, scales = kernels.quantize_4bit(weight.contiguous(), BLOCK, "nf4", torch.uint8)
+    # bitsandbytes' own function takes the mean in float32, where it depends on the number of threads: a run that is
+    # resumed with more processes would find another base
+    offset = scales.double().mean().float()
+    scales, scales_of_scales = kernels.quantize_blockwise(scales - offset, code, SCALES)
+    tensors = (packed, scales, scales_of_scales, offset, code)
+    return dict(zip(("weight", "scales", "scales_of_scales", "offset", "code"), tensors, strict=True))
+
+
+def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
+    """Replace a model's linear layers but its head by 4-bit ones, one by one, on `device` if given.
+
+    A model without weights gets layers without. Raises InputError if there is nothing to quantize, or nothing to do it.
+    """
+    for name in _linear_layers(model):
+        model.set_submodule(name, Linear4bit(model.get_submodule(name), device))
+    release_freed_memory()
+    return model
+
+
+def quantized_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's 4-bit layers, which every process holds."""
+    layers = (layer for layer in model.modules() if isinstance(layer, Linear4bit))
+    return sum(buffer.nbytes for layer in layers for buffer in layer.buffers())
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """The names, so that nobody holds a layer that has been replaced. The weight is made of whole blocks."""
+    _check_bitsandbytes()
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise InputError(f"{model.name_or_path} is quantized already: give the model that it was made from")
+    head = model.get_output_embeddings()
+    names = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, (torch.nn.Linear, Conv1D)) and layer is not head and layer.weight.numel() % BLOCK == 0
+    ]
+    if not names:
+        raise InputError(f"{type(model).__name__} has no linear layers that could be 4-bit: use lora=lora")
+    return names
+
+
+def _check_bitsandbytes() -> None:
+    """Raises InputError if bitsandbytes is not there, or found no kernels for this machine."""
+    # it asks for a package of kernels that only its own layer would use
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    try:
+        from bitsandbytes.cextension import ErrorHandlerMockBNBNativeLibrary, lib
+    except ImportError as error:
+        raise InputError(f"lora=qlora needs the package bitsandbytes: pip install bitsandbytes ({error})") from error
+    if isinstance(lib, ErrorHandlerMockBNBNativeLibrary):
+        raise InputError(
+            "lora=qlora needs kernels that bitsandbytes does not have for this machine (python -m bitsandbytes says "
+            "why): use lora=lora"
+        )

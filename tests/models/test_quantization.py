@@ -1,0 +1,178 @@
+"""The 4-bit base of QLoRA: its arithmetic, that it is bitsandbytes', and that nothing but adapters is trained."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import transformers
+from support.models import FAMILIES, batch_of, build
+from support.runs import GOLDEN
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+from dpo.errors import InputError
+from dpo.models.quantization import BLOCK, Linear4bit, quantize, quantized_bytes
+from dpo.models.weights import model_digest
+
+pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
+
+
+def layer_of(n_in: int, n_out: int, *, bias: bool = True) -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(n_in, n_out, bias=bias)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (176, 64), (32, 44), (16, 20)])  # rows that end inside a block, too
+def test_each_weight_is_the_nearest_of_16_levels_times_the_scale_of_its_block(shape: tuple[int, int]) -> None:
+    from bitsandbytes.functional import get_4bit_type
+
+    layer = layer_of(*shape)
+    blocks = layer.weight.detach().view(-1, BLOCK)
+    levels = get_4bit_type("nf4", device="cpu")
+    largest = blocks.abs().amax(dim=1, keepdim=True)
+    expected = levels[(blocks / largest).unsqueeze(-1).sub(levels).abs().argmin(-1)] * largest
+    error = (Linear4bit(layer).dequantized(torch.float32).view(-1, BLOCK) - expected).abs() / largest
+    assert error.max() < 0.02  # what the scales' own quantization changes
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_multiplies_with_its_dequantized_weight_forward_and_backward(bias: bool) -> None:
+    layer = layer_of(176, 64, bias=bias)
+    quantized = Linear4bit(layer)
+    inputs = [torch.randn(3, 5, 176, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
+    weight = quantized.dequantized(torch.float32)
+    outputs = [quantized(inputs[0]), linear(inputs[1], weight, layer.bias)]
+    for output in outputs:
+        output.square().sum().backward()
+    assert torch.equal(*outputs)
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(quantized(inputs[0]), linear(inputs[0], weight, layer.bias))
+
+
+def test_the_base_is_the_same_for_any_number_of_threads() -> None:
+    torch.manual_seed(0)
+    layer, n_threads = torch.nn.Linear(4096, 1024, bias=False), torch.get_num_threads()
+    try:
+        bases = []
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            bases.append(Linear4bit(layer).state_dict())
+    finally:
+        torch.set_num_threads(n_threads)
+    assert all(torch.equal(tensor, bases[1][name]) for name, tensor in bases[0].items())
+
+
+def test_no_graph_keeps_a_dequantized_weight() -> None:
+    saved: list[torch.Tensor] = []
+    layer, inputs = Linear4bit(layer_of(64, 64)), torch.zeros(3, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        layer(layer(inputs))
+    assert all(tensor.numel() < 64 * 64 for tensor in saved)
+
+
+def test_a_conv1d_is_quantized_as_the_linear_layer_that_it_is() -> None:
+    conv = Conv1D(64, 32)
+    straight = torch.nn.Linear(32, 64)
+    straight.weight.data, straight.bias.data = conv.weight.detach().T, conv.bias.detach()
+    inputs = torch.randn(2, 32)
+    assert torch.equal(Linear4bit(conv)(inputs), Linear4bit(straight)(inputs))
+
+
+def test_the_same_layers_have_the_bytes_that_transformers_would_load() -> None:
+    pytest.importorskip("accelerate", reason="transformers quantizes with it")
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = load(GOLDEN / "tiny-llama", dtype=torch.float32, quantization_config=settings)
+    ours = quantize(load(GOLDEN / "tiny-llama", dtype=torch.float32))
+    layers = {name: layer for name, layer in ours.named_modules() if isinstance(layer, Linear4bit)}
+    quantized = {name: m for name, m in theirs.named_modules() if type(m).__name__ == "Linear4bit"}
+    assert len(layers) == 7 * 3
+    assert layers.keys() == quantized.keys()
+    for name, layer in layers.items():
+        weight = quantized[name].weight
+        assert torch.equal(layer.weight, weight.data)
+        torch.testing.assert_close(layer.offset, weight.quant_state.offset)
+        apart = layer.scales.to(int) - weight.quant_state.absmax.to(int)  # theirs may be rounded the other way
+        assert apart.abs().max() <= 1
+        assert apart.count_nonzero() < 0.02 * apart.numel()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-neox", "gpt2, tied", "phi3, fused projections"])
+def test_a_model_evaluates_as_it_trains_and_as_one_that_has_its_weights(family: str) -> None:
+    model, same = quantize(build(family)), build(family)
+    ids = batch_of(4)["chosen_input_ids"]
+    before = same(ids).logits
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear4bit):
+            weight, other = layer.dequantized(torch.float32), same.get_submodule(name)
+            other.weight.data = weight.T if isinstance(other, Conv1D) else weight
+    trained = model(ids).logits
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, trained)
+    torch.testing.assert_close(trained, same(ids).logits)
+    assert not torch.allclose(trained, before, atol=1e-3)
+    assert model.generate(ids, max_new_tokens=2, pad_token_id=0).shape == (4, 14)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_weights_gets_layers_of_the_same_form(family: str) -> None:
+    def form(model: torch.nn.Module) -> dict[str, tuple]:
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
+
+    model = quantize(build(family))
+    assert form(quantize(build(family, on_meta=True))) == form(model)
+    n_weights = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear4bit))
+    assert quantized_bytes(model) >= n_weights * (0.5 + 1 / BLOCK)
+
+
+def test_fake_weights_run_forward_and_backward() -> None:  # as memory is predicted
+    with FakeTensorMode():
+        layer, inputs = Linear4bit(torch.nn.Linear(64, 32)), torch.empty(3, 64, requires_grad=True)
+        layer(inputs).sum().backward()
+    assert inputs.grad.shape == (3, 64)
+    Linear4bit(layer_of(64, 32)).dequantized(torch.float32)  # nothing fake is left behind
+
+
+def test_the_digest_tells_bases_apart() -> None:
+    digests = [model_digest(model, "float32") for model in (quantize(build("llama")), quantize(build("llama")))]
+    assert digests[0] == digests[1]
+    other = quantize(build("llama"))
+    other.model.layers[0].mlp.up_proj.weight[0] ^= 1
+    assert model_digest(other, "float32") != digests[0]
+    assert model_digest(build("llama"), "float32") != digests[0]
+
+
+def test_a_compiled_layer_computes_the_same() -> None:
+    layer, inputs = Linear4bit(layer_of(64, 32)), torch.randn(3, 64, requires_grad=True)
+    torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(inputs), layer(inputs))
+
+
+def test_without_bitsandbytes_or_its_kernels_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitsandbytes import cextension
+
+    monkeypatch.setattr(cextension, "lib", cextension.ErrorHandlerMockBNBNativeLibrary("none"))
+    with pytest.raises(InputError, match="needs kernels that bitsandbytes does not have for this machine"):
+        quantize(build("llama"))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.cextension", None)
+    with pytest.raises(InputError, match="pip install bitsandbytes"):
+        quantize(build("llama"))
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    model = build("llama")
+    model.model.layers = torch.nn.ModuleList()
+    with pytest.raises(InputError, match="LlamaForCausalLM has no linear layers that could be 4-bit"):
+        quantize(model)
+
+
+def test_a_model_that_is_quantized_already_is_refused() -> None:
+    model = build("llama")
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(InputError, match="is quantized already: give the model that it was made from"):
+        quantize(model)

@@ -1,0 +1,160 @@
+"""Runs with adapters over a 4-bit base: the numbers of one process on two and in both layouts, and what continues."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import hydra
+import peft
+import pytest
+import torch
+from support.models import batch_of
+from support.runs import GOLDEN, ROOT, metrics_of, train
+
+from benchmarks.soak import WALL_CLOCK, find_differences
+from dpo.checkpoint.files import read_state
+from dpo.models.loading import load_policy, model_loaders
+from dpo.models.pretrained import load_model
+from dpo.models.quantization import Linear4bit, quantize
+from dpo.reporting.files import FileLogger
+from dpo.settings.plan import resolve
+from dpo.settings.validation import find_config_problems
+from dpo.system.signals import Stopped
+
+pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
+
+# SGD: others divide a gradient by its size, and so make much of the rounding of one that is nearly 0
+QLORA = (
+    "lora=qlora", "lora.r=4", "lora.alpha=8", "optimizer=SGD", "lr=0.3", "warmup_steps=0", "n_examples=16",
+    "export=false",
+)  # fmt: skip
+
+
+@pytest.fixture
+def config_of(command):
+    """The composed config of a small run."""
+
+    def compose(*overrides: str) -> Any:
+        arguments = [f"++{o}" if o.startswith("dataset_sources.") else o for o in command("test", *overrides)]
+        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+            return hydra.compose("config", arguments)
+
+    return compose
+
+
+def assert_alike(first: Path, second: Path) -> None:
+    """Metrics of every update and evaluation, and the trained adapter, are those of another run."""
+    for split in ("train", "eval"):
+        for ours, theirs in zip(metrics_of(first, split), metrics_of(second, split), strict=True):
+            for name in ours.keys() - {"split", *WALL_CLOCK}:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (split, name)
+    ours, theirs = (read_state(run_dir / "LATEST" / "policy.pt") for run_dir in (first, second))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
+
+
+def assert_begins_at_the_reference(run_dir: Path) -> None:
+    first, last = metrics_of(run_dir, "train")[0], metrics_of(run_dir, "train")[-1]
+    assert first["loss/train"] == pytest.approx(math.log(2), rel=1e-6)
+    assert first["rewards_train/chosen"] == first["rewards_train/rejected"] == first["rewards_train/accuracies"] == 0
+    assert last["loss/train"] != pytest.approx(math.log(2), abs=1e-4)
+
+
+WAYS = {
+    "padded": ("layout=padded",),
+    "accumulation": ("gradient_accumulation_steps=2",),
+    "activation checkpointing": ("activation_checkpointing=true",),
+    "references cached": ("cache_reference_logps=all",),
+    "two models": ("lora.reference=model", "model.reference_dtype=null"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_to_compute_gives_the_same_run(way, run, tmp_path):
+    run("plain", *QLORA)
+    run(way, *QLORA, *WAYS[way])
+    assert_begins_at_the_reference(tmp_path / "plain")
+    assert_alike(tmp_path / "plain", tmp_path / way)
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", pytest.param("padded", marks=pytest.mark.slow)])
+def test_two_processes_compute_as_one(layout, run, command, tmp_path):
+    settings = (*QLORA, f"layout={layout}", "sample_during_eval=true", "n_eval_model_samples=4")
+    run("one", *settings)
+    result = train(*command("two", *settings, "trainer=FSDPTrainer", "world_size=2"))
+    assert result.returncode == 0, result.stderr
+    assert_begins_at_the_reference(tmp_path / "two")
+    assert_alike(tmp_path / "one", tmp_path / "two")
+    assert all(len((tmp_path / name / "samples.jsonl").read_text().splitlines()) == 12 for name in ("one", "two"))
+
+
+def test_dpo_begins_at_the_adapter_of_sft(run, tmp_path):
+    run("sft", *QLORA, "loss=sft")
+    for reference in ("adapter", "model"):
+        start = (f"model.archive={tmp_path}/sft/LATEST", f"lora.reference={reference}")
+        run(reference, *QLORA, *start, *["model.reference_dtype=null"] * (reference == "model"))
+    assert_begins_at_the_reference(tmp_path / "adapter")
+    assert_alike(tmp_path / "adapter", tmp_path / "model")
+
+
+def test_stopped_and_continued_is_never_stopped_bit_for_bit(run, monkeypatch, tmp_path, capsys):
+    log = FileLogger.on_update
+
+    def log_and_stop(self, update):
+        log(self, update)
+        if update.number == 3:
+            monkeypatch.setattr(FileLogger, "on_update", log)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = (*QLORA, "n_examples=24", "optimizer=AdamW", "lr=1e-3")
+    run("whole", *settings)
+    monkeypatch.setattr(FileLogger, "on_update", log_and_stop)
+    with pytest.raises(Stopped):
+        run("stopped", *settings)
+    run("stopped", *settings, "resume=auto")
+    assert f"continuing from {tmp_path}/stopped/step-12" in capsys.readouterr().out
+    assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
+
+
+def test_a_checkpoint_is_an_adapter_that_peft_loads(run, config_of, tmp_path):
+    run("trained", *QLORA)
+    directory = tmp_path / "trained" / "LATEST"
+    assert all(".lora_" in name for name in read_state(directory / "policy.pt"))
+    config = config_of(*QLORA)
+    plan = resolve(config)
+    ours, _ = load_policy(model_loaders(config, plan)[0], config, plan, rank=0, resume_from=directory)
+    assert sum(isinstance(module, Linear4bit) for module in ours.modules()) == 7 * 3
+    base = quantize(load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="sdpa"))
+    ids = batch_of(4)["chosen_input_ids"]
+    before = base(ids).logits
+    theirs = peft.PeftModel.from_pretrained(base, str(directory))
+    assert torch.equal(theirs(ids).logits, ours(ids).logits)
+    assert not torch.allclose(before, ours(ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "expected"),
+    [
+        (["trainer=TensorParallelTrainer", "world_size=2"], 0, "which cannot cut packed weights: choose trainer=FSDP"),
+        ([], 2, "takes one GPU, and this machine has 2: choose trainer=FSDPTrainer"),
+        (["trainer=FSDPTrainer"], 2, None),
+        ([], 1, None),
+    ],
+)
+def test_what_a_4_bit_base_does_not_go_with_is_refused(overrides, gpus, expected, config_of, monkeypatch):
+    monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: gpus)
+    problems = find_config_problems(config_of(*QLORA, *overrides))
+    assert len(problems) == (expected is not None)
+    assert (expected or "") in "".join(problems)
+
+
+def test_bitsandbytes_is_optional(config_of, monkeypatch):
+    monkeypatch.setattr("dpo.settings.validation.find_spec", lambda name: None)
+    [problem] = find_config_problems(config_of(*QLORA))
+    assert problem.endswith("needs the package bitsandbytes: pip install bitsandbytes, or choose lora=lora")
+    assert find_config_problems(config_of("lora=lora")) == []
