@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -56,6 +57,15 @@ class StoredAdapter(NamedTuple):
     weights: dict[str, torch.Tensor]  # by the name in the model, without that of the adapter
 
 
+def _import_peft() -> Any:
+    """PEFT, which takes a second to import, and most runs have no adapter."""
+    # PEFT imports bitsandbytes if it is there, which then asks for a package of kernels that nothing here uses
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    import peft
+
+    return peft
+
+
 def find_adapter(path: str | Path | None) -> Path | None:
     """The directory in PEFT's format that a path names: itself, its LATEST, or the parent of its `policy.pt`."""
     if path is None:
@@ -67,7 +77,7 @@ def find_adapter(path: str | Path | None) -> Path | None:
 
 def read_adapter(directory: Path) -> StoredAdapter:
     """An adapter in PEFT's format. Raises InputError if it is damaged, or of a kind that is not trained here."""
-    import peft  # which takes seconds, and most runs have no adapter
+    peft = _import_peft()
 
     try:
         check_readable(directory / CONFIG)
@@ -116,7 +126,7 @@ def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: 
     As PEFT draws it from the seed, it changes nothing: B is 0. On the meta device it takes no memory. Its
     dropout is off until `AdapterDropout` has it on. Raises InputError if the config names no layer of the model.
     """
-    import peft
+    peft = _import_peft()
 
     config = copy.deepcopy(config)
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
@@ -165,7 +175,7 @@ class Factor(torch.nn.Linear):
 
 def config_of(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:
     """PEFT's config of a new adapter; `target_modules` `auto`: every linear layer but the head."""
-    import peft
+    peft = _import_peft()
 
     targets = "all-linear" if target_modules == "auto" else list(target_modules)
     return peft.LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]

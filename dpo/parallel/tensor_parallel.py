@@ -98,9 +98,8 @@ STYLES = {
     "gptj_attention": Style(None, divided="num_attention_heads"),
 }
 
-BESIDE: dict[
-    str | None, tuple[Style, Style]
-] = {  # what is cut of a matrix: the styles of A and B of an adapter beside it
+# what is cut of a matrix: the styles of A and B of an adapter beside it
+BESIDE: dict[str | None, tuple[Style, Style]] = {
     "out": (STYLES["replicated_with_grad_allreduce"], Style("out")),
     "in": (Style("in"), STYLES["replicated_with_grad_allreduce"]),
 }
@@ -195,7 +194,7 @@ def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> Non
             )
 
 
-def cut_modules(modules: Mapping[str, torch.nn.Module], plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
+def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
     """Give each process of `mesh` its slice of the modules' own parameters, and make forward compute with the slices.
 
     `modules` maps full names to modules with whole parameters; tied ones must be in the same call to stay tied.

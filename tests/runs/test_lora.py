@@ -1,5 +1,5 @@
 """Runs with LoRA adapters: what the three references give, what a checkpoint holds, what continues, and how many
-processes train. (Gradients of every family, on every mesh, are in tests/parallel/test_adapters.py.)"""
+processes train. (Gradients of every family, on every mesh, are in tests/parallel/test_cut_adapters.py.)"""
 
 from __future__ import annotations
 

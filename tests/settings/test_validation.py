@@ -37,6 +37,7 @@ ONE = Plan(
     autocast=None,
     loss=LOSSES["dpo"],
     reference="model",
+    quantized=False,
     launched=False,
     gpus=0,
 )
