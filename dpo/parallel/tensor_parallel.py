@@ -214,8 +214,8 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
             module.register_parameter(key, slices[parameter])
         if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
             _compute_with_slices(module, style, mesh, width)
-        if style.cut == "in" and hasattr(module, "first_feature"):  # the dropout of what A is given
-            module.first_feature = mesh.get_local_rank() * -(-module.n_features // mesh.size())  # as torch.chunk splits
+        if style.cut == "in" and (n := getattr(module, "n_features", 0)):  # the dropout of what A is given
+            module.first_feature = mesh.get_local_rank() * -(-n // mesh.size())  # as torch.chunk splits
         if style.divided is not None:
             setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
 

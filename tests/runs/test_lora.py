@@ -300,7 +300,7 @@ def test_a_family_trains_an_adapter_alike_in_both_layouts(family, run, tokenizer
     for layout in LAYOUTS:
         named = (f"model.name_or_path={tmp_path / 'model'}", "model=blank_model", f"layout={layout}")
         run(layout, *with_reference("base"), *named)
-    assert_alike(*(tmp_path / layout for layout in LAYOUTS), 1e-4)
+    assert_alike(*(tmp_path / layout for layout in LAYOUTS), tolerance=1e-4)
     latest, ids = tmp_path / "padded" / "LATEST", torch.arange(3, 43).reshape(2, 20)
     with torch.no_grad():
         whole = loaded(latest, base=tmp_path / "model")
