@@ -186,7 +186,7 @@ def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu:
         policy=(base * policy_dtype + adapter * ADAPTER) // shards + buffers,
         gradients=trained,
         optimizer=int(trained * states),
-        reference=reference.get(plan.reference, 0),
+        reference=reference.get(plan.reference or "", 0),
         gathered=(root + 2 * max(blocks)) * compute.itemsize // dims.tensor_size,  # the block that runs, and the next
         reduced=reduced * REDUCED // dims.tensor_size,
         update=int(trained * temporary) if at_once else 0,
@@ -302,7 +302,7 @@ def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
 
 def _changed(config: DictConfig, key: str, value: Any) -> DictConfig:
     """A copy of a config, as if the command line had this override too."""
-    other = OmegaConf.merge(config, {})
+    other: Any = OmegaConf.merge(config, {})
     if key == "lora":
         other.lora = defaults_of(lora=value)["lora"] | {k: v for k, v in config.lora.items() if k != "name"}
     else:
