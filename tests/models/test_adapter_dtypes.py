@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -15,9 +17,9 @@ def test_an_adapter_is_kept_in_float32_and_multiplied_in_the_dtype_of_its_input(
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    model = transformers.LlamaForCausalLM(config).to(base)
+    model: Any = transformers.LlamaForCausalLM(config).to(base)
     add_adapter(model, config_of(4, 8, ["q_proj"]))
-    layer = model.model.layers[0].self_attn.q_proj
+    layer: Any = model.model.layers[0].self_attn.q_proj
     down, up = layer.lora_A["policy"], layer.lora_B["policy"]
     torch.nn.init.normal_(up.weight)
     inputs, kept = torch.randn(3, 16).to(base), []

@@ -243,7 +243,7 @@ def test_adapters_are_offered_where_they_help_as_the_command_line_takes_them(
     (tmp_path / "adapter_config.json").write_text("{}")
     settings = [override.format(adapter=tmp_path) for override in overrides]
     config = compose("optimizer=AdamW", "max_length=16", "max_prompt_length=8", "batch_size=1", *settings)
-    before = dict(OmegaConf.to_container(config.lora))
+    before = OmegaConf.to_container(config.lora)
     found = suggest(config, resolve(config), load_data(config, silent=True))
 
     assert offered in [text.split(" (")[0] for text in found]
