@@ -65,6 +65,8 @@ def find_structure(config: DictConfig, dtype: str) -> Any:
 def find_policy_structure(config: DictConfig, plan: Plan, dtype: str) -> Any:
     """The policy without its weights, with its adapters, which are float32."""
     policy = find_structure(config, dtype)
+    if plan.quantized:
+        quantize(policy)
     if config.lora.name in ADAPTED:
         _add_adapters(policy, config, [POLICY, REFERENCE] if plan.reference == "adapter" else [POLICY])
     return policy

@@ -272,6 +272,7 @@ HELP = (  # keys, and the value to try; None: nothing
     ("cache_reference_logps", lambda c: "all"),
     ("max_length", lambda c: c.max_length // 2),
     ("lora", lambda c: None if c.lora.name in ADAPTED else "lora"),
+    ("lora", lambda c: None if c.lora.name == "qlora" else "qlora"),
     ("lora.reference", lambda c: _without_second_model(c)),
 )
 
