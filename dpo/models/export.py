@@ -30,7 +30,7 @@ from dpo.errors import InputError, RunError
 from dpo.models.adapters import CONFIG, WEIGHTS, read_adapter
 from dpo.models.card import write_card
 from dpo.models.loading import place_of, source_of
-from dpo.models.merging import Addition, base_reader, dtype_of_base, find_additions
+from dpo.models.merging import Addition, base_reader, find_additions, rounding_of_base
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_structure
 from dpo.models.weights import read_archive
@@ -161,7 +161,7 @@ def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: 
         read, written = partial(read_archive, str(origin.weights), structure, key=""), partial(_cast, dtype)
     else:
         read = base_reader(origin, structure)
-        written = partial(_merged, origin, find_additions(adapter, structure), dtype)
+        written = partial(_merged, rounding_of_base(origin, structure), find_additions(adapter, structure), dtype)
     dtype = _write_weights(folder, read, written, structure, shard_bytes)
     _write_configs(folder, source, structure, dtype)
     _write_tokenizer(folder, origin)
@@ -175,13 +175,17 @@ def _cast(dtype: torch.dtype | None, name: str, tensor: torch.Tensor) -> torch.T
 
 
 def _merged(
-    origin: Origin, additions: Mapping[str, Addition], dtype: torch.dtype | None, name: str, tensor: torch.Tensor
+    rounded: Callable[[str, torch.Tensor], torch.Tensor],
+    additions: Mapping[str, Addition],
+    dtype: torch.dtype | None,
+    name: str,
+    tensor: torch.Tensor,
 ) -> torch.Tensor:
     """A weight of the base as its run had it, and what the adapter adds."""
     if not tensor.is_floating_point():
         return tensor
-    of_base = dtype_of_base(origin, tensor.dtype)
-    tensor = tensor.to(of_base)
+    tensor = rounded(name, tensor)
+    of_base = tensor.dtype
     if name in additions and not tensor.is_meta:
         tensor = additions[name].to(tensor)
     return tensor.to(dtype or of_base)

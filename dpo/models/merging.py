@@ -15,7 +15,9 @@ from dpo.models.adapters import OF_LAYER, StoredAdapter
 from dpo.models.loading import source_of
 from dpo.models.origin import Origin
 from dpo.models.pretrained import DTYPES, load_config, load_model
+from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.weights import read_archive
+from dpo.settings.plan import resolve
 
 
 class Addition(NamedTuple):
@@ -64,7 +66,7 @@ def find_additions(stored: StoredAdapter, structure: torch.nn.Module) -> dict[st
 
 
 def base_reader(origin: Origin, structure: torch.nn.Module) -> Callable[[], Mapping[str, torch.Tensor]]:
-    """A function that gives the weights of the base under an adapter; `dtype_of_base` is what its run rounded them to.
+    """A function that gives the weights of the base under an adapter; `rounding_of_base` is what its run made of them.
 
     They are mapped: from a `policy.pt`, or by transformers, which maps what is stored in the dtype that it loads.
     """
@@ -77,6 +79,16 @@ def base_reader(origin: Origin, structure: torch.nn.Module) -> Callable[[], Mapp
     return lambda: load().state_dict()
 
 
-def dtype_of_base(origin: Origin, stored: torch.dtype) -> torch.dtype:
-    """The dtype in which a run had the weights of its base; without a run, that in which they are stored."""
-    return stored if origin.run_dir is None else DTYPES[origin.config.model.policy_dtype]
+def rounding_of_base(origin: Origin, structure: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """A function that gives a weight, by its name, as the run had it in its base; without a run, as it is stored."""
+    if origin.run_dir is None:
+        return lambda name, weight: weight
+    dtype = DTYPES[origin.config.model.policy_dtype]
+    names = layers_to_quantize(structure) if resolve(origin.config).quantized else []
+    in_4_bits = {f"{name}.weight": structure.get_submodule(name) for name in names}
+
+    def rounded(name: str, weight: torch.Tensor) -> torch.Tensor:
+        weight = weight.to(dtype)
+        return weight if weight.is_meta or name not in in_4_bits else round_to_4bit(weight, in_4_bits[name])
+
+    return rounded

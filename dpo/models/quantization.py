@@ -23,7 +23,7 @@ SCALES = 256  # scales that share a scale of their own
 
 
 class Linear4bit(torch.nn.Linear):
-    """A frozen linear layer in place of a Linear, or of GPT-2's Conv1D. The bias stays a parameter."""
+    """A frozen linear layer. The bias stays a parameter."""
 
     weight: torch.Tensor  # two weights a byte, (weights / 2, 1)
     scales: torch.Tensor  # of blocks, a byte each
@@ -31,12 +31,10 @@ class Linear4bit(torch.nn.Linear):
     offset: torch.Tensor  # the mean of the scales, which is taken off before they are quantized
     code: torch.Tensor  # what the bytes of `scales` stand for
 
-    def __init__(self, layer: Any, device: torch.device | str | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.nn.Parameter | None = None) -> None:
         super(torch.nn.Linear, self).__init__()
-        weight = layer.weight.detach().T if isinstance(layer, Conv1D) else layer.weight.detach()
-        weight = weight.to(device) if device is not None and not weight.is_meta else weight
         self.out_features, self.in_features = weight.shape
-        self.bias = layer.bias
+        self.bias = bias
         for name, tensor in _quantize(weight).items():
             self.register_buffer(name, tensor)
 
@@ -95,22 +93,32 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
     """Replace a model's linear layers but its head by 4-bit ones, one by one, on `device` if given.
 
-    A model without weights gets layers without. Raises InputError if there is nothing to quantize, or nothing to do it.
+    A model without weights gets layers without. Raises InputError as `layers_to_quantize` does.
     """
-    for name in _linear_layers(model):
-        model.set_submodule(name, Linear4bit(model.get_submodule(name), device))
+    for name in layers_to_quantize(model):
+        layer = model.get_submodule(name)
+        weight = _straight(layer.weight.detach(), layer)
+        weight = weight.to(device) if device is not None and not weight.is_meta else weight
+        model.set_submodule(name, Linear4bit(weight, layer.bias))
     release_freed_memory()
     return model
 
 
-def quantized_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's 4-bit layers, which every process holds."""
-    layers = (layer for layer in model.modules() if isinstance(layer, Linear4bit))
-    return sum(buffer.nbytes for layer in layers for buffer in layer.buffers())
+def round_to_4bit(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
+    """What 4 bits keep of the weight of a layer like this one, in its dtype."""
+    return _straight(Linear4bit(_straight(weight, layer)).dequantized(weight.dtype), layer)
 
 
-def _linear_layers(model: Any) -> list[str]:
-    """The names, so that nobody holds a layer that has been replaced. The weight is made of whole blocks."""
+def _straight(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
+    """(out_features, in_features), which GPT-2's Conv1D has the other way round; and back."""
+    return weight.T if isinstance(layer, Conv1D) else weight
+
+
+def layers_to_quantize(model: Any) -> list[str]:
+    """The names of a model's linear layers but its head, with weights that are whole blocks.
+
+    Raises InputError if there are none, or bitsandbytes has no kernels for this machine.
+    """
     _check_bitsandbytes()
     if getattr(model.config, "quantization_config", None) is not None:
         raise InputError(f"{model.name_or_path} is quantized already: give the model that it was made from")

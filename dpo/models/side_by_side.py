@@ -25,6 +25,7 @@ from dpo.models.card import find_prompt_format
 from dpo.models.loading import Weights, place_of, source_of
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, count_positions, load_config, load_model
+from dpo.models.quantization import quantize
 from dpo.models.weights import find_archive, model_digest
 from dpo.parallel.device_map import choose_device_map
 from dpo.settings.plan import resolve
@@ -222,7 +223,8 @@ def _find_reference(origins: Sequence[Origin], choices: Choices) -> tuple[Origin
 def _identity(origin: Origin, dtype: str | None) -> Hashable:
     model = origin.config.model
     drawn = origin.config.seed if model.random_init else None
-    return place_of(model.name_or_path), origin.weights, origin.adapter, drawn, dtype
+    quantized = resolve(origin.config).quantized
+    return place_of(model.name_or_path), origin.weights, origin.adapter, drawn, quantized, dtype
 
 
 def _reference_of(origin: Origin) -> tuple[Origin, str]:
@@ -297,6 +299,8 @@ def _load_base(origin: Origin, dtype: str | None) -> Any:
         seed=origin.config.seed,
         device_map=choose_device_map(count_gpus()),
     )
+    if resolve(origin.config).quantized:
+        quantize(loaded)
     # of which only EOS applies: penalties would make answers draws from another distribution than the rewards are of
     loaded.generation_config = transformers.GenerationConfig(eos_token_id=loaded.generation_config.eos_token_id)
     return loaded.eval()
