@@ -183,7 +183,7 @@ class Trainer:
         """One update on a global batch, the same on every process."""
         start, objective = time.perf_counter(), self.objective
         self.policy.train()
-        prepared = objective.prepare(batch, self.config.loss, update=self.state.batch_counter)
+        prepared = objective.prepare(batch, update=self.state.batch_counter)
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
             accumulate(self.policy, last=i == len(batch.microbatches))
@@ -201,7 +201,7 @@ class Trainer:
         if self.callbacks.allow(update):
             self.optimizer.step()
             self.scheduler.step()
-            objective.applied(update.metrics, self.config.loss)
+            objective.applied(update.metrics)
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - start
         speed = {"examples_per_second": len(batch.examples) / seconds, "tokens_per_second": batch.n_tokens / seconds}
@@ -211,7 +211,7 @@ class Trainer:
         """Add a microbatch's gradient. Returns its indices and metrics; its inputs, mask and graph can go."""
         microbatch = microbatch.to(self.objective.device)
         with self.objective.dropout.on(microbatch.inputs, update=self.state.batch_counter):
-            losses, metrics = self.objective.losses(microbatch, *prepared, split="train", loss_config=self.config.loss)
+            losses, metrics = self.objective.losses(microbatch, *prepared, split="train")
             # the mean over the global batch, of which FSDP will take the mean over processes
             (losses.sum() * self.mesh.data_size / self.config.batch_size).backward()
         return microbatch.indices, metrics

@@ -62,10 +62,10 @@ class Evaluator:
         objective, n_examples, metrics = self.objective, 0, []
         objective.policy.eval()
         to_cache = any(objective.cached_reference(batch) is None for batch in self.batches)
-        losses_of = partial(objective.losses, split="eval", loss_config=self.config.loss)
+        losses_of = partial(objective.losses, split="eval")
         for batch in self.progress.over(self.batches, total=len(self.batches), what="evaluate"):
             self.stop.raise_if_any()
-            cached, constants = objective.prepare(batch, self.config.loss)
+            cached, constants = objective.prepare(batch)
             for microbatch in (microbatch.to(objective.device) for microbatch in batch.microbatches):
                 of_examples = losses_of(microbatch, cached, constants)[1]
                 metrics.append((microbatch.indices + n_examples, of_examples))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dpo.losses import Scores, find_loss, needs_squares, needs_tails
 from dpo.models.adapter_dropout import AdapterDropout
@@ -57,10 +57,9 @@ class RunningAverage:
 class Objective:
     """The loss of a policy, whose gradient an update follows.
 
-    `autocast` is the dtype in which float32 weights are multiplied, None for their own. While the
-    `models_are_equal`, accuracies are 0, because rewards differ by rounding alone. With `tails` and `squares` the
-    forward gives those of `Scores` too, of the reference only tails. `averages`: the loss has a running average.
-    `seed` is for the `dropout` of the policy's adapter, which is off unless it is for an update.
+    `loss_config` is `config.loss`: the name of the loss, and its options. `autocast` is the dtype in which float32
+    weights are multiplied, None for their own. While the `models_are_equal`, accuracies are 0, because rewards differ
+    by rounding alone. `seed` is for the `dropout` of the policy's adapter, which is off unless it is for an update.
     """
 
     def __init__(
@@ -69,18 +68,19 @@ class Objective:
         reference: Reference | None,
         layout: Layout,
         mesh: Mesh,
+        loss_config: Mapping[str, Any],
         *,
         autocast: torch.dtype | None = None,
         models_are_equal: bool = False,
-        tails: bool = False,
-        squares: bool = False,
-        averages: bool = False,
         seed: int = 0,
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh = policy, reference, layout, mesh
-        self.tails, self.squares, self.average = tails, squares, RunningAverage()
-        self.parts = {"average": self.average} if averages else {}  # of checkpoints
-        self.of_reference = REFERENCE if tails else REFERENCE[:2]
+        self.loss, self.loss_config = find_loss(loss_config), loss_config
+        # what of `Scores` the forward gives beside sums: of the reference only tails
+        self.tails, self.squares = needs_tails(loss_config), needs_squares(loss_config)
+        self.of_reference = REFERENCE if self.tails else REFERENCE[:2]
+        self.average = RunningAverage()
+        self.parts = {"average": self.average} if self.loss.averaged else {}  # of checkpoints
         self.autocast, self.models_are_equal = autocast, models_are_equal
         self.device = next(policy.parameters()).device
         self.dropout = AdapterDropout(policy, seed=seed)
@@ -108,13 +108,14 @@ class Objective:
         constants: torch.Tensor | None = None,
         *,
         split: str,
-        loss_config: Mapping[str, Any],
+        loss_config: Mapping[str, Any] | None = None,
     ) -> tuple[torch.Tensor, Metrics]:
         """Losses of the examples of a microbatch on the device, (B,), and their detached metrics.
 
-        `cached` and `constants` are what `prepare` gives for the whole global batch. Beside the metrics are the
-        reference's log-probabilities, under REFERENCE.
+        `cached` and `constants` are what `prepare` gives for the whole global batch; `loss_config` if it is not the
+        run's. Beside the metrics are the reference's log-probabilities, under REFERENCE.
         """
+        loss_config = loss_config or self.loss_config
         loss = find_loss(loss_config)
         scores, reference = self._score(microbatch, cached, with_reference=loss.reference)
         if constants is not None:
@@ -144,14 +145,14 @@ class Objective:
 
     @torch.no_grad()
     def prepare(
-        self, batch: GlobalBatch, loss_config: Mapping[str, Any], *, update: int | None = None
+        self, batch: GlobalBatch, *, update: int | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What the reference gives for a global batch, if cached; and what its examples take from all of it, (B, k).
 
         The second costs a forward of the policy on every microbatch; None where the loss needs none of it, or where the
         batch is one microbatch, which needs no other. It has the dropout of an `update`, if it is for one.
         """
-        loss, cached = find_loss(loss_config), self.cached_reference(batch)
+        loss, cached = self.loss, self.cached_reference(batch)
         if loss.of_batch is None or (len(batch.microbatches) == 1 and self.mesh.data_size == 1):
             return cached, None
         table = []
@@ -162,15 +163,15 @@ class Objective:
             table.append((microbatch.indices, named | {name: values.double() for name, values in reference.items()}))
         whole = self.reduce(table, len(batch.examples), batch.keys if cached is None else []).examples
         scores = Scores(**{name: values for name, values in whole.items() if name not in REFERENCE})
-        constants = loss.constants(scores._replace(average=self.average.value), loss_config)
+        constants = loss.constants(scores._replace(average=self.average.value), self.loss_config)
         return self.cached_reference(batch), constants.to(self.device, torch.float32)
 
-    def applied(self, metrics: Mapping[str, float], loss_config: Mapping[str, Any]) -> None:
+    def applied(self, metrics: Mapping[str, float]) -> None:
         """The optimizer has taken a step on a global batch with these metrics."""
         self.models_are_equal = False
-        if averaged := find_loss(loss_config).averaged:
-            of_update = averaged(metrics["rewards_train/chosen"], metrics["rewards_train/rejected"])
-            self.average.add(of_update, momentum=loss_config["momentum"])
+        if self.loss.averaged:
+            of_update = self.loss.averaged(metrics["rewards_train/chosen"], metrics["rewards_train/rejected"])
+            self.average.add(of_update, momentum=self.loss_config["momentum"])
 
     def cached_reference(self, batch: GlobalBatch) -> torch.Tensor | None:
         """What the reference gives for a global batch, on the device, (B, 2) or with tails (B, 4), if cached."""
@@ -264,10 +265,9 @@ def make_objective(
             break
     equal = reference is not None and _are_equal(policy, reference, mesh)
     assert layout is not None
-    asked = {"tails": needs_tails(config.loss), "squares": needs_squares(config.loss)}
-    asked["averages"] = plan.loss.averaged is not None
+    loss_config: Any = OmegaConf.to_container(config.loss, resolve=True)  # is read in every microbatch
     return Objective(
-        policy, reference, layout, mesh, autocast=autocast, models_are_equal=equal, seed=config.seed, **asked
+        policy, reference, layout, mesh, loss_config, autocast=autocast, models_are_equal=equal, seed=config.seed
     )
 
 

@@ -31,7 +31,7 @@ def self_test(objective: Objective, examples: Sequence[Example], config: DictCon
         partial(objective.forward, objective.policy, microbatch, with_squares=objective.squares),
         partial(objective.reference_forward, microbatch) if plan.loss.reference else None,
         lengths=microbatch.lengths,
-        loss_config=config.loss,
+        loss_config=objective.loss_config,
         same_dtype=plan.compute_dtype == plan.reference_dtype,
         repeats_to=DTYPES[plan.autocast or plan.compute_dtype] if mesh.tensor_size > 1 else None,
     )

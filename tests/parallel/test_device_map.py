@@ -65,10 +65,10 @@ def test_log_probabilities_losses_metrics_and_gradient_norm_are_on_the_first_dev
     [microbatch] = LAYOUTS[layout].split(examples_of(rows=4), 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         policy, reference = (spread(family, monkeypatch) for _ in range(2))
-        objective = Objective(policy, Reference(reference, None), LAYOUTS[layout], Mesh())
+        objective = Objective(policy, Reference(reference, None), LAYOUTS[layout], Mesh(), DPO)
         microbatch = microbatch.map(fake.from_tensor).to(FIRST)
 
-        losses, metrics = objective.losses(microbatch, None, split="train", loss_config=DPO)
+        losses, metrics = objective.losses(microbatch, None, split="train")
         losses.sum().backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
 
