@@ -60,10 +60,10 @@ class Plan:
     reference_dtype: str
     autocast: str | None
     loss: Loss
-    quantized: bool  # whether the base under an adapter is 4-bit
     reference: str | None  # what gives its log-probabilities: one of choices.REFERENCES; None: the loss needs none
     launched: bool  # whether torchrun or Slurm started the processes
     gpus: int  # of this machine
+    quantized: bool = False  # whether the base under an adapter is 4-bit
 
 
 def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
@@ -93,10 +93,10 @@ def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_siz
         reference_dtype=(values.get("model.reference_dtype") if reference == "model" else None) or compute_dtype,
         autocast=values.get("model.autocast"),
         loss=loss,
-        quantized=values.get("lora.name") in QUANTIZED,
         reference=reference,
         launched=rank_env is not None,
         gpus=gpus,
+        quantized=values.get("lora.name") in QUANTIZED,
     )
 
 
