@@ -39,6 +39,7 @@ SETTINGS = {
     "lora=none": ("lora=none",),
     "lora.reference=model": ("lora=lora", "lora.reference=model"),
     "lora.reference=base": ("lora=lora", "lora.reference=base"),
+    "lora=qlora": ("lora=qlora", "lora.reference=base"),
     "lora.reference=adapter": ("lora=lora", "lora.reference=adapter", "model.archive={adapter}"),
 }
 

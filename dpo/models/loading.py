@@ -63,7 +63,7 @@ def find_structure(config: DictConfig, dtype: str) -> Any:
 
 
 def find_policy_structure(config: DictConfig, plan: Plan, dtype: str) -> Any:
-    """The policy without its weights, with its adapters, which are float32."""
+    """The policy without its weights, quantized if it will be, with its adapters, which are float32."""
     policy = find_structure(config, dtype)
     if plan.quantized:
         quantize(policy)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dpo.data.preflight import TrainingData
-from dpo.errors import RunError
+from dpo.errors import InputError, RunError
 from dpo.losses import needs_squares, needs_tails
 from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter, trained_parameters
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
@@ -295,7 +295,10 @@ def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
         changed = resolve(other, trainer=plan.trainer, world_size=plan.dims.world_size)
         if find_config_problems(other, changed):
             continue
-        total = predict(other, changed, data).total
+        try:
+            total = predict(other, changed, data).total
+        except InputError:  # bitsandbytes has no kernels for this machine
+            continue
         if need.total - total > 0.03 * (need.total - need.process):
             found.append((total, f"{key}={str(value).lower() if value is True else value} ({total / 1e9:.2f} GB)"))
     return [text for _, text in sorted(found)[:3]]

@@ -234,11 +234,14 @@ def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
         (("loss=sft",), "lora=lora"),
         (("lora=lora", "lora.reference=model"), "lora.reference=base"),
         (("lora=lora", "lora.reference=model", "model.archive={adapter}"), "lora.reference=adapter"),
+        (("lora=lora",), "lora=qlora"),
     ],
 )
 def test_adapters_are_offered_where_they_help_as_the_command_line_takes_them(
     overrides, offered, compose, tmp_path, monkeypatch
 ):
+    if offered == "lora=qlora":
+        pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
     monkeypatch.setattr("dpo.training.memory.resident_memory", lambda: 0)  # peft is larger than this model
     (tmp_path / "adapter_config.json").write_text("{}")
     settings = [override.format(adapter=tmp_path) for override in overrides]
@@ -249,7 +252,8 @@ def test_adapters_are_offered_where_they_help_as_the_command_line_takes_them(
     assert offered in [text.split(" (")[0] for text in found]
     assert config.lora == before
     resolved = resolve(compose(*settings, offered))
-    assert resolved.reference == (None if "loss=sft" in settings else offered.partition("=")[2])
+    expected = offered.partition("=")[2] if offered.startswith("lora.reference") else "base"
+    assert resolved.reference == (None if "loss=sft" in settings else expected)
 
 
 def test_processes_share_a_frozen_base_and_reduce_the_adapters_gradients_alone(compose):
@@ -263,6 +267,20 @@ def test_processes_share_a_frozen_base_and_reduce_the_adapters_gradients_alone(c
     block = (PARAMETERS - embeddings_and_head + ADAPTER) // 3
     assert shared.gathered == 4 * (embeddings_and_head + 2 * block)
     assert shared.reduced == 4 * ADAPTER // 3  # of a block
+
+
+def test_every_process_holds_a_4_bit_base_and_shares_the_rest(compose):
+    pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
+    config = compose("lora=qlora", "lora.r=4", "trainer=FSDPTrainer", "eval_batch_size=8")
+    data = load_data(config, silent=True)
+    alone, shared = (predict(config, resolve(config, world_size=n), data) for n in (1, 2))
+
+    others = 2 * 1024 * 64 + (2 * 3 + 1) * 64  # embeddings, head and norms
+    floats = 4 * (others + ADAPTER)
+    packed = alone.policy - floats
+    assert 0.51 < packed / (PARAMETERS - others) < 0.7  # codes of 1 KB weigh in layers as small as these
+    assert shared.policy == pytest.approx(packed + floats / 2, rel=1e-3)
+    assert shared.gradients == pytest.approx(4 * ADAPTER / 2, rel=1e-3)
 
 
 def test_a_dry_run_says_what_would_run_without_weights_and_writes_nothing(command, tmp_path):
