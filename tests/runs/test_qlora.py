@@ -17,9 +17,12 @@ from support.runs import GOLDEN, ROOT, metrics_of, train
 
 from benchmarks.soak import WALL_CLOCK, find_differences
 from dpo.checkpoint.files import read_state
+from dpo.models.adapters import using
+from dpo.models.export import export
 from dpo.models.loading import load_policy, model_loaders
 from dpo.models.pretrained import load_model
 from dpo.models.quantization import Linear4bit, quantize
+from dpo.models.side_by_side import Choices, load_panel
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
 from dpo.settings.validation import find_config_problems
@@ -121,7 +124,7 @@ def test_stopped_and_continued_is_never_stopped_bit_for_bit(run, monkeypatch, tm
     assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
 
 
-def test_a_checkpoint_is_an_adapter_that_peft_loads(run, config_of, tmp_path):
+def test_a_checkpoint_is_an_adapter_that_peft_loads_and_is_merged_and_asked(run, config_of, tmp_path):
     run("trained", *QLORA)
     directory = tmp_path / "trained" / "LATEST"
     assert all(".lora_" in name for name in read_state(directory / "policy.pt"))
@@ -135,6 +138,18 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads(run, config_of, tmp_path):
     theirs = peft.PeftModel.from_pretrained(base, str(directory))
     assert torch.equal(theirs(ids).logits, ours(ids).logits)
     assert not torch.allclose(before, ours(ids).logits, atol=1e-4)
+
+    export(directory, tmp_path / "merged", merge=True)  # onto what 4 bits keep of the base
+    merged = load_model(str(tmp_path / "merged"), dtype=torch.float32, attn_implementation="sdpa")
+    torch.testing.assert_close(merged(ids).logits, ours(ids).logits, rtol=1e-4, atol=1e-5)
+
+    warnings: list[str] = []
+    panel = load_panel([directory], Choices(), log=warnings.append)
+    [policy], reference = panel.policies, panel.reference
+    assert reference.model is policy.model
+    assert warnings == []  # the base is the one that the run recorded
+    with using(policy.model, policy.adapter):
+        assert torch.equal(policy.model(ids).logits, ours(ids).logits)
 
 
 @pytest.mark.parametrize(
