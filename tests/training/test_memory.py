@@ -115,7 +115,7 @@ def test_a_reference_that_scores_all_pairs_first_counts_while_it_does(compose):
     for caching in ("as_needed", "all"):
         config = compose(f"cache_reference_logps={caching}", *small)
         needs[caching] = predict(config, resolve(config), load_data(config, silent=True))
-    assert needs["all"].reference == 4 * PARAMETERS  # more than gradients and optimizer, which come after it
+    assert needs["all"].reference == pytest.approx(4 * PARAMETERS, rel=1e-3)  # more than gradients and optimizer, which come after it
     assert needs["all"].gradients == 0
     assert needs["all"].total < needs["as_needed"].total
 
