@@ -115,7 +115,9 @@ def test_a_reference_that_scores_all_pairs_first_counts_while_it_does(compose):
     for caching in ("as_needed", "all"):
         config = compose(f"cache_reference_logps={caching}", *small)
         needs[caching] = predict(config, resolve(config), load_data(config, silent=True))
-    assert needs["all"].reference == pytest.approx(4 * PARAMETERS, rel=1e-3)  # more than gradients and optimizer, which come after it
+    assert needs["all"].reference == pytest.approx(
+        4 * PARAMETERS, rel=1e-3
+    )  # more than gradients and optimizer, which come after it
     assert needs["all"].gradients == 0
     assert needs["all"].total < needs["as_needed"].total
 
@@ -215,13 +217,15 @@ def test_what_wpo_and_ld_alpha_hold_beside_is_counted(layout, compose):
 
 
 def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
-    config = compose("batch_size=16", "n_examples=16", "model.name_or_path=" + str(GOLDEN / "tiny-llama"))
+    config = compose(
+        "batch_size=16", "n_examples=16", "eval_every=16", "model.name_or_path=" + str(GOLDEN / "tiny-llama")
+    )
     found = suggest(config, resolve(config), load_data(config, silent=True))
 
     assert 1 <= len(found) <= 3
     sizes = [float(re.search(r"\(([\d.]+) GB\)", text)[1]) for text in found]
     assert sizes == sorted(sizes)
-    tried = compose("batch_size=16", "n_examples=16", "gradient_accumulation_steps=16")
+    tried = compose("batch_size=16", "n_examples=16", "eval_every=16", "gradient_accumulation_steps=16")
     assert all(
         "gradient_accumulation_steps" not in text
         for text in suggest(tried, resolve(tried), load_data(tried, silent=True))
