@@ -193,6 +193,16 @@ def test_dpop_penalises_a_chosen_response_that_became_less_likely():
     assert losses.item() == pytest.approx(minus_log_sigmoid(0.5 * (0.5 - 3 * 0.5)), rel=1e-12)
 
 
+def test_discopop_is_finite_far_from_a_margin_of_0():
+    chosen = torch.tensor([-1000.0, 1000.0], requires_grad=True)
+    none = torch.zeros(2)
+    scores = Scores(chosen, torch.ones(2), none, torch.ones(2), none, none)
+    losses = LOSSES["discopop"](scores, {"name": "discopop", "beta": 1.0, "tau": 0.05}).losses
+    losses.sum().backward()
+    assert losses.tolist() == [1000, 0]
+    assert chosen.grad.tolist() == [-1, 0]
+
+
 def test_the_shift_of_bco_and_the_usual_margin_of_beta_dpo_are_running_averages():
     scores = SCORES._replace(average=0.2)
     bco = LOSSES["bco"](scores, {"name": "bco", "beta": HALF, "momentum": 0.9}).losses
@@ -227,6 +237,19 @@ def test_a_mix_needs_what_its_parts_need():
     assert needs(dpo=1, sft=1) == (True, True, False)
     assert needs(simpo=1, sft=1) == (False, True, False)
     assert needs(simpo=1, apo_zero=0.5, exo=1, nca=0) == (True, False, True)
+
+
+@pytest.mark.parametrize("options", [{"f_divergence": "js"}, {"ld_alpha": 0.3}], ids=str)
+def test_what_changes_log_ratios_leaves_the_parts_of_a_mix_without_a_reference_as_they_are(options):
+    tails = {name: PAIR[0] * 0 - 1 for name in ("chosen_tail", "rejected_tail", "reference_chosen_tail")}
+    scores = SCORES._replace(**tails, reference_rejected_tail=PAIR[0] * 0 - 1)
+
+    def value(**weights: float) -> float:
+        config = {**MIX, "gamma": 0.3, **options, "weights": weights}
+        return find_loss(config)(scores, config).losses.item()
+
+    simpo = LOSSES["simpo"](SCORES, {"name": "simpo", "beta": HALF, "gamma": 0.3}).losses.item()
+    assert value(dpo=1, sft=0.1, simpo=2) - value(dpo=1) == pytest.approx(0.1 * 10 + 2 * simpo, rel=1e-12)
 
 
 # --- options of all losses of pairs ----------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ class Loss:
     def __call__(self, scores: Scores, loss_config: Mapping[str, Any]) -> Losses:
         """The losses under `config.loss`. Options of all losses are off where it lacks them."""
         own, common = split_options(loss_config)
+        if self.fn is _mix:
+            own["unchanged"] = scores
         losses, *rewards = self.fn(change_scores(scores, **common) if self.reference else scores, **own)
         return Losses(change_losses(losses, scores, **common) if self.pairwise else losses, *rewards)
 
@@ -73,13 +75,16 @@ def split_options(loss_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     return options, common
 
 
-def _mix(scores: Scores, *, weights: Mapping[str, float], **options: Any) -> Losses:
-    """A weighted sum of losses, each with those of the options that it has; rewards are the pairwise ones' mean."""
+def _mix(scores: Scores, *, unchanged: Scores, weights: Mapping[str, float], **options: Any) -> Losses:
+    """A weighted sum of losses, each with those of the options that it has; rewards are the pairwise ones' mean.
+
+    Losses without a reference get the `unchanged` scores: `ld_alpha` and `f_divergence` are for those with one.
+    """
     losses, total = scores.chosen * 0, 0.0
     chosen = rejected = losses.detach()
     for name, loss in _parts(weights).items():
         known = inspect.signature(loss.fn).parameters
-        part = loss.fn(scores, **{key: value for key, value in options.items() if key in known})
+        part = loss.fn(scores if loss.reference else unchanged, **{key: value for key, value in options.items() if key in known})
         losses = losses + weights[name] * part.losses
         if part.chosen_rewards is not None and part.rejected_rewards is not None:
             total += weights[name]

@@ -165,8 +165,9 @@ def discopop(scores: Scores, *, beta: float, tau: float) -> Losses:
     """DiscoPOP (arXiv 2406.08414, eq. 5): logistic and exponential loss, mixed by the margin."""
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l)
-    share = (margin / tau).sigmoid()
-    return _with_rewards((1 - share) * _minus_log_sigmoid(margin) + share * (-margin).exp(), u_w, u_l, beta)
+    logistic = (-margin / tau).sigmoid() * _minus_log_sigmoid(margin)
+    exponential = (-_minus_log_sigmoid(margin / tau) - margin).exp()  # exp(-margin) alone overflows
+    return _with_rewards(logistic + exponential, u_w, u_l, beta)
 
 
 def simpo(scores: Scores, *, beta: float, gamma: float) -> Losses:
