@@ -241,7 +241,7 @@ def test_a_mix_needs_what_its_parts_need():
 
 @pytest.mark.parametrize("options", [{"f_divergence": "js"}, {"ld_alpha": 0.3}], ids=str)
 def test_what_changes_log_ratios_leaves_the_parts_of_a_mix_without_a_reference_as_they_are(options):
-    tails = {name: PAIR[0] * 0 - 1 for name in ("chosen_tail", "rejected_tail", "reference_chosen_tail")}
+    tails = dict.fromkeys(("chosen_tail", "rejected_tail", "reference_chosen_tail"), PAIR[0] * 0 - 1)
     scores = SCORES._replace(**tails, reference_rejected_tail=PAIR[0] * 0 - 1)
 
     def value(**weights: float) -> float:

@@ -84,7 +84,8 @@ def _mix(scores: Scores, *, unchanged: Scores, weights: Mapping[str, float], **o
     chosen = rejected = losses.detach()
     for name, loss in _parts(weights).items():
         known = inspect.signature(loss.fn).parameters
-        part = loss.fn(scores if loss.reference else unchanged, **{key: value for key, value in options.items() if key in known})
+        own = {key: value for key, value in options.items() if key in known}
+        part = loss.fn(scores if loss.reference else unchanged, **own)
         losses = losses + weights[name] * part.losses
         if part.chosen_rewards is not None and part.rejected_rewards is not None:
             total += weights[name]

@@ -131,7 +131,7 @@ def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: 
     config = copy.deepcopy(config)
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
     on_meta = next(model.parameters()).is_meta
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():  # None warns of several
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is meant
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT corrects it for GPT-2
         torch.manual_seed(seed)
