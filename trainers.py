@@ -23,7 +23,7 @@ from dpo.errors import InputError
 from dpo.losses import _get_batch_logps, preference_loss  # noqa: F401  (the reference has two here)
 from dpo.models import adapters
 from dpo.models.layouts import Logps, Microbatch
-from dpo.models.loading import load_policy, load_reference
+from dpo.models.loading import load_policy, load_reference, notes_on_base
 from dpo.models.pretrained import DTYPES, check_positions, remarks
 from dpo.parallel.device_map import move_less
 from dpo.parallel.mesh import Mesh
@@ -148,6 +148,7 @@ class Trainer:
         """What to log at the start."""
         wanted, max_length = self.config.model.attn_implementation, self.config.max_length
         found = [*remarks(self.policy, attention=wanted, max_length=max_length), *notes_on_interval(self.config)]
+        found += notes_on_base(self.config)
         return found + self.scheduler.notes
 
     @property

@@ -111,6 +111,15 @@ def find_weights(config: DictConfig, plan: Plan) -> Weights:
     return weights
 
 
+def notes_on_base(config: DictConfig) -> list[str]:
+    """A line if the adapter of `model.archive` names another base than the model: it may be the same elsewhere."""
+    adapter, name = find_adapter(config.model.archive), config.model.name_or_path
+    base = None if adapter is None else base_named_by(adapter)
+    if base is None or is_archive(base) or place_of(base) == place_of(name):
+        return []
+    return [f"warning: {adapter} was trained on {base}, and model.name_or_path={name}: make sure that it is the same"]
+
+
 def check_model(config: DictConfig, plan: Plan) -> None:
     """Raises InputError for a model that cannot be loaded, or whose layers cannot be sharded as configured."""
     find_weights(config, plan)

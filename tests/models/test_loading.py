@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import train  # noqa: F401  (registers the config's resolvers)
 from dpo.errors import InputError
 from dpo.models.adapters import POLICY, REFERENCE, adapter_weights
-from dpo.models.loading import check_parts, find_weights, load_policy, model_loaders
+from dpo.models.loading import check_parts, find_weights, load_policy, model_loaders, notes_on_base
 from dpo.settings.plan import resolve
 
 BASE = GOLDEN / "tiny-llama"
@@ -97,3 +97,12 @@ def test_what_is_no_adapter_cannot_be_the_reference(check):
         InputError, match=r"is not an adapter, which lora.reference=adapter needs: .* lora.reference=base"
     ):
         check(*TO_ADAPTER, f"model.archive={BASE}")
+
+
+def test_an_adapter_of_another_base_than_the_model_gets_a_line(adapter, check, tmp_path):
+    given = adapter()
+    config, _ = check(*TO_ADAPTER, f"model.archive={given}")
+    assert notes_on_base(config) == []
+    config.model.name_or_path = str(tmp_path)
+    [line] = notes_on_base(config)
+    assert line.startswith(f"warning: {given} was trained on {BASE}, and model.name_or_path={tmp_path}: make sure")
