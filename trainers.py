@@ -148,8 +148,7 @@ class Trainer:
         """What to log at the start."""
         wanted, max_length = self.config.model.attn_implementation, self.config.max_length
         found = [*remarks(self.policy, attention=wanted, max_length=max_length), *notes_on_interval(self.config)]
-        found += notes_on_base(self.config)
-        return found + self.scheduler.notes
+        return found + notes_on_base(self.config) + self.scheduler.notes
 
     @property
     def example_counter(self) -> int:

@@ -295,6 +295,16 @@ def test_under_another_divergence_f_of_the_ratio_stands_for_the_log_ratio(diverg
     assert (chosen.item(), rejected.item()) == pytest.approx((HALF * u_w, HALF * u_l), rel=1e-12)
 
 
+@pytest.mark.parametrize("divergence", ["forward_kl", "alpha", "js"])
+def test_a_rejected_response_that_fell_far_has_a_finite_gradient(divergence):
+    chosen, rejected = (torch.tensor([u], requires_grad=True) for u in (1.0, -500.0))
+    scores = Scores(chosen, torch.ones(1), rejected, torch.ones(1), torch.zeros(1), torch.zeros(1))
+    config = {**DEFAULTS["dpo"], "beta": 0.1, "f_divergence": divergence, "f_alpha": 0.5}
+    losses = LOSSES["dpo"](scores, config).losses
+    losses.sum().backward()
+    assert all(x.isfinite().all() for x in (losses, chosen.grad, rejected.grad))
+
+
 # --- what TRL makes of the same log-probabilities: benchmarks/trl_losses.py made the table ---------------------------
 
 TRL = json.loads((GOLDEN / "trl_losses.json").read_text())
