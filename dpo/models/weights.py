@@ -91,7 +91,10 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
     """
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
-    weights = base_weights(model) | (adapter_weights(model, adapter) if adapter else {})
+    weights = base_weights(model)
+    if adapter:
+        weights |= adapter_weights(model, adapter)
+        digest.update(f"scaled by {model.peft_config[adapter].lora_alpha / model.peft_config[adapter].r}".encode())
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())

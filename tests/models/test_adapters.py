@@ -28,6 +28,7 @@ from dpo.models.adapters import (
     using,
 )
 from dpo.models.loading import Weights, check_parts, find_weights
+from dpo.models.weights import model_digest
 from dpo.settings.files import with_defaults
 from dpo.settings.plan import resolve
 
@@ -178,6 +179,14 @@ def test_an_adapter_that_does_not_fit_names_what_it_was_trained_on(tmp_path):
 
 
 # --- what model.archive names ----------------------------------------------------------------------------------------
+
+
+def test_the_digest_of_a_reference_adapter_knows_how_it_is_scaled():
+    models = [build("llama") for _ in range(3)]
+    for model, alpha in zip(models, (8, 8, 16), strict=True):
+        add_adapter(model, config_of(4, alpha, "auto"), name=REFERENCE)
+    first, same, other = (model_digest(model, "float32", REFERENCE) for model in models)
+    assert first == same != other
 
 
 def of_run(folder: Path, base: str | None = None) -> Path:
