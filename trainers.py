@@ -44,7 +44,7 @@ from dpo.system.waiting import after_rank_0
 from dpo.training.batches import Batches, GlobalBatch
 from dpo.training.evaluation import Evaluator, find_interval, notes_on_interval
 from dpo.training.metrics import REFERENCE, peak_memory_gb
-from dpo.training.objective import Metrics, make_objective
+from dpo.training.objective import Metrics, Prepared, make_objective
 from dpo.training.optimization import OPTIMIZERS, Schedule
 from dpo.training.reference import Reference
 from dpo.training.self_test import self_test
@@ -187,13 +187,13 @@ class Trainer:
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
             accumulate(self.policy, last=i == len(batch.microbatches))
-            metrics.append(self._backward(microbatch, *prepared))
+            metrics.append(self._backward(microbatch, prepared))
         release_gathered(self.reference_model)
         norm, stop = self.clip_gradient(), bool(self.stop.signals)
         # sums over the ranks: rank 0 alone gives the norm, which is equal on all, and every rank whether to stop
         scalars = {"grad_norm": norm if self.rank == 0 else torch.zeros_like(norm), "stop": torch.full_like(norm, stop)}
         # the only synchronization of host and device in an update; also carries what the processes must agree on
-        reduced = objective.reduce(metrics, len(batch.examples), batch.keys if prepared[0] is None else [], scalars)
+        reduced = objective.reduce(metrics, len(batch.examples), prepared.keys, scalars)
         self.stop.is_agreed = reduced.scalars.pop("stop") > 0
         lr = self.scheduler.get_last_lr()[0]
         counters = self.state.count(len(batch.examples))
@@ -207,11 +207,11 @@ class Trainer:
         speed = {"examples_per_second": len(batch.examples) / seconds, "tokens_per_second": batch.n_tokens / seconds}
         return update._replace(metrics={**update.metrics, "lr": lr, **speed, "memory/peak_gb": peak_memory_gb()})
 
-    def _backward(self, microbatch: Microbatch, *prepared: torch.Tensor | None) -> tuple[torch.Tensor, Metrics]:
+    def _backward(self, microbatch: Microbatch, prepared: Prepared) -> tuple[torch.Tensor, Metrics]:
         """Add a microbatch's gradient. Returns its indices and metrics; its inputs, mask and graph can go."""
         microbatch = microbatch.to(self.objective.device)
         with self.objective.dropout.on(microbatch.inputs, update=self.state.batch_counter):
-            losses, metrics = self.objective.losses(microbatch, *prepared, split="train")
+            losses, metrics = self.objective.losses(microbatch, prepared, split="train")
             # the mean over the global batch, of which FSDP will take the mean over processes
             (losses.sum() * self.mesh.data_size / self.config.batch_size).backward()
         return microbatch.indices, metrics
@@ -338,7 +338,7 @@ class BasicTrainer(Trainer):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The mean loss of a batch of this process, and detached per-example metrics, each (B,)."""
         split = "train" if train else "eval"
-        losses, metrics = self.objective.losses(self._microbatch_of(batch), None, split=split, loss_config=loss_config)
+        losses, metrics = self.objective.losses(self._microbatch_of(batch), split=split, loss_config=loss_config)
         return losses.mean(), {name: values for name, values in metrics.items() if name not in REFERENCE}
 
     def get_batch_samples(self, batch: Batch) -> tuple[list[str], list[str]]:

@@ -65,10 +65,9 @@ class Evaluator:
         losses_of = partial(objective.losses, split="eval")
         for batch in self.progress.over(self.batches, total=len(self.batches), what="evaluate"):
             self.stop.raise_if_any()
-            cached, constants = objective.prepare(batch)
+            prepared = objective.prepare(batch)
             for microbatch in (microbatch.to(objective.device) for microbatch in batch.microbatches):
-                of_examples = losses_of(microbatch, cached, constants)[1]
-                metrics.append((microbatch.indices + n_examples, of_examples))
+                metrics.append((microbatch.indices + n_examples, losses_of(microbatch, prepared)[1]))
             n_examples += len(batch.examples)
         if objective.reference is not None:
             release_gathered(objective.reference.model)

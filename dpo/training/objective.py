@@ -8,11 +8,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from dpo.errors import InputError
 from dpo.losses import Scores, find_loss, needs_squares, needs_tails
 from dpo.models.adapter_dropout import AdapterDropout
 from dpo.models.adapters import weights_in_use
@@ -33,9 +34,18 @@ SIDES = ("chosen", "rejected")
 def make_scores(logps: Logps, lengths: torch.Tensor, reference: Logps = ()) -> Scores:
     """What a loss is given, from what `Objective.forward` gives of the policy and, if there is one, the reference."""
     names = [side + kind for kind in ("", "_tail", "_squares") for side in SIDES]
-    named = dict(zip(names, logps, strict=False))  # under SFT there is `chosen` alone
+    assert len(logps) in (1, 2, 4, 6), f"a forward gave {len(logps)} of {names}"  # under SFT there is `chosen` alone
+    named = dict(zip(names, logps, strict=False))
     named |= {f"{side}_lengths": n for side, n in zip(SIDES, lengths, strict=False)}
     return Scores(**named, **{f"reference_{name}": r for name, r in zip(names, reference, strict=False)})
+
+
+class Prepared(NamedTuple):
+    """What a microbatch takes from its global batch of B examples."""
+
+    reference: torch.Tensor | None = None  # what `cached_reference` gives
+    constants: torch.Tensor | None = None  # (B, k): `Loss.constants`
+    keys: Sequence[tuple[bytes, ...]] = ()  # under which the reference's log-probabilities are to be cached then
 
 
 class RunningAverage:
@@ -104,22 +114,23 @@ class Objective:
     def losses(
         self,
         microbatch: Microbatch,
-        cached: torch.Tensor | None,
-        constants: torch.Tensor | None = None,
+        prepared: Prepared = Prepared(),
         *,
         split: str,
         loss_config: Mapping[str, Any] | None = None,
     ) -> tuple[torch.Tensor, Metrics]:
         """Losses of the examples of a microbatch on the device, (B,), and their detached metrics.
 
-        `cached` and `constants` are what `prepare` gives for the whole global batch; `loss_config` if it is not the
-        run's. Beside the metrics are the reference's log-probabilities, under REFERENCE.
+        `loss_config` if it is not the run's. Beside the metrics are the reference's log-probabilities, under REFERENCE.
+        Raises InputError for a loss that needs what the run's forwards do not give.
         """
         loss_config = loss_config or self.loss_config
+        if needs_tails(loss_config) > self.tails or needs_squares(loss_config) > self.squares:
+            raise InputError("loss.ld_alpha and loss.wpo can be used only if the run's own config has them")
         loss = find_loss(loss_config)
-        scores, reference = self._score(microbatch, cached, with_reference=loss.reference)
-        if constants is not None:
-            scores = scores._replace(of_batch=constants[microbatch.indices])
+        scores, reference = self._score(microbatch, prepared.reference, with_reference=loss.reference)
+        if prepared.constants is not None:
+            scores = scores._replace(of_batch=prepared.constants[microbatch.indices])
         losses, *rewards = loss(scores, loss_config)
         metrics: Metrics = {}
         if loss.pairwise:
@@ -144,17 +155,15 @@ class Objective:
         return scores, dict(zip(self.of_reference, reference, strict=bool(reference)))
 
     @torch.no_grad()
-    def prepare(
-        self, batch: GlobalBatch, *, update: int | None = None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the reference gives for a global batch, if cached; and what its examples take from all of it, (B, k).
+    def prepare(self, batch: GlobalBatch, *, update: int | None = None) -> Prepared:
+        """What the microbatches of a global batch take from all of it.
 
-        The second costs a forward of the policy on every microbatch; None where the loss needs none of it, or where the
-        batch is one microbatch, which needs no other. It has the dropout of an `update`, if it is for one.
+        The constants cost a forward of the policy on every microbatch; None where the loss needs none, or where the
+        batch is one microbatch, which needs no other. They have the dropout of an `update`, if they are for one.
         """
         loss, cached = self.loss, self.cached_reference(batch)
         if loss.of_batch is None or (len(batch.microbatches) == 1 and self.mesh.data_size == 1):
-            return cached, None
+            return Prepared(cached, keys=batch.keys if cached is None else ())
         table = []
         for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches):
             with self.dropout.on(microbatch.inputs, update=update):
@@ -164,7 +173,7 @@ class Objective:
         whole = self.reduce(table, len(batch.examples), batch.keys if cached is None else []).examples
         scores = Scores(**{name: values for name, values in whole.items() if name not in REFERENCE})
         constants = loss.constants(scores._replace(average=self.average.value), self.loss_config)
-        return self.cached_reference(batch), constants.to(self.device, torch.float32)
+        return Prepared(self.cached_reference(batch), constants.to(self.device, torch.float32))
 
     def applied(self, metrics: Mapping[str, float]) -> None:
         """The optimizer has taken a step on a global batch with these metrics."""

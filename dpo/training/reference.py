@@ -223,7 +223,9 @@ class Reference:
         self.logps = ReferenceLogps()
 
     def free(self) -> None:
-        """Free the model's memory."""
+        """Free the model's memory, unless it is the policy's too."""
+        if self.in_use is not nullcontext:
+            return
         self.model = None
         gc.collect()  # a sharded model is part of reference cycles
         torch.cuda.empty_cache()

@@ -68,7 +68,7 @@ def test_log_probabilities_losses_metrics_and_gradient_norm_are_on_the_first_dev
         objective = Objective(policy, Reference(reference, None), LAYOUTS[layout], Mesh(), DPO)
         microbatch = microbatch.map(fake.from_tensor).to(FIRST)
 
-        losses, metrics = objective.losses(microbatch, None, split="train")
+        losses, metrics = objective.losses(microbatch, split="train")
         losses.sum().backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
 
