@@ -17,7 +17,7 @@ from dpo.models.weights import load_archive
 from dpo.parallel.state import full_state
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.training.optimization import OPTIMIZERS
-from dpo.training.self_test import self_test
+from dpo.training.self_test import check_models
 
 try:
     import tensor_parallel
@@ -166,10 +166,10 @@ def test_forwards_agree_bit_for_bit_on_more_devices(family):
     whole = build(family)
     policy, reference = (split_over_devices(whole, ["cpu"] * 4) for _ in range(2))
     examples = examples_of(2)
-    (note,) = self_test(
+    (note,) = check_models(
         policy,
-        reference,
-        lambda model: plain_logps(model, examples),
+        lambda: plain_logps(policy, examples),
+        lambda: plain_logps(reference, examples),
         lengths=torch.tensor([example.n_scored for example in examples]).T,
         loss_config={"name": "dpo", **DPO},
         same_dtype=True,
