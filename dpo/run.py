@@ -6,6 +6,7 @@ parent of several processes needs no trainer. `find_class` gives the class of a 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -158,6 +159,8 @@ def _work_in(
     run: Run | None, rank: int, config: DictConfig, plan: Plan, trainer_class: Any, models: tuple[Any, Any] | None
 ) -> None:
     """What is left to do in a run's directory, which rank 0 has opened and holds."""
+    # set_seed imports PEFT, and that bitsandbytes, which then asks for kernels that nothing here uses
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     from transformers import set_seed
 
     from dpo.checkpoint.resume import check_inputs

@@ -140,6 +140,12 @@ def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: 
         except ValueError as error:
             reason = " ".join(str(error).split())[:300]
             raise InputError(f"lora.target_modules cannot be adapted in {type(model).__name__}: {reason}") from error
+    if isinstance(config.target_modules, set):  # PEFT is content if one of them is there
+        names = [key.removesuffix(".base_layer") for key, _ in model.named_modules()]
+        if absent := sorted(t for t in config.target_modules if not any(f".{n}".endswith(f".{t}") for n in names)):
+            raise InputError(
+                f"lora.target_modules names layers that {type(model).__name__} has not: {', '.join(absent)}"
+            )
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if hasattr(head, "base_layer") and head.weight is embedding.weight:  # merging would change the embedding
         raise InputError(
@@ -187,12 +193,14 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     odd = sorted(into.keys() ^ stored.weights.keys())
     odd += sorted(key for key in into.keys() & stored.weights.keys() if into[key].shape != stored.weights[key].shape)
     if odd:
-        targets = stored.config.target_modules
-        names = sorted({name.rpartition(".")[2] for name in targets or ()})  # PEFT may give whole paths
-        shown = targets if isinstance(targets, str) else f"[{','.join(names)}]"
+        # as lora.target_modules has them: PEFT may give paths, patterns or numbers of layers
+        has, given = ({key.split(".lora_")[0].rpartition(".")[2] for key in keys} for keys in (into, stored.weights))
+        advice = f"lora.target_modules=[{','.join(sorted(given))}], or the model that it was trained on"
+        if has == given:
+            advice = "the model that it was trained on, or as model.name_or_path what comes of merging it with peft"
         raise InputError(
             f"{stored.directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "
-            f"{', '.join(odd[:3])}: give lora.target_modules={shown}, or the model that it was trained on"
+            f"{', '.join(odd[:3])}: give {advice}"
         )
     with torch.no_grad():
         for key, parameter in into.items():

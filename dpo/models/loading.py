@@ -104,6 +104,8 @@ def find_weights(config: DictConfig, plan: Plan) -> Weights:
             f"without it: choose lora.reference=adapter, or {merge}"
         )
     if weights.adapter is None and plan.reference == "adapter":
+        if not Path(archive).expanduser().exists():
+            raise InputError(f"model.archive={archive} does not exist")
         raise InputError(
             f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: give a run of lora=lora, "
             f"or choose lora.reference=base"

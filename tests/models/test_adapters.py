@@ -14,9 +14,11 @@ from support.runs import GOLDEN
 from dpo.errors import InputError
 from dpo.models.adapters import (
     CONFIG,
+    POLICY,
     REFERENCE,
     WEIGHTS,
     AdapterState,
+    StoredAdapter,
     activate,
     adapter_weights,
     add_adapter,
@@ -242,7 +244,7 @@ def test_an_adapter_without_a_place_or_a_place_without_one_is_one_sentence(tmp_p
         (run, {}, r"is an adapter: choose lora=lora, or merge it first: python -m scripts.export .*run DIR --merge"),
         (run, {"name": "lora", "reference": "base"}, r"choose lora.reference=adapter, or merge it first"),
         (whole, {"name": "lora", "reference": "adapter"}, r"policy.pt is not an adapter, which lora.reference=adapter"),
-        (tmp_path / "no", {"name": "lora", "reference": "adapter"}, r"no is not an adapter"),
+        (tmp_path / "no", {"name": "lora", "reference": "adapter"}, r"model.archive=.*no does not exist$"),
     ):
         with pytest.raises(InputError, match=said):
             weights_of(archive, **lora)
@@ -261,6 +263,25 @@ def test_an_adapter_of_another_size_is_refused_with_what_to_give(tmp_path):
         config.model.archive = str(run)
         with pytest.raises(InputError, match=said):
             check_parts(config, resolve(config))
+
+
+def test_each_name_of_layers_has_to_be_there():
+    with pytest.raises(InputError, match=r"names layers that LlamaForCausalLM has not: nonsense, other$"):
+        add_adapter(build("llama"), config_of(4, 8, ["q_proj", "other", "nonsense"]), name=POLICY, seed=0)
+
+
+def test_names_of_layers_are_advised_only_if_they_would_help():
+    """PEFT may adapt some layers of a name alone: the same names again would be refused again."""
+    model = build("llama")
+    add_adapter(model, config_of(4, 8, ["q_proj", "v_proj"]), name=POLICY, seed=0)
+    whole = {name: tensor.detach().clone() for name, tensor in adapter_weights(model, POLICY).items()}
+    first = {name: tensor for name, tensor in whole.items() if ".layers.0." in name}
+    for weights, said in (
+        ({name: tensor for name, tensor in whole.items() if "q_proj" in name}, r"give lora.target_modules=\[q_proj\],"),
+        (first, r"give the model that it was trained on, or as model.name_or_path what comes of merging it"),
+    ):
+        with pytest.raises(InputError, match=said):
+            load_adapter(model, StoredAdapter(Path("DIR"), config_of(4, 8, r".*layers\.0.*(q|v)_proj"), weights))
 
 
 def test_a_checkpoint_names_its_base_by_a_path_that_stays(tmp_path):
