@@ -67,9 +67,14 @@ class CommandLine(NamedTuple):
     @property
     def arguments(self) -> list[str]:
         """Hydra wants its options first; a sweep's jobs are told what is the same for all of them."""
-        same = [key_of(override) for override in self.overrides if _parts_of_sweep(override) is None]
-        told = f"{SAME_IN_ALL}={same!r}".replace(" ", "")
-        return [*self.options, *self.overrides, *self.search, *([told] if self.is_sweep else [])]
+        if not self.is_sweep:
+            return [*self.options, *self.overrides, *self.search]
+        fixed = [override for override in self.overrides if _parts_of_sweep(override) is None]
+        told = f"{SAME_IN_ALL}={[*map(key_of, fixed)]!r}".replace(" ", "")
+        swept = tuple(f"{key_of(override)}." for override in self.overrides if override not in fixed)
+        # Hydra tries what is fixed without what is swept: an option of `-m loss=dpo,ipo` with the default loss
+        forced = [f"++{o}" if o in fixed and o.startswith(swept) else o for o in self.overrides]
+        return [*self.options, *forced, *self.search, told]
 
     @property
     def search(self) -> list[str]:
