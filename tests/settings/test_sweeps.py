@@ -160,5 +160,5 @@ def test_help_shows_every_keys_comment_quickly_and_without_torch():
 
 def test_an_option_of_a_group_that_is_swept_is_taken_though_the_default_has_it_not():
     line = parse(["-m", "loss=dpo,ipo", "loss.beta=0.1", "seed=1"])
-    assert ["loss=dpo,ipo", "++loss.beta=0.1", "seed=1"] == line.arguments[1:-1]
+    assert line.arguments[1:-1] == ["loss=dpo,ipo", "++loss.beta=0.1", "seed=1"]
     assert "loss.beta=0.1,0.2" in parse(["-m", "loss=dpo,ipo", "loss.beta=0.1,0.2"]).arguments
