@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -202,12 +202,9 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     odd = sorted(into.keys() ^ stored.weights.keys())
     odd += sorted(key for key in into.keys() & stored.weights.keys() if into[key].shape != stored.weights[key].shape)
     if odd:
-        has, given = ({key.rpartition(".lora_")[0] for key in keys} for keys in (into, stored.weights))
-        advice = (
-            f"lora.target_modules=[{','.join(_names_of_layers(stored, model))}], or the model that it was trained on"
-        )
-        if has == given:
-            advice = "the model that it was trained on, or as model.name_or_path what comes of merging it with peft"
+        advice = "the model that it was trained on"
+        if names := _names_to_give(model, into, stored.weights):
+            advice = f"lora.target_modules=[{','.join(names)}], or {advice}"
         raise InputError(
             f"{stored.directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "
             f"{', '.join(odd[:3])}: give {advice}"
@@ -217,16 +214,15 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
             parameter.copy_(stored.weights[key])
 
 
-def _names_of_layers(stored: StoredAdapter, model: Any) -> list[str]:
-    """What `lora.target_modules` takes for a stored adapter, whose config may have a regex, or some of the blocks."""
-    layers = {key.rpartition(".lora_")[0] for key in stored.weights}
-    names = {_last_part(layer) for layer in layers}
-    of_these_names = {name for name, _ in model.named_modules() if _last_part(name) in names}
-    return sorted(layers if layers < of_these_names else names)
-
-
-def _last_part(name: str) -> str:
-    return name.rpartition(".")[2]
+def _names_to_give(model: Any, into: Iterable[str], stored: Iterable[str]) -> list[str]:
+    """The `lora.target_modules` of a stored adapter if other layers were adapted: the last parts of their names, or the
+    whole names, where layers of such a name are not adapted in all blocks."""
+    has, given = ({key.rpartition(".lora_")[0] for key in keys} for keys in (into, stored))
+    if has == given:
+        return []
+    names = {layer.rpartition(".")[2] for layer in given}
+    of_these_names = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in names}
+    return sorted(given if given < of_these_names else names)
 
 
 def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
