@@ -49,7 +49,7 @@ class Dropout(torch.nn.Module):
 
 
 class AdapterDropout:
-    """Has the dropout of a policy's adapter on or off; there may be none."""
+    """Switches the dropout of a policy's adapter, if it has any."""
 
     def __init__(self, policy: torch.nn.Module, *, seed: int) -> None:
         self.modules = [module for module in policy.modules() if isinstance(module, Dropout)]

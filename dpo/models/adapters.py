@@ -31,14 +31,13 @@ if TYPE_CHECKING:
 POLICY, REFERENCE = "policy", "reference"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 PREFIX = "base_model.model."  # of every name in PEFT's files
-# of PEFT's config: what decides which layers are adapted, how large A and B are, and what changes no result. An adapter
-# made by another program may have nothing else: what is trained here is lora_A and lora_B of linear layers
+# Keys of PEFT's config that are honoured. An adapter with any other key set is refused.
 KNOWN = {
     *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode"),
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("fan_in_fan_out", "init_lora_weights"),
 }
-CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # as adapters that are begun like this do
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also modify the base
 OF_LAYER = re.compile(r"(.+)\.lora_[AB]\.weight")
 
 
@@ -124,12 +123,29 @@ def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: 
     """Freeze a model and add an adapter to it in float32, trained unless it is the reference's; it becomes active.
 
     As PEFT draws it from the seed, it changes nothing: B is 0. On the meta device it takes no memory. Its
-    dropout is off until `AdapterDropout` has it on. Raises InputError if the config names no layer of the model.
+    dropout is off until `AdapterDropout` has it on. Raises InputError if the config names no layer of the model, or
+    one that cannot be adapted.
     """
-    peft = _import_peft()
-
     config = copy.deepcopy(config)
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
+    _inject(model, config, name, seed)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if hasattr(head, "base_layer") and head.weight is embedding.weight:  # merging would change the embedding
+        raise InputError(
+            f"lora.target_modules names the head of {type(model).__name__}, which is its embedding too: leave it out"
+        )
+    for layer in _adapted_layers(model):
+        _prepare(layer, name, dropout)
+    model.requires_grad_(False)
+    for weight in adapter_weights(model, POLICY).values():
+        weight.requires_grad_(True)
+    activate(model, name)
+
+
+def _inject(model: Any, config: LoraConfig, name: str, seed: int) -> None:
+    """Have PEFT put an adapter into a model, drawn from the seed alone."""
+    peft = _import_peft()
+
     on_meta = next(model.parameters()).is_meta
     with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():  # None warns of several
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is meant
@@ -140,26 +156,19 @@ def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: 
         except ValueError as error:
             reason = " ".join(str(error).split())[:300]
             raise InputError(f"lora.target_modules cannot be adapted in {type(model).__name__}: {reason}") from error
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if hasattr(head, "base_layer") and head.weight is embedding.weight:  # merging would change the embedding
-        raise InputError(
-            f"lora.target_modules names the head of {type(model).__name__}, which is its embedding too: leave it out"
-        )
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for layer in _adapted_layers(model):
-        if name in layer.lora_embedding_A:
-            kind = type(layer.get_base_layer()).__name__
-            raise InputError(f"lora.target_modules names a layer of class {kind}: only linear layers can be adapted")
-        layer.cast_input_dtype_enabled = False  # each of q, k and v would keep an input of its own in float32
-        if dropout > 0:
-            layer.lora_dropout[name] = Dropout(dropout, layer.in_features)
-        for part in (layer.lora_A, layer.lora_B):
-            if name in part:
-                part[name] = Factor(part[name])
-            if POLICY in part:
-                part[POLICY].requires_grad_(True)
-    activate(model, name)
+
+
+def _prepare(layer: Any, name: str, dropout: float) -> None:
+    """Give a layer that PEFT adapted our dropout and factors. Raises InputError if it is not linear."""
+    if name in layer.lora_embedding_A:
+        kind = type(layer.get_base_layer()).__name__
+        raise InputError(f"lora.target_modules names a layer of class {kind}: only linear layers can be adapted")
+    layer.cast_input_dtype_enabled = False  # each of q, k and v would keep an input of its own in float32
+    if dropout > 0:
+        layer.lora_dropout[name] = Dropout(dropout, layer.in_features)
+    for part in (layer.lora_A, layer.lora_B):
+        if name in part:
+            part[name] = Factor(part[name])
 
 
 class Factor(torch.nn.Linear):
@@ -187,16 +196,26 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     odd = sorted(into.keys() ^ stored.weights.keys())
     odd += sorted(key for key in into.keys() & stored.weights.keys() if into[key].shape != stored.weights[key].shape)
     if odd:
-        targets = stored.config.target_modules
-        names = sorted({name.rpartition(".")[2] for name in targets or ()})  # PEFT may give whole paths
-        shown = targets if isinstance(targets, str) else f"[{','.join(names)}]"
+        names = ",".join(_names_of_layers(stored, model))
         raise InputError(
             f"{stored.directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "
-            f"{', '.join(odd[:3])}: give lora.target_modules={shown}, or the model that it was trained on"
+            f"{', '.join(odd[:3])}: give lora.target_modules=[{names}], or the model that it was trained on"
         )
     with torch.no_grad():
         for key, parameter in into.items():
             parameter.copy_(stored.weights[key])
+
+
+def _names_of_layers(stored: StoredAdapter, model: Any) -> list[str]:
+    """What `lora.target_modules` takes for a stored adapter, whose own config may have a regex, or some of the blocks."""
+    layers = {key.rpartition(".lora_")[0] for key in stored.weights}
+    names = {_last_part(layer) for layer in layers}
+    of_these_names = {name for name, _ in model.named_modules() if _last_part(name) in names}
+    return sorted(layers if layers < of_these_names else names)
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:

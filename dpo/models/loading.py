@@ -46,7 +46,7 @@ def source_of(config: DictConfig) -> dict[str, Any]:
 
 
 def place_of(name: str) -> str:
-    """A Hub id as it is, a path absolute and without links: LATEST will be another one."""
+    """A Hub id as it is, a path absolute and without links: LATEST will point elsewhere later."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.exists() else name
 
@@ -182,7 +182,7 @@ def load_policy(
 
     Also, on rank 0, the digest of what is frozen in it: the reference, or its base if there is none; else None.
     """
-    model, digest = _made(policy, plan), None
+    model, digest = make_model(policy, plan), None
     if config.lora.name in ADAPTED:
         weights = find_weights(config, plan)
         sources = {POLICY: resume_from or weights.adapter}
@@ -196,12 +196,12 @@ def load_policy(
         if rank == 0 and plan.reference != "model":
             frozen = REFERENCE if REFERENCE in sources else None
             digest = model_digest(model, plan.autocast or plan.reference_dtype, frozen)
-    return _compiled(model, config), digest
+    return compile_blocks(model, config), digest
 
 
 def load_reference(model: Any, config: DictConfig, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
     """The frozen reference, a model or what a function loads, and on rank 0 its digest, a pass over its weights."""
-    model = _made(model, plan).eval()
+    model = make_model(model, plan).eval()
     adapter = find_weights(config, plan).adapter
     if adapter is not None:
         _add_adapters(model, config, [REFERENCE])
@@ -209,7 +209,7 @@ def load_reference(model: Any, config: DictConfig, plan: Plan, *, rank: int) -> 
             _load(model, adapter, config, REFERENCE)
     name = None if adapter is None else REFERENCE
     digest = model_digest(model, plan.autocast or plan.reference_dtype, name) if rank == 0 else None
-    return _compiled(model, config), digest
+    return compile_blocks(model, config), digest
 
 
 def _name_of_base(config: DictConfig, weights: Weights) -> str | None:
@@ -219,7 +219,7 @@ def _name_of_base(config: DictConfig, weights: Weights) -> str | None:
     return None if config.model.random_init else place_of(config.model.name_or_path)
 
 
-def _made(model: Any, plan: Plan) -> Any:
+def make_model(model: Any, plan: Plan) -> Any:
     """A model, or the one that a function loads, quantized if the config says so: on a GPU if there is one."""
     model = model if isinstance(model, torch.nn.Module) else model()
     if plan.quantized:
@@ -230,7 +230,7 @@ def _made(model: Any, plan: Plan) -> Any:
     return model
 
 
-def _compiled(model: Any, config: DictConfig) -> Any:
+def compile_blocks(model: Any, config: DictConfig) -> Any:
     """The model, its blocks compiled if the config says so.
 
     Raises InputError if it has no block of the class that the config names, even if blocks are not needed.

@@ -92,6 +92,23 @@ def test_what_to_give_beside_an_adapter_is_said(overrides, expected, adapter, ch
         check(*overrides, archive)
 
 
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"target_modules": r".*\.(q|v)_proj"}, "q_proj,v_proj"),
+        (
+            {"layers_to_transform": [1], "layers_pattern": "layers"},
+            "model.layers.1.self_attn.q_proj,model.layers.1.self_attn.v_proj",
+        ),
+    ],
+)
+def test_the_layers_to_give_for_an_adapter_are_accepted(settings, names, adapter, check):
+    archive = f"model.archive={adapter(**settings)}"
+    with pytest.raises(InputError, match=rf"give lora.target_modules=\[{names}\], or the model that it was trained on"):
+        check(*TO_ADAPTER, "lora.target_modules=auto", archive)
+    check(*TO_ADAPTER, f"lora.target_modules=[{names}]", archive)
+
+
 def test_what_is_no_adapter_cannot_be_the_reference(check):
     with pytest.raises(
         InputError, match=r"is not an adapter, which lora.reference=adapter needs: .* lora.reference=base"
