@@ -78,26 +78,45 @@ def find_origin(
     return Origin(config, weights, places[0])
 
 
+class Base(NamedTuple):
+    """The base that an adapter names. Neither name nor archive, and no problem: drawn from the seed of its run."""
+
+    name: str | None = None  # a Hub id or a directory
+    archive: Path | None = None  # a policy.pt, of the architecture that the config of the adapter's run names
+    problem: str | None = None  # why it cannot be loaded
+
+
+def find_base(adapter: Path, run_dir: Path | None) -> Base:
+    """The base that an adapter names; `run_dir` is that of its run, None if it has none of ours."""
+    named = base_named_by(adapter)
+    if named is None:
+        return Base(problem=None if run_dir else f"{adapter} names no base")
+    archive, subject = Path(named), f"{named}, the base of {adapter},"
+    if not is_archive(named):
+        return Base(problem=f"{subject} is not there") if _is_gone(named) else Base(name=named)
+    if not archive.is_file():
+        return Base(problem=f"{subject} is not there")
+    if run_dir is None:
+        return Base(problem=f"{subject} has no {CONFIG} of its run beside it")
+    return Base(archive=archive)
+
+
 def _of_adapter(adapter: Path, model: str | None, trust_remote_code: bool, alone: bool) -> Origin:
     """An adapter on the base that it names, or on `model`; of a run, ours, or of another program."""
     places = [adapter, adapter.parent] if (adapter / POLICY_FILE).is_file() else []
     run_dir = next((place for place in places if (place / CONFIG).is_file()), None)
-    base = base_named_by(adapter)
-    archive = Path(base) if base and is_archive(base) else None
-    drawn = base is None and run_dir is not None  # from a seed, by a run with model.random_init=true
-    known = drawn or (base and (archive.is_file() and run_dir is not None if archive else not _is_gone(base)))
-    given = model is not None and (alone or not known)
+    base = find_base(adapter, run_dir)
+    given = model is not None and (alone or base.problem is not None)
     if given:
-        base, archive = model, None
-    elif not known:
-        wrong = "has no config.yaml of its run beside it" if archive and archive.is_file() else "is not there"
-        raise InputError(f"{base}, the base of {adapter}, {wrong}: give --model DIR_OR_HUB_ID, the base as a model")
-    config = _config(_read_config(run_dir / CONFIG) if run_dir else {}, None if archive else base, trust_remote_code)
+        base = Base(name=model)
+    elif base.problem is not None:
+        raise InputError(f"{base.problem}: give --model DIR_OR_HUB_ID, the base as a model")
+    config = _config(_read_config(run_dir / CONFIG) if run_dir else {}, base.name, trust_remote_code)
     if given:
         OmegaConf.update(config, "model.random_init", False)
     if run_dir is None and list(adapter.glob("tokenizer*")):
         OmegaConf.update(config, "model.tokenizer_name_or_path", str(adapter))
-    return Origin(config, archive, run_dir, adapter)
+    return Origin(config, base.archive, run_dir, adapter)
 
 
 def _is_gone(base: str) -> bool:
