@@ -90,7 +90,11 @@ def _load(file: Path) -> dict[str, Any]:
     """What a file sets, also through other files that its defaults list names: what is named later wins."""
     content: Any = OmegaConf.to_container(OmegaConf.load(file))
     own = {key: value for key, value in content.items() if key not in OF_HYDRA}
-    named = [entry.partition("@")[0] for entry in content.get("defaults", ["_self_"]) if isinstance(entry, str)]
+    entries = content.get("defaults", ["_self_"])
+    # {group: option}: of config.yaml, whose groups `defaults_of` adds, or of an experiment, which chooses others
+    groups = [group for entry in entries if isinstance(entry, Mapping) for group in entry]
+    assert file.parent == CONFIG_DIR or all(group.startswith("override /") for group in groups), f"{file}: {groups}"
+    named = [entry.partition("@")[0] for entry in entries if isinstance(entry, str)]
     parts = [own if name == "_self_" else _load(file.parent / f"{name}.yaml") for name in named]
     return {key: value for part in parts for key, value in part.items()}
 

@@ -304,7 +304,7 @@ def read(name: str) -> dict:
 def test_every_key_has_a_rule_and_every_rule_a_key():
     main = {k: v for k, v in read("config.yaml").items() if k not in ("defaults", "hydra", "dataset_sources")}
     losses = set().union(*(keys_of(defaults_of(loss)["loss"], "loss.") for loss in LOSSES))
-    adapters = set().union(*(keys_of(read(f"lora/{f.name}"), "lora.") for f in CONFIG.glob("lora/*.yaml")))
+    adapters = set().union(*(keys_of(defaults_of(lora=f.stem)["lora"], "lora.") for f in CONFIG.glob("lora/*.yaml")))
     models = {
         f.stem: keys_of(read(f"model/{f.name}"), "model.") - {"model.defaults"} for f in CONFIG.glob("model/*.yaml")
     }
