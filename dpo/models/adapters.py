@@ -207,7 +207,7 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
 
 
 def _names_of_layers(stored: StoredAdapter, model: Any) -> list[str]:
-    """What `lora.target_modules` takes for a stored adapter, whose own config may have a regex, or some of the blocks."""
+    """What `lora.target_modules` takes for a stored adapter, whose config may have a regex, or some of the blocks."""
     layers = {key.rpartition(".lora_")[0] for key in stored.weights}
     names = {_last_part(layer) for layer in layers}
     of_these_names = {name for name, _ in model.named_modules() if _last_part(name) in names}

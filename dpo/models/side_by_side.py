@@ -129,7 +129,8 @@ class Panel:
     def rewards(self, prompts: Sequence[Tokens], answers: Sequence[Answers]) -> list[Rewards]:
         """The implicit reward beta * (log pi - log ref) of each answer, None without a reference or beta.
 
-        Log-probabilities are summed over tokens, under every loss. pi is the policy that gave it; for the reference's answers, the first policy.
+        Log-probabilities are summed over tokens, whatever the loss. pi is the policy that gave the answer; for the
+        reference's answers, the first policy.
         """
         found: list[Rewards] = [dict.fromkeys(of_prompt) for of_prompt in answers]
         if self.reference is None:
