@@ -208,8 +208,11 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
 
 def _names_of_layers(stored: StoredAdapter, model: Any) -> list[str]:
     """What `lora.target_modules` takes for a stored adapter, whose config may have a regex, or some of the blocks."""
-    layers = {key.rpartition(".lora_")[0] for key in stored.weights}
+    layers, config = {key.rpartition(".lora_")[0] for key in stored.weights}, stored.config
     names = {_last_part(layer) for layer in layers}
+    selects = (config.layers_to_transform, config.exclude_modules)
+    if not isinstance(config.target_modules, str) and selects == (None, None):
+        return sorted(names)  # if they are of fewer blocks than this model's, it is another model
     of_these_names = {name for name, _ in model.named_modules() if _last_part(name) in names}
     return sorted(layers if layers < of_these_names else names)
 
