@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,12 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]])
         assert line == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+def quick(names: Iterable[str], *chosen: str) -> list[Any]:
+    """Of all, those chosen run in `make test`."""
+    return [pytest.param(name, marks=[] if name in chosen else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", quick(PAIRS, "dpo", "orpo", "cal_dpo", "bco", "beta_dpo", "aot", "mix"))
 def test_microbatches_change_nothing(name, tmp_path):
     whole = updates(make(BasicTrainer, compose(tmp_path, "whole", *COMMANDS[name])))
     parts = compose(tmp_path, "parts", *COMMANDS[name], "gradient_accumulation_steps=4", "layout=padded")
@@ -97,8 +103,9 @@ def test_microbatches_change_nothing(name, tmp_path):
     assert all(torch.tensor(list(line.values())).isfinite().all() for line in whole)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options_of_all_losses_are_the_same_in_every_layout(options, tmp_path):
+@pytest.mark.parametrize("name", quick(OPTIONS, "all", "forward kl"))
+def test_options_of_all_losses_are_the_same_in_every_layout(name, tmp_path):
+    options = OPTIONS[name]
     packed, padded = (
         updates(make(BasicTrainer, compose(tmp_path, layout, *COMMANDS["dpo"], *options, f"layout={layout}")))
         for layout in ("shared_prefix", "padded")
@@ -108,7 +115,7 @@ def test_options_of_all_losses_are_the_same_in_every_layout(options, tmp_path):
     assert packed[1]["loss/train"] != pytest.approx(plain[1]["loss/train"], rel=1e-3)  # the option does something
 
 
-@pytest.mark.parametrize("name", ["bco", "beta_dpo"])
+@pytest.mark.parametrize("name", quick(["bco", "beta_dpo"], "beta_dpo"))
 def test_a_resumed_run_has_the_running_average_again(name, rows, tmp_path):
     command = [o for o in small_run(rows, tmp_path / "run", *COMMANDS[name], "lr=1e-2") if "n_examples=24" not in o]
     elsewhere = [o.replace(str(tmp_path / "run"), str(tmp_path / "whole")) for o in command]

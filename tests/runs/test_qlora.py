@@ -77,7 +77,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == "padded" else pytest.mark.slow) for way in WAYS])
 def test_each_way_to_compute_gives_the_same_run(way, run, tmp_path):
     run("plain", *QLORA)
     run(way, *QLORA, *WAYS[way])

@@ -237,9 +237,14 @@ def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
     ("overrides", "offered"),
     [
         (("loss=sft",), "lora=lora"),
-        (("lora=lora", "lora.reference=model"), "lora.reference=base"),
-        (("lora=lora", "lora.reference=model", "model.archive={adapter}"), "lora.reference=adapter"),
-        (("lora=lora",), "lora=qlora"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                (("lora=lora", "lora.reference=model"), "lora.reference=base"),
+                (("lora=lora", "lora.reference=model", "model.archive={adapter}"), "lora.reference=adapter"),
+                (("lora=lora",), "lora=qlora"),
+            )
+        ),
     ],
 )
 def test_adapters_are_offered_where_they_help_as_the_command_line_takes_them(
