@@ -123,7 +123,7 @@ class Trainer:
         plan = self.plan
         if plan.reference in ("base", "adapter"):
             adapter = adapters.REFERENCE if plan.reference == "adapter" else None
-            return Reference(self.policy, frozen, partial(adapters.using, self.policy, adapter))
+            return Reference(self.policy, frozen, adapters.switch(self.policy, adapter))
         if reference_model is None:
             return None
         load = partial(load_reference, reference_model, self.config, plan, rank=self.rank)

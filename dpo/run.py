@@ -6,7 +6,6 @@ parent of several processes needs no trainer. `find_class` gives the class of a 
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from dpo.errors import InputError, RunError
 from dpo.settings.files import defaults_of, with_defaults
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_config_problems
+from dpo.system.library_logs import silence_bitsandbytes
 from dpo.system.malloc import never_collect_imports, without_collecting_garbage
 from dpo.system.rank_env import is_rank_0
 from dpo.system.redaction import redact
@@ -159,8 +159,7 @@ def _work_in(
     run: Run | None, rank: int, config: DictConfig, plan: Plan, trainer_class: Any, models: tuple[Any, Any] | None
 ) -> None:
     """What is left to do in a run's directory, which rank 0 has opened and holds."""
-    # set_seed imports PEFT, and that bitsandbytes, which then asks for kernels that nothing here uses
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    silence_bitsandbytes()  # set_seed's module imports PEFT
     from transformers import set_seed
 
     from dpo.checkpoint.resume import check_inputs

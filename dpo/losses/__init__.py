@@ -1,6 +1,6 @@
 """The table of losses: what each needs of data, models and checkpoints.
 
-Its functions are in `formulas.py`, the options that all have in common in `options.py`. Imports no torch.
+Its functions are in `formulas.py`, those of all losses with a reference in `options.py`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ class Loss:
     fn: Callable[..., Losses]
     pairwise: bool = True  # trains on pairs; else on SFT targets
     reference: bool = True  # needs the reference's log-probabilities
-    best: tuple[str, int] = (
-        "rewards_eval/accuracies",
-        +1,
-    )  # the metric by which checkpoints are ranked; +1: higher wins
+    # the metric by which checkpoints are ranked; +1: higher wins
+    best: tuple[str, int] = ("rewards_eval/accuracies", +1)
     of_margin: bool = True  # log-ratios enter by their difference alone, for which f_divergence is derived
     of_batch: Callable[..., Any] | None = None  # (scores of the global batch, **options) -> `Scores.of_batch`
     averaged: Callable[[float, float], float] | None = None  # of an update's mean rewards, for `Scores.average`

@@ -1,4 +1,4 @@
-"""Options of all pairwise losses, which are under `loss` in `config/config.yaml`: what they make of scores and losses.
+"""Options of the losses with a reference (`config/loss/options/`): what they make of scores and losses.
 
 Pure tensor functions, as those of `formulas.py`.
 """
@@ -75,7 +75,7 @@ def change_scores(
 
 
 def change_losses(losses: Tensor, scores: Scores, *, sft_weight: float = 0, wpo: bool = False, **_: Any) -> Tensor:
-    """What becomes of the losses of pairs under these options; `scores` as the models gave them."""
+    """Apply `wpo` and `sft_weight` to losses of pairs; `scores` are as the models gave them."""
     if wpo:
         losses = losses * wpo_weights(scores)
     return losses - sft_weight * scores.chosen / scores.chosen_lengths if sft_weight else losses

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +22,7 @@ from safetensors.torch import load_file, save
 from dpo.errors import InputError
 from dpo.models.adapter_dropout import Dropout
 from dpo.parallel.state import local_tensor
+from dpo.system.library_logs import silence_bitsandbytes
 from dpo.system.plain_files import check_readable
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ class StoredAdapter(NamedTuple):
 
 def _import_peft() -> Any:
     """PEFT, which takes a second to import, and most runs have no adapter."""
-    # PEFT imports bitsandbytes if it is there, which then asks for a package of kernels that nothing here uses
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    silence_bitsandbytes()
     import peft
 
     return peft
@@ -139,7 +138,7 @@ def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: 
     model.requires_grad_(False)
     for weight in adapter_weights(model, POLICY).values():
         weight.requires_grad_(True)
-    activate(model, name)
+    _activate(_adapted_layers(model), name)
 
 
 def _inject(model: Any, config: LoraConfig, name: str, seed: int) -> None:
@@ -264,21 +263,28 @@ def _adapted_layers(model: Any) -> list[Any]:
     return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
 
 
-def activate(model: Any, name: str | None) -> None:
-    """Let the model compute with this adapter alone, None: with its base alone."""
-    for layer in _adapted_layers(model):
+def _activate(layers: Iterable[Any], name: str | None) -> None:
+    for layer in layers:
         # PEFT's set_adapter would also change requires_grad, on which optimizer and FSDP rely
         layer._active_adapter = [] if name is None else [name]
 
 
-@contextmanager
-def using(model: Any, name: str | None) -> Iterator[None]:
-    """Inside, a policy computes with this adapter instead of its own, None: with its base alone."""
-    activate(model, name)
-    try:
-        yield
-    finally:
-        activate(model, POLICY)
+def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which a policy computes with this adapter instead of its own, None: with its base alone.
+
+    The layers are found once, as an update enters it for every microbatch.
+    """
+    layers = _adapted_layers(model)
+
+    @contextmanager
+    def switched() -> Iterator[None]:
+        _activate(layers, name)
+        try:
+            yield
+        finally:
+            _activate(layers, POLICY)
+
+    return switched
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:

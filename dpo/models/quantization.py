@@ -7,7 +7,6 @@ form, with a loss, as soon as it is evaluated.
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError
+from dpo.system.library_logs import silence_bitsandbytes
 from dpo.system.malloc import release_freed_memory
 
 BLOCK = 64  # weights that share a scale
@@ -135,8 +135,7 @@ def layers_to_quantize(model: Any) -> list[str]:
 
 def _check_bitsandbytes() -> None:
     """Raises InputError if bitsandbytes is not there, or found no kernels for this machine."""
-    # it asks for a package of kernels that only its own layer would use
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    silence_bitsandbytes()
     try:
         from bitsandbytes.cextension import ErrorHandlerMockBNBNativeLibrary, lib
     except ImportError as error:

@@ -19,7 +19,7 @@ from dpo.data.asking import Asked, choose_form, render
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.losses import LOSSES
-from dpo.models.adapters import add_adapter, load_adapter, read_adapter, using
+from dpo.models.adapters import add_adapter, load_adapter, read_adapter, switch
 from dpo.models.answers import Answer, Sampling, Tokens, answer, log_probabilities
 from dpo.models.card import find_prompt_format
 from dpo.models.loading import Weights, place_of, source_of
@@ -48,12 +48,12 @@ class Side(NamedTuple):
 
     def answer(self, tokenizer: Any, *asked: Any, **more: Any) -> list[Answer]:
         """As `answer`."""
-        with using(self.model, self.adapter):
+        with switch(self.model, self.adapter)():
             return answer(self.model, tokenizer, *asked, **more)
 
     def log_probabilities(self, *said: Any) -> list[float]:
         """As `log_probabilities`."""
-        with using(self.model, self.adapter):
+        with switch(self.model, self.adapter)():
             return log_probabilities(self.model, *said)
 
 

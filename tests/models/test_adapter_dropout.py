@@ -14,7 +14,7 @@ from support.models import build, examples_of
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.models.adapter_dropout import AdapterDropout, Dropout, hash_paths
-from dpo.models.adapters import POLICY, REFERENCE, add_adapter, config_of, using
+from dpo.models.adapters import POLICY, REFERENCE, add_adapter, config_of, switch
 from dpo.models.layouts import Padded, SharedPrefix, pad
 from dpo.models.packing import NONE
 
@@ -220,7 +220,7 @@ def test_only_the_policys_adapter_drops_and_only_inside(pairs):
     def logps():
         found = {POLICY: Padded().forward(model, rows)}
         for name in (REFERENCE, None):
-            with using(model, name):
+            with switch(model, name)():
                 found[name] = Padded().forward(model, rows)
         return {name: torch.stack(sides) for name, sides in found.items()}
 

@@ -19,7 +19,6 @@ from dpo.models.adapters import (
     WEIGHTS,
     AdapterState,
     StoredAdapter,
-    activate,
     adapter_weights,
     add_adapter,
     base_weights,
@@ -27,7 +26,7 @@ from dpo.models.adapters import (
     find_adapter,
     load_adapter,
     read_adapter,
-    using,
+    switch,
 )
 from dpo.models.loading import Weights, check_parts, find_weights
 from dpo.models.weights import model_digest
@@ -79,7 +78,7 @@ def test_an_adapter_that_peft_has_made_gives_the_logits_that_it_gives_there(fami
     load_adapter(model, stored)
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=1e-6)
-        with using(model, None):
+        with switch(model, None)():
             assert torch.equal(model(IDS).logits, build(family).eval()(IDS).logits)
 
 
@@ -102,8 +101,8 @@ def test_adapters_of_other_sizes_and_layers_stand_beside_each_other(tmp_path):
         add_adapter(model, stored.config, name=REFERENCE)
         load_adapter(model, stored, REFERENCE)
         torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=1e-6)
-        activate(model, "policy")
-        assert torch.equal(model(IDS).logits, before)
+        with switch(model, "policy")():
+            assert torch.equal(model(IDS).logits, before)
 
 
 def test_a_model_with_adapters_has_its_base_under_the_names_that_it_has_alone():

@@ -12,7 +12,7 @@ from support.warm import launch
 
 from dpo.errors import InputError
 from dpo.models.adapter_dropout import AdapterDropout
-from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, add_adapter, config_of, trained_parameters, using
+from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, add_adapter, config_of, switch, trained_parameters
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
@@ -60,7 +60,7 @@ def compare_with_one_process(family: str, mesh: Mesh, *, checkpointing: bool = F
         [microbatch] = layout.split(examples, 1, rank=mesh.data_rank, size=mesh.data_size)
         model.zero_grad()
         for name, logps in frozen.items():
-            with using(model, name), torch.no_grad():
+            with switch(model, name)(), torch.no_grad():
                 ours = torch.stack(layout.forward(model, microbatch.inputs))
             assert torch.allclose(ours, logps[:, microbatch.indices], rtol=1e-5, atol=1e-5), (family, name)
         with AdapterDropout(model, seed=0).on(microbatch.inputs, update=1):
@@ -97,7 +97,7 @@ def hold_shards_alone(mesh: Mesh) -> None:
 
 
 def logps_of(model: Any, examples: Any, name: str | None) -> tuple[torch.Tensor, ...]:
-    with using(model, name), torch.no_grad():
+    with switch(model, name)(), torch.no_grad():
         return plain_logps(model, examples)
 
 

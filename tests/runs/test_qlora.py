@@ -17,7 +17,7 @@ from support.runs import GOLDEN, ROOT, metrics_of, train
 
 from benchmarks.soak import WALL_CLOCK, find_differences
 from dpo.checkpoint.files import read_state
-from dpo.models.adapters import using
+from dpo.models.adapters import switch
 from dpo.models.export import export
 from dpo.models.loading import load_policy, model_loaders
 from dpo.models.pretrained import load_model
@@ -148,7 +148,7 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads_and_is_merged_and_asked(run,
     [policy], reference = panel.policies, panel.reference
     assert reference.model is policy.model
     assert warnings == []  # the base is the one that the run recorded
-    with using(policy.model, policy.adapter):
+    with switch(policy.model, policy.adapter)():
         assert torch.equal(policy.model(ids).logits, ours(ids).logits)
 
 
