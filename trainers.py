@@ -25,6 +25,7 @@ from dpo.models import adapters
 from dpo.models.layouts import Logps, Microbatch
 from dpo.models.loading import load_policy, load_reference, notes_on_base
 from dpo.models.pretrained import DTYPES, check_positions, remarks
+from dpo.models.scoring import ScorerFailed
 from dpo.parallel.device_map import move_less
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import accumulate, distribute, find_blocks, release_gathered
@@ -41,10 +42,11 @@ from dpo.settings.plan import resolve
 from dpo.system.paths import get_local_dir
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
-from dpo.training.batches import Batches, GlobalBatch
+from dpo.training.batches import GlobalBatch
 from dpo.training.evaluation import Evaluator, find_interval, notes_on_interval
 from dpo.training.metrics import REFERENCE, peak_memory_gb
 from dpo.training.objective import Metrics, Prepared, make_objective
+from dpo.training.online import make_batches, metrics_of_drawing
 from dpo.training.optimization import OPTIMIZERS, Schedule
 from dpo.training.reference import Reference
 from dpo.training.self_test import self_test
@@ -84,15 +86,13 @@ class Trainer:
         self.reference = self._make_reference(reference_model, frozen)
         self.optimizer = self.make_optimizer()
         self.scheduler = Schedule.of(config, self.optimizer, updates=self.data.report.updates, size=self.mesh.data_size)
-        longest = self.data.report.longest(config.max_length)
+        longest = config.max_length if self.plan.online else self.data.report.longest(config.max_length)
         self.objective = make_objective(
             config, self.plan, self.policy, self.reference, self.mesh, longest=longest, log=self.progress.line
         )
-        self.batches = Batches(
-            config, self.data, self.objective.layout, seed=seed, rank=self.mesh.data_rank, size=self.mesh.data_size
-        )
-        self.eval_batches = list(self.batches.test())
         self.stop = StopRequest(self.mesh)
+        self.batches = make_batches(config, self.plan, self.data, self.objective, self.stop, self.progress, seed=seed)
+        self.eval_batches = list(self.batches.test())
         self.evaluator = Evaluator(
             config, self.data, self.objective, self.eval_batches, self.progress, self.stop, seed=seed
         )
@@ -101,7 +101,7 @@ class Trainer:
         self.callbacks = Callbacks.of(CALLBACKS, context, terminal=self.progress)
         self.checkpoints = Checkpoints(self.run_dir, self.mesh, keep=config.keep_checkpoints, log=self.progress.line)
         parts = {"checkpoints": self.checkpoints, "callbacks": self.callbacks, **self.objective.parts}
-        self.state = RunState(self.reference, frozen, rank=rank, **parts)
+        self.state = RunState(self.reference, frozen, rank=rank, **parts, **self.batches.parts)
         if resume_from is not None:
             self.checkpoints.restore(resume_from, self._stateful())
         for note in self.notes():
@@ -195,17 +195,16 @@ class Trainer:
         # the only synchronization of host and device in an update; also carries what the processes must agree on
         reduced = objective.reduce(metrics, len(batch.examples), prepared.keys, scalars)
         self.stop.is_agreed = reduced.scalars.pop("stop") > 0
-        lr = self.scheduler.get_last_lr()[0]
+        [lr] = self.scheduler.get_last_lr()
         counters = self.state.count(len(batch.examples))
-        update = Update(*counters, batch.examples, reduced.examples, reduced.means())
+        update = Update(*counters, batch.examples, reduced.examples, reduced.means(batch.counted))
         if self.callbacks.allow(update):
             self.optimizer.step()
             self.scheduler.step()
-            objective.applied(update.metrics)
+            objective.applied(update.number, update.metrics)
         self.optimizer.zero_grad()
-        seconds = time.perf_counter() - start
-        speed = {"examples_per_second": len(batch.examples) / seconds, "tokens_per_second": batch.n_tokens / seconds}
-        return update._replace(metrics={**update.metrics, "lr": lr, **speed, "memory/peak_gb": peak_memory_gb()})
+        own = metrics_of_drawing(batch.drawing, update.table) | batch.speed(time.perf_counter() - start)
+        return update._replace(metrics={**update.metrics, "lr": lr, **own, "memory/peak_gb": peak_memory_gb()})
 
     def _backward(self, microbatch: Microbatch, prepared: Prepared) -> tuple[torch.Tensor, Metrics]:
         """Add a microbatch's gradient. Returns its indices and metrics; its inputs, mask and graph can go."""
@@ -213,7 +212,7 @@ class Trainer:
         with self.objective.dropout.on(microbatch.inputs, update=self.state.batch_counter):
             losses, metrics = self.objective.losses(microbatch, prepared, split="train")
             # the mean over the global batch, of which FSDP will take the mean over processes
-            (losses.sum() * self.mesh.data_size / self.config.batch_size).backward()
+            prepared.mean(losses, microbatch.indices, times=self.mesh.data_size).backward()
         return microbatch.indices, metrics
 
     def clip_gradient(self) -> torch.Tensor:
@@ -246,7 +245,7 @@ class Trainer:
             try:
                 yield
                 self.checkpoints.finish()
-            except (Stopped, NonFinite) as ending:  # on every process
+            except (Stopped, NonFinite, ScorerFailed) as ending:  # on every process
                 if isinstance(ending, NonFinite):
                     self.callbacks.emit("abort", str(ending))
                 elif self._has_unsaved():
@@ -306,7 +305,8 @@ class Trainer:
 
     def _stateful(self) -> dict[str, Any]:
         policy = adapters.what_to_save(self.policy)
-        return {"policy": policy, "optimizer": self.optimizer, "scheduler": self.scheduler, "trainer": self.state}
+        parts = {"policy": policy, "optimizer": self.optimizer, "scheduler": self.scheduler, "trainer": self.state}
+        return {**parts, "reference": self.reference_model} if self.objective.follow_every else parts
 
 
 class BasicTrainer(Trainer):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError, RunError
-from dpo.settings.files import defaults_of, with_defaults
+from dpo.settings.files import defaults_of, options_in, with_defaults
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_config_problems
 from dpo.system.library_logs import silence_bitsandbytes
@@ -202,7 +202,7 @@ def _train(
     resume_from: Any,
 ) -> None:
     """Load the models, unless they are given, and train."""
-    from dpo.models.loading import model_loaders
+    from dpo.models.loading import find_following, model_loaders
     from dpo.models.weights import load_archive
     from dpo.training.memory import explaining_out_of_memory
 
@@ -213,6 +213,8 @@ def _train(
             policy, reference = models
             if resume_from is not None and config.lora.name == "none":  # else its adapter is loaded by the trainer
                 load_archive(policy, str(resume_from))
+            if reference is not None and (following := find_following(config, resume_from)):
+                load_archive(reference, following)
         trainer = trainer_class(
             policy, config, config.seed, config.local_run_dir, reference, rank, plan.dims.world_size, data, resume_from
         )
@@ -262,8 +264,9 @@ def describe(config: DictConfig) -> str:
 
     values = redact(OmegaConf.to_container(config))
     run_dir = values.pop("local_run_dir")
-    shown = differences(values, defaults_of(config.loss.name, config.lora.name))
-    chosen = f"loss={config.loss.name}" + f", lora={config.lora.name}" * (config.lora.name != "none")
+    shown = differences(values, defaults_of(**options_in(config)))
+    options = {group: option for group, option in options_in(config).items() if option != "none"}
+    chosen = ", ".join(f"{group}={option}" for group, option in options.items())
     title = f"{chosen}; what differs from the defaults (all of it: {run_dir}/config.yaml):"
     return "\n".join([title, *(f"  {setting}" for setting in shown)])
 

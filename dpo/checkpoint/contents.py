@@ -98,6 +98,7 @@ FACTS = {
 }
 PARTS = {
     "policy": Each(TEXT, TENSOR),
+    "reference": Each(TEXT, TENSOR),
     "optimizer": {"state": Each(COUNT, Each(TEXT, OF_STATE)), "param_groups": [{"params": [COUNT], "lr": NUMBER}]},
     "scheduler": {
         "last_epoch": COUNT,
@@ -112,6 +113,7 @@ PARTS = {
         "evaluated_at": FROM_MINUS_1,
         "saved_at": FROM_MINUS_1,
         "reference": TEXT_OR_NONE,
+        "online": Maybe({"scorer": TEXT}),
         "reference_logps": Maybe({"keys": KEYS, "logps": VALUES}),
         "checkpoints": {"best": NUMBER, "best_at": FROM_MINUS_1},
         "callbacks": {

@@ -1,7 +1,8 @@
 """The files of a checkpoint: complete or absent, checked against their manifest, written in the background, pruned.
 
 A checkpoint is a directory `step-EXAMPLES` of `policy.pt`, `optimizer.pt`, `scheduler.pt`, and, for resuming,
-`trainer.pt` and `random.pt`; that of an adapter also has PEFT's two files. Each `.pt` is
+`trainer.pt` and `random.pt`; that of an adapter also has PEFT's two files, that of a run whose reference follows the
+policy `reference.pt`. Each `.pt` is
 `{"step_idx": examples, "state": state_dict, "metrics": means or None}`: data. `manifest.json` has the size and SHA-256
 of each file and of its blocks, and facts that a resumed run is checked against.
 """
@@ -31,6 +32,7 @@ from dpo.system.plain_files import check_link, check_readable, remove
 
 MANIFEST = "manifest.json"
 PARTS = ("policy", "optimizer", "scheduler", "trainer", "random")
+FOLLOWING = "reference"  # a part if the reference follows the policy
 OF_ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}  # beside these: `policy.pt` in PEFT's format
 STEP = re.compile(r"step-(\d+)")
 EXPORTED = "hf"  # a directory in the run's last checkpoint, of which the manifest knows nothing: another form of it
@@ -187,7 +189,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
     files = manifest["files"].keys()
     needed = {f"{part}.pt" for part in PARTS} | (OF_ADAPTER if files & OF_ADAPTER else set())
-    if strange := needed ^ files:
+    if strange := needed ^ (files - {f"{FOLLOWING}.pt"}):
         raise DamagedCheckpoint(f"{path} lists the wrong files: {', '.join(sorted(strange))}")
     return manifest
 
@@ -198,7 +200,7 @@ def _as_damage(directory: Path, error: Exception) -> DamagedCheckpoint:
 
 def check_contents(directory: Path, progress: Callable[[], None] = no_progress) -> None:
     """Raises DamagedCheckpoint unless every part has the types and keys it must have. Reads no tensor data."""
-    for name in PARTS:
+    for name in (*PARTS, *([FOLLOWING] if (directory / f"{FOLLOWING}.pt").exists() else [])):
         read_part(directory, name)
         progress()
 

@@ -14,6 +14,7 @@ import torch
 
 from dpo.checkpoint.contents import find_misfit, set_numpy_state
 from dpo.checkpoint.files import (
+    FOLLOWING,
     BackgroundWriter,
     DamagedCheckpoint,
     point,
@@ -102,7 +103,10 @@ class Checkpoints:
             if quality is not None and quality > self.best:  # false for NaN
                 self.best, self.best_at = quality, step_idx
                 links.append("BEST")
-        background = self.mesh.rank == 0 and 2 * _size_of(stateful["optimizer"]) < host_memory().available
+        size = _size_of(stateful["optimizer"])
+        if FOLLOWING in stateful:
+            size += sum(parameter.nbytes for parameter in stateful[FOLLOWING].parameters())
+        background = self.mesh.rank == 0 and 2 * size < host_memory().available
         states = self._gather(stateful, copy=background)
         if self.mesh.rank != 0:
             for _ in states:  # take part in the collectives
@@ -134,12 +138,12 @@ class Checkpoints:
         yield "random", {"states": self.mesh.gather_all(random_state())}
 
     def restore(self, checkpoint: Path, stateful: Mapping[str, Any]) -> None:
-        """Load each part's state, then the random states. Not the policy's, which is loaded before it is distributed.
+        """Load each part's state, then the random states. Not those of models, loaded before they are distributed.
 
         Every process must call it.
         """
         for name, part in stateful.items():
-            if name == "policy":
+            if name in ("policy", FOLLOWING):
                 continue
             state = read_part(checkpoint, name) if self.mesh.rank == 0 else None
             if name == "optimizer":

@@ -24,6 +24,34 @@ class TextExample(NamedTuple):
     texts: dict[str, str]  # chosen (under SFT the target) and, for a pair, rejected
 
 
+class Completion(NamedTuple):
+    """An answer that was drawn from the policy."""
+
+    text: str
+    tokens: tuple[int, ...]  # the last one ends it, unless it was cut off
+    ended: bool
+    score: float
+
+
+class Drawn(NamedTuple):
+    """What an online pair was chosen from."""
+
+    completions: tuple[Completion, ...]  # in the order in which they were drawn
+    best: int
+    worst: int
+
+    @property
+    def pair(self) -> tuple[Completion, Completion]:
+        """The best and the worst."""
+        return self.completions[self.best], self.completions[self.worst]
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether nothing tells best and worst apart."""
+        best, worst = self.pair
+        return best.score == worst.score or best.tokens == worst.tokens
+
+
 class Example(NamedTuple):
     """An example as the token ids that the model is fed: truncated, including EOS."""
 
@@ -33,6 +61,7 @@ class Example(NamedTuple):
     dataset: str = ""
     digest: str = ""  # the `text_digest`, by which other runs know it
     truncated: bool = False  # the prompt or a response
+    drawn: Drawn | None = None  # of an online pair, whose texts are not in the data
 
     @property
     def n_tokens(self) -> int:

@@ -307,6 +307,7 @@ def prepare_data(
     *,
     get_dataset: Callable[..., PreferenceData],
     sft_mode: bool,
+    online: bool,
     batch_size: int,
     eval_batch_size: int,
     max_length: int,
@@ -320,7 +321,8 @@ def prepare_data(
 ) -> TrainingData:
     """Load and count both splits, and print the counts unless `silent`. Large texts are stored in `folder`.
 
-    Raises InputError for data that cannot be trained on, and for a split that does not fill one batch.
+    `online`: the training examples are prompts. Raises InputError for data that cannot be trained on, and for a split
+    that does not fill one batch.
     """
     encode = TextEncoder(tokenizer)
     prompts, reports = {}, {}
@@ -328,7 +330,11 @@ def prepare_data(
         options = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
         prompts[split] = store_prompts(iterate_prompts(get_dataset, names, split, silent=silent, **options), folder)
         reports[split] = inspect_split(
-            prompts[split], encode, sft_mode=sft_mode, max_length=max_length, max_prompt_length=max_prompt_length
+            prompts[split],
+            encode,
+            sft_mode=sft_mode or (online and split == "train"),
+            max_length=max_length,
+            max_prompt_length=max_prompt_length,
         )
         if reports[split].examples < size:
             raise InputError(
@@ -359,6 +365,7 @@ def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *,
         tokenizer,
         get_dataset=get_dataset,
         sft_mode=not LOSSES[config.loss.name].pairwise,
+        online=config.online.name == "online",
         batch_size=config.batch_size,
         eval_batch_size=config.eval_batch_size,
         max_length=config.max_length,

@@ -1,11 +1,12 @@
 """Answers to prompts, each drawn from a seed of its own, and the log-probabilities that a model gives them.
 
-Unlike samples during training (`dpo/models/generation.py`) they do not depend on the prompts beside them in a batch.
+Unlike samples at an evaluation (`dpo/models/generation.py`) they do not depend on the prompts beside them in a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,9 @@ import transformers
 
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
+from dpo.models.generation import attention_of_generation
 from dpo.models.layouts import Padded
+from dpo.system.arithmetic import for_generation
 
 Tokens = tuple[int, ...]
 
@@ -33,6 +36,7 @@ class Answer(NamedTuple):
 
     text: str
     tokens: Tokens
+    ended: bool
 
 
 def answer(
@@ -43,10 +47,14 @@ def answer(
     sampling: Sampling,
     *,
     watch: Callable[[list[int]], bool] | None = None,
+    in_step: bool = False,
 ) -> list[Answer]:
     """The model's answer to each prompt, whose number is mixed into the seed.
 
-    After each token `watch` gets those of the last answer so far, and whether it returns true ends all.
+    Of the model's generation config only what ends an answer applies, as penalties would make answers draws from
+    another distribution than the model's. After each token `watch` gets those of the last answer so far, and whether it
+    returns true ends all. `in_step`: several processes hold the model's shards, so each continues until the last has
+    finished.
     """
     device = next(model.parameters()).device
     batch = collate_prompts([Example(prompt, ()) for prompt in prompts], tokenizer)
@@ -56,25 +64,28 @@ def answer(
     if sampling.temperature > 0:
         processors += [transformers.TemperatureLogitsWarper(float(sampling.temperature))]
         processors += [transformers.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
-        processors += [_Noise([[sampling.seed, number] for number in numbers])]
+        seeds = [[sampling.seed, number] for number in numbers]
+        processors += [_Draw(seeds, n_prompt=ids.shape[1], n_new=sampling.max_new_tokens)]
     criteria = transformers.StoppingCriteriaList()
     if watch is not None:
         criteria.append(_Watcher(lambda rows: watch(rows[-1, ids.shape[1] :].tolist())))
-    out = model.generate(
-        ids,
-        attention_mask=batch["prompt_attention_mask"].to(device),
-        max_new_tokens=sampling.max_new_tokens,
-        do_sample=False,  # the noise draws
-        num_beams=1,
-        eos_token_id=sorted(ends),
-        pad_token_id=tokenizer.pad_token_id,
-        logits_processor=processors,
-        stopping_criteria=criteria,
-    )
+    with _plain_generation(model):
+        out = model.generate(
+            ids,
+            attention_mask=batch["prompt_attention_mask"].to(device),
+            max_new_tokens=sampling.max_new_tokens,
+            do_sample=False,  # `_Draw` draws
+            eos_token_id=sorted(ends),
+            pad_token_id=tokenizer.pad_token_id,
+            logits_processor=processors,
+            stopping_criteria=criteria,
+            synced_gpus=in_step,
+        )
     answers = []
     for row in out[:, ids.shape[1] :].tolist():
-        end = next((i for i, token in enumerate(row, start=1) if token in ends), len(row))
-        answers.append(Answer(tokenizer.decode(row[:end], skip_special_tokens=True), tuple(row[:end])))
+        end = next((i for i, token in enumerate(row, start=1) if token in ends), None)
+        tokens = tuple(row[:end])
+        answers.append(Answer(tokenizer.decode(tokens, skip_special_tokens=True), tokens, end is not None))
     return answers
 
 
@@ -84,17 +95,31 @@ def _ends(model: Any, tokenizer: Any) -> set[int]:
     return {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])} - {None}
 
 
-class _Noise(transformers.LogitsProcessor):
-    """Gumbel noise, each row's from a generator of its own: the largest sum is a draw from the softmax."""
+@contextmanager
+def _plain_generation(model: Any) -> Iterator[None]:
+    """Inside, the model has no generation settings of its own, and what needs none to be fast is as in sampling."""
+    own = model.generation_config
+    model.generation_config = transformers.GenerationConfig()
+    try:
+        with for_generation(), attention_of_generation(model):
+            yield
+    finally:
+        model.generation_config = own
 
-    def __init__(self, seeds: Sequence[Sequence[int]]) -> None:
-        states = (int(np.random.SeedSequence(seed).generate_state(1)[0]) for seed in seeds)
-        self.generators = [torch.Generator().manual_seed(state) for state in states]
+
+class _Draw(transformers.LogitsProcessor):
+    """Draws each row's tokens with uniform numbers from a seed of its own, and leaves only those to choose from."""
+
+    def __init__(self, seeds: Sequence[Sequence[int]], *, n_prompt: int, n_new: int) -> None:
+        self.n_prompt = n_prompt
+        self.uniform = torch.from_numpy(np.stack([np.random.default_rng(seed).random(n_new) for seed in seeds]))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        shape = scores.shape[1:]
-        noise = [-torch.empty(shape).exponential_(generator=generator).log() for generator in self.generators]
-        return scores + torch.stack(noise).to(scores.device)
+        self.uniform = self.uniform.to(scores.device)
+        below = scores.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
+        place = self.uniform[:, input_ids.shape[1] - self.n_prompt, None] * below[:, -1:]
+        drawn = torch.searchsorted(below, place, right=True)  # the first token with more below it: its probability > 0
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 
 
 class _Watcher(transformers.StoppingCriteria):

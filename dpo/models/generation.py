@@ -27,7 +27,7 @@ def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: i
     """
     prompt_ids = batch["prompt_input_ids"]
     devices = range(torch.cuda.device_count())
-    with torch.random.fork_rng(devices=devices), for_generation(), _attention_of_generation(model):
+    with torch.random.fork_rng(devices=devices), for_generation(), attention_of_generation(model):
         torch.manual_seed(seed)
         ids = model.generate(
             prompt_ids,
@@ -41,7 +41,7 @@ def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: i
 
 
 @contextmanager
-def _attention_of_generation(model: Any) -> Iterator[None]:
+def attention_of_generation(model: Any) -> Iterator[None]:
     """Inside, SDPA replaces FlexAttention, which is fast only if compiled, as generation is not."""
     if model.config._attn_implementation != "flex_attention":
         yield

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from omegaconf import DictConfig
 
+from dpo.checkpoint.files import FOLLOWING
 from dpo.errors import InputError
 from dpo.models.adapters import (
     CONFIG,
@@ -173,8 +174,14 @@ def model_loaders(
     base = find_weights(config, plan).base
     resumes = resume_from is not None and config.lora.name not in ADAPTED
     policy = partial(load, config.model.policy_dtype, str(resume_from) if resumes else base)
-    reference = partial(load, plan.reference_dtype, base)
+    reference = partial(load, plan.reference_dtype, find_following(config, resume_from) or base)
     return policy, reference if plan.reference == "model" else None
+
+
+def find_following(config: DictConfig, resume_from: Path | None) -> str | None:
+    """Where a continued run finds the weights of its reference, if that follows the policy."""
+    follows = resume_from is not None and config.online.get("sync_reference_every")
+    return str(resume_from / f"{FOLLOWING}.pt") if follows else None
 
 
 def load_policy(
@@ -202,7 +209,8 @@ def load_policy(
 
 
 def load_reference(model: Any, config: DictConfig, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
-    """The frozen reference, a model or what a function loads, and on rank 0 its digest, a pass over its weights."""
+    """The reference, a model or what a function loads, and on rank 0 its digest if it stays as it is, a pass over its
+    weights."""
     model = make_model(model, plan).eval()
     adapter = find_weights(config, plan).adapter
     if adapter is not None:
@@ -210,7 +218,8 @@ def load_reference(model: Any, config: DictConfig, plan: Plan, *, rank: int) -> 
         if rank == 0:
             _load(model, adapter, config, REFERENCE)
     name = None if adapter is None else REFERENCE
-    digest = model_digest(model, plan.autocast or plan.reference_dtype, name) if rank == 0 else None
+    is_frozen = rank == 0 and not config.online.get("sync_reference_every")
+    digest = model_digest(model, plan.autocast or plan.reference_dtype, name) if is_frozen else None
     return compile_blocks(model, config), digest
 
 

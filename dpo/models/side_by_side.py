@@ -11,7 +11,6 @@ from threading import Event
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from omegaconf import OmegaConf
 
 from dpo.checkpoint.files import read_state
@@ -302,6 +301,4 @@ def _load_base(origin: Origin, dtype: str | None) -> Any:
     )
     if resolve(origin.config).quantized:
         quantize(loaded)
-    # of which only EOS applies: penalties would make answers draws from another distribution than the rewards are of
-    loaded.generation_config = transformers.GenerationConfig(eos_token_id=loaded.generation_config.eos_token_id)
     return loaded.eval()

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 OF_HYDRA = ("defaults", "hydra")
+OPTIONAL = ("loss", "lora", "online")  # groups whose options have different keys
 ANYTHING = ("dataset_sources",)  # mappings of names that are the user's
 WAITING = object()  # in place of a value made from another key that has a problem of its own
 
@@ -24,7 +25,7 @@ def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path
     `run_dir`, if given, is its `local_run_dir` if it has none. Nothing that it has is changed.
     """
     config = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
-    defaults = defaults_of(OmegaConf.select(config, "loss.name"), OmegaConf.select(config, "lora.name"))
+    defaults = defaults_of(**options_in(config))
     if run_dir is not None:
         defaults["local_run_dir"] = str(run_dir)
     missing = _missing(OmegaConf.to_container(config), defaults)
@@ -48,12 +49,20 @@ def require(config: DictConfig) -> None:
             raise InputError(f"{key} is not set, and has no default")
 
 
-def defaults_of(loss: str | None = None, lora: str | None = None) -> dict[str, Any]:
-    """What `config/` has under each key; of `loss` only if it is one, of `lora` as if there is no adapter."""
+def options_in(config: DictConfig) -> dict[str, Any]:
+    """The option of each group of OPTIONAL that a config names, for `defaults_of`."""
+    return {group: OmegaConf.select(config, f"{group}.name") for group in OPTIONAL}
+
+
+def defaults_of(loss: str | None = None, lora: str | None = None, online: str | None = None) -> dict[str, Any]:
+    """What `config/` has under each key, with these options of its groups: of `loss` only if it is one, of the others
+    `none` unless it is one."""
     defaults = _load(CONFIG_DIR / "config.yaml") | {"model": _load(CONFIG_DIR / "model" / "blank_model.yaml")}
-    of_loss, of_lora = CONFIG_DIR / "loss" / f"{loss}.yaml", CONFIG_DIR / "lora" / f"{lora}.yaml"
-    defaults["lora"] = _load(of_lora if of_lora.is_file() else CONFIG_DIR / "lora" / "none.yaml")
-    return defaults | ({"loss": _load(of_loss)} if of_loss.is_file() else {})
+    for group, option in (("loss", loss), ("lora", lora), ("online", online)):
+        files = [CONFIG_DIR / group / f"{name}.yaml" for name in (option, "none")]
+        if found := [file for file in files if file.is_file()]:
+            defaults[group] = _load(found[0])
+    return defaults
 
 
 def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -121,7 +130,7 @@ def help_text() -> str:
     lines = (f"{name}: {', '.join(names)}" for name, names in options.items())
     parts = [HELP, *(fill(line, 118, subsequent_indent="  ", break_on_hyphens=False) for line in lines), "", main]
     parts += ["# model=...: another model has another name_or_path and block_name", _nested("model", "blank_model")]
-    for group in ("loss", "lora"):
+    for group in OPTIONAL:
         parts += [f"# {group}={option}\n{_nested(group, option)}" for option in options[group]]
     parts += ["# any loss with a reference also has", _nested("loss", "options/with_reference")]
     return "\n".join([*parts, END])

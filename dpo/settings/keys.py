@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
@@ -22,10 +23,13 @@ from dpo.settings.choices import (
     LORA,
     LR_SCALINGS,
     NAN_POLICIES,
+    ONLINE,
     OPTIMIZERS,
     REFERENCES,
     SCHEDULES,
+    SCORERS,
     TENSOR_PARALLEL_BACKENDS,
+    TIES,
     TRAINERS,
 )
 from dpo.settings.plan import Plan
@@ -58,6 +62,7 @@ def _one_of(names: Iterable[str]) -> Rule:
 SEED = Rule(lambda v: _is_int(v) and 0 <= v < 2**32, "an integer from 0 to 2**32 - 1")
 COUNT = Rule(lambda v: _is_int(v) and v > 0, "an integer >= 1")
 AT_LEAST_2 = Rule(lambda v: _is_int(v) and v >= 2, "an integer >= 2 (the newest may be corrupt)")
+SEVERAL_SAMPLES = Rule(lambda v: _is_int(v) and v >= 2, "an integer >= 2: a best and a worst")
 NATURAL = Rule(lambda v: _is_int(v) and v >= 0, "an integer >= 0")
 NUMBER = Rule(lambda v: _is_number(v) and math.isfinite(v), "a number")
 FINITE = Rule(lambda v: _is_number(v) and 0 < v < math.inf, "a number above 0")
@@ -85,6 +90,12 @@ PATHS = Rule(lambda v: isinstance(v, list) and bool(v) and all(map(PATH.holds, v
 RUN_NAME = Rule(
     lambda v: TEXT.holds(v) and not os.path.isabs(v) and ".." not in v.split("/") and "\0" not in v,
     "a name for the run, relative and without '..'",
+)
+TOP_P = Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number above 0, at most 1")
+SHARE = Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number in [0, 1)")
+FUNCTION = Rule(
+    lambda v: isinstance(v, str) and bool(re.fullmatch(r"[^\0]+\.py:[^\W\d]\w*", v)),
+    "a file and a function in it, such as rewards.py:score",
 )
 FRACTION = Rule(lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1")
 DROPOUT = Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number in [0, 1)")
@@ -139,6 +150,13 @@ OWN_REFERENCE = REFERENCE._replace(
     what=f"{REFERENCE.what}, and a model of its own that gives it: lora=none, or lora.reference=model",
     met=lambda values, plan: plan.reference == "model",
 )
+COPIED_REFERENCE = Needs(
+    f"{REFERENCE.what}, and lora=none", lambda values, plan: plan.reference == "model" and plan.trains_all, refused=True
+)
+SCORED_BY = {
+    name: Needs(f"online.scorer={name}", lambda values, plan, name=name: values.get("online.scorer") == name)
+    for name in ("reward_model", "function", "keyword")
+}
 SAMPLES = Needs("sample_during_eval=true", lambda values, plan: values.get("sample_during_eval"))
 NO_DEBUG = Needs("debug=false", lambda values, plan: not values.get("debug"))
 WANDB = Needs(
@@ -277,6 +295,21 @@ KEYS: dict[str, Key] = {
     "lora.dropout": Key(DROPOUT, KEEP),
     "lora.target_modules": Key(LAYERS, KEEP),
     "lora.reference": Key(_one_of(REFERENCES), KEEP, REFERENCE),
+    "online.name": Key(_one_of(ONLINE), KEEP),
+    "online.n_samples": Key(SEVERAL_SAMPLES, KEEP),
+    "online.scorer": Key(
+        _one_of(SCORERS), KEEP, how_to_set=f"give online.scorer={', '.join(SCORERS[:-1])} or {SCORERS[-1]}"
+    ),
+    "online.reward_model": Key(_or_null(TEXT), KEEP, SCORED_BY["reward_model"]),
+    "online.function": Key(_or_null(FUNCTION), KEEP, SCORED_BY["function"]),
+    "online.keyword": Key(_or_null(TEXT), KEEP, SCORED_BY["keyword"]),
+    "online.temperature": Key(FINITE, KEEP),
+    "online.top_p": Key(TOP_P, KEEP),
+    "online.max_new_tokens": Key(COUNT, KEEP),
+    "online.missing_eos_penalty": Key(WEIGHT, KEEP),
+    "online.ties": Key(_one_of(TIES), KEEP),
+    "online.sync_reference_every": Key(_or_null(COUNT), KEEP, COPIED_REFERENCE),
+    "online.mix_offline": Key(SHARE, KEEP),
 }
 
 # what other trainers call it -> what it is here
@@ -339,6 +372,12 @@ ALIASES = {
     "lora_target_modules": "lora.target_modules",
     "use_peft": "lora=lora",
     "load_in_4bit": "lora=qlora",
+    "reward_model_path": "online.reward_model",
+    "reward_funcs": "online.function",
+    "max_new_tokens": "online.max_new_tokens",
+    "num_generations": "online.n_samples",
+    "missing_eos_penalty": "online.missing_eos_penalty",
+    "ref_model_sync_steps": "online.sync_reference_every, in updates",
     "wandb_project": "wandb.project",
     "wandb_group": "wandb.group",
     "wandb_tags": "wandb.tags",

@@ -64,6 +64,8 @@ class Plan:
     launched: bool  # whether torchrun or Slurm started the processes
     gpus: int  # of this machine
     quantized: bool = False  # whether the base under an adapter is 4-bit
+    trains_all: bool = True  # all weights; else those of an adapter
+    online: bool = False  # pairs are drawn from the policy
 
 
 def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
@@ -97,6 +99,8 @@ def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_siz
         launched=rank_env is not None,
         gpus=gpus,
         quantized=values.get("lora.name") in QUANTIZED,
+        trains_all=values.get("lora.name") not in ADAPTED,
+        online=values.get("online.name") == "online",
     )
 
 

@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpo.losses import LOSSES
 from dpo.settings.choices import ADAPTED, NEED_WHOLE_TENSORS, STEPS_OF_LR
-from dpo.settings.files import WAITING, defaults_of, dotted, flatten
-from dpo.settings.keys import ALIASES, KEYS, TEXT, Key, Needs, key_of_option
+from dpo.settings.files import OPTIONAL, WAITING, defaults_of, dotted, flatten
+from dpo.settings.keys import ALIASES, KEYS, SCORED_BY, TEXT, Key, Needs, key_of_option
 from dpo.settings.plan import Plan, resolve
 
 # what of Hydra's own an override may set: by other keys it would import and call what they name
@@ -30,7 +30,7 @@ HYDRAS_OWN = (
 )
 OF_HYDRAS_PLUGINS = ("hydra.launcher.", "hydra.sweeper.")
 
-OF_A_CHOICE = ("loss.", "lora.")  # which of these keys there are depends on the group's option
+OF_A_CHOICE = tuple(f"{group}." for group in OPTIONAL)  # which of these keys there are depends on the group's option
 COLUMNS = ("prompt", "chosen", "rejected")  # of own data
 
 
@@ -63,9 +63,10 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
     sources = values.pop("dataset_sources", {})
     absent = [key for key in KEYS if key not in values and not key.startswith(OF_A_CHOICE)]
     problems = [f"{key} was removed from the config: give {key}=VALUE instead of ~{key}" for key in absent]
-    if (adapter := values.get("lora.name")) in ADAPTED:
-        lacking = [key for key in KEYS if key.startswith("lora.") and key not in values]
-        problems += [f"lora.name={adapter} lacks {', '.join(lacking)}: choose lora={adapter}"] * bool(lacking)
+    for group, options in (("lora", ADAPTED), ("online", ("online",))):
+        if (option := values.get(f"{group}.name")) in options:
+            lacking = [key for key in KEYS if key.startswith(f"{group}.") and key not in values]
+            problems += [f"{group}.name={option} lacks {', '.join(lacking)}: choose {group}={option}"] * bool(lacking)
     values = {key: value for key, value in values.items() if value is not WAITING}
     in_order = sorted(values.items(), key=lambda item: item[0].startswith("loss."))  # as --cfg job: model, then loss
     found = {key: _value_problem(key, value, keys) for key, value in in_order}
@@ -77,6 +78,7 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
     problems += _process_problems(sound, plan)
     problems += _combination_problems(sound)
     problems += _loss_problems(sound, plan)
+    problems += _online_problems(sound, plan) if plan.online else []
     problems += _dataset_problems(sound.get("datasets", []), sources)
     return problems
 
@@ -130,7 +132,7 @@ def find_unused(config: DictConfig, plan: Plan) -> list[str]:
 
 def _find_unused(values: Mapping[str, Any], plan: Plan) -> Iterator[tuple[str, Any, Needs]]:
     """Keys that differ from their defaults and lack what they need; null asks for nothing."""
-    defaults = flatten(OmegaConf.create(defaults_of(values.get("loss.name"), values.get("lora.name"))))
+    defaults = flatten(OmegaConf.create(defaults_of(**{group: values.get(f"{group}.name") for group in OPTIONAL})))
     for key, (_, _, needs, _) in KEYS.items():
         value = values.get(key)
         if needs is not None and value not in (None, defaults.get(key)) and not needs.met(values, plan):
@@ -276,6 +278,32 @@ def _loss_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
         yield (
             f"loss.f_divergence={sound['loss.f_divergence']} is a divergence from the reference: "
             f"set loss.reference_free=false"
+        )
+
+
+def _online_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+    """What does not go with drawing pairs from the policy, or lacks what scores them."""
+    if not plan.loss.pairwise:
+        yield f"online=online draws pairs, and loss={sound.get('loss.name')} trains on none: choose loss=dpo or another"
+    if not plan.trainer.can_sample:
+        yield (
+            f"online=online does not work with tensor_parallel.backend={sound['tensor_parallel.backend']}, which "
+            f"cannot sample: set tensor_parallel.backend=dtensor"
+        )
+    if sound.get("cache_reference_logps") == "all":
+        yield "cache_reference_logps=all needs pairs that are known before: leave it out with online=online"
+    scorer = sound.get("online.scorer")
+    if scorer in SCORED_BY and sound.get(f"online.{scorer}", "") is None:
+        example = {"reward_model": "DIR_OR_HUB_ID", "function": "FILE.py:NAME", "keyword": "TEXT"}[scorer]
+        yield f"online.scorer={scorer} needs online.{scorer}: give online.{scorer}={example}"
+    file = (sound.get("online.function") or "").rpartition(":")[0]
+    if scorer == "function" and file and not Path(file).expanduser().is_file():
+        yield f"online.function={sound['online.function']}: there is no file {file}"
+    lengths = [sound.get(key) for key in ("max_prompt_length", "online.max_new_tokens", "max_length")]
+    if None not in lengths and lengths[0] + lengths[1] > lengths[2]:
+        yield (
+            f"max_prompt_length={lengths[0]} and online.max_new_tokens={lengths[1]} are more than max_length="
+            f"{lengths[2]}: lower one of them, or raise max_length"
         )
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from omegaconf import DictConfig
@@ -22,17 +22,36 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+class Drawing(NamedTuple):
+    """How the online pairs of a batch were drawn."""
+
+    online: torch.Tensor  # (B,) bool: which pairs these are
+    metrics: dict[str, float]
+    seconds: dict[str, float]  # that each part of it took
+
+
 class GlobalBatch(NamedTuple):
     """One batch of all processes, and this process's part of it."""
 
     examples: list[Example]
     microbatches: list[Microbatch]
-    keys: list[tuple[bytes, ...]]  # of what the reference gives for each example; empty where no reference scores them
+    keys: list[tuple[bytes, ...]]  # of what the reference gives for each example; empty where none is cached
+    counted: torch.Tensor | None = None  # (B,) bool: the examples over which loss and metrics are means; None: all
+    drawing: Drawing | None = None
 
     @property
-    def n_tokens(self) -> int:
-        """Tokens of all responses with their prompts."""
-        return sum(example.n_tokens for example in self.examples)
+    def n_counted(self) -> int:
+        """The number of examples that count; 1 if none does, of which the mean then is 0."""
+        return len(self.examples) if self.counted is None else max(1, int(self.counted.sum()))
+
+    def speed(self, seconds: float) -> dict[str, float]:
+        """The rates of an update that took `seconds` after the batch was there, and what part of its time drawing the
+        pairs took."""
+        drawing = {} if self.drawing is None else self.drawing.seconds
+        whole = seconds + sum(drawing.values())
+        n_tokens = sum(example.n_tokens for example in self.examples)
+        shares = {f"online/{name}_share": spent / whole for name, spent in drawing.items()}
+        return {"examples_per_second": len(self.examples) / whole, "tokens_per_second": n_tokens / whole, **shares}
 
 
 def prefetch(
@@ -68,6 +87,7 @@ class Batches:
         self.config, self.data, self.layout, self.seed = config, data, layout, seed
         self.rank, self.size = rank, size
         self.loss = find_loss(config.loss)
+        self.parts: dict[str, Any] = {}  # of checkpoints
 
     def train(self, *, skip: int = 0) -> Iterator[GlobalBatch]:
         """Training batches in the reference's order and until its stop rule.
@@ -75,30 +95,51 @@ class Batches:
         The first `skip` are not prepared: a run that continues had them.
         """
         config = self.config
+        prepare = partial(self._prepare, n_microbatches=config.gradient_accumulation_steps)
+        return self._iterate_train(prepare, sft_mode=not self.loss.pairwise, skip=skip)
+
+    def _iterate_train(self, prepare: Callable[..., Result], *, sft_mode: bool, skip: int) -> Iterator[Result]:
+        config = self.config
         limits = {"n_epochs": config.n_epochs, "n_examples": config.n_examples}
-        return self._iterate(self.data.train, config.batch_size, config.gradient_accumulation_steps, limits, skip)
+        return self._iterate(self.data.train, config.batch_size, limits, prepare, sft_mode=sft_mode, skip=skip)
 
     def test(self) -> Iterator[GlobalBatch]:
         """Evaluation batches, one microbatch per process."""
         limits = {"n_epochs": None, "n_examples": self.config.n_eval_examples}
-        return self._iterate(self.data.test, self.config.eval_batch_size, 1, limits)
+        prepare = partial(self._prepare, n_microbatches=1)
+        sft_mode = not self.loss.pairwise
+        return self._iterate(self.data.test, self.config.eval_batch_size, limits, prepare, sft_mode=sft_mode)
 
     def _iterate(
-        self, prompts: Sequence[Prompt], batch_size: int, n_microbatches: int, limits: dict, skip: int = 0
-    ) -> Iterator[GlobalBatch]:
+        self,
+        prompts: Sequence[Prompt],
+        batch_size: int,
+        limits: dict,
+        prepare: Callable[..., Result],
+        *,
+        sft_mode: bool,
+        skip: int = 0,
+    ) -> Iterator[Result]:
         examples = iterate_examples(
-            prompts, batch_size=batch_size, shuffle=True, sft_mode=not self.loss.pairwise, seed=self.seed, **limits
+            prompts, batch_size=batch_size, shuffle=True, sft_mode=sft_mode, seed=self.seed, **limits
         )
-        prepare = partial(self._prepare, n_microbatches=n_microbatches)
         return prefetch(itertools.islice(examples, skip, None), prepare, workers=self.config.num_workers)
 
-    def _prepare(self, texts: Sequence[TextExample], *, n_microbatches: int) -> GlobalBatch:
+    def encode(self, texts: Sequence[TextExample]) -> list[Example]:
+        """The examples as token ids, truncated."""
         lengths = {"max_length": self.config.max_length, "max_prompt_length": self.config.max_prompt_length}
-        examples = encode_examples(texts, self.data.encode, **lengths)
+        return encode_examples(texts, self.data.encode, **lengths)
+
+    def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
+        """This process's microbatches of a global batch."""
         microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=self.size)
         if torch.cuda.is_available():  # from pinned memory the copy does not wait
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
+        return microbatches
+
+    def _prepare(self, texts: Sequence[TextExample], *, n_microbatches: int) -> GlobalBatch:
+        examples = self.encode(texts)
         keys = [e.keys for e in examples] if self.loss.reference else []
         if keys and needs_tails(self.config.loss):
             keys = [(*e.keys, *e.tail_keys) for e in examples]
-        return GlobalBatch(examples, microbatches, keys)
+        return GlobalBatch(examples, self.split(examples, n_microbatches), keys)

@@ -23,10 +23,12 @@ class Reduced(NamedTuple):
     examples: dict[str, torch.Tensor]  # metrics and REFERENCE, (B,) each, in the order of the examples
     scalars: dict[str, float]
 
-    def means(self) -> dict[str, float]:
-        """Means of the metrics over the examples, and the scalars as they are."""
+    def means(self, counted: torch.Tensor | None = None) -> dict[str, float]:
+        """Means of the metrics over the examples that are `counted`, (B,) bool, if any is; and the scalars as they
+        are."""
         metrics = {name: values for name, values in self.examples.items() if name not in REFERENCE}
-        means = torch.stack(list(metrics.values())).double().mean(1)
+        values = torch.stack(list(metrics.values())).double()
+        means = (values if counted is None or not counted.any() else values[:, counted]).mean(1)
         return dict(zip(metrics, means.tolist(), strict=True)) | self.scalars
 
 

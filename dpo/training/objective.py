@@ -46,6 +46,13 @@ class Prepared(NamedTuple):
     reference: torch.Tensor | None = None  # what `cached_reference` gives
     constants: torch.Tensor | None = None  # (B, k): `Loss.constants`
     keys: Sequence[tuple[bytes, ...]] = ()  # under which the reference's log-probabilities are to be cached then
+    counted: torch.Tensor | None = None  # (B,) bool: which examples count; None: all
+    n_counted: int = 1
+
+    def mean(self, losses: torch.Tensor, indices: torch.Tensor, *, times: int) -> torch.Tensor:
+        """A microbatch's part of the mean loss over the examples that count, multiplied by `times`."""
+        total = losses.sum() if self.counted is None else losses[self.counted[indices]].sum()
+        return total * times / self.n_counted
 
 
 class RunningAverage:
@@ -69,7 +76,8 @@ class Objective:
 
     `loss_config` is `config.loss`: the name of the loss, and its options. `autocast` is the dtype in which float32
     weights are multiplied, None for their own. While the `models_are_equal`, accuracies are 0, because rewards differ
-    by rounding alone. `seed` is for the `dropout` of the policy's adapter, which is off unless it is for an update.
+    by rounding alone. Every `follow_every` updates the reference becomes a copy of the policy. `seed` is for the
+    `dropout` of the policy's adapter, which is off unless it is for an update.
     """
 
     def __init__(
@@ -82,6 +90,7 @@ class Objective:
         *,
         autocast: torch.dtype | None = None,
         models_are_equal: bool = False,
+        follow_every: int | None = None,
         seed: int = 0,
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh = policy, reference, layout, mesh
@@ -91,7 +100,7 @@ class Objective:
         self.of_reference = REFERENCE if self.tails else REFERENCE[:2]
         self.average = RunningAverage()
         self.parts = {"average": self.average} if self.loss.averaged else {}  # of checkpoints
-        self.autocast, self.models_are_equal = autocast, models_are_equal
+        self.autocast, self.models_are_equal, self.follow_every = autocast, models_are_equal, follow_every
         self.device = next(policy.parameters()).device
         self.dropout = AdapterDropout(policy, seed=seed)
 
@@ -162,8 +171,10 @@ class Objective:
         batch is one microbatch, which needs no other. They have the dropout of an `update`, if they are for one.
         """
         loss, cached = self.loss, self.cached_reference(batch)
-        if loss.of_batch is None or (len(batch.microbatches) == 1 and self.mesh.data_size == 1):
-            return Prepared(cached, keys=batch.keys if cached is None else ())
+        counted = None if batch.counted is None else batch.counted.to(self.device)
+        is_whole = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and counted is None
+        if loss.of_batch is None or is_whole:
+            return Prepared(cached, None, batch.keys if cached is None else (), counted, batch.n_counted)
         table = []
         for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches):
             with self.dropout.on(microbatch.inputs, update=update):
@@ -171,16 +182,25 @@ class Objective:
             named = {name: values.double() for name, values in scores._asdict().items() if torch.is_tensor(values)}
             table.append((microbatch.indices, named | {name: values.double() for name, values in reference.items()}))
         whole = self.reduce(table, len(batch.examples), batch.keys if cached is None else []).examples
-        scores = Scores(**{name: values for name, values in whole.items() if name not in REFERENCE})
-        constants = loss.constants(scores._replace(average=self.average.value), self.loss_config)
-        return Prepared(self.cached_reference(batch), constants.to(self.device, torch.float32))
+        of_batch = torch.ones(len(batch.examples), dtype=torch.bool) if batch.counted is None else batch.counted
+        if not of_batch.any():
+            return Prepared(self.cached_reference(batch), None, (), counted, batch.n_counted)
+        scores = Scores(**{name: values[of_batch] for name, values in whole.items() if name not in REFERENCE})
+        of_counted = loss.constants(scores._replace(average=self.average.value), self.loss_config)
+        constants = of_counted.new_zeros(len(batch.examples), *of_counted.shape[1:])
+        constants[of_batch] = of_counted
+        constants = constants.to(self.device, torch.float32)
+        return Prepared(self.cached_reference(batch), constants, (), counted, batch.n_counted)
 
-    def applied(self, metrics: Mapping[str, float]) -> None:
-        """The optimizer has taken a step on a global batch with these metrics."""
+    def applied(self, number: int, metrics: Mapping[str, float]) -> None:
+        """The optimizer has taken step `number`, on a global batch with these metrics."""
         self.models_are_equal = False
         if self.loss.averaged:
             of_update = self.loss.averaged(metrics["rewards_train/chosen"], metrics["rewards_train/rejected"])
             self.average.add(of_update, momentum=self.loss_config["momentum"])
+        if self.follow_every and number % self.follow_every == 0:
+            self.reference.follow(self.policy)
+            self.models_are_equal = True
 
     def cached_reference(self, batch: GlobalBatch) -> torch.Tensor | None:
         """What the reference gives for a global batch, on the device, (B, 2) or with tails (B, 4), if cached."""
@@ -276,7 +296,15 @@ def make_objective(
     assert layout is not None
     loss_config: Any = OmegaConf.to_container(config.loss, resolve=True)  # is read in every microbatch
     return Objective(
-        policy, reference, layout, mesh, loss_config, autocast=autocast, models_are_equal=equal, seed=config.seed
+        policy,
+        reference,
+        layout,
+        mesh,
+        loss_config,
+        autocast=autocast,
+        models_are_equal=equal,
+        follow_every=config.online.get("sync_reference_every"),
+        seed=config.seed,
     )
 
 

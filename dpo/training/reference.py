@@ -18,6 +18,8 @@ import torch
 
 from dpo.data.examples import KEY_BYTES
 from dpo.errors import InputError, RunError
+from dpo.parallel.sharding import release_gathered
+from dpo.parallel.state import local_tensor
 from dpo.system.plain_files import check_readable
 from dpo.training.batches import GlobalBatch
 
@@ -220,6 +222,15 @@ class Reference:
         self.model: torch.nn.Module | None = model
         self.digest = digest  # see `model_digest`; on rank 0 only
         self.in_use = in_use
+        self.logps = ReferenceLogps()
+
+    @torch.no_grad()
+    def follow(self, policy: torch.nn.Module) -> None:
+        """Become a copy of the policy, which is sharded alike; what was cached is forgotten."""
+        release_gathered(policy)
+        release_gathered(self.model)
+        for ours, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
+            local_tensor(ours).copy_(local_tensor(theirs))
         self.logps = ReferenceLogps()
 
     def free(self) -> None:

@@ -1,0 +1,259 @@
+"""Online pairs: the policy answers the prompts of a batch, a scorer ranks the answers, best and worst are the pair.
+
+Online DPO is from arXiv 2402.04792. An answer depends on the weights, the config's seed, and its place in the run
+alone: neither on other prompts nor on the number of processes, up to rounding. So nothing about it needs to be saved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+
+from dpo.data.examples import (
+    Completion,
+    Drawn,
+    Example,
+    TextExample,
+    examples_of,
+    text_digest,
+)
+from dpo.data.preflight import TrainingData
+from dpo.data.prompts import Prompt
+from dpo.data.tokenization import encode_whole, truncate
+from dpo.errors import InputError
+from dpo.models.answers import Answer, Sampling, answer
+from dpo.models.generation import before_each_forward
+from dpo.models.scoring import Scorer, ScorerFailed, load_scorer
+from dpo.parallel.mesh import from_rank_0
+from dpo.parallel.sharding import gathered_weights
+from dpo.reporting.terminal import Progress
+from dpo.settings.plan import Plan
+from dpo.training.batches import Batches, Drawing, GlobalBatch
+from dpo.training.objective import Objective
+from dpo.training.stop import StopRequest
+
+Answered = tuple[Prompt, list[Answer]]
+
+
+class ScorerState:
+    """The part of a checkpoint that tells whether the scorer is the same."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer = scorer
+
+    def state_dict(self) -> dict[str, str]:
+        return {"scorer": self.scorer.digest}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Raises InputError if it has changed."""
+        if state["scorer"] != self.scorer.digest:
+            raise InputError(f"{self.scorer.name} has changed since the checkpoint: restore it, or start a new run")
+
+
+class OnlineBatches(Batches):
+    """The batches of a run whose training pairs are drawn from the policy, each when it is asked for.
+
+    Before each sampled token it raises Stopped if any process was asked to stop.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        data: TrainingData,
+        objective: Objective,
+        scorer: Scorer,
+        stop: StopRequest,
+        progress: Progress,
+        *,
+        seed: int,
+    ) -> None:
+        mesh = objective.mesh
+        super().__init__(config, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
+        self.objective, self.mesh, self.scorer, self.stop, self.progress = objective, mesh, scorer, stop, progress
+        self.parts = {"online": ScorerState(scorer)}
+        online = config.online
+        self.n_samples, self.keeps_ties, self.penalty = (
+            online.n_samples,
+            online.ties == "keep",
+            online.missing_eos_penalty,
+        )
+        self.sampling = Sampling(online.max_new_tokens, online.temperature, online.top_p, seed)
+        self.n_offline = min(round(online.mix_offline * config.batch_size), config.batch_size - 1)
+
+    def train(self, *, skip: int = 0) -> Iterator[GlobalBatch]:
+        batches = self._iterate_train(self._prime, sft_mode=True, skip=skip)
+        return (self.draw(prompts, update) for update, prompts in enumerate(batches, start=skip))
+
+    def _prime(self, texts: Sequence[TextExample]) -> list[Prompt]:
+        """The prompts of a batch, tokenized ahead of time."""
+        self.data.encode.prime(text.prompt.text for text in texts)
+        return [text.prompt for text in texts]
+
+    def draw(self, prompts: Sequence[Prompt], update: int) -> GlobalBatch:
+        """The batch of an update, on every process: a pair for each prompt. Raises ScorerFailed on all of them."""
+        examples: list[Any] = [None] * len(prompts)
+        pairs = self._offline(prompts, update)
+        for place, example in zip(pairs, self.encode(list(pairs.values())), strict=True):
+            examples[place] = example
+        asked = {place: self._shorten(prompt) for place, prompt in enumerate(prompts) if place not in pairs}
+        start = time.perf_counter()
+        answers = self._answer(asked, update)
+        sampled = time.perf_counter()
+        scores = self._score([(prompts[place], answers[place]) for place in asked])
+        for place, of_prompt in zip(asked, scores, strict=True):
+            examples[place] = _pair(prompts[place], asked[place], answers[place], of_prompt)
+        microbatches = self.split(examples, self.config.gradient_accumulation_steps)
+        seconds = {"sampling": sampled - start, "scoring": time.perf_counter() - sampled}
+        drawn = [example.drawn for example in examples]
+        online = torch.tensor([one is not None for one in drawn])
+        counted = torch.tensor([one is None or self.keeps_ties or not one.is_tie for one in drawn])
+        metrics = _metrics([one for one in drawn if one is not None])
+        return GlobalBatch(
+            examples,
+            microbatches,
+            [],  # the reference scores them once anyway
+            None if counted.all() else counted,
+            Drawing(online, metrics, seconds),
+        )
+
+    def _offline(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
+        """The places of a batch that get a pair of the data, and one of their prompts' pairs, by chance."""
+        rng = np.random.default_rng([self.seed, update])
+        places = sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist())
+        pairs = {place: list(examples_of(prompts[place], sft_mode=False)) for place in places}
+        return {place: of_prompt[rng.integers(len(of_prompt))] for place, of_prompt in pairs.items()}
+
+    def _shorten(self, prompt: Prompt) -> tuple[int, ...]:
+        """A prompt's tokens, truncated as those of a pair whose longer response has `max_new_tokens`."""
+        ids, _ = encode_whole(prompt.text, [], self.data.encode, rendered=prompt.rendered)
+        room = [[0] * self.sampling.max_new_tokens]
+        config = self.config
+        return tuple(truncate(ids, room, prompt.truncation_mode, config.max_length, config.max_prompt_length)[0])
+
+    def _answer(self, asked: Mapping[int, tuple[int, ...]], update: int) -> dict[int, list[Answer]]:
+        """`n_samples` answers to each prompt, by its place; every process gets those of all.
+
+        Prompts are dealt by length, so that each process samples for equally many of about the same lengths.
+        """
+        by_length = sorted(asked, key=lambda place: len(asked[place]))
+        own = by_length[self.rank :: self.size]
+        in_step = own + by_length[-1:] * (-(-len(by_length) // self.size) - len(own))
+        per_batch = self.config.eval_batch_size // self.size
+        batches = [in_step[start : start + per_batch] for start in range(0, len(in_step), per_batch)]
+        answers: list[tuple[int, list[Answer]]] = []
+        policy = self.objective.policy.eval()
+        with gathered_weights(policy):
+            for places in self.progress.over(batches, total=len(batches), what="sample"):
+                answers += zip(places, self._answer_batch(policy, asked, places, update), strict=True)
+        return dict(self.mesh.gather_list(answers[: len(own)]))
+
+    def _answer_batch(
+        self, policy: Any, asked: Mapping[int, tuple[int, ...]], places: Sequence[int], update: int
+    ) -> Iterator[list[Answer]]:
+        """The answers to the prompts at these places, one batch."""
+        n = self.n_samples
+        first = update * self.config.batch_size
+        numbers = [(first + place) * n + sample for place in places for sample in range(n)]
+        most = self.sampling.max_new_tokens
+
+        def before_token(index: int) -> None:
+            self.stop.raise_if_any()
+            self.progress.part(index, most, "token")
+
+        prompts = [asked[place] for place in places for _ in range(n)]
+        autocast = self.objective.autocast
+        with (
+            before_each_forward(policy, before_token),
+            torch.autocast(self.objective.device.type, dtype=autocast, enabled=autocast is not None),
+        ):
+            tokenizer, in_step = self.data.tokenizer, self.mesh.world_size > 1
+            made = iter(answer(policy, tokenizer, prompts, numbers, self.sampling, in_step=in_step))
+        return ([next(made) for _ in range(n)] for _ in places)
+
+    def _score(self, answered: Sequence[Answered]) -> list[list[float]]:
+        """The score of each answer, less the penalty if it was cut off; on every process."""
+        if self.scorer.in_parallel:
+            own = np.array_split(np.arange(len(answered)), self.size)[self.rank]
+            outcomes = self.mesh.gather_list([self._outcome([answered[i] for i in own])])
+        else:
+            outcomes = [from_rank_0(self._outcome(answered) if self.mesh.rank == 0 else None)]
+        for outcome in outcomes:
+            if isinstance(outcome, str):
+                raise ScorerFailed(outcome)
+        scores = iter([score for outcome in outcomes for score in outcome])
+        return [[next(scores) - self.penalty * (not one.ended) for one in answers] for _, answers in answered]
+
+    def _outcome(self, answered: Sequence[Answered]) -> list[float] | str:
+        """Scores, or why there are none: what the other processes learn."""
+        prompts = [prompt for prompt, answers in answered for _ in answers]
+        try:
+            return self.scorer(prompts, [one for _, answers in answered for one in answers])
+        except ScorerFailed as error:
+            return str(error)
+
+
+def _pair(prompt: Prompt, ids: tuple[int, ...], answers: Sequence[Answer], scores: Sequence[float]) -> Example:
+    completions = tuple(Completion(*answer, score) for answer, score in zip(answers, scores, strict=True))
+    best, worst = int(np.argmax(scores)), len(scores) - 1 - int(np.argmin(scores[::-1]))
+    drawn = Drawn(completions, best, worst)  # of a tie the first and the last
+    texts = [side.text for side in drawn.pair]
+    return Example(
+        ids,
+        tuple(side.tokens for side in drawn.pair),
+        (prompt.number, 0),
+        prompt.dataset,
+        text_digest(prompt.text, texts),
+        truncated=not all(side.ended for side in drawn.pair),
+        drawn=drawn,
+    )
+
+
+def _metrics(drawn: Sequence[Drawn]) -> dict[str, float]:
+    """Means over the answers, over the best, over the worst; shares of the prompts that are ties."""
+    answers = [completion for one in drawn for completion in one.completions]
+    best, worst = zip(*(one.pair for one in drawn), strict=True)
+    return {
+        "online/score": fmean(one.score for one in answers),
+        "online/score_best": fmean(one.score for one in best),
+        "online/score_worst": fmean(one.score for one in worst),
+        "online/length": fmean(len(one.tokens) for one in answers),
+        "online/eos": fmean(one.ended for one in answers),
+        "online/ties": fmean(one.is_tie for one in drawn),
+    }
+
+
+def metrics_of_drawing(drawing: Drawing | None, table: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """What is logged of an update's online pairs, with KL(policy || reference) if there is a reference.
+
+    `table` has the log-probabilities of each pair, (B,). See docs/metrics.md for the estimator.
+    """
+    if drawing is None:
+        return {}
+    if "reference/chosen" not in table:
+        return drawing.metrics
+    ratios = [table[f"logps_train/{side}"] - table[f"reference/{side}"] for side in ("chosen", "rejected")]
+    kl = torch.stack(ratios).double()[:, drawing.online].mean().item()
+    return {**drawing.metrics, "online/kl": kl}
+
+
+def make_batches(
+    config: DictConfig,
+    plan: Plan,
+    data: TrainingData,
+    objective: Objective,
+    stop: StopRequest,
+    progress: Progress,
+    *,
+    seed: int,
+) -> Batches:
+    """The batches of a run, whose pairs are those of the data, or drawn from the policy."""
+    mesh = objective.mesh
+    if not plan.online:
+        return Batches(config, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
+    return OnlineBatches(config, data, objective, load_scorer(config.online), stop, progress, seed=seed)
