@@ -307,7 +307,7 @@ def prepare_data(
     *,
     get_dataset: Callable[..., PreferenceData],
     sft_mode: bool,
-    online: bool,
+    online: bool = False,
     batch_size: int,
     eval_batch_size: int,
     max_length: int,
