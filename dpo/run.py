@@ -213,7 +213,7 @@ def _train(
             policy, reference = models
             if resume_from is not None and config.lora.name == "none":  # else its adapter is loaded by the trainer
                 load_archive(policy, str(resume_from))
-            if reference is not None and (following := find_following(config, resume_from)):
+            if reference is not None and (following := find_following(plan, resume_from)):
                 load_archive(reference, following)
         trainer = trainer_class(
             policy, config, config.seed, config.local_run_dir, reference, rank, plan.dims.world_size, data, resume_from

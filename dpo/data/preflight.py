@@ -321,8 +321,7 @@ def prepare_data(
 ) -> TrainingData:
     """Load and count both splits, and print the counts unless `silent`. Large texts are stored in `folder`.
 
-    `online`: the training examples are prompts. Raises InputError for data that cannot be trained on, and for a split
-    that does not fill one batch.
+    `online`: training examples are prompts. Raises InputError for data that cannot be trained on, and for too little.
     """
     encode = TextEncoder(tokenizer)
     prompts, reports = {}, {}

@@ -174,14 +174,13 @@ def model_loaders(
     base = find_weights(config, plan).base
     resumes = resume_from is not None and config.lora.name not in ADAPTED
     policy = partial(load, config.model.policy_dtype, str(resume_from) if resumes else base)
-    reference = partial(load, plan.reference_dtype, find_following(config, resume_from) or base)
+    reference = partial(load, plan.reference_dtype, find_following(plan, resume_from) or base)
     return policy, reference if plan.reference == "model" else None
 
 
-def find_following(config: DictConfig, resume_from: Path | None) -> str | None:
+def find_following(plan: Plan, resume_from: Path | None) -> str | None:
     """Where a continued run finds the weights of its reference, if that follows the policy."""
-    follows = resume_from is not None and config.online.get("sync_reference_every")
-    return str(resume_from / f"{FOLLOWING}.pt") if follows else None
+    return str(resume_from / f"{FOLLOWING}.pt") if resume_from is not None and plan.follow_every else None
 
 
 def load_policy(
@@ -218,8 +217,8 @@ def load_reference(model: Any, config: DictConfig, plan: Plan, *, rank: int) -> 
         if rank == 0:
             _load(model, adapter, config, REFERENCE)
     name = None if adapter is None else REFERENCE
-    is_frozen = rank == 0 and not config.online.get("sync_reference_every")
-    digest = model_digest(model, plan.autocast or plan.reference_dtype, name) if is_frozen else None
+    is_frozen = plan.follow_every is None
+    digest = model_digest(model, plan.autocast or plan.reference_dtype, name) if rank == 0 and is_frozen else None
     return compile_blocks(model, config), digest
 
 

@@ -66,6 +66,7 @@ class Plan:
     quantized: bool = False  # whether the base under an adapter is 4-bit
     trains_all: bool = True  # all weights; else those of an adapter
     online: bool = False  # pairs are drawn from the policy
+    follow_every: int | None = None  # updates after which the reference becomes a copy of the policy
 
 
 def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
@@ -101,6 +102,7 @@ def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_siz
         quantized=values.get("lora.name") in QUANTIZED,
         trains_all=values.get("lora.name") not in ADAPTED,
         online=values.get("online.name") == "online",
+        follow_every=_count(values, "online.sync_reference_every"),
     )
 
 

@@ -303,7 +303,7 @@ def make_objective(
         loss_config,
         autocast=autocast,
         models_are_equal=equal,
-        follow_every=config.online.get("sync_reference_every"),
+        follow_every=plan.follow_every,
         seed=config.seed,
     )
 

@@ -310,11 +310,16 @@ def test_every_key_has_a_rule_and_every_rule_a_key():
     }
 
     assert all(keys <= models["blank_model"] for keys in models.values())
-    assert keys_of(main) | losses | adapters | models["blank_model"] == KEYS.keys()
+    online = set().union(
+        *(keys_of(defaults_of(online=f.stem)["online"], "online.") for f in CONFIG.glob("online/*.yaml"))
+    )
+    assert keys_of(main) | losses | adapters | online | models["blank_model"] == KEYS.keys()
 
 
 OF_GROUPS = [
-    str(f.relative_to(CONFIG)) for group in ("loss", "lora") for f in sorted(CONFIG.glob(f"{group}/**/*.yaml"))
+    str(f.relative_to(CONFIG))
+    for group in ("loss", "lora", "online")
+    for f in sorted(CONFIG.glob(f"{group}/**/*.yaml"))
 ]
 EXPLAINED = ["config.yaml", "model/blank_model.yaml", *OF_GROUPS]
 
@@ -358,6 +363,7 @@ def test_defaults_are_the_references():
         "ledger": False,
         "report": False,
         "lora.name": "none",
+        "online.name": "none",
         "lr_scaling": "none",
         "schedule": "constant",
         "min_lr_ratio": 0.0,
@@ -549,6 +555,10 @@ WITHOUT = {  # settings under which a key has no effect
     "loss.f_divergence=js": ("loss=nca",),
     "loss.f_alpha=0.1": ("loss.f_divergence=js",),
     "lora.reference=model": ("loss=sft", "lora=lora", "lr=1e-4"),
+    "online.reward_model=rm": ("online=online", "online.scorer=shorter"),
+    "online.function=a.py:f": ("online=online", "online.scorer=shorter"),
+    "online.keyword=a": ("online=online", "online.scorer=shorter"),
+    "online.sync_reference_every=5": ("online=online", "online.scorer=shorter", "loss=simpo", "loss.beta=2"),
 }
 
 
@@ -588,7 +598,7 @@ def test_a_rate_that_bfloat16_weights_round_away_gets_a_line():
 def test_names_of_other_trainers_lead_to_keys_and_are_none_of_ours():
     for name, ours in ALIASES.items():
         assert name not in KEYS
-        assert re.split("[=,]", ours)[0] in {*KEYS, "loss", "lora"}
+        assert re.split("[=,]", ours)[0] in {*KEYS, "loss", "lora", "online"}
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------
