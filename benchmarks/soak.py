@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
-from dpo.checkpoint.files import find_checkpoints, read_state
+from dpo.checkpoint.files import FOLLOWING, PARTS, find_checkpoints, read_state
 
 ROOT = Path(__file__).resolve().parents[1]
-WALL_CLOCK = ("examples_per_second", "tokens_per_second", "memory/peak_gb")
+SHARES = ("online/sampling_share", "online/scoring_share")
+WALL_CLOCK = ("examples_per_second", "tokens_per_second", "memory/peak_gb", *SHARES)
 GRIDS = {"BasicTrainer": (), "FSDPTrainer": ("trainer=FSDPTrainer", "world_size=2")}
 
 
@@ -48,7 +49,7 @@ def find_differences(whole: Path, other: Path) -> list[str]:
     last = [find_checkpoints(run_dir)[0] for run_dir in (whole, other)]
     if last[0].name != last[1].name:
         return [*found, f"the last checkpoint is {last[0].name} and {last[1].name}"]
-    for part in ("policy", "optimizer", "scheduler", "trainer", "random"):
+    for part in PARTS + (FOLLOWING,) * (last[0] / f"{FOLLOWING}.pt").exists():
         states = [read_state(directory / f"{part}.pt") for directory in last]
         found += [f"{part}{where}" for where in _unequal(*states)]
     return found + [link for link in ("LATEST", "BEST") if os.readlink(whole / link) != os.readlink(other / link)]

@@ -87,10 +87,12 @@ def work_with_models(
     """
     import torch
 
+    from dpo.models.loading import unwrap
     from dpo.parallel.mesh import from_rank_0
     from dpo.system.process_group import get_open_port, init_distributed
 
     config = with_defaults(config)
+    models = unwrap(policy), unwrap(reference_model)
     plan = resolve(config, world_size=world_size)
     if plan.trainer.multi_process:
         config.world_size = world_size
@@ -104,7 +106,7 @@ def work_with_models(
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
     config.local_run_dir = from_rank_0(config.local_run_dir)  # which has the time in it, unless it was given
-    work(rank, world_size, config, plan, find_class, (policy, reference_model))
+    work(rank, world_size, config, plan, find_class, models)
     if joins:
         torch.distributed.destroy_process_group()
 

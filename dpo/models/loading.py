@@ -229,9 +229,16 @@ def _name_of_base(config: DictConfig, weights: Weights) -> str | None:
     return None if config.model.random_init else place_of(config.model.name_or_path)
 
 
+def unwrap(model: Any) -> Any:
+    """What DataParallel or DistributedDataParallel wraps: trainers distribute models themselves."""
+    while isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        model = model.module
+    return model
+
+
 def make_model(model: Any, plan: Plan) -> Any:
     """A model, or the one that a function loads, quantized if the config says so: on a GPU if there is one."""
-    model = model if isinstance(model, torch.nn.Module) else model()
+    model = unwrap(model) if isinstance(model, torch.nn.Module) else model()
     if plan.quantized:
         device = "cuda" if plan.gpus else None
         quantize(model, device=device)

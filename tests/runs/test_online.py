@@ -1,0 +1,386 @@
+"""Online DPO: what is drawn, how it is ranked, that neither layout nor number of processes nor a stop changes it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.runs import GOLDEN, metrics_of, train
+from test_each_loss import COMMANDS, compose, updates
+from test_lora import GRIDS, IN_EIGHTS, SLOW
+
+from benchmarks.soak import WALL_CLOCK, find_differences
+from dpo.checkpoint.files import read_state
+from dpo.data.examples import Example
+from dpo.errors import InputError
+from dpo.losses import LOSSES
+from dpo.models.pretrained import load_model
+from dpo.models.scoring import ScorerFailed
+from dpo.reporting.files import FileLogger
+from dpo.settings.plan import resolve
+from dpo.system.signals import Stopped
+from trainers import BasicTrainer
+
+ONLINE = (
+    "online=online", "online.scorer=shorter", "online.max_new_tokens=8", "optimizer=SGD", "lr=0.3", "warmup_steps=0",
+    "n_examples=12", "model.reference_dtype=null", "export=false",
+)  # fmt: skip
+WITH_REFERENCE = [name for name in COMMANDS if LOSSES[name].reference]
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[list[Example]]:
+    """The examples of each update of the runs in this process."""
+    seen, log = [], FileLogger.on_update
+
+    def log_and_keep(self: FileLogger, update: Any) -> None:
+        seen.append(list(update.examples))
+        log(self, update)
+
+    monkeypatch.setattr(FileLogger, "on_update", log_and_keep)
+    return seen
+
+
+def write_scorer(folder: Path, body: str, name: str = "rewards.py") -> tuple[str, ...]:
+    (folder / name).write_text(f"def score(prompts, completions):\n    {body}\n")
+    return ("online.scorer=function", f"online.function={folder / name}:score")
+
+
+def assert_alike(first: Path, second: Path, tolerance: float = 1e-5) -> None:
+    for split in ("train", "eval"):
+        for ours, theirs in zip(metrics_of(first, split), metrics_of(second, split), strict=True):
+            for name in ours.keys() - {"split", *WALL_CLOCK}:
+                assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (split, name)
+
+
+# --- what is drawn -------------------------------------------------------------------------------------------------
+
+
+def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, drawn, tmp_path):
+    run("run", *ONLINE, "online.n_samples=3", "online.ties=keep", "online.missing_eos_penalty=2.5")
+
+    lines = metrics_of(tmp_path / "run", "train")
+    assert lines[0]["loss/train"] == pytest.approx(math.log(2))
+    assert lines[0]["online/kl"] == 0 != lines[-1]["online/kl"]
+    for line, examples in zip(lines, drawn, strict=True):
+        assert len({example.id for example in examples}) == len(examples)  # each prompt once
+        answers = []
+        for example in examples:
+            three = example.drawn.completions
+            answers += three
+            scores = [-len(one.tokens) - 2.5 * (not one.ended) for one in three]
+            assert [one.score for one in three] == scores
+            assert len(three) == 3
+            assert [len(one.tokens) == 8 or one.ended for one in three] == [True] * 3
+            assert [side.score for side in example.drawn.pair] == [max(scores), min(scores)]
+            assert example.responses == tuple(side.tokens for side in example.drawn.pair)
+        assert line["online/score"] == pytest.approx(sum(one.score for one in answers) / 12)
+        assert line["online/length"] == pytest.approx(sum(len(one.tokens) for one in answers) / 12)
+        assert line["online/eos"] == pytest.approx(sum(one.ended for one in answers) / 12)
+        assert line["online/score_worst"] <= line["online/score"] <= line["online/score_best"]
+        assert 0 < line["online/sampling_share"] < 1
+    assert len({one.tokens for one in answers}) > 6  # each has a seed of its own
+
+
+def test_the_policy_comes_to_say_what_is_scored_high(run, tmp_path):
+    scorer = ("online.scorer=keyword", "online.keyword=e", "online.n_samples=4")
+    run("run", *ONLINE, *scorer, "optimizer=AdamW", "lr=3e-3", "n_examples=120", "loss.beta=0.02", "eval_every=160")
+    lines = metrics_of(tmp_path / "run", "train")
+    first, last = ([line["online/score"] for line in part] for part in (lines[:8], lines[-8:]))
+    assert sum(last) > 2 * sum(first) > 0
+    assert lines[-1]["online/kl"] > 0.1
+
+
+def test_the_same_prompt_is_answered_anew_in_the_next_epoch(run, drawn, tmp_path):
+    run("run", *ONLINE, "n_examples=24", "lr=1e-12")
+    by_prompt: dict[Any, list[tuple]] = {}
+    for example in (example for batch in drawn for example in batch):
+        by_prompt.setdefault(example.id, []).append(tuple(one.tokens for one in example.drawn.completions))
+    again = [answers for answers in by_prompt.values() if len(answers) > 1]
+    assert again
+    assert all(first != second for first, second, *_ in again)
+
+
+# --- ties and offline pairs ----------------------------------------------------------------------------------------
+
+
+def test_ties_are_trained_on_or_do_not_count(run, drawn, tmp_path):
+    """Half of the prompts have equal scores; without them the loss is the mean over the others."""
+    scorer = write_scorer(
+        tmp_path, "return [hash(c) % 97 if len(p) % 2 else 0.0 for p, c in zip(prompts, completions)]"
+    )
+    for ties in ("skip", "keep"):
+        run(ties, *ONLINE, *scorer, f"online.ties={ties}", "batch_size=8", "n_examples=16", "eval_every=8")
+    skip, keep = (metrics_of(tmp_path / ties, "train") for ties in ("skip", "keep"))
+    assert skip[0]["online/ties"] == keep[0]["online/ties"]
+    assert 0 < skip[0]["online/ties"] < 1
+    assert skip[0]["grad_norm"] != pytest.approx(keep[0]["grad_norm"], rel=1e-2)
+    counted = [not example.drawn.is_tie for example in drawn[0]]
+    assert 0 < sum(counted) < 8
+
+
+@pytest.mark.parametrize("loss", ["dpo", "aot"])
+def test_a_batch_of_ties_alone_changes_nothing(loss, run, tmp_path):
+    scorer = write_scorer(tmp_path, "return [1.0] * len(completions)")
+    run("run", *ONLINE, *scorer, f"loss={loss}", "loss.beta=0.1")
+    for line in metrics_of(tmp_path / "run", "train"):
+        assert (line["grad_norm"], line["online/ties"]) == (0, 1)
+
+
+def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
+    """With half of a batch left out of it, losses and gradient are those of a batch that has only the other half."""
+    for loss in ("dpo", "aot", "beta_dpo"):
+        config = compose(tmp_path, loss, *COMMANDS[loss], "batch_size=4", "gradient_accumulation_steps=2")
+        trainers = [make(config) for _ in range(2)]
+        batch = next(trainers[0].train_iterator)
+        counted = torch.tensor([True, False, True, False])
+        some = [example for example, counts in zip(batch.examples, counted, strict=True) if counts]
+        alone = batch._replace(examples=some, microbatches=trainers[1].batches.split(some, 2), keys=[])
+        ours = trainers[0].train_step(batch._replace(counted=counted, keys=[]))
+        theirs = trainers[1].train_step(alone)
+        for name in ("loss/train", "grad_norm", "rewards_train/margins", "logps_train/chosen"):
+            assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-4), (loss, name)
+
+
+def test_a_share_of_each_batch_is_pairs_of_the_data(run, drawn, tmp_path):
+    run("run", *ONLINE, "online.mix_offline=0.3")
+    for examples in drawn:
+        assert [example.drawn is None for example in examples].count(True) == 1
+    places = {next(i for i, example in enumerate(examples) if example.drawn is None) for examples in drawn}
+    assert len(places) > 1  # by chance
+    assert all("online/score" in line for line in metrics_of(tmp_path / "run", "train"))
+
+
+# --- the same, however it is computed ------------------------------------------------------------------------------
+
+
+def make(config: Any, **more: Any) -> BasicTrainer:
+    Path(config.local_run_dir).mkdir(exist_ok=True)
+    policy = load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32)
+    reference = copy.deepcopy(policy) if resolve(config).reference == "model" else None
+    return BasicTrainer(more.get("policy", policy), config, config.seed, config.local_run_dir, reference)
+
+
+DRAWN = ("online=online", "online.scorer=keyword", "online.keyword=e", "online.max_new_tokens=8", "lr=0.1")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("dpo", "aot", "mix") else SLOW) for name in WITH_REFERENCE]
+)
+def test_every_loss_with_a_reference_trains_alike_in_both_layouts_and_in_parts(name, tmp_path):
+    online = (*DRAWN, "online.mix_offline=0.25", "online.ties=skip")
+    whole = updates(make(compose(tmp_path, "whole", *COMMANDS[name], *online)))
+    parts = (*COMMANDS[name], *online, "gradient_accumulation_steps=2", "layout=padded", "eval_batch_size=2")
+    for line, other in zip(whole, updates(make(compose(tmp_path, "parts", *parts))), strict=True):
+        ours, theirs = ({k: v for k, v in of.items() if not k in WALL_CLOCK} for of in (line, other))
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+PROCESSES = {
+    "all weights": (),
+    "lora": ("lora=lora", "lora.r=4", "lora.alpha=8"),
+    "mixed, a reference that follows": ("online.mix_offline=0.25", "online.sync_reference_every=2"),
+}
+TRAINED = [
+    pytest.param(grid, way, marks=[] if (grid, way) in (("sharded", "lora"), ("cut", "all weights")) else SLOW)
+    for grid in GRIDS
+    for way in PROCESSES
+]
+
+
+@pytest.mark.parametrize(("grid", "way"), TRAINED)
+def test_several_processes_draw_what_one_draws(grid, way, run, drawn, command, tmp_path):
+    settings = (*ONLINE, *IN_EIGHTS, "model.block_name=null", "n_examples=24", "ledger=true", *PROCESSES[way])
+    run("one", *settings)
+    result = train(*command("many", *settings, *GRIDS[grid]))
+    assert result.returncode == 0, result.stderr
+    assert_alike(tmp_path / "one", tmp_path / "many")
+    ours, theirs = (sorted(ledger_of(tmp_path / name)) for name in ("one", "many"))
+    assert ours == theirs  # the same texts
+    assert len(ours) > 24
+
+
+def ledger_of(run_dir: Path) -> list[tuple]:
+    from dpo.analysis.ledger_file import read_ledger
+
+    table = read_ledger(run_dir)
+    return list(zip(table["update"].to_pylist(), table["example"].to_pylist(), strict=True))
+
+
+# --- what continues ------------------------------------------------------------------------------------------------
+
+WAYS = {
+    "a reference that follows, offline pairs": ("online.sync_reference_every=2", "online.mix_offline=0.5"),
+    "lora": ("lora=lora", "lora.r=4", "lora.alpha=8"),
+    "accumulation, padded": ("gradient_accumulation_steps=2", "layout=padded", "optimizer=AdamW", "lr=1e-2"),
+    "an averaging loss": ("loss=bco", "online.ties=keep"),
+}
+CORNERS = ("a reference that follows, offline pairs",)
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way in CORNERS else SLOW) for way in WAYS])
+def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, tmp_path, monkeypatch):
+    settings = (*ONLINE, *WAYS[way], "n_examples=24", "ledger=true", "online.temperature=0.8", "online.top_p=0.9")
+    run("whole", *settings)
+    log = FileLogger.on_update
+
+    def log_and_stop(self: FileLogger, update: Any) -> None:
+        log(self, update)
+        if update.number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(FileLogger, "on_update", log_and_stop)
+    with pytest.raises(Stopped):
+        run("stopped", *settings)
+    monkeypatch.undo()
+
+    run("stopped", *settings, "resume=auto")
+
+    assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
+
+
+def test_a_stop_breaks_sampling_off_and_saves(run, tmp_path, monkeypatch):
+    from dpo.training.online import OnlineBatches
+
+    answer_batch, calls = OnlineBatches._answer_batch, []
+
+    def stop_then_answer(self: OnlineBatches, *asked: Any) -> Any:
+        calls.append(asked)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return answer_batch(self, *asked)
+
+    monkeypatch.setattr(OnlineBatches, "_answer_batch", stop_then_answer)
+    with pytest.raises(Stopped):
+        run("run", *ONLINE)
+    assert len(calls) == 3
+    assert (tmp_path / "run" / "LATEST").resolve().name == "step-8"
+
+
+def test_a_reference_that_follows_is_the_policy_and_is_saved(run, tmp_path):
+    settings = (*ONLINE, "online.sync_reference_every=2", "n_examples=8", "online.ties=keep")
+    run("run", *settings)
+    policy, reference = (read_state(tmp_path / "run" / "LATEST" / f"{name}.pt") for name in ("policy", "reference"))
+    assert policy.keys() == reference.keys()
+    assert all(torch.equal(policy[name], reference[name]) for name in policy)
+    rewards = [line["rewards_eval/margins"] for line in metrics_of(tmp_path / "run", "eval")]
+    assert rewards[-1] == 0
+    run("run", *settings, "n_examples=12", "resume=auto")
+    assert metrics_of(tmp_path / "run", "train")[2]["online/kl"] == 0
+
+
+# --- scorers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_gets_texts_and_its_numbers_rank(run, drawn, tmp_path):
+    run("run", *ONLINE, *write_scorer(tmp_path, "return [c.count('e') - len(p) for p, c in zip(prompts, completions)]"))
+    for example in (example for batch in drawn for example in batch):
+        lengths = {one.score - one.text.count("e") for one in example.drawn.completions}
+        assert len(lengths) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            "return [1 / 0 for c in completions]",
+            r"rewards.py:score failed: ZeroDivisionError: .* \(.*rewards.py, line 2\)",
+        ),
+        ("return [0.0]", "rewards.py:score gave 1 scores for 8 answers"),
+        ("return [float('nan')] * len(completions)", "rewards.py:score gave the score nan to the answer"),
+        ("return None", "rewards.py:score failed: TypeError"),
+        ("return ['good'] * len(completions)", "rewards.py:score failed: ValueError"),
+    ],
+)
+def test_a_function_that_fails_ends_the_run_with_a_sentence(body, said, run, tmp_path):
+    with pytest.raises(ScorerFailed, match=said):
+        run("run", *ONLINE, *write_scorer(tmp_path, body))
+
+
+@pytest.mark.parametrize("grid", [(), pytest.param(GRIDS["sharded"], marks=SLOW)])
+def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_there(grid, command, tmp_path):
+    """One that fails by itself, as a service would: the same code continues."""
+    body = f"""
+    import pathlib
+    calls = pathlib.Path({str(tmp_path / "calls")!r})
+    calls.write_text(calls.read_text() + "." if calls.exists() else ".")
+    if len(calls.read_text()) == 3:
+        raise ConnectionError("no answer from the scorer's server")
+    return [-len(c) for c in completions]"""
+    settings = (*ONLINE, *write_scorer(tmp_path, body), *IN_EIGHTS, "n_examples=32", *grid)
+    result = train(*command("run", *settings, "do_first_eval=false", "eval_every=32"))
+    assert result.returncode == 1
+    [sentence] = [line for line in result.stderr.splitlines() if "ConnectionError: no answer" in line]
+    assert f"{tmp_path}/rewards.py:score failed" in sentence
+    assert "Traceback" not in result.stderr
+    assert (tmp_path / "run" / "LATEST").resolve().name == "step-16"
+    result = train(*command("run", *settings, "resume=auto"))
+    assert result.returncode == 0, result.stderr
+    assert [line["examples"] for line in metrics_of(tmp_path / "run", "train")] == [8, 16, 24, 32]
+
+
+def test_a_changed_function_is_not_the_run_that_is_continued(run, tmp_path):
+    settings = (*ONLINE, *write_scorer(tmp_path, "return [0.0] * len(completions)"))
+    run("run", *settings, "n_examples=4")
+    write_scorer(tmp_path, "return [1.0] * len(completions)")
+    with pytest.raises(InputError, match=r"rewards.py:score has changed since the checkpoint"):
+        run("run", *settings, "resume=auto")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("online=online",), "online.scorer is not set: give online.scorer=reward_model, function, key"),
+        (("online=online", "online.scorer=keyword"), "online.scorer=keyword needs online.keyword: give"),
+        (("online=online", "online.scorer=function", "online.function=os:system"), "must be a file and a function"),
+        (("online=online", "online.scorer=function", "online.function=no.py:f"), "there is no file no.py"),
+        (("online=online", "online.scorer=shorter", "loss=sft"), "loss=sft trains on none: choose loss=dpo or another"),
+        (("online=online", "online.scorer=shorter", "online.n_samples=1"), "online.n_samples=1 must be an integer"),
+        (("online=online", "online.scorer=shorter", "cache_reference_logps=all"), "needs pairs that are known before"),
+        (("online=online", "online.scorer=shorter", "online.max_new_tokens=40"), "are more than max_length=48"),
+        (
+            ("online=online", "online.scorer=shorter", "trainer=TensorParallelTrainer",
+             "tensor_parallel.backend=tensor_parallel"),
+            "which cannot sample: set tensor_parallel.backend=dtensor",
+        ),
+        (
+            ("online=online", "online.scorer=shorter", "online.sync_reference_every=5", "lora=lora", "lr=1e-4"),
+            "online.sync_reference_every=5 needs a loss with a reference",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_a_sentence(overrides, said, command):
+    result = train(*command("run", *overrides))
+    assert result.returncode == 2
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [("score = 5", "has no function score"), ("1 / 0", "cannot be run: ZeroDivisionError"), ("def(", "SyntaxError")],
+)
+def test_a_file_without_the_function_is_refused_before_anything_is_written(code, said, command, tmp_path):
+    (tmp_path / "rewards.py").write_text(code)
+    scorer = ("online.scorer=function", f"online.function={tmp_path / 'rewards.py'}:score")
+    result = train(*command("run", *ONLINE, *scorer))
+    assert result.returncode == 2
+    assert said in result.stderr
+
+
+# --- wrapped models ------------------------------------------------------------------------------------------------
+
+
+def test_a_wrapped_policy_is_sampled_from(tmp_path):
+    """Elsewhere: 'DataParallel' object has no attribute 'config'."""
+    config = compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", *DRAWN)
+    wrapped = torch.nn.DataParallel(load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32))
+    plain = updates(make(config))
+    for line, other in zip(updates(make(config, policy=wrapped)), plain, strict=True):
+        ours, theirs = ({k: v for k, v in of.items() if not k in WALL_CLOCK} for of in (line, other))
+        assert ours == theirs
