@@ -90,10 +90,10 @@ def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, drawn, tmp_pat
 
 def test_the_policy_comes_to_say_what_is_scored_high(run, tmp_path):
     scorer = ("online.scorer=keyword", "online.keyword=e", "online.n_samples=4")
-    run("run", *ONLINE, *scorer, "optimizer=AdamW", "lr=3e-3", "n_examples=120", "loss.beta=0.02", "eval_every=160")
+    run("run", *ONLINE, *scorer, "optimizer=AdamW", "lr=1e-2", "n_examples=120", "loss.beta=0.02", "eval_every=160")
     lines = metrics_of(tmp_path / "run", "train")
     first, last = ([line["online/score"] for line in part] for part in (lines[:8], lines[-8:]))
-    assert sum(last) > 2 * sum(first) > 0
+    assert sum(last) / 8 > sum(first) / 8 + 1
     assert lines[-1]["online/kl"] > 0.1
 
 
@@ -178,7 +178,7 @@ def test_every_loss_with_a_reference_trains_alike_in_both_layouts_and_in_parts(n
     whole = updates(make(compose(tmp_path, "whole", *COMMANDS[name], *online)))
     parts = (*COMMANDS[name], *online, "gradient_accumulation_steps=2", "layout=padded", "eval_batch_size=2")
     for line, other in zip(whole, updates(make(compose(tmp_path, "parts", *parts))), strict=True):
-        ours, theirs = ({k: v for k, v in of.items() if not k in WALL_CLOCK} for of in (line, other))
+        ours, theirs = ({k: v for k, v in of.items() if k not in WALL_CLOCK} for of in (line, other))
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
@@ -382,5 +382,5 @@ def test_a_wrapped_policy_is_sampled_from(tmp_path):
     wrapped = torch.nn.DataParallel(load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32))
     plain = updates(make(config))
     for line, other in zip(updates(make(config, policy=wrapped)), plain, strict=True):
-        ours, theirs = ({k: v for k, v in of.items() if not k in WALL_CLOCK} for of in (line, other))
+        ours, theirs = ({k: v for k, v in of.items() if k not in WALL_CLOCK} for of in (line, other))
         assert ours == theirs
