@@ -329,12 +329,10 @@ def prepare_data(
         options = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
         prompts[split] = store_prompts(iterate_prompts(get_dataset, names, split, silent=silent, **options), folder)
         reports[split] = inspect_split(
-            prompts[split],
-            encode,
-            sft_mode=sft_mode or (online and split == "train"),
-            max_length=max_length,
-            max_prompt_length=max_prompt_length,
+            prompts[split], encode, sft_mode=sft_mode, max_length=max_length, max_prompt_length=max_prompt_length
         )
+        if online and split == "train":
+            reports[split].examples = reports[split].prompts
         if reports[split].examples < size:
             raise InputError(
                 f"the {split} split of {', '.join(names)} has {reports[split].examples} examples, too few for one "
