@@ -24,7 +24,8 @@ NAMES = {page: str(page.relative_to(ROOT)) for page in PAGES}
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b(?!\.md)")
-TO_BE_WRITTEN = ("config/loss/cpo.yaml", "loss=cpo")  # by who follows CONTRIBUTING.md, as tests/runs/test_seams.py
+# by who follows CONTRIBUTING.md, as tests/runs/test_seams.py, or docs/online.md
+TO_BE_WRITTEN = ("config/loss/cpo.yaml", "loss=cpo", "rewards.py")
 GPUS = 4  # on which a command is imagined that leaves the number of processes to the machine
 
 
@@ -56,15 +57,17 @@ def compose(arguments: list[str]) -> DictConfig:
 
 @pytest.fixture
 def filled_in(tmp_path):
-    """A command with what only the user knows: the run of SFT, config files, how many processes; `...` left out."""
+    """A command with what only the user knows: the run of SFT, config files, code, how many processes; `...` left out."""
     (tmp_path / "MINE" / "experiment").mkdir(parents=True)
     (tmp_path / "MINE" / "experiment" / "NAME.yaml").write_text("# @package _global_\nlr: 1e-6\n")
     (tmp_path / "RUN_OF_SFT").mkdir()
+    (tmp_path / "rewards.py").touch()
 
     def fill_in(command: str) -> list[str]:
         for placeholder, value in {
             "RUN_OF_SFT": str(tmp_path / "RUN_OF_SFT"),
             "MINE": str(tmp_path / "MINE"),
+            "rewards.py": str(tmp_path / "rewards.py"),
             "=N": "=2",
             "$SLURM_JOB_ID": "1",
         }.items():
