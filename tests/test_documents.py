@@ -57,7 +57,7 @@ def compose(arguments: list[str]) -> DictConfig:
 
 @pytest.fixture
 def filled_in(tmp_path):
-    """A command with what only the user knows: the run of SFT, config files, code, how many processes; `...` left out."""
+    """A command with what only the user knows: run of SFT, config files, code, processes; `...` left out."""
     (tmp_path / "MINE" / "experiment").mkdir(parents=True)
     (tmp_path / "MINE" / "experiment" / "NAME.yaml").write_text("# @package _global_\nlr: 1e-6\n")
     (tmp_path / "RUN_OF_SFT").mkdir()
