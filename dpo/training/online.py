@@ -78,11 +78,8 @@ class OnlineBatches(Batches):
         self.objective, self.mesh, self.scorer, self.stop, self.progress = objective, mesh, scorer, stop, progress
         self.parts = {"online": ScorerState(scorer)}
         online = config.online
-        self.n_samples, self.keeps_ties, self.penalty = (
-            online.n_samples,
-            online.ties == "keep",
-            online.missing_eos_penalty,
-        )
+        self.n_samples, self.penalty = online.n_samples, online.missing_eos_penalty
+        self.keeps_ties = online.ties == "keep"
         self.sampling = Sampling(online.max_new_tokens, online.temperature, online.top_p, seed)
         self.n_offline = min(round(online.mix_offline * config.batch_size), config.batch_size - 1)
 
@@ -101,13 +98,15 @@ class OnlineBatches(Batches):
         pairs = self._offline(prompts, update)
         for place, example in zip(pairs, self.encode(list(pairs.values())), strict=True):
             examples[place] = example
-        asked = {place: self._shorten(prompt) for place, prompt in enumerate(prompts) if place not in pairs}
+        asked = {place: self._encode(prompt) for place, prompt in enumerate(prompts) if place not in pairs}
         start = time.perf_counter()
         answers = self._answer(asked, update)
         sampled = time.perf_counter()
         scores = self._score([(prompts[place], answers[place]) for place in asked])
         for place, of_prompt in zip(asked, scores, strict=True):
-            examples[place] = _pair(prompts[place], asked[place], answers[place], of_prompt)
+            example = _pair(prompts[place], asked[place], answers[place], of_prompt)
+            whole = len(self.data.encode(prompts[place].text)) == len(asked[place])
+            examples[place] = example._replace(truncated=example.truncated or not whole)
         microbatches = self.split(examples, self.config.gradient_accumulation_steps)
         seconds = {"sampling": sampled - start, "scoring": time.perf_counter() - sampled}
         drawn = [example.drawn for example in examples]
@@ -129,7 +128,7 @@ class OnlineBatches(Batches):
         pairs = {place: list(examples_of(prompts[place], sft_mode=False)) for place in places}
         return {place: of_prompt[rng.integers(len(of_prompt))] for place, of_prompt in pairs.items()}
 
-    def _shorten(self, prompt: Prompt) -> tuple[int, ...]:
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         """A prompt's tokens, truncated as those of a pair whose longer response has `max_new_tokens`."""
         ids, _ = encode_whole(prompt.text, [], self.data.encode, rendered=prompt.rendered)
         room = [[0] * self.sampling.max_new_tokens]
