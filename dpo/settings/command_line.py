@@ -41,6 +41,7 @@ RESOLVER = re.compile(r"\$\{[^}]*:")
 # a group's option that is a number, keys inside of what is no mapping, a file that is no YAML
 COMPOSING = (HydraException, OmegaConfBaseException, ValueError, AssertionError, AttributeError, yaml.YAMLError)
 HOW_COMPOSED = ("hydra.runtime.", "hydra.overrides.", "hydra.searchpath", "hydra.job.override_dirname")
+NAMES_CODE = ("model.trust_remote_code", "online.function")
 SAME_IN_ALL = "hydra.job.config.override_dirname.exclude_keys"
 
 
@@ -214,8 +215,8 @@ def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -
 
 
 def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]:
-    """What a user's own config files would change of Hydra's own keys, by which it runs code: found by composing with
-    them and without, whatever they write and however they are chosen."""
+    """What a user's own config files would change of the keys by which code is run: found by composing with them and
+    without, whatever they write and however they are chosen."""
     directory = Path(line.config_dir)
     if not directory.is_dir():
         yield f"--config-dir {directory} is not a directory"
@@ -235,7 +236,7 @@ def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]
         group = key_of(override).partition("@")[0]
         return (directory / group).is_dir() or (own_configs / group).is_dir()
 
-    plain = _hydras_own([o for o in line.overrides if key_of(o).startswith("hydra")]) or _hydras_own([])
+    plain = _runs_code([o for o in line.overrides if key_of(o).startswith("hydra")]) or _runs_code([])
     parts = [
         [f"{o.split('=', 1)[0]}={part}" for part in swept] if (swept := _parts_of_sweep(o)) else [o]
         for o in line.overrides
@@ -245,11 +246,12 @@ def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]
             yield f"{directory / name} would not be used, as there is a {own_configs.name}/{name}: rename it"
     found: dict[str, None] = {}
     for overrides in itertools.product(*(values if chooses_a_file(values[0]) else values[:1] for values in parts)):
-        own = _hydras_own([*line.search, *overrides])
+        own = _runs_code([*line.search, *overrides])
         if not own and line.is_sweep:
             found[f"the job of {' '.join(overrides)} cannot be composed"] = None
+        said = (*HYDRAS_OWN, *(key_of(override) for override in overrides if key_of(override) in NAMES_CODE))
         for key in own:
-            if plain.get(key) != own[key] and key not in HYDRAS_OWN:
+            if plain.get(key) != own[key] and key not in said:
                 found[f"--config-dir {directory}: {key} may be set on the command line alone, if at all"] = None
     yield from found
 
@@ -263,15 +265,17 @@ def _yaml_files(directory: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in sorted(names) if name.endswith(".yaml"))
 
 
-def _hydras_own(overrides: list[str]) -> dict[str, Any]:
-    """Hydra's keys, dotted, as composed and not resolved; without what says how. Empty if it cannot compose."""
+def _runs_code(overrides: list[str]) -> dict[str, Any]:
+    """What of a composed config can run code: Hydra's keys, dotted and not resolved, without what says how it was
+    composed, and ours that allow or name code. Empty if it cannot compose."""
     try:
         config = hydra.compose("config", overrides, return_hydra_config=True)
     except COMPOSING:
         return {}  # `_refusal` explains it
 
-    values = dotted(OmegaConf.to_container(config.hydra, resolve=False), "hydra.")
-    return {key: value for key, value in values if not key.startswith(HOW_COMPOSED)}
+    whole: Any = OmegaConf.to_container(config, resolve=False)
+    hydras = {key: value for key, value in dotted(whole["hydra"], "hydra.") if not key.startswith(HOW_COMPOSED)}
+    return hydras | {key: value for key, value in dotted(whole) if key in NAMES_CODE and value}
 
 
 def _refusal(overrides: list[str], search: list[str], places: list[Path]) -> str | None:

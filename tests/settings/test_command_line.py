@@ -120,6 +120,8 @@ def test_own_experiment_files_are_composed(tmp_path):
         ("hydra:\n  sweeper:\n    params:\n      +more: evil\n", "hydra.sweeper.params.+more"),
         ("hydra:\n  job:\n    env_set:\n      PATH: /evil\n", "hydra.job.env_set.PATH"),
         ("hydra:\n  job_logging:\n    handlers:\n      console:\n        (): os.mkdir\n", "hydra.job_logging.handlers"),
+        ("online:\n  function: evil.py:f\n", "online.function"),
+        ("model:\n  trust_remote_code: true\n", "model.trust_remote_code"),
     ],
 )
 def test_own_config_files_that_could_run_code_are_refused(content, key, tmp_path):
@@ -128,6 +130,13 @@ def test_own_config_files_that_could_run_code_are_refused(content, key, tmp_path
     assert found.startswith(f"--config-dir {own}: {key}")
     assert found.endswith("may be set on the command line alone, if at all")
     assert problems_of("-cd", str(own), "exp_name=x") == []  # it is not chosen
+
+
+def test_code_that_the_command_line_names_is_run_beside_own_config_files(tmp_path):
+    own = write(tmp_path, "# @package _global_\ndefaults:\n  - override /online: online\nonline:\n  scorer: function\n")
+    (tmp_path / "rewards.py").touch()
+    line = ("-cd", str(own), "+experiment=mine", "exp_name=x", "loss=dpo", "loss.beta=0.1", "model=pythia28")
+    assert problems_of(*line, f"online.function={tmp_path / 'rewards.py'}:f", "model.trust_remote_code=true") == []
 
 
 @pytest.mark.parametrize(
