@@ -119,6 +119,7 @@ class _Draw(transformers.LogitsProcessor):
         below = scores.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
         place = self.uniform[:, input_ids.shape[1] - self.n_prompt, None] * below[:, -1:]
         drawn = torch.searchsorted(below, place, right=True)  # the first token with more below it: its probability > 0
+        drawn.clamp_(max=scores.shape[1] - 1)  # of NaN all are below
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 
 
