@@ -15,14 +15,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from dpo.data.examples import (
-    Completion,
-    Drawn,
-    Example,
-    TextExample,
-    examples_of,
-    text_digest,
-)
+from dpo.data.examples import Completion, Drawn, Example, TextExample, examples_of, text_digest
 from dpo.data.preflight import TrainingData
 from dpo.data.prompts import Prompt
 from dpo.data.tokenization import encode_whole, truncate
@@ -94,32 +87,26 @@ class OnlineBatches(Batches):
 
     def draw(self, prompts: Sequence[Prompt], update: int) -> GlobalBatch:
         """The batch of an update, on every process: a pair for each prompt. Raises ScorerFailed on all of them."""
-        examples: list[Any] = [None] * len(prompts)
         pairs = self._offline(prompts, update)
-        for place, example in zip(pairs, self.encode(list(pairs.values())), strict=True):
-            examples[place] = example
-        asked = {place: self._encode(prompt) for place, prompt in enumerate(prompts) if place not in pairs}
+        offline = dict(zip(pairs, self.encode(list(pairs.values())), strict=True))
+        asked = {place: self._encode_prompt(p) for place, p in enumerate(prompts) if place not in pairs}
         start = time.perf_counter()
         answers = self._answer(asked, update)
         sampled = time.perf_counter()
         scores = self._score([(prompts[place], answers[place]) for place in asked])
-        for place, of_prompt in zip(asked, scores, strict=True):
-            example = _pair(prompts[place], asked[place], answers[place], of_prompt)
-            whole = len(self.data.encode(prompts[place].text)) == len(asked[place])
-            examples[place] = example._replace(truncated=example.truncated or not whole)
+        online = {
+            place: _pair(example, prompts[place], answers[place], of_prompt)
+            for (place, example), of_prompt in zip(asked.items(), scores, strict=True)
+        }
+        examples = [example for _, example in sorted((offline | online).items())]
         microbatches = self.split(examples, self.config.gradient_accumulation_steps)
         seconds = {"sampling": sampled - start, "scoring": time.perf_counter() - sampled}
         drawn = [example.drawn for example in examples]
-        online = torch.tensor([one is not None for one in drawn])
+        is_online = torch.tensor([one is not None for one in drawn])
         counted = torch.tensor([one is None or self.keeps_ties or not one.is_tie for one in drawn])
-        metrics = _metrics([one for one in drawn if one is not None])
-        return GlobalBatch(
-            examples,
-            microbatches,
-            [],  # the reference scores them once anyway
-            None if counted.all() else counted,
-            Drawing(online, metrics, seconds),
-        )
+        drawing = Drawing(is_online, _metrics([one for one in drawn if one is not None]), seconds)
+        # no keys: the reference will hardly see the same pairs again
+        return GlobalBatch(examples, microbatches, [], None if counted.all() else counted, drawing)
 
     def _offline(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
         """The places of a batch that get a pair of the data, and one of their prompts' pairs, by chance."""
@@ -128,19 +115,19 @@ class OnlineBatches(Batches):
         pairs = {place: list(examples_of(prompts[place], sft_mode=False)) for place in places}
         return {place: of_prompt[rng.integers(len(of_prompt))] for place, of_prompt in pairs.items()}
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """A prompt's tokens, truncated as those of a pair whose longer response has `max_new_tokens`."""
-        ids, _ = encode_whole(prompt.text, [], self.data.encode, rendered=prompt.rendered)
-        room = [[0] * self.sampling.max_new_tokens]
-        config = self.config
-        return tuple(truncate(ids, room, prompt.truncation_mode, config.max_length, config.max_prompt_length)[0])
+    def _encode_prompt(self, prompt: Prompt) -> Example:
+        """An example without responses, its prompt truncated as that of a pair with `max_new_tokens`."""
+        whole, _ = encode_whole(prompt.text, [], self.data.encode, rendered=prompt.rendered)
+        room, config = [[0] * self.sampling.max_new_tokens], self.config
+        ids, _ = truncate(whole, room, prompt.truncation_mode, config.max_length, config.max_prompt_length)
+        return Example(tuple(ids), (), (prompt.number, 0), prompt.dataset, truncated=ids != whole)
 
-    def _answer(self, asked: Mapping[int, tuple[int, ...]], update: int) -> dict[int, list[Answer]]:
+    def _answer(self, asked: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:
         """`n_samples` answers to each prompt, by its place; every process gets those of all.
 
         Prompts are dealt by length, so that each process samples for equally many of about the same lengths.
         """
-        by_length = sorted(asked, key=lambda place: len(asked[place]))
+        by_length = sorted(asked, key=lambda place: len(asked[place].prompt))
         own = by_length[self.rank :: self.size]
         in_step = own + by_length[-1:] * (-(-len(by_length) // self.size) - len(own))
         per_batch = self.config.eval_batch_size // self.size
@@ -153,7 +140,7 @@ class OnlineBatches(Batches):
         return dict(self.mesh.gather_list(answers[: len(own)]))
 
     def _answer_batch(
-        self, policy: Any, asked: Mapping[int, tuple[int, ...]], places: Sequence[int], update: int
+        self, policy: Any, asked: Mapping[int, Example], places: Sequence[int], update: int
     ) -> Iterator[list[Answer]]:
         """The answers to the prompts at these places, one batch."""
         n = self.n_samples
@@ -165,7 +152,7 @@ class OnlineBatches(Batches):
             self.stop.raise_if_any()
             self.progress.part(index, most, "token")
 
-        prompts = [asked[place] for place in places for _ in range(n)]
+        prompts = [asked[place].prompt for place in places for _ in range(n)]
         autocast = self.objective.autocast
         with (
             before_each_forward(policy, before_token),
@@ -197,18 +184,15 @@ class OnlineBatches(Batches):
             return str(error)
 
 
-def _pair(prompt: Prompt, ids: tuple[int, ...], answers: Sequence[Answer], scores: Sequence[float]) -> Example:
+def _pair(example: Example, prompt: Prompt, answers: Sequence[Answer], scores: Sequence[float]) -> Example:
+    """The example with best and worst answer as its responses: of equal scores the first and the last."""
     completions = tuple(Completion(*answer, score) for answer, score in zip(answers, scores, strict=True))
     best, worst = int(np.argmax(scores)), len(scores) - 1 - int(np.argmin(scores[::-1]))
-    drawn = Drawn(completions, best, worst)  # of a tie the first and the last
-    texts = [side.text for side in drawn.pair]
-    return Example(
-        ids,
-        tuple(side.tokens for side in drawn.pair),
-        (prompt.number, 0),
-        prompt.dataset,
-        text_digest(prompt.text, texts),
-        truncated=not all(side.ended for side in drawn.pair),
+    drawn = Drawn(completions, best, worst)
+    return example._replace(
+        responses=tuple(side.tokens for side in drawn.pair),
+        digest=text_digest(prompt.text, [side.text for side in drawn.pair]),
+        truncated=example.truncated or not all(side.ended for side in drawn.pair),
         drawn=drawn,
     )
 
