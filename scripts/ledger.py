@@ -3,7 +3,8 @@
     python -m scripts.ledger RUN [--top 10] [--no-texts] [--json]
 
 For runs with `ledger=true`, also while they train or after a kill. The texts come from the run's datasets, if they can
-be loaded here. docs/metrics.md says what is counted. Exit status: 0, or 2 if RUN has no ledger. Changes nothing.
+be loaded here; those of pairs that the policy drew are in the ledger. docs/metrics.md says what is counted. Exit
+status: 0, or 2 if RUN has no ledger. Changes nothing.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if table is None:
         parser.error(f"{asked.run} has no ledger.parquet: give the directory of a run with ledger=true")
     summary = summarize(table, top=asked.top)
-    texts, note = ({}, "") if asked.no_texts else texts_of(read_config(asked.run), summary, find_texts)
+    texts, note = texts_of(read_config(asked.run), summary, None if asked.no_texts else find_texts)
     if asked.json:
         found: dict[str, Any] = dataclasses.asdict(summary)
         for pair in (*found["never_flipped"], *found["suspected_noise"]):

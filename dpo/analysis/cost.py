@@ -37,10 +37,7 @@ class Cost(NamedTuple):
 
 def cost_of(run: Run) -> Cost:
     """What a run took so far."""
-    examples = np.diff(run.train.examples, prepend=0.0)
-    speed = run.train["examples_per_second"]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        seconds = np.where(speed > 0, examples / speed, np.nan)
+    seconds = seconds_of_updates(run)
     tokens = seconds * run.train["tokens_per_second"]
     gpus = run.env.get("gpus")
     n_gpus = len(gpus) if isinstance(gpus, list) else 0
@@ -50,6 +47,14 @@ def cost_of(run: Run) -> Cost:
     else:
         devices, kind = number(run.env.get("cpus")), "CPU"
     return Cost(_total(seconds), _elapsed(run), _total(tokens), devices, kind)
+
+
+def seconds_of_updates(run: Run) -> np.ndarray:
+    """The time that each update took, (updates,); NaN where it is not known."""
+    examples = np.diff(run.train.examples, prepend=0.0)
+    speed = run.train["examples_per_second"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(speed > 0, examples / speed, np.nan)
 
 
 def _total(values: np.ndarray) -> float:

@@ -69,6 +69,7 @@ class Chart:
     unit: str = ""
     log_scale: bool = False  # if the largest is far above the least
     share: bool = False  # from 0 to 1
+    chance: bool = False  # a share that is 0.5 by chance
     loss: str | None = None  # only of runs with this loss
 
 
@@ -102,12 +103,17 @@ def charts_for(runs: Sequence[Run]) -> list[Chart]:
 
     return [
         *of_each("loss", "Loss", "loss/SPLIT"),
-        Chart("accuracy", "Reward accuracy", ("rewards_SPLIT/accuracies",), share=True),
+        Chart("accuracy", "Reward accuracy", ("rewards_SPLIT/accuracies",), share=True, chance=True),
         Chart("margin", "Reward margin", ("rewards_SPLIT/margins",)),
         Chart("rewards", "Rewards", tuple(f"rewards_SPLIT/{side}" for side in SIDES)),
         *of_each("logps", "Log-probabilities", *(f"logps_SPLIT/{side}" for side in SIDES)),
         Chart("grad_norm", "Gradient norm", ("grad_norm",), log_scale=True),
         Chart("lr", "Learning rate", ("lr",), log_scale=True),
+        Chart("online_score", "Scores of answers", ("online/score_best", "online/score", "online/score_worst")),
+        Chart("online_kl", "KL to the reference", ("online/kl",), unit="nats"),
+        Chart("online_length", "Length of answers", ("online/length",), unit="tokens"),
+        Chart("online_answers", "Answers that end, prompts that tie", ("online/eos", "online/ties"), share=True),
+        Chart("online_time", "Share of the time", ("online/sampling_share", "online/scoring_share"), share=True),
         Chart("throughput", "Throughput", ("tokens_per_second",), unit="tokens per second"),
         Chart("memory", "Peak memory", ("memory/peak_gb",), unit="GB"),
     ]
@@ -255,10 +261,11 @@ def _dress(axis: Any, chart: Chart, theme: Theme, lines: Sequence[Line]) -> None
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
     if chart.share:
-        axis.set_ylim(_least(lines) - 0.06, 1.03)
+        axis.set_ylim(_least(lines) - 0.06 if chart.chance else -0.03, 1.03)
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
+    if chart.chance:
         _rule(axis, 0.5, "chance", theme)
-    elif chart.name in ("rewards", "margin"):
+    elif chart.name in ("rewards", "margin", "online_kl"):
         _rule(axis, 0.0, "", theme)
     elif chart.name in ("throughput", "memory"):
         axis.set_ylim(0, 1.08 * axis.get_ylim()[1])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +30,8 @@ class Pair:
     last_margin: float
     highest_margin: float
     relative_margin: float  # mean of the margins, each over the median size of the margins of its time and split
+    texts: dict[str, str] | None = None  # prompt, chosen, rejected of a pair that was drawn; others are in the data
+    scores: tuple[float, float] | None = None  # of chosen and rejected, of a pair that was drawn
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 
 
 class _Pairs:
-    """The pairs of each split, as arrays in order of their first visit after the first update."""
+    """The pairs of each split but ties, as arrays in order of their first visit after the first update."""
 
     def __init__(self, table: pa.Table) -> None:
         updates, margins = _numbers(table, "update"), _numbers(table, "margin")
@@ -114,7 +118,7 @@ class _Pairs:
         finite = np.isfinite(margins)
         # between equal models margins are rounding, of a float16 reference too; models that differ have larger ones
         rounding = min(abs(margins[finite & (applied == 0)]).max(initial=0.0), LARGEST_ROUNDING)
-        rows = (finite & (applied > 0)).nonzero()[0]
+        rows = (finite & (applied > 0) & ~_is_tie(table)).nonzero()[0]
         self._table, margins = table, margins[rows]
         splits, periods = _codes(table, "split")[rows], _periods(table)[rows]
         scale = np.maximum(_medians(abs(margins), periods * 2 + splits), rounding)
@@ -133,17 +137,18 @@ class _Pairs:
     def worst(self, which: np.ndarray, top: int) -> list[Pair]:
         chosen = which.nonzero()[0]
         chosen = chosen[np.argsort(self.relative[chosen], kind="stable")][:top]
-        names = self._table.select(TEXTS).take(self._rows[self._first[chosen]]).to_pylist()
+        rows = self._table.take(self._rows[self._first[chosen]]).to_pylist()
         return [
             Pair(
-                **name,
+                **{name: row[name] for name in TEXTS},
                 visits=int(self.visits[pair]),
                 first_margin=float(self._margins[self._first[pair]]),
                 last_margin=float(self._margins[self._last[pair]]),
                 highest_margin=float(self.highest[pair]),
                 relative_margin=float(self.relative[pair]),
+                **_as_drawn(row),
             )
-            for name, pair in zip(names, chosen, strict=True)
+            for row, pair in zip(rows, chosen, strict=True)
         ]
 
     def lengths(self) -> list[Lengths]:
@@ -153,6 +158,14 @@ class _Pairs:
         is_train = _is_train(self._table)[rows]
         found = [("train", is_train), ("eval", ~is_train)]
         return [_lengths(split, longer[here], margins[here]) for split, here in found if here.any()]
+
+
+def _as_drawn(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Texts and scores of a row, if its pair was drawn."""
+    if row.get("tie") is None:
+        return {}
+    texts = {name: row[name] for name in ("prompt", "chosen", "rejected")}
+    return {"texts": texts, "scores": (row["score_chosen"], row["score_rejected"])}
 
 
 def _lengths(split: str, longer: np.ndarray, margins: np.ndarray) -> Lengths:
@@ -180,7 +193,8 @@ def _drift(table: pa.Table) -> list[Period]:
     for side in ("chosen", "rejected"):
         columns[f"{side}_change"] = columns[f"policy_{side}"] - _numbers(table, f"reference_{side}")
     updates = _numbers(table, "update")
-    undecided = np.isnan(columns["margin"]) | (updates == _is_train(table))  # asked before the first update
+    # nothing is right of what was asked before the first update, and of ties
+    undecided = np.isnan(columns["margin"]) | (updates == _is_train(table)) | _is_tie(table)
     columns["right"] = np.where(undecided, np.nan, columns["margin"] > 0)
     names = {name: _dictionary(table, name).dictionary.to_pylist() for name in ("dataset", "split")}
     found = []
@@ -213,6 +227,13 @@ def _dictionary(table: pa.Table, name: str) -> pa.DictionaryArray:
 
 def _is_train(table: pa.Table) -> np.ndarray:
     return pc.equal(table["split"], "train").to_numpy()
+
+
+def _is_tie(table: pa.Table) -> np.ndarray:
+    """Of which pairs the scorer did not tell the better one."""
+    if "tie" not in table.schema.names:
+        return np.zeros(len(table), dtype=bool)
+    return pc.fill_null(table["tie"], False).to_numpy()
 
 
 def _periods(table: pa.Table) -> np.ndarray:

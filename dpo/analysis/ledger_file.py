@@ -6,7 +6,7 @@ cut it. `ledger.parquet` is made from it, and depends on its rows alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,36 +38,59 @@ SCHEMA = pa.schema(
         "margin": pa.float64(),
     }
 )
-ENCODED = pa.schema([(f.name, pa.dictionary(pa.int32(), f.type) if f.name in TEXTS else f.type) for f in SCHEMA])
+DRAWN = pa.schema(  # more columns of a run that draws its pairs; null in rows of pairs of the data
+    {
+        "tie": pa.bool_(),
+        "prompt": pa.large_string(),  # may be more than 2 GB together
+        "chosen": pa.large_string(),
+        "rejected": pa.large_string(),
+        "others": pa.list_(pa.large_string()),
+        "score_chosen": pa.float64(),
+        "score_rejected": pa.float64(),
+        "score_others": pa.list_(pa.float64()),
+    }
+)
+ONLINE_SCHEMA = pa.schema([*SCHEMA, *DRAWN])
 ROW_GROUP = 2**16  # rows that are in memory at a time while a file is written
 
 
-def begin(stream: Path) -> None:
+def schema_of(names: Collection[str]) -> pa.Schema:
+    """The schema of a ledger with these columns."""
+    return ONLINE_SCHEMA if "tie" in names else SCHEMA
+
+
+def encoded(schema: pa.Schema) -> pa.Schema:
+    """The schema with texts that recur as dictionaries."""
+    return pa.schema([(f.name, pa.dictionary(pa.int32(), f.type) if f.name in TEXTS else f.type) for f in schema])
+
+
+def begin(stream: Path, schema: pa.Schema = SCHEMA) -> None:
     """Begin a stream, unless it has begun."""
     with stream.open("ab") as file:
         if file.tell() == 0:
-            file.write(SCHEMA.serialize())
+            file.write(schema.serialize())
 
 
 def append(stream: Path, columns: Mapping[str, Any]) -> None:
-    """Add rows, in one write: sequences or tensors by column, None for a column that has no values."""
-    n = len(columns["example"])
+    """Add rows, in one write: lists or tensors by column, None for a column that has no values."""
+    n, schema = len(columns["example"]), schema_of(columns)
     with stream.open("ab") as file:
-        file.write(pa.record_batch([_column(f, columns[f.name], n) for f in SCHEMA], schema=SCHEMA).serialize())
+        file.write(pa.record_batch([_column(f, columns[f.name], n) for f in schema], schema=schema).serialize())
 
 
 def _column(field: pa.Field, values: Any, n: int) -> pa.Array:
     if values is None:
         return pa.nulls(n, field.type)
-    return pa.array(np.asarray(values, dtype=np.float64) if pa.types.is_floating(field.type) else values, field.type)
+    is_tensor = pa.types.is_floating(field.type) and not isinstance(values, list)
+    return pa.array(np.asarray(values, dtype=np.float64) if is_tensor else values, field.type)
 
 
 def write_parquet(stream: Path, target: Path) -> int:
     """Write the rows of a stream as Parquet, whole or not at all, in constant memory. Returns their number."""
     beside = target.with_name(f".{target.name}.tmp")
     beside.unlink(missing_ok=True)
-    n = 0
-    with pq.ParquetWriter(beside, ENCODED, compression="zstd", use_dictionary=list(TEXTS)) as writer:
+    n, schema = 0, encoded(_schema_in(stream))
+    with pq.ParquetWriter(beside, schema, compression="zstd", use_dictionary=list(TEXTS)) as writer:
         for table in _groups(stream):
             writer.write_table(table, row_group_size=ROW_GROUP)
             n += len(table)
@@ -78,11 +101,13 @@ def write_parquet(stream: Path, target: Path) -> int:
 def read_ledger(run_dir: Path) -> pa.Table | None:
     """All rows in order, as far as the run has come; None if it has no ledger. Raises InputError for another file."""
     if (run_dir / STREAM).exists():
-        table = pa.concat_tables([ENCODED.empty_table(), *_groups(run_dir / STREAM)])
+        empty = encoded(_schema_in(run_dir / STREAM)).empty_table()
+        table = pa.concat_tables([empty, *_groups(run_dir / STREAM)])
     elif (run_dir / PARQUET).exists():
         check_readable(run_dir / PARQUET)
         with _explaining(run_dir / PARQUET):
-            table = pq.read_table(run_dir / PARQUET).cast(ENCODED)
+            table = pq.read_table(run_dir / PARQUET)
+            table = table.cast(encoded(schema_of(table.schema.names)))
     else:
         return None
     return table.unify_dictionaries().combine_chunks()
@@ -104,19 +129,27 @@ def _groups(stream: Path) -> Iterator[pa.Table]:
 
 
 def encode(table: pa.Table) -> pa.Table:
-    """The columns in one piece each, texts as dictionaries."""
-    columns = [table[name].combine_chunks() for name in SCHEMA.names]
-    return pa.Table.from_arrays([c.cast(f.type) for c, f in zip(columns, ENCODED, strict=True)], schema=ENCODED)
+    """The columns in one piece each, texts that recur as dictionaries."""
+    schema = encoded(schema_of(table.schema.names))
+    columns = [table[field.name].combine_chunks().cast(field.type) for field in schema]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _schema_in(stream: Path) -> pa.Schema:
+    """The schema with which a stream begins."""
+    check_readable(stream)
+    with stream.open("rb") as file, _explaining(stream):
+        schema = pa.ipc.open_stream(file).schema
+        if schema not in (SCHEMA, ONLINE_SCHEMA):
+            raise pa.ArrowInvalid("its columns are others")
+    return schema
 
 
 def _batches(stream: Path) -> Iterator[pa.RecordBatch]:
     """What was appended at a time, up to what a kill cut off, or what is just being written."""
-    check_readable(stream)
     with stream.open("rb") as file:
         with _explaining(stream):
             reader = pa.ipc.open_stream(file)
-            if reader.schema != SCHEMA:
-                raise pa.ArrowInvalid("its columns are others")
         try:
             yield from reader
         except pa.ArrowInvalid:

@@ -52,25 +52,31 @@ def view_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerView | N
         return None
     from dpo.analysis.ledger import summarize
 
-    found, texts, note = summarize(run.ledger, top=TOP), {}, ""
-    if find_texts is not None:
-        texts, note = texts_of(run, found, find_texts)
-    if (found.never_flipped or found.suspected_noise) and not texts:
+    found = summarize(run.ledger, top=TOP)
+    texts, note = texts_of(run, found, find_texts)
+    of_data = [pair for pair in (*found.never_flipped, *found.suspected_noise) if pair.texts is None]
+    if of_data and not any(pair.example in texts for pair in of_data):
         note = f"{note}{'; ' if note else ''}python -m scripts.ledger {run.path} shows texts that can be loaded"
     return view_summary(found, texts, note)
 
 
-def texts_of(run: Run, found: LedgerSummary, find_texts: FindTexts) -> tuple[Texts, str]:
-    """The texts of the pairs that are listed, and, if some or all are not there, a note that says why."""
+def texts_of(run: Run, found: LedgerSummary, find_texts: FindTexts | None) -> tuple[Texts, str]:
+    """The texts of the pairs that are listed, and, if some or all are not there, a note that says why.
+
+    Those of drawn pairs are in the ledger; for others there may be a way to find them.
+    """
     listed = [*found.never_flipped, *found.suspected_noise]
-    if not listed:
-        return {}, ""
+    drawn = {pair.example: pair.texts for pair in listed if pair.texts is not None}
+    asked = [pair for pair in listed if pair.texts is None]
+    if not asked or find_texts is None:
+        return drawn, ""
     try:
-        texts = find_texts(run, listed)
+        texts = find_texts(run, asked)
     except (InputError, OSError) as error:
-        return {}, f"Texts are not shown: {error}"
-    missing = {pair.example for pair in listed} - texts.keys()
-    return texts, f"Its datasets have changed, and lack {len(missing)} of these pairs" if missing else ""
+        return drawn, f"Texts are not shown: {error}"
+    missing = {pair.example for pair in asked} - texts.keys()
+    note = f"Its datasets have changed, and lack {len(missing)} of these pairs" if missing else ""
+    return {**drawn, **texts}, note
 
 
 def view_summary(found: LedgerSummary, texts: Texts, note: str) -> LedgerView:
@@ -87,9 +93,13 @@ def _lists(found: LedgerSummary, texts: Texts) -> list[PairList]:
         f"{found.n_never_flipped:,} of {count(found.n_seen_again, 'pair')} that were seen at least twice were wrong "
         "each time: their margin was never above 0."
     )
+    drawn = any(pair.texts is not None for pair in found.suspected_noise)
+    advice = " Look whether the scorer is right about those that were drawn." if drawn else ""
+    if any(pair.texts is None for pair in found.suspected_noise):
+        advice = f" Look whether their labels are swapped.{advice}"
     noise = (
         f"{count(found.n_suspected_noise, 'pair was', 'pairs were')} never right, and wrong by more than the typical "
-        f"margin of their time.{' Look whether their labels are swapped.' if found.n_suspected_noise else ''}"
+        f"margin of their time.{advice}"
     )
     return [
         PairList("Pairs that never flip", never, [_listed(pair, texts) for pair in found.never_flipped]),
@@ -102,6 +112,8 @@ def _listed(pair: Pair, texts: Texts) -> Listed:
         f"{count(pair.visits, 'visit')}: margin {signed(pair.first_margin)} at first, "
         f"{signed(pair.last_margin)} at last, {figure(pair.relative_margin, 2)} times the typical one"
     )
+    if pair.scores is not None:
+        margins += f"; scores {figure(pair.scores[0])} and {figure(pair.scores[1])}"
     named = [(name, shortened(text)) for name, text in texts.get(pair.example, {}).items()]
     return Listed(f"{pair.example} {pair.dataset} ({pair.split})", margins, named)
 

@@ -161,7 +161,7 @@ def lengths_of_samples(run: Run) -> Iterator[Finding]:
             "The policy's samples have become long",
             value,
             "Rewards of summed log-probabilities can be won by length. Read the samples: if they say the same in more "
-            "words, the data rewards length.",
+            f"words, the {'scorer' if run.online else 'data'} rewards length.",
         )
     elif ratio <= 1 / LONGER and found.other - found.policy >= 5:
         yield Finding(

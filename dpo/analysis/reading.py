@@ -4,31 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dpo.analysis import findings, pair_findings
+from dpo.analysis import findings, online_findings, pair_findings
 from dpo.analysis.findings import WARNING, Finding
 from dpo.analysis.runs import Run
 
-RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (
+OF_ALL: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     findings.nan_skips,
     findings.spikes,
+    pair_findings.lengths_of_samples,
+    findings.learning_rate,
+    findings.clipping,
+    findings.data,
+)
+OF_GIVEN_EXAMPLES = (  # what is drawn changes with the policy, and follows the scorer, not the labels of held-out pairs
     findings.no_better_than_chance,
     findings.saturation,
     findings.evaluation_turns,
     pair_findings.margin_story,
     pair_findings.length_in_margin,
-    pair_findings.lengths_of_samples,
     pair_findings.lengths_in_data,
     findings.gap,
-    findings.learning_rate,
-    findings.clipping,
     findings.slowing,
-    findings.data,
+)
+OF_DRAWN_PAIRS = (
+    online_findings.accuracies,
+    online_findings.cut_off,
+    online_findings.ties,
+    online_findings.scores,
+    online_findings.length_of_scores,
+    online_findings.divergence,
+    online_findings.time_to_draw,
 )
 
 
 def find_all(run: Run) -> list[Finding]:
     """All that is to say, warnings first."""
-    found = [finding for rule in RULES for finding in rule(run)]
+    found = [f for rule in (*OF_ALL, *(OF_DRAWN_PAIRS if run.online else OF_GIVEN_EXAMPLES)) for f in rule(run)]
     return sorted(found, key=lambda finding: finding.level != WARNING)
 
 

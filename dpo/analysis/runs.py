@@ -91,6 +91,7 @@ class Run:
     train: Log = field(default_factory=Log)
     eval: Log = field(default_factory=Log)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    drawn: list[dict[str, Any]] = field(default_factory=list)  # prompts with scored answers, by the last updates
     nonfinite: list[int] = field(default_factory=list)  # updates whose examples were put aside
     saved: list[int] = field(default_factory=list)  # examples, of the checkpoints
     ledger: Any = None  # a pyarrow.Table, if the run has one
@@ -125,6 +126,11 @@ class Run:
     def has_pairs(self) -> bool:
         """Whether chosen and rejected responses were compared."""
         return any("rewards_" in name for log in (self.train, self.eval) for name in names_in(log))
+
+    @property
+    def online(self) -> bool:
+        """Whether pairs were drawn from the policy."""
+        return self.setting("online.name") == "online" or "online/score" in names_in(self.train)
 
     @property
     def updates(self) -> int:
@@ -177,7 +183,8 @@ def _read(path: Path, *, ended: bool) -> Run:
     run.preflight = _read_mapping(run, "preflight.json")
     lines = _read_lines(run, "metrics.jsonl", lambda line: line.get("split") in ("train", "eval"))
     run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
-    run.samples = _read_lines(run, "samples.jsonl", _is_sample)
+    lines = _read_lines(run, "samples.jsonl", lambda line: _is_sample(line) or _is_drawn(line))
+    run.samples, run.drawn = ([line for line in lines if is_one(line)] for is_one in (_is_sample, _is_drawn))
     run.ledger = _read_ledger(run)
     folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
     run.nonfinite = sorted(int(found[1]) for name in folders if (found := NONFINITE.fullmatch(name)))
@@ -306,6 +313,33 @@ def _is_sample(line: Mapping[str, Any]) -> bool:
     return (
         texts and isinstance(line.get("reference"), (str, type(None))) and math.isfinite(number(line.get("examples")))
     )
+
+
+def _is_drawn(line: Mapping[str, Any]) -> bool:
+    """Whether a line is a prompt with the answers that an update drew."""
+    answers = line.get("completions")
+    if not isinstance(line.get("prompt"), str) or not math.isfinite(number(line.get("examples"))):
+        return False
+    if not isinstance(answers, list) or not all(map(_is_completion, answers)):
+        return False
+    return all(type(line.get(which)) is int and 0 <= line[which] < len(answers) for which in ("best", "worst"))
+
+
+def _is_completion(answer: Any) -> bool:
+    return (
+        isinstance(answer, Mapping)
+        and isinstance(answer.get("text"), str)
+        and isinstance(answer.get("ended"), bool)
+        and all(math.isfinite(number(answer.get(name))) for name in ("score", "tokens"))
+    )
+
+
+def ranked(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The answers of a record of `Run.drawn` and what they are: best, another, worst."""
+    answers, names = record["completions"], {record["worst"]: "worst", record["best"]: "best"}
+    others = [place for place in range(len(answers)) if place not in names]
+    places = dict.fromkeys((record["best"], *others, record["worst"]))
+    return [(names.get(place, "another"), answers[place]) for place in places]
 
 
 def _inside(node: Any, key: str, default: Any) -> Any:

@@ -13,7 +13,7 @@ from dpo.analysis.cost import Cost
 from dpo.analysis.findings import Finding
 from dpo.analysis.margin import MarginParts
 from dpo.analysis.reading import warnings_in
-from dpo.analysis.runs import Run
+from dpo.analysis.runs import Run, ranked
 from dpo.analysis.wording import count, duration, figure, hours, large, percent, shortened, signed
 from dpo.losses import LOSSES
 from dpo.settings.files import defaults_of, dotted
@@ -22,6 +22,7 @@ from dpo.system.redaction import redact
 ABSENT = "\N{EN DASH}"
 BLANK_LINES = re.compile(r"\n\s*\n")  # between the turns of a dialogue
 MOST_SAMPLES = 32
+MOST_DRAWN = 4  # prompts of each run
 
 
 class Tile(NamedTuple):
@@ -48,6 +49,9 @@ def about(run: Run) -> str:
     told = [
         f"{run.loss.upper()}{f' with beta {beta}' if beta is not None else ''}",
         _adapter(run),
+        f"online, {run.setting('online.n_samples')} answers scored by {run.setting('online.scorer')}"
+        if run.online
+        else "",
         f"model {run.setting('model.name_or_path')}" if run.setting("model.name_or_path") else "",
         f"data {', '.join(map(str, datasets))}" if isinstance(datasets, list) else "",
     ]
@@ -73,7 +77,12 @@ def verdict(run: Run, findings: list[Finding]) -> str:
 
 
 def _result(run: Run) -> str:
-    """How well it does on held-out examples."""
+    """How well it does on held-out examples, or by the scores of what it says."""
+    scores = run.train.points("online/score")[1]
+    if len(scores):
+        now, nats = run.tail("train", "online/score"), run.tail("train", "online/kl")
+        cost = f", at a KL of {figure(nats)} nats to the reference" if math.isfinite(nats) else ""
+        return f"The mean score of its answers was {figure(scores[0])} at first and is {figure(now)} now{cost}."
     examples, losses = run.eval.points("loss/eval")
     accuracy = run.eval.last("rewards_eval/accuracies")
     if not len(losses) or examples[-1] == 0:
@@ -88,7 +97,19 @@ def _result(run: Run) -> str:
 
 def tiles(run: Run, cost: Cost) -> list[Tile]:
     """The numbers that people look for first."""
-    return [*_quality(run), *_extent(run, cost)]
+    return [*_drawn(run), *_quality(run), *_extent(run, cost)]
+
+
+def _drawn(run: Run) -> list[Tile]:
+    """The scores of what was drawn, and how far that is from the reference."""
+    score, nats = run.tail("train", "online/score"), run.tail("train", "online/kl")
+    found = []
+    if math.isfinite(score):
+        first = figure(run.train.first("online/score"))
+        found.append(Tile("Score of answers", figure(score), f"now, {first} at first", score, ("online",)))
+    if math.isfinite(nats):
+        found.append(Tile("KL to the reference", figure(nats), "nats, estimated from the pairs"))
+    return found
 
 
 def _quality(run: Run) -> list[Tile]:
@@ -186,7 +207,7 @@ def margin_bars(parts: MarginParts | None) -> Bars | None:
 
 
 class Text(NamedTuple):
-    """What a model wrote; `role` is policy or reference."""
+    """What a model wrote; `role` is policy or reference, or chosen or rejected of what was drawn."""
 
     label: str
     role: str
@@ -228,6 +249,23 @@ def _add(card: Prompted, text: Text) -> None:
     """Add a reference's text, unless it is there from another run."""
     if not any(text.role == other.role and text.text == other.text for other in card.texts):
         card.texts.append(text)
+
+
+def drawn_of(runs: Sequence[Run]) -> list[Prompted]:
+    """Prompts with what the last update drew for each, the best answer first and the worst last; some of each run."""
+    cards = []
+    for run in runs:
+        newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
+        for record in newest[:MOST_DRAWN]:
+            whose = f"{run.name}, " if len(runs) > 1 else ""
+            texts = []
+            for name, answer in ranked(record):
+                tokens = f"{count(answer['tokens'], 'token')}{'' if answer['ended'] else ', cut off'}"
+                role = {"best": "chosen", "worst": "rejected"}.get(name, "other")
+                label = f"{whose}{name}: score {figure(answer['score'])}, {tokens}"
+                texts.append(Text(label, role, shortened(answer["text"])))
+            cards.append(Prompted(BLANK_LINES.sub("\n", shortened(record["prompt"])), texts))
+    return cards
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -68,10 +68,11 @@ class NonFiniteGuard(Callback):
             assert example.id is not None  # it came from the data
             number, index = example.id
             prompt = self.context.data.train[number]
-            texts: dict[str, str] = list(examples_of(prompt, sft_mode=sft_mode))[index].texts
+            texts: dict[str, Any] = list(examples_of(prompt, sft_mode=sft_mode))[index].texts
             if example.drawn is not None:
                 best, worst = example.drawn.pair
                 texts = {"chosen": best.text, "rejected": worst.text}
+                texts |= {"score_chosen": best.score, "score_rejected": worst.score}
             line = {"prompt": prompt.text, "rejected": "", **texts, "prompt_number": number}
             lines.append(json.dumps(line | {name: column[row] for name, column in columns.items()}) + "\n")
         folder.mkdir(exist_ok=True)

@@ -1,13 +1,19 @@
-"""Files that a run appends to and that a resumed run cuts: `metrics.jsonl`, `samples.jsonl` and `samples.txt`."""
+"""Files that a run appends to and that a resumed run cuts: `metrics.jsonl`, `samples.jsonl` and `samples.txt`.
+
+docs/metrics.md has the form of their lines.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from dpo.analysis.runs import ranked
+from dpo.analysis.wording import count
+from dpo.data.examples import Example
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.run_directory import add_to_record, create_run_dir, now
 
@@ -65,9 +71,14 @@ class LogWriter(Appender):
 
 
 class FileLogger(LogWriter):
-    """Metrics and samples; in `env.json` what is trained and when the run ended. NaN and infinite values are null."""
+    """Metrics, samples, and what the last update before an evaluation drew; in `env.json` what is trained and when the
+    run ended. NaN and infinite values are null."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt")
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self._drawn: list[dict[str, Any]] = []  # by the last update, as it will be written
 
     def on_start(self) -> None:
         super().on_start()
@@ -76,13 +87,16 @@ class FileLogger(LogWriter):
 
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
+        drawn = [example for example in update.examples if example.drawn is not None]
+        most = self.context.config.n_eval_model_samples if drawn else 0
+        self._drawn = [{"examples": update.n_examples, **self._as_record(example)} for example in drawn[:most]]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         examples = evaluation.n_examples
         self._log("eval", evaluation.metrics, examples=examples, updates=evaluation.n_updates)
-        if not evaluation.samples:
+        records = [{"examples": examples, **sample._asdict()} for sample in evaluation.samples] + self._drawn
+        if not records:
             return
-        records = ({"examples": examples, **sample._asdict()} for sample in evaluation.samples)
         self.append("samples.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
         lines = []
         for sample in evaluation.samples:
@@ -90,12 +104,45 @@ class FileLogger(LogWriter):
             lines += ["--- policy ---", sample.policy.strip()]
             lines += ["--- reference ---", sample.reference.strip()] if sample.reference is not None else []
             lines.append("")
+        for record in self._drawn:
+            lines += [f"{'=' * 30} after {examples} examples, drawn by the last update {'=' * 30}"]
+            lines += _as_lines(record)
         self.append("samples.txt", lines)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also what was drawn, of which a continued run may have to write what a stopped one drew."""
+        return super().state_dict() | ({"drawn": self._drawn} if self._drawn else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._drawn = state.get("drawn", [])
 
     def on_end(self) -> None:
         add_to_record(self.run_dir, ended=now())
+
+    def _as_record(self, example: Example) -> dict[str, Any]:
+        """A prompt, its answers in the order in which they were drawn, and which of them are the pair."""
+        assert example.id is not None
+        assert example.drawn is not None
+        drawn = example.drawn
+        answers = [
+            {"text": one.text, "score": one.score, "tokens": len(one.tokens), "ended": one.ended}
+            for one in drawn.completions
+        ]
+        prompt = self.context.data.train[example.id[0]].text
+        return {"prompt": prompt, "completions": answers, "best": drawn.best, "worst": drawn.worst}
 
     def _log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"split": split, "examples": examples, "updates": updates, **finite}
         self.append("metrics.jsonl", [json.dumps(line)])
+
+
+def _as_lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """A record of what was drawn, for eyes: the best answer first."""
+    yield record["prompt"].strip()
+    for name, answer in ranked(record):
+        cut_off = "" if answer["ended"] else ", cut off"
+        yield f"--- {name}: score {answer['score']:.6g}, {count(answer['tokens'], 'token')}{cut_off} ---"
+        yield answer["text"].strip()
+    yield ""

@@ -32,18 +32,19 @@ class Ledger(Appender):
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self.rows = self.written = 0
+        self.online = context.config.online.name == "online"
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
         return super().is_wanted(context) and context.config.ledger
 
     def on_start(self) -> None:
-        from dpo.analysis.ledger_file import begin
+        from dpo.analysis.ledger_file import ONLINE_SCHEMA, SCHEMA, begin
 
         super().on_start()
         self.stream, self.parquet = self.run_dir / STREAM, self.run_dir / PARQUET
         check_writable(self.parquet)
-        begin(self.stream)
+        begin(self.stream, ONLINE_SCHEMA if self.online else SCHEMA)
         self._write()
 
     def on_update(self, update: Update) -> None:
@@ -87,5 +88,24 @@ class Ledger(Appender):
             "loss": table[f"loss/{split}"],
             "margin": table.get(f"rewards_{split}/margins"),
         }
+        if self.online:
+            columns |= self._drawn_columns(examples)
         append(self.stream, columns)
         self.rows += n
+
+    def _drawn_columns(self, examples: Sequence[Example]) -> dict[str, list[Any]]:
+        """What was drawn for each example, and its scores, which are nowhere else; None of a pair of the data."""
+        from dpo.analysis.ledger_file import DRAWN
+
+        rows = []
+        for example in examples:
+            row = dict.fromkeys(DRAWN.names)
+            if (drawn := example.drawn) is not None and example.id is not None:
+                best, worst = drawn.pair
+                others = [one for i, one in enumerate(drawn.completions) if i not in (drawn.best, drawn.worst)]
+                row |= {"tie": drawn.is_tie, "prompt": self.context.data.train[example.id[0]].text}
+                row |= {"chosen": best.text, "rejected": worst.text, "others": [one.text for one in others]}
+                row |= {"score_chosen": best.score, "score_rejected": worst.score}
+                row |= {"score_others": [one.score for one in others]}
+            rows.append(row)
+        return {name: [row[name] for row in rows] for name in DRAWN.names}

@@ -21,6 +21,7 @@ SHOWN = {  # metrics of an update that are shown: their label and significant di
     "loss/train": ("loss", 4),
     "rewards_train/accuracies": ("acc", 2),
     "rewards_train/margins": ("margin", 3),
+    "online/score": ("score", 3),
 }
 ABSENT = object()
 

@@ -11,7 +11,16 @@ import pytest
 
 from dpo.analysis import ledger_file
 from dpo.analysis.ledger import Pair, summarize
-from dpo.analysis.ledger_file import PARQUET, STREAM, append, begin, read_ledger, write_parquet
+from dpo.analysis.ledger_file import (
+    DRAWN,
+    ONLINE_SCHEMA,
+    PARQUET,
+    STREAM,
+    append,
+    begin,
+    read_ledger,
+    write_parquet,
+)
 from dpo.errors import InputError
 
 
@@ -46,6 +55,32 @@ def test_pairs_that_never_flip_were_wrong_at_each_of_several_visits_after_the_fi
         Pair("wrong", "hh", "train", 2, -0.1, -0.3, -0.1, pytest.approx((-1.0 - 1.5) / 2)),  # medians 0.1 and 0.2
         Pair("tie", "hh", "eval", 2, 0.0, 0.0, 0.0, 0.0),
     ]
+
+
+def drawn(example: str, update: int, margin: float, scores: tuple[float, float], **facts: Any) -> dict[str, Any]:
+    """A visit of a pair that was drawn; by equal scores it is a tie."""
+    texts = {"prompt": "Why?", "chosen": f" {example}", "rejected": " no", "others": [" so"]}
+    numbers = {"score_chosen": scores[0], "score_rejected": scores[1], "score_others": [scores[1]]}
+    return {**visit(example, update, margin), "tie": scores[0] == scores[1], **texts, **numbers, **facts}
+
+
+def test_drawn_pairs_have_their_texts_in_the_ledger_and_ties_are_neither_right_nor_wrong():
+    nothing = dict.fromkeys(DRAWN.names)
+    rows = [
+        *(visit("given", update, -0.2) | nothing for update in (2, 3)),
+        drawn("tie", 2, -0.3, (1.0, 1.0)),
+        drawn("wrong", 2, -0.3, (2.0, 1.0)),
+        *(drawn(f"right{i}", 2, 0.1, (2.0, 1.0)) for i in range(3)),
+    ]
+    summary = summarize(pa.Table.from_pylist(rows, ONLINE_SCHEMA))
+    assert [(pair.example, pair.texts, pair.scores) for pair in summary.suspected_noise] == [
+        ("wrong", {"prompt": "Why?", "chosen": " wrong", "rejected": " no"}, (2.0, 1.0)),
+        ("given", None, None),
+    ]
+    [lengths] = summary.lengths
+    assert sum(found.pairs for found in lengths.classes) == 5
+    assert summary.drift[0].right == 3 / 5
+    assert summary.drift[0].visits == 6
 
 
 def test_a_margin_within_the_rounding_of_equal_models_is_neither_wrong_nor_noise():
@@ -154,6 +189,17 @@ def test_the_file_depends_on_the_rows_and_not_on_how_they_were_appended(tmp_path
     assert pq.read_table(files[0]).to_pylist() == read_ledger(tmp_path / "a").to_pylist() == ROWS
     files[0].with_name(STREAM).unlink()
     assert read_ledger(tmp_path / "a").to_pylist() == ROWS
+
+
+def test_what_was_drawn_is_in_either_file(tmp_path):
+    rows = [drawn("a", 1, 0.5, (2.0, -1.0)), visit("b", 1, 0.5) | dict.fromkeys(DRAWN.names)]
+    begin(tmp_path / STREAM, ONLINE_SCHEMA)
+    append(tmp_path / STREAM, {name: [row[name] for row in rows] for name in ONLINE_SCHEMA.names})
+    assert write_parquet(tmp_path / STREAM, tmp_path / PARQUET) == 2
+    assert read_ledger(tmp_path).to_pylist() == rows
+    (tmp_path / STREAM).unlink()
+    assert read_ledger(tmp_path).to_pylist() == pq.read_table(tmp_path / PARQUET).to_pylist() == rows
+    assert summarize(read_ledger(tmp_path)).rows == 2
 
 
 def test_of_a_stream_that_was_cut_anywhere_the_whole_appends_are_read(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from support.ledgers import row, with_ledger
 from support.records import update, write_run
 
+from dpo.analysis.ledger_file import DRAWN
 from dpo.analysis.ledger_view import view_ledger
 from dpo.analysis.margin import margin_parts
 from dpo.analysis.page import render
@@ -51,6 +52,27 @@ def test_suspected_noise_is_shown_with_its_texts_escaped(tmp_path):
     assert "&lt;b&gt;no&lt;/b&gt;" in page
     assert "<b>no" not in page
     assert 'href="#ledger"' in page
+
+
+def test_drawn_pairs_are_shown_from_the_ledger_itself(tmp_path):
+    """No dataset has them, and none is asked for them."""
+    own = {"tie": False, "prompt": "Why?", "chosen": " drawn", "rejected": " no", "others": [], "score_others": []}
+    own |= {"score_chosen": 2.0, "score_rejected": -1.0}
+    bad = [row("bad", 2, "train", -9.0, 9.0, (5, 5)) | own]
+    good = [row(f"good{i}", 2, "train", 1.0, -1.0, (5, 5)) | own for i in range(4)]
+    given = [row("given", n, "eval", -9.0, 9.0, (5, 5)) | dict.fromkeys(DRAWN.names) for n in (1, 2)]
+    folder = with_ledger(tmp_path / "drawn", [*bad, *good])
+    view = view_ledger(read_run(folder))
+    [pair] = view.lists[1].pairs
+    assert pair.texts == [("prompt", "Why?"), ("chosen", "drawn"), ("rejected", "no")]
+    assert pair.margins.endswith("; scores 2 and \N{MINUS SIGN}1")
+    assert "whether the scorer is right" in view.lists[1].text
+    assert "labels" not in view.lists[1].text
+    assert view.note == ""
+
+    mixed = view_ledger(read_run(with_ledger(tmp_path / "mixed", [*bad, *good, *given])))
+    assert [len(pair.texts) for pair in mixed.lists[1].pairs] == [3, 0]
+    assert mixed.note.startswith("python -m scripts.ledger")
 
 
 def test_texts_that_cannot_be_loaded_are_a_note(tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.browser import CHROMIUM, browser
 from support.ledgers import row, with_ledger
-from support.records import evaluation, rewards, sample, update, write_run
+from support.records import drawn, evaluation, rewards, sample, update, write_run
 
 from dpo.analysis.curves import charts_for, extremes, lines_of, places, smoothed
 from dpo.analysis.page import Lead, Shown, render, write_report
@@ -117,6 +117,33 @@ def test_every_text_of_a_run_is_escaped(tmp_path):
     assert all(attributes["src"].startswith("data:") for tag, attributes in page.elements if tag == "img")
     assert page.texts["body"].count(EVIL) > 10
     assert "49" not in re.findall(r"\d+", page.texts["h1"])
+
+
+def test_what_was_drawn_last_is_shown_with_its_scores_the_best_first(tmp_path):
+    online = {"online/score": 1.5, "online/kl": 4.0, "online/eos": 0.5, "online/ties": 0.0, "online/length": 9.0}
+    online |= {"online/score_best": 2.0, "online/score_worst": 1.0, "online/sampling_share": 0.5}
+    logged = [(line | online if line["split"] == "train" else line) for line in lines()]
+    samples = [drawn(80, "old", "older"), *(drawn(160, EVIL, "middle", f"good {i}") for i in range(6))]
+    settings = {"online": {"name": "online", "n_samples": 3, "scorer": "keyword"}}
+    run = write_run(tmp_path / "run", logged, samples=samples, config=settings)
+
+    page = page_of(run)
+    text = page.texts["main"]
+    assert "old" not in page.texts["p"].split()
+    assert [text.count(f"good {i}") for i in range(6)] == [1, 1, 1, 1, 0, 0]
+    assert EVIL in text
+    assert text.index("best: score 2, 3 tokens") < text.index("another: score 1, 2 tokens") < text.index("worst: score")
+    assert "worst: score 0, 1 token, cut off" in text
+    assert "The mean score of its answers was 1.5 at first and is 1.5 now, at a KL of 4 nats to the reference." in text
+    assert "online, 3 answers scored by keyword" in text
+    assert any(attributes.get("href") == "#drawn" for _, attributes in page.elements)
+    names = {chart.name for chart in charts_for(read_runs([run])) if lines_of(chart, read_runs([run]))}
+    of_online = {f"online_{name}" for name in ("score", "kl", "length", "answers", "time")}
+    assert of_online <= names
+    other = made(tmp_path / "other", name="other")
+    assert "made, best: score 2" in page_of(run, other).texts["main"]
+    given = {chart.name for chart in charts_for(read_runs([other])) if lines_of(chart, read_runs([other]))}
+    assert not of_online & given
 
 
 def test_samples_of_policy_and_reference_are_side_by_side(tmp_path):

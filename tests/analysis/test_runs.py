@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
-from support.records import evaluation, sample, update, write_run
+from support.records import drawn, evaluation, sample, update, write_run
 
 from dpo.analysis.cost import cost_of
 from dpo.analysis.runs import read_run, read_runs
@@ -24,6 +24,18 @@ def test_a_complete_run(tmp_path):
     assert run.state == ("complete", "complete after 2 of 2 updates")
     assert run.eval["loss/eval"].tolist() == [0.69, 0.6]
     assert run.samples == [sample(8, "yes", "no")]
+
+
+def test_what_was_drawn_is_read_apart_from_samples_and_what_is_odd_is_told(tmp_path):
+    kept = drawn(8)
+    odd = [
+        *({**kept, name: value} for name, value in (("best", 2), ("worst", True), ("completions", "x"), ("prompt", 1))),
+        {**kept, "completions": [{**kept["completions"][0], "score": "high"}, kept["completions"][1]]},
+    ]
+    run = read_run(write_run(tmp_path, LINES, samples=[sample(8, "yes"), kept, *odd]))
+    assert (run.samples, run.drawn) == ([sample(8, "yes")], [kept])
+    assert run.problems == ["samples.jsonl: 5 of 7 lines cannot be read, and are left out (3, 4, 5, 6, 7)"]
+    assert not run.online  # by its settings and metrics
 
 
 def test_a_run_that_is_training_holds_its_lock(tmp_path):

@@ -164,7 +164,9 @@ EXAMPLES = [Example((1,), ((2, 3), (4,)), (i, 0), "hh", f"{i}", truncated=False)
 
 def ledger_in(run_dir: Path) -> Ledger:
     data = SimpleNamespace(report=SimpleNamespace(train=SimpleNamespace(examples=8)))
-    ledger = Ledger(RunContext(OmegaConf.create({"batch_size": 4}), run_dir, 0, data, print))
+    ledger = Ledger(
+        RunContext(OmegaConf.create({"batch_size": 4, "online": {"name": "none"}}), run_dir, 0, data, print)
+    )
     ledger.on_start()
     return ledger
 

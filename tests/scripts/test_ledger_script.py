@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.ledgers import row, with_ledger
 from support.runs import GOLDEN, run_script, write_rows
 
 from dpo.analysis.ledger_file import SCHEMA, STREAM, append, begin
@@ -65,6 +66,18 @@ def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_di
     assert [line.split()[:4] for line in lines if line.startswith("  mine (train)")] == [
         ["mine", "(train)", f"{update}", "8"] for update in (1, 2)
     ]
+
+
+def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, capsys):
+    texts = {"tie": False, "prompt": "Hi", "chosen": " no\x1b[2J", "rejected": " yes", "others": []}
+    own = {**texts, "score_chosen": 2.0, "score_rejected": -1.0, "score_others": []}
+    folder = with_ledger(tmp_path, [row("bad", n, "train", -9.0, 9.0, (5, 5)) | own for n in (2, 3)])
+    assert main([str(folder), "--no-texts"]) == 0
+    shown = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    assert shown == [["prompt", "Hi"], ["chosen", "no [2J"], ["rejected", "yes"]] * 2
+    assert main([str(folder), "--json"]) == 0
+    [pair] = json.loads(capsys.readouterr().out)["suspected_noise"]
+    assert (pair["texts"]["rejected"], pair["scores"]) == (" yes", [2.0, -1.0])
 
 
 def test_as_json_it_is_one_object(run_dir, capsys):

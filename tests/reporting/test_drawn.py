@@ -1,0 +1,202 @@
+"""What an online run drew can be seen and is kept: in samples, ledger, logs, and where an update was not finite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from omegaconf import OmegaConf
+from support.runs import metrics_of, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dpo.analysis.ledger_file import DRAWN, PARQUET, SCHEMA
+from dpo.analysis.runs import read_run
+from dpo.data.examples import Completion, Drawn, Example, text_digest
+from dpo.errors import RunError
+from dpo.reporting.events import Evaluation, RunContext, Sample, Update
+from dpo.reporting.files import FileLogger
+from dpo.reporting.terminal import Progress
+from dpo.training.objective import Objective
+
+ONLINE = (
+    *("online=online", "online.scorer=keyword", "online.keyword=e", "online.n_samples=3", "online.max_new_tokens=8"),
+    *("batch_size=4", "lr=1e-2", "ledger=true"),
+)
+
+
+def rows_of(run_dir: Path) -> list[dict]:
+    return pq.read_table(run_dir / PARQUET).to_pylist()
+
+
+def records_of(run_dir: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    return [line for line in lines if "completions" in line]
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+ANSWERS = (
+    Completion(" No.", (1, 2), True, -2.0),
+    Completion(" Hm.", (3,), True, 1.5),
+    Completion(" Ye", (4,), False, 3),
+)
+
+
+def files_in(run_dir: Path) -> FileLogger:
+    data = SimpleNamespace(train=[SimpleNamespace(text=f"\n\nHuman: {n}?\n\nAssistant:") for n in range(3)])
+    logger = FileLogger(RunContext(OmegaConf.create({"n_eval_model_samples": 2}), run_dir, 0, data, print))
+    logger.load_state_dict({})
+    logger.on_start()
+    return logger
+
+
+def update_of(number: int, drawn: Drawn | None) -> Update:
+    examples = [Example((1,), ((2,), (3,)), (n, 0), drawn=drawn) for n in range(3)]
+    return Update(number, 4 * number, examples, {}, {})
+
+
+def test_what_the_last_update_drew_is_beside_the_samples_of_an_evaluation(tmp_path):
+    logger = files_in(tmp_path)
+    logger.on_update(update_of(1, Drawn(ANSWERS[:2], 1, 0)))
+    logger.on_update(update_of(2, Drawn(ANSWERS, 2, 0)))
+    logger.on_evaluation(Evaluation(2, 8, {}, [Sample("p", "x", None)]))
+
+    of_model, *drawn = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert of_model == {"examples": 8, "prompt": "p", "policy": "x", "reference": None}
+    assert len(drawn) == 2  # n_eval_model_samples
+    assert drawn[1] == {
+        "examples": 8,
+        "prompt": "\n\nHuman: 1?\n\nAssistant:",
+        "completions": [
+            {"text": " No.", "score": -2.0, "tokens": 2, "ended": True},
+            {"text": " Hm.", "score": 1.5, "tokens": 1, "ended": True},
+            {"text": " Ye", "score": 3, "tokens": 1, "ended": False},
+        ],
+        "best": 2,
+        "worst": 0,
+    }
+    assert (tmp_path / "samples.txt").read_text().split("\n")[-12:-1] == [
+        f"{'=' * 30} after 8 examples, drawn by the last update {'=' * 30}",
+        *("Human: 1?", "", "Assistant:"),
+        *("--- best: score 3, 1 token, cut off ---", "Ye"),
+        *("--- another: score 1.5, 1 token ---", "Hm."),
+        *("--- worst: score -2, 2 tokens ---", "No.", ""),
+    ]
+
+
+def test_what_a_stopped_run_drew_is_written_by_the_one_that_continues(tmp_path):
+    logger = files_in(tmp_path)
+    logger.on_update(update_of(1, Drawn(ANSWERS, 2, 0)))
+    continued = files_in(tmp_path)
+    continued.load_state_dict(logger.state_dict())
+    continued.on_evaluation(Evaluation(1, 4, {}, []))
+    assert [record["best"] for record in records_of(tmp_path)] == [2, 2]
+
+
+def test_nothing_is_written_of_an_update_that_drew_nothing(tmp_path):
+    logger = files_in(tmp_path)
+    logger.on_update(update_of(1, Drawn(ANSWERS, 2, 0)))
+    logger.on_update(update_of(2, None))
+    logger.on_evaluation(Evaluation(2, 8, {}, []))
+    assert not (tmp_path / "samples.jsonl").exists()
+    assert logger.state_dict().keys() == {"log_bytes"}
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_samples_ledger_and_logs_of_a_run_hold_what_was_drawn(run, tmp_path):
+    run("run", *ONLINE, "online.mix_offline=0.25", "n_eval_model_samples=2", "tensorboard.enabled=true")
+
+    folder = tmp_path / "run"
+    rows, lines = rows_of(folder), metrics_of(folder, "train")
+    trained = [row for row in rows if row["split"] == "train"]
+    drawn = [row for row in trained if row["tie"] is not None]
+    assert list(rows[0]) == [*SCHEMA.names, *DRAWN.names]
+    assert all(row[name] is None for row in rows if row["tie"] is None for name in DRAWN.names)
+    assert [sum(row["update"] == line["updates"] for row in drawn) for line in lines] == [3] * 5  # and a pair of data
+    # an example is a prompt: two batches of eleven are an epoch
+    assert [row["epoch"] for row in trained] == [update // 2 for update in range(5) for _ in range(4)]
+    for row in drawn:
+        assert row["example"] == text_digest(row["prompt"], (row["chosen"], row["rejected"]))
+        scores = row["score_chosen"], *row["score_others"], row["score_rejected"]
+        assert scores == tuple(text.count("e") for text in (row["chosen"], *row["others"], row["rejected"]))
+        assert scores[0] == max(scores)
+        assert len(scores) == 3
+    for line in lines:
+        best = [row["score_chosen"] for row in drawn if row["update"] == line["updates"]]
+        assert sum(best) / 3 == pytest.approx(line["online/score_best"])
+        ties = [row["tie"] for row in drawn if row["update"] == line["updates"]]
+        assert sum(ties) / 3 == pytest.approx(line["online/ties"])
+
+    records = records_of(folder)  # though sample_during_eval=false
+    assert [record["examples"] for record in records] == [8, 8, 16, 16, 20, 20]
+    kept = {(row["prompt"], row["chosen"], row["rejected"]) for row in drawn}
+    for record in records:
+        best, worst = (record["completions"][record[which]]["text"] for which in ("best", "worst"))
+        assert (record["prompt"], best, worst) in kept
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    for name in ("online/score", "online/kl", "online/sampling_share"):
+        assert [event.value for event in events.Scalars(name)] == pytest.approx([line[name] for line in lines])
+    found = read_run(folder)
+    assert (found.online, len(found.drawn), found.samples, found.problems) == (True, 6, [], [])
+
+
+def test_continued_the_files_are_the_same_bit_for_bit(run, tmp_path):
+    run("whole", *ONLINE)
+    run("other", *ONLINE, "n_examples=16")
+    run("other", *ONLINE, "resume=auto")
+    for name in (PARQUET, "samples.jsonl", "samples.txt"):
+        assert (tmp_path / "other" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_two_processes_write_the_same_rows(run, command, tmp_path):
+    run("alone", *ONLINE, "n_examples=4")
+    result = train(*command("both", *ONLINE, "n_examples=4"), "trainer=FSDPTrainer", "world_size=2")
+    assert result.returncode == 0, result.stderr
+    exact = [*DRAWN.names, *("example", "update", "epoch", "split", "chosen_tokens", "rejected_tokens", "truncated")]
+    alone, both = rows_of(tmp_path / "alone"), rows_of(tmp_path / "both")
+    assert [[row[name] for name in exact] for row in both] == [[row[name] for name in exact] for row in alone]
+
+
+def test_without_online_the_ledger_has_the_columns_that_it_had(run, tmp_path):
+    run("run", "ledger=true", "n_examples=4", "do_first_eval=false")
+    assert pq.read_table(tmp_path / "run" / PARQUET).schema.names == SCHEMA.names
+
+
+def test_a_drawn_batch_that_is_not_finite_is_kept_and_can_be_replayed(run, tmp_path, monkeypatch):
+    losses_of = Objective.losses
+
+    def spoilt(self, *arguments, split, **options):
+        losses, metrics = losses_of(self, *arguments, split=split, **options)
+        return (
+            (losses, metrics) if split == "eval" else (losses, {**metrics, "loss/train": losses.detach() * torch.nan})
+        )
+
+    monkeypatch.setattr(Objective, "losses", spoilt)
+    with pytest.raises(RunError, match="update 1 has loss nan"):
+        run("run", *ONLINE)
+    monkeypatch.undo()
+
+    [*lines] = (tmp_path / "run" / "nonfinite-1" / "train.jsonl").read_text().splitlines()
+    kept = [json.loads(line) for line in lines]
+    for row in kept:
+        assert row["prompt"].startswith("\n\nHuman: Where is hh")
+        assert row["score_chosen"] == row["chosen"].count("e") >= row["score_rejected"] == row["rejected"].count("e")
+    source = f"++dataset_sources.bad={tmp_path}/run/nonfinite-1"
+    run("replay", "datasets=[bad]", source, "n_examples=4", "eval_batch_size=4")
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
+
+
+def test_the_line_of_an_update_shows_the_mean_score(capsys):
+    progress = Progress(interval=0, silent=False)
+    metrics = {"loss/train": 0.6931, "online/score": -12.25, "examples_per_second": 30.0}
+    for _ in progress.updates([0], total=2, done=0):
+        progress.on_update(Update(1, 4, [], {}, metrics))
+    assert capsys.readouterr().out.startswith("update 1/2  loss 0.6931  score -12.2  30 ex/s")
