@@ -66,8 +66,8 @@ def ties(run: Run) -> Iterator[Finding]:
             "Most prompts give a tie",
             f"online/ties {figure(share)}; online.n_samples {run.setting('online.n_samples')}",
             f"The best and the worst answer had the same score, or were the same. {cost}. More answers "
-            "(online.n_samples), a higher online.temperature or a scorer with finer scores tell more apart; if the "
-            "answers are the same, the policy has only one left.",
+            "(online.n_samples), a higher online.temperature or a scorer with finer scores tell more apart. Late in a "
+            "run it may be that all answers score as high as they can, or that the policy has only one left.",
         )
 
 
@@ -142,7 +142,8 @@ def accuracies(run: Run) -> Iterator[Finding]:
             "; ".join(values),
             f"Training pairs are new answers of the policy{mixed}: their accuracy says how often its implicit rewards "
             "agree with the scorer about answers that it was not trained on, and need not rise. Evaluation pairs are "
-            "those of the datasets, whose labels the scorer does not know. What is learned shows in online/score.",
+            "those of the datasets, whose labels the scorer does not know, and BEST goes by them. What is learned shows "
+            "in online/score.",
         )
 
 
