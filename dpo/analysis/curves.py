@@ -110,7 +110,7 @@ def charts_for(runs: Sequence[Run]) -> list[Chart]:
         Chart("grad_norm", "Gradient norm", ("grad_norm",), log_scale=True),
         Chart("lr", "Learning rate", ("lr",), log_scale=True),
         Chart("online_score", "Scores of answers", ("online/score_best", "online/score", "online/score_worst")),
-        Chart("online_kl", "KL to the reference", ("online/kl",), unit="nats"),
+        Chart("online_kl", "KL to the reference, estimated", ("online/kl",), unit="nats"),
         Chart("online_length", "Length of answers", ("online/length",), unit="tokens"),
         Chart("online_answers", "Answers that end, prompts that tie", ("online/eos", "online/ties"), share=True),
         Chart("online_time", "Share of the time", ("online/sampling_share", "online/scoring_share"), share=True),

@@ -119,8 +119,8 @@ def divergence(run: Run) -> Iterator[Finding]:
             WARNING,
             "The policy has gone far from the reference",
             f"online/kl {figure(nats)} nats{each}",
-            f"By their geometric mean, the policy's answers are e^{figure(nats)} times as likely under it as under the "
-            "reference. That far away scores often rise by what the scorer overlooks: read what was drawn, and "
+            f"By the geometric mean, the pairs' answers are e^{figure(nats)} times as likely under the policy as under "
+            "the reference. That far away scores often rise by what the scorer overlooks: read what was drawn, and "
             "consider a larger loss.beta, a smaller lr or fewer updates.",
         )
 
@@ -142,7 +142,7 @@ def accuracies(run: Run) -> Iterator[Finding]:
             "; ".join(values),
             f"Training pairs are new answers of the policy{mixed}: their accuracy says how often its implicit rewards "
             "agree with the scorer about answers that it was not trained on, and need not rise. Evaluation pairs are "
-            "those of the datasets, whose labels the scorer does not know, and BEST goes by them. What is learned shows "
+            "those of the datasets, whose labels the scorer does not know; BEST goes by them. What is learned shows "
             "in online/score.",
         )
 

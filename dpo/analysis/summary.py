@@ -13,7 +13,7 @@ from dpo.analysis.cost import Cost
 from dpo.analysis.findings import Finding
 from dpo.analysis.margin import MarginParts
 from dpo.analysis.reading import warnings_in
-from dpo.analysis.runs import Run, ranked
+from dpo.analysis.runs import Run, number, ranked
 from dpo.analysis.wording import count, duration, figure, hours, large, percent, shortened, signed
 from dpo.losses import LOSSES
 from dpo.settings.files import defaults_of, dotted
@@ -81,7 +81,7 @@ def _result(run: Run) -> str:
     scores = run.train.points("online/score")[1]
     if len(scores):
         now, nats = run.tail("train", "online/score"), run.tail("train", "online/kl")
-        cost = f", at a KL of {figure(nats)} nats to the reference" if math.isfinite(nats) else ""
+        cost = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
         return f"The mean score of its answers was {figure(scores[0])} at first and is {figure(now)} now{cost}."
     examples, losses = run.eval.points("loss/eval")
     accuracy = run.eval.last("rewards_eval/accuracies")
@@ -108,8 +108,17 @@ def _drawn(run: Run) -> list[Tile]:
         first = figure(run.train.first("online/score"))
         found.append(Tile("Score of answers", figure(score), f"now, {first} at first", score, ("online",)))
     if math.isfinite(nats):
-        found.append(Tile("KL to the reference", figure(nats), "nats, estimated from the pairs"))
+        found.append(Tile("KL to the reference", figure(nats), _estimator(run)))
     return found
+
+
+def _estimator(run: Run) -> str:
+    """Whether online/kl estimates the KL of what the policy is."""
+    if number(run.setting("online.n_samples")) > 2:
+        return "nats, biased: of best and worst"
+    if any(number(run.setting(f"online.{key}", 1)) != 1 for key in ("temperature", "top_p")):
+        return "nats, biased by temperature or top_p"
+    return "nats, estimated from the answers"
 
 
 def _quality(run: Run) -> list[Tile]:

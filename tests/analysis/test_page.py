@@ -134,12 +134,17 @@ def test_what_was_drawn_last_is_shown_with_its_scores_the_best_first(tmp_path):
     assert EVIL in text
     assert text.index("best: score 2, 3 tokens") < text.index("another: score 1, 2 tokens") < text.index("worst: score")
     assert "worst: score 0, 1 token, cut off" in text
-    assert "The mean score of its answers was 1.5 at first and is 1.5 now, at a KL of 4 nats to the reference." in text
+    assert "The mean score of its answers was 1.5 at first and is 1.5 now, at online/kl 4." in text
+    assert "nats, biased: of best and worst" in text
     assert "online, 3 answers scored by keyword" in text
     assert any(attributes.get("href") == "#drawn" for _, attributes in page.elements)
     names = {chart.name for chart in charts_for(read_runs([run])) if lines_of(chart, read_runs([run]))}
     of_online = {f"online_{name}" for name in ("score", "kl", "length", "answers", "time")}
     assert of_online <= names
+    two, warm = ({**settings["online"], "n_samples": 2, "temperature": t} for t in (1.0, 0.7))
+    for i, (online, said) in enumerate(((two, "nats, estimated from"), (warm, "nats, biased by temperature"))):
+        again = write_run(tmp_path / f"{i}", logged, config={"online": online})
+        assert said in page_of(again).texts["main"]
     other = made(tmp_path / "other", name="other")
     assert "made, best: score 2" in page_of(run, other).texts["main"]
     given = {chart.name for chart in charts_for(read_runs([other])) if lines_of(chart, read_runs([other]))}
