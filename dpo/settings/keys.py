@@ -157,7 +157,9 @@ SCORED_BY = {
     name: Needs(f"online.scorer={name}", lambda values, plan, name=name: values.get("online.scorer") == name)
     for name in ("reward_model", "function", "keyword")
 }
-SAMPLES = Needs("sample_during_eval=true", lambda values, plan: values.get("sample_during_eval"))
+SAMPLES = Needs(
+    "sample_during_eval=true, or online=online", lambda values, plan: values.get("sample_during_eval") or plan.online
+)
 NO_DEBUG = Needs("debug=false", lambda values, plan: not values.get("debug"))
 WANDB = Needs(
     "wandb.enabled=true and debug=false", lambda values, plan: values.get("wandb.enabled") and not values.get("debug")
