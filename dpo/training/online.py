@@ -165,8 +165,8 @@ class OnlineBatches(Batches):
     def _score(self, answered: Sequence[Answered]) -> list[list[float]]:
         """The score of each answer, less the penalty if it was cut off; on every process."""
         if self.scorer.in_parallel:
-            own = np.array_split(np.arange(len(answered)), self.size)[self.rank]
-            outcomes = self.mesh.gather_list([self._outcome([answered[i] for i in own])])
+            own = np.array_split(np.arange(len(answered)), self.mesh.world_size)[self.mesh.rank]
+            outcomes = self.mesh.gather_all(self._outcome([answered[i] for i in own]))
         else:
             outcomes = [from_rank_0(self._outcome(answered) if self.mesh.rank == 0 else None)]
         for outcome in outcomes:
@@ -239,4 +239,7 @@ def make_batches(
     mesh = objective.mesh
     if not plan.online:
         return Batches(config, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
-    return OnlineBatches(config, data, objective, load_scorer(config.online), stop, progress, seed=seed)
+    scorer = load_scorer(config, objective.device, rows=max(1, config.eval_batch_size // mesh.data_size))
+    for note in scorer.notes:
+        progress.line(note)
+    return OnlineBatches(config, data, objective, scorer, stop, progress, seed=seed)
