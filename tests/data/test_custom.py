@@ -149,7 +149,10 @@ def test_a_template_that_ends_turns_with_eos_leaves_the_last_eos_to_tokenization
 
 def test_the_messages_of_a_prompt_are_kept_beside_its_text(chat):
     named = [{**user("Hi"), "name": "Eve"}]  # templates are not given other fields
-    rows = [{**HELLO, "prompt": named}, {"chosen": [user("A"), assistant("B")], "rejected": [user("A"), assistant("C")]}]
+    rows = [
+        {**HELLO, "prompt": named},
+        {"chosen": [user("A"), assistant("B")], "rejected": [user("A"), assistant("C")]},
+    ]
     data = get_own(rows, "mine", chat(ENDS_TURNS_WITH_SEMICOLON))
 
     assert [*data.messages] == [*data]

@@ -114,7 +114,9 @@ REWARD_MODELS = {
 }
 
 
-def save_reward_model(folder: Path, family: str, tokenizer: Any, *, template: str | None = CHAT, **settings: Any) -> str:
+def save_reward_model(
+    folder: Path, family: str, tokenizer: Any, *, template: str | None = CHAT, **settings: Any
+) -> str:
     """A random sequence classification model with a tokenizer, in a new directory; `settings` of its config."""
     config = REWARD_MODELS[family]()
     config.update({"vocab_size": len(tokenizer), "num_labels": 1, **settings})
