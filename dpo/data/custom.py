@@ -43,8 +43,8 @@ def get_own(
             raise InputError(f"{where}: earlier records hold {'text' if chat else 'chat messages'}; use one kind")
         texts = prompt, chosen, rejected
         if chat:
-            messages, *answers = _split_messages(prompt, chosen, rejected, tokenizer, where)
-            texts = _render(messages, *answers, tokenizer, where)
+            messages, better, worse = _split_messages(prompt, chosen, rejected, tokenizer, where)
+            texts = _render(messages, better, worse, tokenizer, where)
             data.messages[texts[0]] = [{key: message[key] for key in ("role", "content")} for message in messages]
         if texts[0] is None:
             texts = split_shared_prompt(chosen, rejected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,10 @@ def scorer_of(reward_model: str, *, rows: int = 3, most: int = 8, device: str = 
         "max_prompt_length": 16,
     }
     return load_scorer(OmegaConf.create(config), device, rows=rows)
+
+
+def model_of(scorer: Any) -> Any:
+    return scorer.score.model
 
 
 def score_alone(folder: str, text: str, **options) -> float:
@@ -106,17 +111,17 @@ def test_it_computes_in_the_dtype_that_it_is_stored_in(dtype, tokenizer, tmp_pat
     transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
 
     scorer = scorer_of(folder)
-    assert scorer.score.model.dtype == getattr(torch, dtype)
+    assert model_of(scorer).dtype == getattr(torch, dtype)
     assert len(scorer(PROMPTS, ANSWERS)) == len(ANSWERS)
 
 
 def test_dropout_is_off_and_batches_are_no_larger_than_allowed(tokenizer, tmp_path):
     folder = save_reward_model(tmp_path, "bert", tokenizer, hidden_dropout_prob=0.5, classifier_dropout=0.5)
     scorer, seen = scorer_of(folder, rows=3), []
-    scorer.score.model.register_forward_pre_hook(
+    model_of(scorer).register_forward_pre_hook(
         lambda _, arguments, named: seen.append(named["input_ids"].shape), with_kwargs=True
     )
-    scorer.score.model.train()
+    model_of(scorer).train()
     assert scorer(PROMPTS, ANSWERS) == scorer(PROMPTS, ANSWERS)
     assert [rows for rows, _ in seen] == [3, 3, 2] * 2
     assert [width for _, width in seen[:3]] == sorted((width for _, width in seen[:3]), reverse=True)
@@ -168,6 +173,6 @@ def test_other_weights_another_template_and_another_vocabulary_have_another_dige
 def test_a_score_that_is_not_finite_is_named(tokenizer, tmp_path):
     folder = save_reward_model(tmp_path, "llama", tokenizer)
     scorer = scorer_of(folder)
-    scorer.score.model.score.weight.fill_(torch.nan)
+    model_of(scorer).score.weight.fill_(torch.nan)
     with pytest.raises(ScorerFailed, match=rf"^online\.reward_model={folder} gave the score nan to the answer"):
         scorer(PROMPTS, ANSWERS)
