@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 import torch
+import torch.distributed as dist
 import transformers
 from omegaconf import DictConfig
 
@@ -36,6 +37,7 @@ class RewardModel:
         self.limit = _count_positions(model, tokenizer)
         tokenizer.truncation_side = "left"  # of a text that is too long the end is scored, which is the answer
         self.pad = model.config.get_text_config().pad_token_id
+        model.config.get_text_config().use_cache = False  # which no token that comes would need
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         texts = [self.encode(prompt, answer.text) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -72,35 +74,37 @@ class RewardModel:
         return logits[:, 0].float()
 
 
-def load_reward_model(
-    config: DictConfig, device: torch.device | str, *, rows: int
-) -> tuple[RewardModel, str, tuple[str, ...]]:
-    """The model that `online.reward_model` names, a digest of weights and tokenizer, and notes on it to log.
+def load_reward_model(config: DictConfig, device: torch.device, *, rows: int) -> tuple[RewardModel, str]:
+    """The model that `online.reward_model` names, and a digest of its weights and tokenizer.
 
-    Every process loads it, from files that rank 0 has fetched. On the device "meta" it has no weights and no digest.
-    Raises InputError if it cannot be loaded, has no weights for its head, or not one output.
+    Every process loads it, from files that rank 0 has fetched. Raises InputError if it cannot be loaded, has no weights
+    for its head, or not one output.
     """
     reward = after_rank_0("the reward model", lambda: _load(config, device, rows))
     digest = ""
-    if torch.device(device).type != "meta":
+    if not dist.is_initialized() or dist.get_rank() == 0:
         known = reward.tokenizer.chat_template, sorted(reward.tokenizer.get_vocab().items())
-        is_told = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        weights = model_digest(reward.model, str(reward.model.dtype)) if is_told else ""
-        digest = from_rank_0(hashlib.sha256(repr((weights, known)).encode()).hexdigest())
-    wanted = config.max_prompt_length + config.online.max_new_tokens
-    if reward.limit is None or reward.limit >= wanted:
-        return reward, digest, ()
+        weights = model_digest(reward.model, str(reward.model.dtype))
+        digest = hashlib.sha256(repr((weights, known)).encode()).hexdigest()
+    return reward, from_rank_0(digest)
+
+
+def find_reward_structure(config: DictConfig) -> RewardModel:
+    """The same without weights, in one process. Raises InputError as `load_reward_model` does."""
+    return _load(config, torch.device("meta"), 1)
+
+
+def notes_on(reward: RewardModel, config: DictConfig) -> tuple[str, ...]:
+    """A line if prompts may be truncated before they are scored."""
+    if reward.limit is None or reward.limit >= config.max_length:
+        return ()
     return (
-        reward,
-        digest,
-        (
-            f"the reward model sees the last {reward.limit:,} tokens of a prompt with its answer, which may have "
-            f"{wanted:,} of the policy's tokens",
-        ),
+        f"the reward model sees the last {reward.limit:,} tokens of a prompt with its answer, which may have "
+        f"max_length={config.max_length} of the policy's",
     )
 
 
-def _load(config: DictConfig, device: torch.device | str, rows: int) -> RewardModel:
+def _load(config: DictConfig, device: torch.device, rows: int) -> RewardModel:
     name, trusts = config.online.reward_model, config.model.trust_remote_code
     key, found = f"online.reward_model={name}", {"cache_dir": get_cache_dir(config.local_dirs)}
     wanted = "give a sequence classification model with one output"
@@ -137,12 +141,16 @@ def _load(config: DictConfig, device: torch.device | str, rows: int) -> RewardMo
 @contextlib.contextmanager
 def _silenced():
     """Inside, transformers does not report what it loads: what matters is refused."""
-    verbosity = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()
+    logs = transformers.utils.logging
+    verbosity, had_bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
     try:
         yield
     finally:
-        transformers.utils.logging.set_verbosity(verbosity)
+        logs.set_verbosity(verbosity)
+        if had_bar:
+            logs.enable_progress_bar()
 
 
 def _count_positions(model: Any, tokenizer: Any) -> int | None:

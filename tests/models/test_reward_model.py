@@ -16,7 +16,7 @@ from support.runs import GOLDEN
 from dpo.data.prompts import Prompt
 from dpo.errors import InputError
 from dpo.models.answers import Answer
-from dpo.models.scoring import ScorerFailed, load_scorer
+from dpo.models.scoring import ScorerFailed, check_scorer, load_scorer
 
 DIALOGUE = Prompt("\n\nHuman: Good morning.\n\nAssistant:", [], [], "", "keep_end", False)
 RAW = Prompt("Once", [], [], "", "keep_start", False)
@@ -26,14 +26,18 @@ TEXTS = [" Go away!", " Good day, and welcome.", "", " Yes" * 5]
 PROMPTS, ANSWERS = zip(*((prompt, Answer(text, (), True)) for prompt in (DIALOGUE, RAW) for text in TEXTS), strict=True)
 
 
-def scorer_of(reward_model: str, *, rows: int = 3, most: int = 8, device: str = "cpu"):
+def config_of(reward_model: str, *, most: int = 8) -> Any:
     config = {
         "online": {"scorer": "reward_model", "reward_model": reward_model, "max_new_tokens": most},
         "model": {"trust_remote_code": False},
         "local_dirs": [".cache"],
-        "max_prompt_length": 16,
+        "max_length": 8 + most,
     }
-    return load_scorer(OmegaConf.create(config), device, rows=rows)
+    return OmegaConf.create(config)
+
+
+def scorer_of(reward_model: str, *, rows: int = 3, most: int = 8):
+    return load_scorer(config_of(reward_model, most=most), torch.device("cpu"), rows=rows)
 
 
 def model_of(scorer: Any) -> Any:
@@ -93,13 +97,13 @@ def test_with_a_template_they_are_messages(padding, tokenizer, tmp_path):
 def test_of_what_is_too_long_the_end_is_scored(family, words, tmp_path):
     before = {"gpt2": 0, "roberta": 1}[family]  # its positions begin after that of padding
     folder = save_reward_model(tmp_path, family, words, template=None, max_position_embeddings=40 + before)
-    scorer = scorer_of(folder, most=30)
+    scorer = scorer_of(folder, most=36)
 
     long = Prompt("x" * 100, [], [], "", "keep_start", False)
     [score] = scorer([long], [Answer("y" * 30, (), False)])
     assert score == pytest.approx(score_alone(folder, "x" * 8 + "y" * 30), rel=1e-4)  # 38, [CLS] and [SEP]
-    said = "the reward model sees the last 40 tokens of a prompt with its answer, which may have 46 of the policy's"
-    assert scorer.notes[0].startswith(said)
+    [note] = scorer.notes
+    assert "sees the last 40 tokens of a prompt with its answer, which may have max_length=44 of the policy's" in note
     with pytest.raises(InputError, match=r"sees 40 tokens, and an answer may have online\.max_new_tokens=40: lower"):
         scorer_of(folder, most=40)
     assert scorer_of(folder, most=8).notes == ()
@@ -133,7 +137,7 @@ def edit(folder: str, **changes) -> None:
 
 
 def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
-    """On the meta device too, without reading weights."""
+    """By the check before a run too, which reads no weights."""
     two = save_reward_model(tmp_path / "two", "bert", tokenizer, num_labels=2)
     headless = save_reward_model(tmp_path / "headless", "llama", tokenizer)
     transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / "tiny-llama").save_pretrained(headless)
@@ -149,12 +153,12 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
         odd: "its tokenizer's chat template cannot be used: no, never",
         str(adapter): "is an adapter: merge it into its base",
     }
-    for device in ("cpu", "meta"):
+    for load in (scorer_of, lambda folder: check_scorer(config_of(folder))):
         for folder, said in refused.items():
             with pytest.raises(InputError, match=rf"^online\.reward_model={folder}:? {said}"):
-                scorer_of(folder, device=device)
+                load(folder)
         with pytest.raises(InputError, match=r"^reward model '.*nowhere' cannot be loaded: give a local directory"):
-            scorer_of(str(tmp_path / "nowhere"), device=device)
+            load(str(tmp_path / "nowhere"))
 
 
 def test_other_weights_another_template_and_another_vocabulary_have_another_digest(tokenizer, tmp_path):
