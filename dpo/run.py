@@ -57,17 +57,21 @@ def _try_out(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
     """Say what a run would do and need. Raises InputError as the run would, and writes nothing."""
     from dpo.checkpoint.resume import check_inputs, look_at_run
     from dpo.models.loading import check_parts, find_model_config
+    from dpo.models.scoring import check_scorer
     from dpo.training.memory import dry_run
     from dpo.training.optimization import notes_on_scaling
 
     found = look_at_run(config)
     check_parts(config, plan)
+    notes = check_scorer(config) if plan.online else ()
     _set_up_torch(config)  # the memory that attention needs depends on its kernel
     data = find_class(plan).load_data(config)
     check_inputs(found, data, find_model_config(config))
     if found is None:  # a run that continues keeps the rate it began with
         for line in notes_on_scaling(config, plan.dims.data_size):
             print(line)
+    for note in notes:
+        print(note)
     dry_run(config, plan, data)
 
 

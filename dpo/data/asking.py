@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jinja2
 
 from dpo.data.custom import ASSISTANT
-from dpo.data.schema import get_field
+from dpo.data.prompts import Prompt
+from dpo.data.schema import Messages, get_field
 from dpo.data.sources import HUB_IDS
 from dpo.errors import InputError
 
@@ -23,6 +25,7 @@ MEANINGS = {
     RAW: "plain text, as it is",
 }
 Asked = str | list[Mapping[str, str]]
+TURN = re.compile(f"({HUMAN}|{ASSISTANT})")
 
 
 def format_of(prompt: str, *, rendered: bool) -> str:
@@ -85,3 +88,26 @@ def _as_chat(messages: list[dict[str, str]], tokenizer: Any, where: str) -> str:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on odd content
         raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
+
+
+def as_messages(prompt: Prompt, answer: str) -> Messages:
+    """A prompt and the answer to it: the messages that were rendered, the turns of a dialogue, or what a user says."""
+    form = format_of(prompt.text, rendered=prompt.rendered)
+    if form == HH:
+        return _turns(prompt.text, answer)
+    asked = prompt.messages if form == CHAT and prompt.messages else [{"role": "user", "content": prompt.text}]
+    return [*asked, {"role": "assistant", "content": answer.strip()}]
+
+
+def _turns(dialogue: str, answer: str) -> Messages:
+    """The turns of a dialogue that is to be answered, and the answer. Those of one speaker in a row are one turn, as
+    templates demand that speakers alternate."""
+    _, *parts, _ = TURN.split(dialogue)
+    messages: Messages = []
+    for speaker, said in zip(parts[::2], [*parts[1::2], answer], strict=True):
+        role = "user" if speaker == HUMAN else "assistant"
+        if messages and messages[-1]["role"] == role:
+            messages[-1]["content"] += f"\n\n{said.strip()}"
+        else:
+            messages.append({"role": role, "content": said.strip()})
+    return messages

@@ -8,12 +8,11 @@ from typing import Any
 
 import jinja2
 
-from dpo.data.schema import PreferenceData, get_field
+from dpo.data.schema import Messages, PreferenceData, get_field
 from dpo.errors import InputError
 from dpo.settings.validation import COLUMNS
 
 ASSISTANT = "\n\nAssistant:"
-Messages = list[dict[str, str]]
 
 
 def get_own(
@@ -42,7 +41,11 @@ def get_own(
             data = PreferenceData(truncation_mode="keep_start", rendered=chat)
         elif data.rendered != chat:
             raise InputError(f"{where}: earlier records hold {'text' if chat else 'chat messages'}; use one kind")
-        texts = _from_messages(prompt, chosen, rejected, tokenizer, where) if chat else (prompt, chosen, rejected)
+        texts = prompt, chosen, rejected
+        if chat:
+            messages, better, worse = _split_messages(prompt, chosen, rejected, tokenizer, where)
+            texts = _render(messages, better, worse, tokenizer, where)
+            data.messages[texts[0]] = [{key: message[key] for key in ("role", "content")} for message in messages]
         if texts[0] is None:
             texts = split_shared_prompt(chosen, rejected)
         if not texts[0]:
@@ -71,9 +74,10 @@ def _common_start(*texts: str) -> str:
     return next((first[:i] for i, character in enumerate(first) if character != last[i]), first)
 
 
-def _from_messages(
+def _split_messages(
     prompt: str | Messages | None, chosen: Messages, rejected: Messages, tokenizer: Any, where: str
-) -> tuple[str, str, str]:
+) -> tuple[Messages, Messages, Messages]:
+    """The messages of the prompt, and of both responses to it."""
     for messages in (prompt, chosen, rejected):
         for message in messages if isinstance(messages, list) else ():
             get_field(message, "role", where)
@@ -86,7 +90,7 @@ def _from_messages(
         chosen, rejected = whole[len(prompt) :], rejected[len(prompt) :]
     if not (prompt and chosen and rejected):
         raise InputError(f"{where}: prompt, chosen and rejected need at least one message each")
-    return _render(prompt, chosen, rejected, tokenizer, where)
+    return prompt, chosen, rejected
 
 
 def _shared_messages(chosen: Messages, rejected: Messages) -> Messages:

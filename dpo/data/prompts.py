@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple, overload
 
 import numpy as np
 
-from dpo.data.schema import PreferenceData
+from dpo.data.schema import Messages, PreferenceData
 from dpo.data.tokenization import TruncationMode
 from dpo.errors import RunError
 
@@ -32,6 +32,7 @@ class Prompt(NamedTuple):
     rendered: bool  # by a chat template: special tokens in the text are intended
     number: int = 0  # its index in its split
     dataset: str = ""  # the name of its dataset
+    messages: Messages | None = None  # that were rendered
 
     def examples(self, sft_mode: bool) -> list[dict[str, str]]:
         """The texts of each example: the SFT target, or every pair."""
@@ -52,7 +53,7 @@ def iterate_prompts(
         data = get_dataset(name, split, **dataset_options)
         kind = {"truncation_mode": data.truncation_mode, "rendered": data.rendered, "dataset": name}
         for text in list(data):
-            yield Prompt(text, **data.pop(text), **kind, number=number)
+            yield Prompt(text, **data.pop(text), **kind, number=number, messages=data.messages.pop(text, None))
             number += 1
 
 
@@ -92,9 +93,10 @@ class StoredPrompts(Sequence[Prompt]):
             return [self[number] for number in range(self.n)[place]]
         number = range(self.n)[place]  # handles negative indices, and raises IndexError
         start, end = self._ends[number : number + 2].tolist()
-        text, responses, pairs, target, mode, rendered, dataset = json.loads(self._bytes[start:end])
+        text, responses, pairs, target, mode, rendered, dataset, *rest = json.loads(self._bytes[start:end])
         target = responses[target] if isinstance(target, int) else target
-        return Prompt(text, responses, [(a, b) for a, b in pairs], target, mode, rendered, number, dataset)
+        pairs = [(a, b) for a, b in pairs]
+        return Prompt(text, responses, pairs, target, mode, rendered, number, dataset, *rest)
 
 
 def store_prompts(prompts: Iterable[Prompt], folder: str | Path) -> StoredPrompts:
@@ -147,5 +149,6 @@ def _encode(prompt: Prompt) -> bytes:
     target = prompt.sft_target
     place = prompt.responses.index(target) if target in prompt.responses else target
     kind = prompt.truncation_mode, prompt.rendered, prompt.dataset
-    record = [prompt.text, prompt.responses, prompt.pairs, place, *kind]
+    messages = [] if prompt.messages is None else [prompt.messages]
+    record = [prompt.text, prompt.responses, prompt.pairs, place, *kind, *messages]
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()

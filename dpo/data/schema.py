@@ -11,6 +11,7 @@ from dpo.data.tokenization import TruncationMode
 from dpo.errors import InputError
 
 SURROGATE = re.compile("[\ud800-\udfff]")
+Messages = list[dict[str, str]]  # of a chat, with role and content
 
 
 class Entry(TypedDict):
@@ -20,12 +21,14 @@ class Entry(TypedDict):
 
 
 class PreferenceData(dict[str, Entry]):
-    """`{prompt: {responses, pairs, sft_target}}`, and how to tokenize its texts."""
+    """`{prompt: {responses, pairs, sft_target}}`, how to tokenize its texts, and of what messages a chat template has
+    rendered them."""
 
     def __init__(self, *, truncation_mode: TruncationMode, rendered: bool = False) -> None:
         super().__init__()
         self.truncation_mode = truncation_mode
         self.rendered = rendered  # by a chat template: EOS in a prompt is the end of a turn
+        self.messages: dict[str, Messages] = {}  # of each rendered prompt
 
     def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
         """Add two responses; the one with index `better` (0 or 1) is preferred and becomes the prompt's SFT target."""
@@ -43,6 +46,7 @@ class PreferenceData(dict[str, Entry]):
         kept = set(prompts[:n_test] if split == "test" else prompts[n_test:])
         part = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered)
         part.update((prompt, entry) for prompt, entry in self.items() if prompt in kept)
+        part.messages = {prompt: messages for prompt, messages in self.messages.items() if prompt in kept}
         return part
 
 

@@ -60,12 +60,6 @@ def answer(
     batch = collate_prompts([Example(prompt, ()) for prompt in prompts], tokenizer)
     ids = batch["prompt_input_ids"].to(device)
     ends = _ends(model, tokenizer)
-    processors = transformers.LogitsProcessorList()
-    if sampling.temperature > 0:
-        processors += [transformers.TemperatureLogitsWarper(float(sampling.temperature))]
-        processors += [transformers.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
-        seeds = [[sampling.seed, number] for number in numbers]
-        processors += [_Draw(seeds, n_prompt=ids.shape[1], n_new=sampling.max_new_tokens)]
     criteria = transformers.StoppingCriteriaList()
     if watch is not None:
         criteria.append(_Watcher(lambda rows: watch(rows[-1, ids.shape[1] :].tolist())))
@@ -77,7 +71,7 @@ def answer(
             do_sample=False,  # `_Draw` draws
             eos_token_id=sorted(ends),
             pad_token_id=tokenizer.pad_token_id,
-            logits_processor=processors,
+            logits_processor=choosing(sampling, numbers, n_prompt=ids.shape[1]),
             stopping_criteria=criteria,
             synced_gpus=in_step,
         )
@@ -87,6 +81,17 @@ def answer(
         tokens = tuple(row[:end])
         answers.append(Answer(tokenizer.decode(tokens, skip_special_tokens=True), tokens, end is not None))
     return answers
+
+
+def choosing(sampling: Sampling, numbers: Sequence[int], *, n_prompt: int) -> transformers.LogitsProcessorList:
+    """What is done to the logits (B, V) of each next token, so that the largest is the one that is drawn."""
+    processors = transformers.LogitsProcessorList()
+    if sampling.temperature > 0:
+        processors += [transformers.TemperatureLogitsWarper(float(sampling.temperature))]
+        processors += [transformers.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+        seeds = [[sampling.seed, number] for number in numbers]
+        processors += [_Draw(seeds, n_prompt=n_prompt, n_new=sampling.max_new_tokens)]
+    return processors
 
 
 def _ends(model: Any, tokenizer: Any) -> set[int]:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from omegaconf import DictConfig
 
 from dpo.data.prompts import Prompt
 from dpo.errors import InputError, RunError
 from dpo.models.answers import Answer
+from dpo.models.reward_model import find_reward_structure, load_reward_model, notes_on
 
 # of prompts and one answer to each, a number for each; higher is better
 Score = Callable[[Sequence[Prompt], Sequence[Answer]], Iterable[float]]
@@ -32,6 +34,7 @@ class Scorer(NamedTuple):
     score: Score
     digest: str = ""  # of the code or weights: a continued run must have the same
     in_parallel: bool = False  # each process scores its own answers; else rank 0 all of them
+    notes: tuple[str, ...] = ()  # to log at the start
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         """The scores, as floats. Raises ScorerFailed, which names the scorer."""
@@ -89,11 +92,27 @@ def load_function(place: str) -> Score:
     return score
 
 
-def load_scorer(online: Any) -> Scorer:
-    """The scorer that `config.online` names. Raises InputError if it cannot be loaded."""
+def load_scorer(config: DictConfig, device: torch.device, *, rows: int) -> Scorer:
+    """The scorer that `config.online` names; a reward model on `device`, for `rows` answers at a time.
+
+    Raises InputError if it cannot be loaded.
+    """
+    online = config.online
+    if online.scorer == "reward_model":
+        model, digest = load_reward_model(config, device, rows=rows)
+        notes = notes_on(model, config)
+        return Scorer(f"online.reward_model={online.reward_model}", model, digest, in_parallel=True, notes=notes)
     if online.scorer == "function":
         file = Path(online.function.rpartition(":")[0]).expanduser()
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         return Scorer(f"online.function={online.function}", load_function(online.function), digest)
     score = count_keyword(online.keyword) if online.scorer == "keyword" else shorter
     return Scorer(f"online.scorer={online.scorer}", score)
+
+
+def check_scorer(config: DictConfig) -> tuple[str, ...]:
+    """Notes on the scorer that `config.online` names; a reward model is not read. Raises InputError as `load_scorer`
+    does."""
+    if config.online.scorer == "reward_model":
+        return notes_on(find_reward_structure(config), config)
+    return load_scorer(config, torch.device("meta"), rows=1).notes

@@ -1,33 +1,31 @@
 """Predicts a run's memory from shapes alone, and which settings would reduce it.
 
-A model without weights runs a forward and a backward on the largest microbatch with fake tensors, which have shapes and
-lifetimes but no data (`torch._subclasses.FakeTensorMode`); a tracker records what is alive when.
+A model without weights runs a forward and a backward on the largest microbatch with fake tensors; a tracker records
+what is alive when.
 """
 
 from __future__ import annotations
 
 import os
 import traceback
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, RunError
 from dpo.losses import needs_squares, needs_tails
-from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter, trained_parameters
+from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
 from dpo.models.loading import find_policy_structure
 from dpo.models.pretrained import DTYPES
+from dpo.models.reward_model import find_reward_structure
 from dpo.parallel.sharding import find_blocks
 from dpo.settings.choices import ADAPTED
 from dpo.settings.files import defaults_of
@@ -35,6 +33,15 @@ from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_config_problems
 from dpo.system.host_memory import host_memory, resident_memory
 from dpo.training.batches import Batches
+from dpo.training.memory_tracker import MemoryEstimate, MemoryTracker, on_device
+from dpo.training.online_memory import (
+    LongestAnswers,
+    Rounds,
+    longest_prompt,
+    longest_text,
+    peak_of_sampling,
+    peak_of_scoring,
+)
 from dpo.training.optimization import OPTIMIZERS
 
 # of what comes and goes: holes in what one process on a CPU keeps (`malloc.keep_freed_memory`), measured on SmolLM2
@@ -45,82 +52,18 @@ ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at onc
 LOOKED_AT = 50  # global batches that are searched for the largest microbatch
 
 
-class MemoryEstimate(NamedTuple):
-    """Bytes of one process at its peak, by purpose."""
-
-    policy: int
-    gradients: int
-    optimizer: int
-    reference: int  # a model of its own, or a second adapter
-    gathered: int  # weights gathered from other processes' shards
-    reduced: int  # a unit's gradients while they are reduced, in float32
-    activations: int
-    logits: int
-    update: int  # temporaries of an optimizer that updates all parameters at once, on a GPU
-    kept: int  # freed but kept by the allocator, on a CPU
-    process: int  # Python, libraries and data: host memory
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-
-class MemoryTracker(TorchDispatchMode):
-    """Tracks the storages of all tensors that operations inside it create."""
-
-    def __init__(self, held: Iterable[torch.Tensor], *, vocabulary: int | None = None) -> None:
-        super().__init__()
-        self.vocabulary = vocabulary
-        self.live: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
-        self._kinds = {tensor.untyped_storage()._cdata: "held" for tensor in held}
-
-    @classmethod
-    def of(cls, model: Any) -> MemoryTracker:
-        """A tracker that distinguishes a model's gradients and logits from its activations."""
-        tracker = cls((*model.parameters(), *model.buffers()), vocabulary=model.get_output_embeddings().weight.shape[0])
-        for parameter in trained_parameters(model):
-            parameter.register_post_accumulate_grad_hook(tracker._is_gradient)
-        return tracker
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor)
-        return out
-
-    def _note(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._kinds:
-            return
-        self._kinds[key] = "logits" if tensor.ndim and tensor.shape[-1] == self.vocabulary else "activations"
-        size = storage.nbytes()
-        self.live[self._kinds[key]] += size
-        weakref.finalize(storage, self._forget, key, size)
-        if self.live.total() > self.peak.total():
-            self.peak = self.live.copy()
-
-    def _forget(self, key: int, size: int) -> None:
-        self.live[self._kinds.pop(key)] -= size
-
-    def _is_gradient(self, parameter: torch.nn.Parameter) -> None:
-        storage = parameter.grad.untyped_storage()
-        kind = self._kinds.get(storage._cdata)
-        if kind not in (None, "gradients"):
-            self.live[kind] -= storage.nbytes()
-            self.live["gradients"] += storage.nbytes()
-            self._kinds[storage._cdata] = "gradients"
-
-
 def predict(config: DictConfig, plan: Plan, data: TrainingData) -> MemoryEstimate:
     """The peak of a process. Under tensor parallelism it counts the activations of whole layers, which is too much."""
+    return max(predict_phases(config, plan, data).values(), key=lambda need: need.total)
+
+
+def predict_phases(config: DictConfig, plan: Plan, data: TrainingData) -> dict[str, MemoryEstimate]:
+    """The peak of a process in each phase of a run, by its name."""
     fake = FakeTensorMode()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = find_policy_structure(config, plan, plan.compute_dtype)
     with fake:
-        policy = _on_device(policy, device, DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None)
+        policy = on_device(policy, device, DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None)
     if config.activation_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     layout, _ = layout_by_rules(config.layout, policy, max_length=config.max_length)
@@ -136,31 +79,39 @@ def predict(config: DictConfig, plan: Plan, data: TrainingData) -> MemoryEstimat
         )
     training = _held_while_training(config, plan, policy, on_gpu=device == "cuda")
     at_peak = max(of_update, of_scoring, key=lambda peak: peak["activations"] + peak["logits"])
-    if plan.reference != "model" or config.cache_reference_logps != "all":
-        return _with_activations(training, at_peak, plan, device)
-    scoring = training._replace(gradients=0, optimizer=0, reduced=0, update=0)  # then the reference is freed
-    phases = ((scoring, of_scoring), (training._replace(reference=0), at_peak))
-    return max((_with_activations(*phase, plan, device) for phase in phases), key=lambda need: need.total)
+    phases = {"training": (training, at_peak)}
+    between_updates = training._replace(gradients=0, reduced=0, update=0)
+    if plan.reference == "model" and config.cache_reference_logps == "all":  # then the reference is freed
+        phases = {
+            "scoring the reference": (between_updates._replace(optimizer=0), of_scoring),
+            "training": (training._replace(reference=0), at_peak),
+        }
+    if plan.online:
+        phases |= _online_phases(config, plan, data, policy, fake, between_updates)
+        phases["training"] = training._replace(scorer=phases["sampling"][0].scorer), at_peak
+    return {name: _with_activations(*phase, plan, device) for name, phase in phases.items()}
 
 
-def _on_device(policy: Any, device: str, gathered: torch.dtype | None) -> Any:
-    """A policy on the meta device with new tensors instead; in a FakeTensorMode they take no memory.
-
-    Parameters are in the dtype `gathered` (None: in their own). PEFT cannot put adapters into a model of fake tensors.
-    """
-    made: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay tied
-    for module in policy.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if tensor not in made:
-                    new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                    if isinstance(tensor, torch.nn.Parameter):
-                        new = torch.nn.Parameter(new.to(gathered), requires_grad=tensor.requires_grad)
-                    made[tensor] = new
-                tensors[name] = made[tensor]
-    return policy
+def _online_phases(
+    config: DictConfig, plan: Plan, data: TrainingData, policy: Any, fake: FakeTensorMode, held: MemoryEstimate
+) -> dict[str, tuple[MemoryEstimate, Counter[str]]]:
+    """The phases in which pairs are drawn, with what is held and what comes and goes in each."""
+    rounds, scoring = Rounds.of(config, plan), Counter[str]()
+    if config.online.scorer == "reward_model":
+        reward = find_reward_structure(config)
+        weights = (*reward.model.parameters(), *reward.model.buffers())
+        held = held._replace(scorer=sum(tensor.nbytes for tensor in weights))
+        length = longest_text(reward, config, data)
+        scoring = peak_of_scoring(reward, rounds, fake, policy.device.type, length=length)
+    sampling = peak_of_sampling(policy, config, rounds, fake, n_prompt=longest_prompt(config, data))
+    sampling["kv_cache"] //= plan.dims.tensor_size
+    gathered = held.gathered
+    if plan.dims.shard_size > 1:  # all weights at once, where they fit (`sharding.gathered_weights`)
+        gathered = _count(policy.parameters()) * DTYPES[plan.compute_dtype].itemsize // plan.dims.tensor_size
+        if gathered > (_device_memory(plan) - held.total) / 2:
+            gathered = held.gathered
+    phases = {"sampling": (held._replace(gathered=gathered), sampling)}
+    return phases | ({"scoring": (held, scoring)} if held.scorer else {})
 
 
 def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu: bool) -> MemoryEstimate:
@@ -187,11 +138,13 @@ def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu:
         gradients=trained,
         optimizer=int(trained * states),
         reference=reference.get(plan.reference or "", 0),
+        scorer=0,
         gathered=(root + 2 * max(blocks)) * compute.itemsize // dims.tensor_size,  # the block that runs, and the next
         reduced=reduced * REDUCED // dims.tensor_size,
         update=int(trained * temporary) if at_once else 0,
         activations=0,
         logits=0,
+        kv_cache=0,
         kept=0,
         process=0 if on_gpu else resident_memory(),
     )
@@ -203,9 +156,10 @@ def _count(parameters: Iterable[torch.Tensor]) -> int:
 
 def _with_activations(need: MemoryEstimate, peak: Counter[str], plan: Plan, device: str) -> MemoryEstimate:
     """The memory of a phase with these activations."""
-    comes_and_goes = need.gradients + need.optimizer + peak["activations"] + peak["logits"]
+    made = {kind: peak[kind] for kind in ("activations", "logits", "kv_cache")}
+    comes_and_goes = need.gradients + need.optimizer + sum(made.values())
     kept = int(KEPT * comes_and_goes) if device == "cpu" and plan.dims.world_size == 1 else 0
-    return need._replace(activations=peak["activations"], logits=peak["logits"], kept=kept)
+    return need._replace(**made, kept=kept)
 
 
 def _largest_microbatches(
@@ -217,7 +171,8 @@ def _largest_microbatches(
     trained: list[Microbatch] = []
     evaluated: list[Microbatch] = []
     for rank in range(min(plan.dims.data_size, 4)):
-        batches = Batches(first, data, layout, seed=config.seed, rank=rank, size=plan.dims.data_size)
+        kind = LongestAnswers if plan.online else Batches
+        batches = kind(first, data, layout, seed=config.seed, rank=rank, size=plan.dims.data_size)
         for batch in batches.train():
             trained += batch.microbatches
         for batch in batches.test():
@@ -271,6 +226,8 @@ HELP = (  # keys, and the value to try; None: nothing
     ("model.autocast", lambda c: "bfloat16"),
     ("cache_reference_logps", lambda c: "all"),
     ("max_length", lambda c: c.max_length // 2),
+    ("eval_batch_size", lambda c: c.eval_batch_size // 2 if c.online.name == "online" else None),
+    ("online.max_new_tokens", lambda c: c.online.max_new_tokens // 2 if c.online.name == "online" else None),
     ("lora", lambda c: None if c.lora.name in ADAPTED else "lora"),
     ("lora", lambda c: None if c.lora.name == "qlora" else "qlora"),
     ("lora.reference", lambda c: _without_second_model(c)),
@@ -316,13 +273,29 @@ def _changed(config: DictConfig, key: str, value: Any) -> DictConfig:
 
 def dry_run(config: DictConfig, plan: Plan, data: TrainingData) -> None:
     """Print the memory that the run would need and, if it would not fit, settings that would help."""
-    need, available = predict(config, plan, data), _device_memory(plan)
+    phases, available = predict_phases(config, plan, data), _device_memory(plan)
+    need = max(phases.values(), key=lambda need: need.total)
     for name, value in need._asdict().items():
         if value:
             print(f"{name:>12} {value / 1e9:8.2f} GB")
     print(f"{'total':>12} {need.total / 1e9:8.2f} GB per process; its device has {available / 1e9:.2f} GB")
+    if plan.online:
+        for name, of_phase in phases.items():
+            print(f"{name:>12} {of_phase.total / 1e9:8.2f} GB at its peak{_what_comes_and_goes(of_phase)}")
+        print(Rounds.of(config, plan).tell(config))
     if need.total > available:
         print(f"won't fit; try {_join(suggest(config, plan, data))}")
+
+
+def _what_comes_and_goes(need: MemoryEstimate) -> str:
+    kinds = {
+        "gathered": need.gathered,
+        "activations": need.activations,
+        "logits": need.logits,
+        "KV cache": need.kv_cache,
+    }
+    said = ", ".join(f"{kind} {value / 1e9:.2f}" for kind, value in kinds.items() if value)
+    return f", of which {said}" if said else ""
 
 
 @contextmanager

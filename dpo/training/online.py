@@ -74,7 +74,7 @@ class OnlineBatches(Batches):
         self.n_samples, self.penalty = online.n_samples, online.missing_eos_penalty
         self.keeps_ties = online.ties == "keep"
         self.sampling = Sampling(online.max_new_tokens, online.temperature, online.top_p, seed)
-        self.n_offline = min(round(online.mix_offline * config.batch_size), config.batch_size - 1)
+        self.n_offline = count_offline(config)
 
     def train(self, *, skip: int = 0) -> Iterator[GlobalBatch]:
         batches = self._iterate_train(self._prime, sft_mode=True, skip=skip)
@@ -89,7 +89,11 @@ class OnlineBatches(Batches):
         """The batch of an update, on every process: a pair for each prompt. Raises ScorerFailed on all of them."""
         pairs = self._offline(prompts, update)
         offline = dict(zip(pairs, self.encode(list(pairs.values())), strict=True))
-        asked = {place: self._encode_prompt(p) for place, p in enumerate(prompts) if place not in pairs}
+        asked = {
+            place: encode_prompt(prompt, self.data, self.config)
+            for place, prompt in enumerate(prompts)
+            if place not in pairs
+        }
         start = time.perf_counter()
         answers = self._answer(asked, update)
         sampled = time.perf_counter()
@@ -114,13 +118,6 @@ class OnlineBatches(Batches):
         places = sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist())
         pairs = {place: list(examples_of(prompts[place], sft_mode=False)) for place in places}
         return {place: of_prompt[rng.integers(len(of_prompt))] for place, of_prompt in pairs.items()}
-
-    def _encode_prompt(self, prompt: Prompt) -> Example:
-        """An example without responses, its prompt truncated as that of a pair with `max_new_tokens`."""
-        whole, _ = encode_whole(prompt.text, [], self.data.encode, rendered=prompt.rendered)
-        room, config = [[0] * self.sampling.max_new_tokens], self.config
-        ids, _ = truncate(whole, room, prompt.truncation_mode, config.max_length, config.max_prompt_length)
-        return Example(tuple(ids), (), (prompt.number, 0), prompt.dataset, truncated=ids != whole)
 
     def _answer(self, asked: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:
         """`n_samples` answers to each prompt, by its place; every process gets those of all.
@@ -165,8 +162,8 @@ class OnlineBatches(Batches):
     def _score(self, answered: Sequence[Answered]) -> list[list[float]]:
         """The score of each answer, less the penalty if it was cut off; on every process."""
         if self.scorer.in_parallel:
-            own = np.array_split(np.arange(len(answered)), self.size)[self.rank]
-            outcomes = self.mesh.gather_list([self._outcome([answered[i] for i in own])])
+            own = np.array_split(np.arange(len(answered)), self.mesh.world_size)[self.mesh.rank]
+            outcomes = self.mesh.gather_all(self._outcome([answered[i] for i in own]))
         else:
             outcomes = [from_rank_0(self._outcome(answered) if self.mesh.rank == 0 else None)]
         for outcome in outcomes:
@@ -182,6 +179,19 @@ class OnlineBatches(Batches):
             return self.scorer(prompts, [one for _, answers in answered for one in answers])
         except ScorerFailed as error:
             return str(error)
+
+
+def count_offline(config: DictConfig) -> int:
+    """How many pairs of each batch are those of the data."""
+    return min(round(config.online.mix_offline * config.batch_size), config.batch_size - 1)
+
+
+def encode_prompt(prompt: Prompt, data: TrainingData, config: DictConfig) -> Example:
+    """An example without responses, its prompt truncated as that of a pair with `max_new_tokens`."""
+    whole, _ = encode_whole(prompt.text, [], data.encode, rendered=prompt.rendered)
+    room = [[0] * config.online.max_new_tokens]
+    ids, _ = truncate(whole, room, prompt.truncation_mode, config.max_length, config.max_prompt_length)
+    return Example(tuple(ids), (), (prompt.number, 0), prompt.dataset, truncated=ids != whole)
 
 
 def _pair(example: Example, prompt: Prompt, answers: Sequence[Answer], scores: Sequence[float]) -> Example:
@@ -239,4 +249,7 @@ def make_batches(
     mesh = objective.mesh
     if not plan.online:
         return Batches(config, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
-    return OnlineBatches(config, data, objective, load_scorer(config.online), stop, progress, seed=seed)
+    scorer = load_scorer(config, objective.device, rows=max(1, config.eval_batch_size // mesh.data_size))
+    for note in scorer.notes:
+        progress.line(note)
+    return OnlineBatches(config, data, objective, scorer, stop, progress, seed=seed)

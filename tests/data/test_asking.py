@@ -6,8 +6,9 @@ import copy
 
 import pytest
 
-from dpo.data.asking import choose_form, common_format, render
+from dpo.data.asking import as_messages, choose_form, common_format, render
 from dpo.data.demo import get_demo
+from dpo.data.prompts import Prompt
 from dpo.errors import InputError
 
 TALK = [
@@ -72,3 +73,34 @@ def test_raw_is_as_it_is(chatty):
 def test_what_is_no_prompt_is_refused(asked, form, said, chatty):
     with pytest.raises(InputError, match=f"^line 7: .*{said}"):
         render(asked, form, chatty, "line 7")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "turns"),
+    [
+        (Prompt(" Once upon\n", [], [], "", "keep_start", False), [("user", " Once upon\n")]),
+        (
+            Prompt("\n\nHuman: Hi \n\nAssistant: Hello!\n\nHuman: And?\n\nAssistant:", [], [], "", "keep_end", False),
+            [("user", "Hi"), ("assistant", "Hello!"), ("user", "And?")],
+        ),
+        (  # one speaker twice: templates demand that they alternate
+            Prompt("\n\nHuman: Hi\n\nHuman: Hey\n\nAssistant:", [], [], "", "keep_end", False),
+            [("user", "Hi\n\nHey")],
+        ),
+        (  # a chat template has rendered it; an HH form in it is the user's
+            Prompt("<user>Hi<assistant>", [], [], "", "keep_start", True, messages=[{"role": "user", "content": "Hi"}]),
+            [("user", "Hi")],
+        ),
+    ],
+)
+def test_a_prompt_and_an_answer_are_messages_again(prompt, turns):
+    said = [(message["role"], message["content"]) for message in as_messages(prompt, " So it is.\n")]
+    assert said == [*turns, ("assistant", "So it is.")]
+
+
+def test_an_answer_continues_what_the_assistant_said_last():
+    prompt = Prompt("\n\nHuman: Hi\n\nAssistant: Hello\n\nAssistant:", [], [], "", "keep_end", False)
+    assert as_messages(prompt, " again\n\nHuman: no turn") == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello\n\nagain\n\nHuman: no turn"},
+    ]

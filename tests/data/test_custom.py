@@ -147,6 +147,21 @@ def test_a_template_that_ends_turns_with_eos_leaves_the_last_eos_to_tokenization
     assert (data.truncation_mode, data.rendered) == ("keep_start", True)
 
 
+def test_the_messages_of_a_prompt_are_kept_beside_its_text(chat):
+    named = [{**user("Hi"), "name": "Eve"}]  # templates are not given other fields
+    rows = [
+        {**HELLO, "prompt": named},
+        {"chosen": [user("A"), assistant("B")], "rejected": [user("A"), assistant("C")]},
+    ]
+    data = get_own(rows, "mine", chat(ENDS_TURNS_WITH_SEMICOLON))
+
+    assert [*data.messages] == [*data]
+    assert [*data.messages.values()] == [[user("Hi")], [user("A")]]
+    for split in ("train", "test"):
+        held = data.hold_out(split)
+        assert [*held.messages] == [*held]
+
+
 def test_a_template_that_ends_turns_otherwise_keeps_its_ending(chat):
     (entry,) = get_own([HELLO], "mine", chat(ENDS_TURNS_WITH_SEMICOLON)).items()
     assert entry[0] == "<user>Hi;<assistant>"

@@ -21,6 +21,7 @@ ODD = [
     Prompt('"\\\n\u2028\0é漢🙂', ["", "\r\n"], [(1, 0)], "none of them", "keep_start", True, 1),
     Prompt("no pair", [" alone"], [], " alone", "keep_start", False, 2),
 ]
+CHAT = Prompt("<user>é", [" b"], [], " b", "keep_start", True, 3, messages=[{"role": "user", "content": "é"}])
 
 
 @pytest.mark.parametrize("in_memory", [2**28, 100, 0])
@@ -35,6 +36,15 @@ def test_prompts_come_back_as_they_were(tmp_path, monkeypatch, in_memory):
     assert type(stored[0].pairs[0]) is tuple
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []  # on the disk, but under no name
     assert (tmp_path / "new").exists() == (in_memory < 2**28)
+
+
+def test_messages_are_stored_beside_a_prompt_that_has_them(tmp_path):
+    stored = store_prompts(iter([*ODD, CHAT]), tmp_path)
+
+    assert list(stored) == [*ODD, CHAT]
+    without = store_prompts(iter(ODD), tmp_path)
+    assert stored._bytes[: without.where.size] == without._bytes[: without.where.size]  # which take no more room
+    assert b"user" not in without._bytes[: without.where.size].replace(CHAT.text.encode(), b"")
 
 
 def test_others_open_them_where_they_are(tmp_path):

@@ -37,6 +37,7 @@ def test_flops_of_a_padded_and_of_a_packed_pair():
             "losses of the counted updates",
             marks=pytest.mark.slow,
         ),
+        ("online", ("--rounds=1", "batch_size=2", "eval_batch_size=2", "n_eval_examples=2"), "ours / bare: "),
         ("profile_update", ("batch_size=4", "model.autocast=bfloat16"), "matrix products"),
         pytest.param("startup", ("--answers", "--repeats=1"), "golden run to first update", marks=pytest.mark.slow),
         pytest.param("startup", ("--pairs=200", "batch_size=4", *TINY[:2]), "the data takes", marks=pytest.mark.slow),
@@ -53,7 +54,7 @@ def test_flops_of_a_padded_and_of_a_packed_pair():
     ],
 )
 def test_it_runs(module, arguments, said):
-    common = TINY if module in ("step_overhead", "compare", "profile_update", "distributed") else ()
+    common = TINY if module in ("step_overhead", "compare", "online", "profile_update", "distributed") else ()
     result = run_script("-m", f"benchmarks.{module}", *common, *arguments)
     assert result.returncode == 0, result.stderr
     assert said in result.stdout

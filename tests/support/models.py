@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +100,36 @@ def plain_logps(model: Any, examples: list[Example]) -> tuple[torch.Tensor, ...]
     """Log-probabilities of the responses by the plain path: (chosen, rejected), or (chosen,) of SFT targets."""
     [microbatch] = Padded().split(examples, 1)
     return Padded().forward(model, microbatch.inputs)
+
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 44, "num_attention_heads": 4}
+ENCODER = {**SMALL, "max_position_embeddings": 40, "pad_token_id": 0}
+REWARD_MODELS = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL, pad_token_id=None),
+    "gpt2": lambda: transformers.GPT2Config(pad_token_id=None, n_embd=32, n_layer=2, n_head=4, n_positions=40),
+    "bert": lambda: transformers.BertConfig(**ENCODER),
+    "roberta": lambda: transformers.RobertaConfig(**ENCODER),
+    "deberta": lambda: transformers.DebertaV2Config(**ENCODER, relative_attention=True, pos_att_type=["p2c", "c2p"]),
+}
+
+
+def save_reward_model(
+    folder: Path, family: str, tokenizer: Any, *, template: str | None = CHAT, **settings: Any
+) -> str:
+    """A random sequence classification model with a tokenizer, in a new directory; `settings` of its config."""
+    config = REWARD_MODELS[family]()
+    config.update({"vocab_size": len(tokenizer), "num_labels": 1, **settings})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 logging.getLogger("transformers").setLevel(logging.ERROR)  # about token ids that a tiny vocabulary lacks

@@ -21,7 +21,8 @@ from dpo.models.adapters import adapter_weights
 from dpo.models.layouts import SharedPrefix
 from dpo.models.loading import find_policy_structure, load_policy, model_loaders
 from dpo.settings.plan import resolve
-from dpo.training.memory import MemoryTracker, _held_while_training, _on_device, _run, predict, suggest
+from dpo.training.memory import _held_while_training, _run, predict, suggest
+from dpo.training.memory_tracker import MemoryTracker, on_device
 from preference_datasets import load_data
 
 PARAMETERS = 282_048  # of the tiny Llama
@@ -178,7 +179,7 @@ def test_what_an_adapter_saves_for_the_backward_pass_is_predicted(compose):
         structure = find_policy_structure(config, plan, "float32")
         with fake:
             inputs = microbatch.map(fake.from_tensor).inputs
-            peaks["fake", name] = _run(_on_device(structure, "cpu", None).train(), layout.forward, inputs, None, 1)
+            peaks["fake", name] = _run(on_device(structure, "cpu", None).train(), layout.forward, inputs, None, 1)
         peaks["real", name] = _run(real.train(), layout.forward, microbatch.inputs, None, 1)
         trained = sum(weight.nbytes for weight in adapter_weights(real, "policy").values()) or 4 * PARAMETERS
         assert {tracker.live["gradients"] for key, tracker in peaks.items() if key[1] == name} == {trained}

@@ -1,0 +1,165 @@
+"""A reward model: a sequence classification model of transformers with one output, which scores answers."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+import torch.distributed as dist
+import transformers
+from omegaconf import DictConfig
+
+from dpo.data.asking import as_messages
+from dpo.data.prompts import Prompt
+from dpo.data.tokenizer import explaining_load_errors
+from dpo.errors import InputError
+from dpo.models.adapters import CONFIG
+from dpo.models.answers import Answer
+from dpo.models.pretrained import disable_dropout
+from dpo.models.weights import model_digest
+from dpo.parallel.mesh import from_rank_0
+from dpo.system.paths import get_cache_dir
+from dpo.system.waiting import after_rank_0
+
+Ids = list[int]
+
+
+class RewardModel:
+    """Scores answers with a model, `rows` of them at a time, in the form that its tokenizer gives them."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, rows: int) -> None:
+        self.model, self.tokenizer, self.rows = model.eval().requires_grad_(False), tokenizer, rows
+        self.limit = _count_positions(model, tokenizer)
+        tokenizer.truncation_side = "left"  # of a text that is too long the end is scored, which is the answer
+        self.pad = model.config.get_text_config().pad_token_id
+        model.config.get_text_config().use_cache = False  # which no token that comes would need
+
+    def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
+        texts = [self.encode(prompt, answer.text) for prompt, answer in zip(prompts, answers, strict=True)]
+        longest_first = sorted(range(len(texts)), key=lambda place: -len(texts[place]))
+        scores = [0.0] * len(texts)
+        for start in range(0, len(texts), self.rows):
+            places = longest_first[start : start + self.rows]
+            for place, score in zip(places, self.forward([texts[i] for i in places]).tolist(), strict=True):
+                scores[place] = score
+        return scores
+
+    def encode(self, prompt: Prompt, answer: str) -> Ids:
+        """The token ids of a prompt with its answer, as many of the last ones as the model has positions."""
+        has_template = bool(self.tokenizer.chat_template)
+        text = prompt.text + answer
+        if has_template:
+            text = self.tokenizer.apply_chat_template(as_messages(prompt, answer), tokenize=False)
+        limit: dict[str, Any] = {} if self.limit is None else {"truncation": True, "max_length": self.limit}
+        return self.tokenizer(text, add_special_tokens=not has_template, **limit)["input_ids"]
+
+    @torch.no_grad()
+    def forward(self, texts: Sequence[Ids]) -> torch.Tensor:
+        """(B,) scores in float32."""
+        pad = self.pad
+        if pad is None:  # of one text such a model scores the last token: of several, the last that is not this one
+            pad = min({*range(len(texts) + 1)} - {text[-1] for text in texts})
+        self.model.config.get_text_config().pad_token_id = pad
+        width = max(map(len, texts))
+        ids = torch.tensor([[*text, *[pad] * (width - len(text))] for text in texts], device=self.model.device)
+        mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts], device=ids.device)
+        logits = self.model(input_ids=ids, attention_mask=mask).logits
+        if logits.shape != (len(texts), 1):
+            raise ValueError(f"{type(self.model).__name__} gave {tuple(logits.shape)} outputs for {len(texts)} texts")
+        return logits[:, 0].float()
+
+
+def load_reward_model(config: DictConfig, device: torch.device, *, rows: int) -> tuple[RewardModel, str]:
+    """The model that `online.reward_model` names, and a digest of its weights and tokenizer.
+
+    Every process loads it, from files that rank 0 has fetched. Raises InputError if it cannot be loaded, has no weights
+    for its head, or not one output.
+    """
+    reward = after_rank_0("the reward model", lambda: _load(config, device, rows))
+    digest = ""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        known = reward.tokenizer.chat_template, sorted(reward.tokenizer.get_vocab().items())
+        weights = model_digest(reward.model, str(reward.model.dtype))
+        digest = hashlib.sha256(repr((weights, known)).encode()).hexdigest()
+    return reward, from_rank_0(digest)
+
+
+def find_reward_structure(config: DictConfig) -> RewardModel:
+    """The same without weights, in one process. Raises InputError as `load_reward_model` does."""
+    return _load(config, torch.device("meta"), 1)
+
+
+def notes_on(reward: RewardModel, config: DictConfig) -> tuple[str, ...]:
+    """A line if prompts may be truncated before they are scored."""
+    if reward.limit is None or reward.limit >= config.max_length:
+        return ()
+    return (
+        f"the reward model sees the last {reward.limit:,} tokens of a prompt with its answer, which may have "
+        f"max_length={config.max_length} of the policy's",
+    )
+
+
+def _load(config: DictConfig, device: torch.device, rows: int) -> RewardModel:
+    name, trusts = config.online.reward_model, config.model.trust_remote_code
+    key, found = f"online.reward_model={name}", {"cache_dir": get_cache_dir(config.local_dirs)}
+    wanted = "give a sequence classification model with one output"
+    if (Path(name).expanduser() / CONFIG).is_file():
+        raise InputError(f"{key} is an adapter: merge it into its base, and {wanted}")
+    with explaining_load_errors("reward model", name), _silenced():
+        model_config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trusts, **found)
+        if model_config.num_labels != 1:
+            saved_as = ", ".join(model_config.architectures or ["model"])
+            raise InputError(f"{key} is a {saved_as} with {model_config.num_labels} outputs (num_labels): {wanted}")
+        loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+            name, trust_remote_code=trusts, **found, dtype="auto", device_map={"": device}, output_loading_info=True
+        )
+        model, loading = loaded
+    if loading["missing_keys"]:  # transformers would draw them at random and continue
+        missing = ", ".join(sorted(loading["missing_keys"])[:5])
+        raise InputError(f"{key} has no weights for {missing}: {wanted}, saved with its head")
+    with explaining_load_errors("tokenizer of the reward model", name):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trusts, **found)
+    disable_dropout(model)
+    reward = RewardModel(model, tokenizer, rows=rows)
+    if reward.limit is not None and reward.limit <= config.online.max_new_tokens:
+        raise InputError(
+            f"{key} sees {reward.limit:,} tokens, and an answer may have online.max_new_tokens="
+            f"{config.online.max_new_tokens}: lower that, or give another model"
+        )
+    try:
+        reward.encode(Prompt("Hello", [], [], "", "keep_start", rendered=False), "Hello")
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these
+        raise InputError(f"{key}: its tokenizer's chat template cannot be used: {error}") from error
+    return reward
+
+
+@contextlib.contextmanager
+def _silenced():
+    """Inside, transformers does not report what it loads: what matters is refused."""
+    logs = transformers.utils.logging
+    verbosity, had_bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(verbosity)
+        if had_bar:
+            logs.enable_progress_bar()
+
+
+def _count_positions(model: Any, tokenizer: Any) -> int | None:
+    """How many tokens a model was made for; None if neither it nor its tokenizer says so."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limits = [tokenizer.model_max_length] if tokenizer.model_max_length < 10**9 else []  # a huge number: not known
+    if limit is not None and limit > 0:  # XLNet says -1
+        tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.num_embeddings == limit]
+        paddings = [t.padding_idx for t in tables if t is not model.get_input_embeddings()]
+        before = [padding + 1 for padding in paddings if padding is not None]
+        limits.append(limit - max(before, default=0))  # RoBERTa's positions begin after that of padding
+    return min(limits, default=None)

@@ -1,0 +1,106 @@
+"""Bytes of tensors by purpose, as operations make and free them: of real tensors, or of fake ones, which have shapes
+and lifetimes but no data (`torch._subclasses.FakeTensorMode`)."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from dpo.models.adapters import trained_parameters
+
+
+class MemoryEstimate(NamedTuple):
+    """Bytes of one process at its peak, by purpose."""
+
+    policy: int
+    gradients: int
+    optimizer: int
+    reference: int  # a model of its own, or a second adapter
+    scorer: int  # a reward model, whole on every process
+    gathered: int  # weights gathered from other processes' shards
+    reduced: int  # a unit's gradients while they are reduced, in float32
+    activations: int
+    logits: int
+    kv_cache: int  # keys and values of the tokens so far, while answers are sampled
+    update: int  # temporaries of an optimizer that updates all parameters at once, on a GPU
+    kept: int  # freed but kept by the allocator, on a CPU
+    process: int  # Python, libraries and data: host memory
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Tracks the storages of all tensors that operations inside it create."""
+
+    def __init__(self, held: Iterable[torch.Tensor], *, vocabulary: int | None = None) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._kinds = {tensor.untyped_storage()._cdata: "held" for tensor in held}
+
+    @classmethod
+    def of(cls, model: Any) -> MemoryTracker:
+        """A tracker that distinguishes a model's gradients and logits from its activations."""
+        tracker = cls((*model.parameters(), *model.buffers()), vocabulary=model.get_output_embeddings().weight.shape[0])
+        for parameter in trained_parameters(model):
+            parameter.register_post_accumulate_grad_hook(tracker._is_gradient)
+        return tracker
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor)
+        return out
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._kinds:
+            return
+        self._kinds[key] = "logits" if tensor.ndim and tensor.shape[-1] == self.vocabulary else "activations"
+        size = storage.nbytes()
+        self.live[self._kinds[key]] += size
+        weakref.finalize(storage, self._forget, key, size)
+        if self.live.total() > self.peak.total():
+            self.peak = self.live.copy()
+
+    def _forget(self, key: int, size: int) -> None:
+        self.live[self._kinds.pop(key)] -= size
+
+    def _is_gradient(self, parameter: torch.nn.Parameter) -> None:
+        storage = parameter.grad.untyped_storage()
+        kind = self._kinds.get(storage._cdata)
+        if kind not in (None, "gradients"):
+            self.live[kind] -= storage.nbytes()
+            self.live["gradients"] += storage.nbytes()
+            self._kinds[storage._cdata] = "gradients"
+
+
+def on_device(policy: Any, device: str, gathered: torch.dtype | None) -> Any:
+    """A policy on the meta device with new tensors instead; in a FakeTensorMode they take no memory.
+
+    Parameters are in the dtype `gathered` (None: in their own). PEFT cannot put adapters into a model of fake tensors.
+    """
+    made: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay tied
+    for module in policy.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if tensor not in made:
+                    new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        new = torch.nn.Parameter(new.to(gathered), requires_grad=tensor.requires_grad)
+                    made[tensor] = new
+                tensors[name] = made[tensor]
+    return policy

@@ -1,0 +1,147 @@
+"""What drawing online pairs needs: how much is sampled and scored at a time, and what comes and goes meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import DictConfig
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dpo.data.examples import TextExample, examples_of
+from dpo.data.preflight import TrainingData
+from dpo.data.prompts import Prompt
+from dpo.models.answers import Sampling, choosing
+from dpo.models.generation import attention_of_generation
+from dpo.models.pretrained import DTYPES
+from dpo.models.reward_model import RewardModel
+from dpo.settings.plan import Plan
+from dpo.training.batches import Batches, GlobalBatch
+from dpo.training.memory_tracker import MemoryTracker, on_device
+from dpo.training.online import count_offline, encode_prompt
+
+LOOKED_AT = 400  # prompts that are searched for the longest
+
+
+class Rounds(NamedTuple):
+    """How the answers of an update are sampled and scored."""
+
+    answers: int  # of an update, on all processes
+    batches: int  # in which a process samples its part of them, each one forward per token
+    rows: int  # answers in a batch
+    scored: int  # texts that a reward model sees at a time
+
+    @classmethod
+    def of(cls, config: DictConfig, plan: Plan) -> Rounds:
+        n, prompts = config.online.n_samples, config.batch_size - count_offline(config)
+        own = -(-prompts // plan.dims.data_size)
+        at_once = config.eval_batch_size // plan.dims.data_size
+        scored = min(max(1, at_once), -(-prompts * n // plan.dims.world_size))
+        return cls(prompts * n, -(-own // at_once), min(own, at_once) * n, scored)
+
+    def tell(self, config: DictConfig) -> str:
+        n_new = config.online.max_new_tokens
+        return (
+            f"an update samples up to {self.answers * n_new:,} tokens, of {self.answers:,} answers, in "
+            f"{self.batches * n_new:,} forwards of each process, of {self.rows:,} rows"
+        )
+
+
+class LongestAnswers(Batches):
+    """The batches of an online run in which all answers have `max_new_tokens`, and the longest pairs are those of the
+    data."""
+
+    def train(self, *, skip: int = 0) -> Iterator[GlobalBatch]:
+        return self._iterate_train(self._longest, sft_mode=True, skip=skip)
+
+    def _longest(self, texts: Sequence[TextExample]) -> GlobalBatch:
+        config, prompts = self.config, [text.prompt for text in texts]
+        answers = tuple((token,) * config.online.max_new_tokens for token in (0, 1))  # which have no token in common
+        examples = [encode_prompt(prompt, self.data, config)._replace(responses=answers) for prompt in prompts]
+        if n := count_offline(config):
+            pairs = [self.encode(list(examples_of(prompt, sft_mode=False))) for prompt in prompts]
+            longest = [max(of_prompt, key=lambda pair: pair.n_tokens) for of_prompt in pairs]
+            more = [pair.n_tokens - drawn.n_tokens for pair, drawn in zip(longest, examples, strict=True)]
+            for place in sorted(range(len(prompts)), key=lambda place: -more[place])[:n]:
+                examples[place] = longest[place]
+        return GlobalBatch(examples, self.split(examples, config.gradient_accumulation_steps), [])
+
+
+def longest_prompt(config: DictConfig, data: TrainingData) -> int:
+    """Tokens of the longest of the training prompts, or of a sample of them, as they are answered."""
+    return max(len(encode_prompt(prompt, data, config).prompt) for prompt in _sample(data))
+
+
+def longest_text(reward: RewardModel, config: DictConfig, data: TrainingData) -> int:
+    """Tokens of the longest text of these that a reward model may see: a whole prompt and the longest answer."""
+    longest = max(len(reward.encode(prompt, "")) for prompt in _sample(data)) + config.online.max_new_tokens
+    return longest if reward.limit is None else min(longest, reward.limit)
+
+
+def _sample(data: TrainingData) -> Iterator[Prompt]:
+    return itertools.islice(data.train, 0, None, max(1, len(data.train) // LOOKED_AT))
+
+
+def peak_of_sampling(
+    policy: Any, config: DictConfig, rounds: Rounds, fake: FakeTensorMode, *, n_prompt: int
+) -> Counter[str]:
+    """What a batch of answers to prompts of `n_prompt` tokens needs at its peak: when all prompts are read, or with the
+    last token.
+
+    `policy` has fake tensors.
+    """
+    online, device, autocast = config.online, policy.device, config.model.autocast
+    n_new, rows = online.max_new_tokens, rounds.rows
+    sampling = Sampling(n_new, online.temperature, online.top_p)
+    peaks = []
+    with (
+        fake,
+        torch.no_grad(),
+        attention_of_generation(policy.eval()),
+        torch.autocast(device.type, dtype=DTYPES.get(autocast), enabled=autocast is not None),
+    ):
+        choose = choosing(sampling, range(rows), n_prompt=n_prompt)
+
+        def forward(n_tokens: int, n_before: int, cache: Any) -> Any:
+            ids = torch.zeros(rows, n_tokens, dtype=torch.long, device=device)
+            last = {"logits_to_keep": 1} if policy._supports_logits_to_keep() else {}
+            out = policy(input_ids=ids, past_key_values=cache, use_cache=True, **last)
+            seen = torch.zeros(rows, n_before + n_tokens, dtype=torch.long, device=device)
+            choose(seen, out.logits[:, -1].to(copy=True, dtype=torch.float32)).argmax(-1)
+            return out.past_key_values
+
+        for n_before in (0, n_new - 1):
+            tracker = MemoryTracker.of(policy)
+            cache = None if n_before == 0 else forward(n_prompt + n_before - 2, 0, None)
+            with tracker:
+                if n_before == 0:
+                    cache = forward(n_prompt, 0, None)
+                else:  # the first of two replaces the whole cache by one that is tracked
+                    for more in (2, 1):
+                        cache = forward(1, n_prompt + n_before - more, cache)
+            peaks.append(_with_cache(tracker.peak, cache))
+            del cache
+    return max(peaks, key=lambda peak: peak.total())
+
+
+def _with_cache(peak: Counter[str], cache: Any) -> Counter[str]:
+    """A peak with the keys and values of a cache on their own."""
+    pairs = [(layer.keys, layer.values) for layer in getattr(cache, "layers", ()) if hasattr(layer, "keys")]
+    kv = sum(tensor.nbytes for pair in pairs for tensor in pair)
+    return peak + Counter(kv_cache=kv) - Counter(activations=kv)
+
+
+def peak_of_scoring(
+    reward: RewardModel, rounds: Rounds, fake: FakeTensorMode, device: str, *, length: int
+) -> Counter[str]:
+    """What a forward of a reward model without weights needs, of texts of `length` tokens."""
+    with fake, torch.no_grad():
+        model = on_device(reward.model, device, None)
+        model.config.get_text_config().pad_token_id = 0
+        ids = torch.ones(rounds.scored, length, dtype=torch.long, device=device)
+        with MemoryTracker((*model.parameters(), *model.buffers())) as tracker:
+            model(input_ids=ids)
+    return tracker.peak

@@ -1,0 +1,182 @@
+"""A reward model scores each answer as it would alone, in the form of its own tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from omegaconf import OmegaConf
+from support.models import REWARD_MODELS, save_reward_model
+from support.runs import GOLDEN
+
+from dpo.data.prompts import Prompt
+from dpo.errors import InputError
+from dpo.models.answers import Answer
+from dpo.models.scoring import ScorerFailed, check_scorer, load_scorer
+
+DIALOGUE = Prompt("\n\nHuman: Good morning.\n\nAssistant:", [], [], "", "keep_end", False)
+RAW = Prompt("Once", [], [], "", "keep_start", False)
+MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
+CHAT = Prompt("[system]Be kind.[user]Hello[assistant]", [], [], "", "keep_start", True, messages=MESSAGES)
+TEXTS = [" Go away!", " Good day, and welcome.", "", " Yes" * 5]
+PROMPTS, ANSWERS = zip(*((prompt, Answer(text, (), True)) for prompt in (DIALOGUE, RAW) for text in TEXTS), strict=True)
+
+
+def config_of(reward_model: str, *, most: int = 8) -> Any:
+    config = {
+        "online": {"scorer": "reward_model", "reward_model": reward_model, "max_new_tokens": most},
+        "model": {"trust_remote_code": False},
+        "local_dirs": [".cache"],
+        "max_length": 8 + most,
+    }
+    return OmegaConf.create(config)
+
+
+def scorer_of(reward_model: str, *, rows: int = 3, most: int = 8):
+    return load_scorer(config_of(reward_model, most=most), torch.device("cpu"), rows=rows)
+
+
+def model_of(scorer: Any) -> Any:
+    return scorer.score.model
+
+
+def score_alone(folder: str, text: str, **options) -> float:
+    """As anyone would with transformers, one text at a time."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(**tokenizer(text, return_tensors="pt", **options)).logits.item()
+
+
+@pytest.fixture(scope="module")
+def words(tokenizer) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer with special tokens around each text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *map(chr, range(32, 127)), "\n"]
+    inner = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+
+
+@pytest.mark.parametrize("family", REWARD_MODELS)
+def test_without_a_template_prompt_and_answer_are_one_text(family, words, tmp_path):
+    folder = save_reward_model(tmp_path, family, words, template=None, max_position_embeddings=100)
+    scores = scorer_of(folder)(PROMPTS, ANSWERS)
+
+    texts = [prompt.text + answer.text for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    assert scores == pytest.approx([score_alone(folder, text) for text in texts], rel=1e-4, abs=1e-5)
+    assert len({round(score, 4) for score in scores}) == len(scores)
+
+
+@pytest.mark.parametrize("padding", [None, 0, 7])  # none at all; what also ends turns; another
+def test_with_a_template_they_are_messages(padding, tokenizer, tmp_path):
+    folder = save_reward_model(tmp_path, "llama", tokenizer, pad_token_id=padding)
+    prompts = (*PROMPTS, CHAT)
+    scores = scorer_of(folder)(prompts, (*ANSWERS, Answer(" Hi!\n", (), True)))
+
+    end = "<|endoftext|>"
+    said = [text.strip() for text in TEXTS]
+    texts = [f"<user>Good morning.{end}<assistant>{text}{end}" for text in said]
+    texts += [f"<user>Once{end}<assistant>{text}{end}" for text in said]
+    texts += [f"<system>Be kind.{end}<user>Hello{end}<assistant>Hi!{end}"]
+    expected = [score_alone(folder, text, add_special_tokens=False) for text in texts]
+    assert scores == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "roberta"])
+def test_of_what_is_too_long_the_end_is_scored(family, words, tmp_path):
+    before = {"gpt2": 0, "roberta": 1}[family]  # its positions begin after that of padding
+    folder = save_reward_model(tmp_path, family, words, template=None, max_position_embeddings=40 + before)
+    scorer = scorer_of(folder, most=36)
+
+    long = Prompt("x" * 100, [], [], "", "keep_start", False)
+    [score] = scorer([long], [Answer("y" * 30, (), False)])
+    assert score == pytest.approx(score_alone(folder, "x" * 8 + "y" * 30), rel=1e-4)  # 38, [CLS] and [SEP]
+    [note] = scorer.notes
+    assert "sees the last 40 tokens of a prompt with its answer, which may have max_length=44 of the policy's" in note
+    with pytest.raises(InputError, match=r"sees 40 tokens, and an answer may have online\.max_new_tokens=40: lower"):
+        scorer_of(folder, most=40)
+    assert scorer_of(folder, most=8).notes == ()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_it_computes_in_the_dtype_that_it_is_stored_in(dtype, tokenizer, tmp_path):
+    folder = save_reward_model(tmp_path, "llama", tokenizer)
+    transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+
+    scorer = scorer_of(folder)
+    assert model_of(scorer).dtype == getattr(torch, dtype)
+    assert len(scorer(PROMPTS, ANSWERS)) == len(ANSWERS)
+
+
+def test_dropout_is_off_and_batches_are_no_larger_than_allowed(tokenizer, tmp_path):
+    folder = save_reward_model(tmp_path, "bert", tokenizer, hidden_dropout_prob=0.5, classifier_dropout=0.5)
+    scorer, seen = scorer_of(folder, rows=3), []
+    model_of(scorer).register_forward_pre_hook(
+        lambda _, arguments, named: seen.append(named["input_ids"].shape), with_kwargs=True
+    )
+    model_of(scorer).train()
+    assert scorer(PROMPTS, ANSWERS) == scorer(PROMPTS, ANSWERS)
+    assert [rows for rows, _ in seen] == [3, 3, 2] * 2
+    assert [width for _, width in seen[:3]] == sorted((width for _, width in seen[:3]), reverse=True)
+
+
+def edit(folder: str, **changes) -> None:
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
+    """By the check before a run too, which reads no weights."""
+    two = save_reward_model(tmp_path / "two", "bert", tokenizer, num_labels=2)
+    headless = save_reward_model(tmp_path / "headless", "llama", tokenizer)
+    transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / "tiny-llama").save_pretrained(headless)
+    edit(headless, num_labels=1, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
+    odd = save_reward_model(tmp_path / "odd", "llama", tokenizer, template="{{ raise_exception('no, never') }}")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    refused = {
+        two: r"is a BertForSequenceClassification with 2 outputs \(num_labels\): give a sequence classification model",
+        str(GOLDEN / "tiny-llama"): r"is a LlamaForCausalLM with 2 outputs",
+        headless: r"has no weights for score\.weight: give a sequence classification model with one output",
+        odd: "its tokenizer's chat template cannot be used: no, never",
+        str(adapter): "is an adapter: merge it into its base",
+    }
+    for load in (scorer_of, lambda folder: check_scorer(config_of(folder))):
+        for folder, said in refused.items():
+            with pytest.raises(InputError, match=rf"^online\.reward_model={folder}:? {said}"):
+                load(folder)
+        with pytest.raises(InputError, match=r"^reward model '.*nowhere' cannot be loaded: give a local directory"):
+            load(str(tmp_path / "nowhere"))
+
+
+def test_other_weights_another_template_and_another_vocabulary_have_another_digest(tokenizer, tmp_path):
+    digests = [
+        scorer_of(save_reward_model(tmp_path / name, "llama", tokenizer, **changes)).digest
+        for name, changes in {"a": {}, "same": {}, "scaled": {"rms_norm_eps": 1e-3}, "bare": {"template": None}}.items()
+    ]
+    file = tmp_path / "same" / "model.safetensors"
+    [*head, last] = file.read_bytes()
+    file.write_bytes(bytes([*head, last ^ 1]))
+    digests.append(scorer_of(str(tmp_path / "same")).digest)
+    assert digests[0] == digests[1]
+    assert len({*digests}) == 4
+
+
+def test_a_score_that_is_not_finite_is_named(tokenizer, tmp_path):
+    folder = save_reward_model(tmp_path, "llama", tokenizer)
+    scorer = scorer_of(folder)
+    model_of(scorer).score.weight.fill_(torch.nan)
+    with pytest.raises(ScorerFailed, match=rf"^online\.reward_model={folder} gave the score nan to the answer"):
+        scorer(PROMPTS, ANSWERS)
