@@ -1,0 +1,272 @@
+"""The frontier of reward against KL, as in figure 2 (left) of the DPO paper, on a task whose optimum is known exactly.
+
+    python -m scripts.frontier [--quick] [--out DIR] [OVERRIDES OF train.py ...]
+
+SFT, then every method of `frontier_methods.py` over its betas and three seeds, by train.py; expected true reward and
+KL(policy || reference) of each policy by enumeration, beside pi* and best-of-N. Writes `frontier.json` (a row for each
+method, beta and seed), `frontier.png` and `frontier-dark.png` to DIR (.cache/frontier), and prints a table. --quick is
+a minute's try: one seed, two betas, a third of the pairs. `trainer=FSDPTrainer world_size=2` runs it on two processes.
+What the task is and what the numbers mean: docs/frontier.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dpo.errors import InputError, RunError
+from scripts import frontier_exact as exact
+from scripts import frontier_runs as runs
+from scripts.frontier_methods import METHODS, NOISE
+from scripts.frontier_runs import Job
+from scripts.frontier_task import Pairs, Task, draw_pairs
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / ".cache" / "frontier"
+SFT = ("loss=sft", "lr=3e-3", "batch_size=32", "warmup_steps=50")
+OPTIMAL_BETAS = (5, 3, 2, 1.5, 1, 0.75, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.12, 0.1, 0.08, 0.06, 0.05)
+DRAWS = tuple(2**k for k in range(1, 13))  # best-of-N
+TUNED_ON = 100  # the seed of --tune, which no other run has
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)  # which --tune tries
+BUDGETS = np.linspace(0, 5, 51)  # of KL, over which --tune takes the mean
+
+
+class Size(NamedTuple):
+    """How much is run."""
+
+    pairs: int
+    epochs: int
+    sft_epochs: int
+    seeds: tuple[int, ...]
+    every: slice  # of a method's betas
+
+
+FULL = Size(pairs=3072, epochs=4, sft_epochs=12, seeds=(0, 1, 2), every=slice(None))
+QUICK = Size(pairs=1024, epochs=2, sft_epochs=4, seeds=(0,), every=slice(1, None, 2))
+
+
+class Limit(NamedTuple):
+    """The reference on the held-out prompts: log-probabilities and true rewards of all responses, (prompts, leaves)."""
+
+    reference: np.ndarray
+    rewards: np.ndarray
+
+
+class Run(NamedTuple):
+    """A policy to be trained, and where its row is written."""
+
+    method: str
+    beta: float | None
+    seed: int
+    lr: float
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(part) for part in (self.method, self.beta, self.seed, self.lr) if part is not None)
+
+
+# --- the runs ---------------------------------------------------------------------------------------------------------
+
+
+def train_reference(root: Path, task: Task, size: Size, extra: Sequence[str]) -> Limit:
+    """Run SFT on a demonstrator's texts; its policy is where every method starts and what it is held to."""
+    rng = np.random.default_rng([task.seed, 5])
+
+    def demonstrations(prompts: np.ndarray) -> Pairs:  # SFT reads the chosen ones alone
+        return Pairs(prompts, task.demonstrate(prompts, rng), task.demonstrate(prompts, rng))
+
+    runs.write_model(root / "model", task)
+    runs.write_pairs(root / "data" / "sft", task, demonstrations(task.train_prompts), demonstrations(task.test_prompts))
+    common = runs.overrides_of(root, task, data="sft")
+    job = Job(root / "runs" / "sft", (*common, *SFT, f"n_epochs={size.sft_epochs}", *extra))
+    for _ in runs.run_all([job], functools.partial(keep_policy, root), at_once=1):
+        pass
+    reference = exact.leaf_logps(runs.load_policy(root, root / "reference.pt"), task, task.test_prompts)
+    return Limit(reference, task.reward(task.test_prompts[:, None], task.leaves[None]))
+
+
+def keep_policy(root: Path, job: Job) -> None:
+    shutil.copy(job.directory / "LATEST" / "policy.pt", root / "reference.pt")
+
+
+def write_preferences(root: Path, task: Task, size: Size, seeds: Sequence[int], noises: Sequence[float]) -> None:
+    """For each seed pairs of responses that the reference draws, the same with each noise, and labels."""
+    model = runs.load_policy(root, root / "reference.pt")
+    for seed in seeds:
+        for noise in noises:
+            rng = np.random.default_rng([task.seed, 6, seed])
+
+            def write(prompts: np.ndarray, rng=rng) -> np.ndarray:
+                return exact.draw(model, task, prompts, rng)
+
+            train, test = (
+                draw_pairs(task, prompts, write, rng, noise=noise)
+                for prompts in (task.train_prompts[: size.pairs], task.test_prompts)
+            )
+            runs.write_pairs(root / "data" / data_name(seed, noise), task, train, test)
+
+
+def data_name(seed: int, noise: float) -> str:
+    return f"pairs_{seed}" + f"_noise_{noise:g}".replace(".", "_") * (noise > 0)
+
+
+def job_of(root: Path, task: Task, size: Size, run: Run, noise: float, extra: Sequence[str]) -> Job:
+    method = METHODS[run.method]
+    overrides = (
+        *runs.overrides_of(root, task, data=data_name(run.seed, noise if method.noisy else 0)),
+        *method.overrides_of(run.beta, noise),
+        *(f"seed={run.seed}", f"lr={run.lr}", f"model.archive={root / 'reference.pt'}"),
+        *(f"n_epochs={size.epochs}", "batch_size=64", "warmup_steps=10", *extra),
+    )
+    return Job(root / "runs" / run.name, overrides)
+
+
+def judge(root: Path, task: Task, limit: Limit, job: Job) -> None:
+    """Write where the policy of a run is on the plane to `point.json`."""
+    model = runs.load_policy(root, job.directory / "LATEST" / "policy.pt")
+    logps = exact.leaf_logps(model, task, task.test_prompts)
+    point = exact.point_of(logps, *limit)
+    lengths = (task.leaves >= 0).sum(-1)
+    found = {**point._asdict(), "length": float((np.exp(logps) * lengths).sum(-1).mean())}
+    (job.directory / "point.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def train_all(
+    root: Path, task: Task, size: Size, limit: Limit, wanted: Sequence[Run], noise: float, extra: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The rows of all runs, in their order."""
+    jobs = {job_of(root, task, size, run, noise, extra): run for run in wanted}
+    rows, began = {}, time.perf_counter()
+    finish = functools.partial(judge, root, task, limit)
+    for job in runs.run_all([*jobs], finish, at_once=len(os.sched_getaffinity(0))):
+        run = jobs[job]
+        point = json.loads((job.directory / "point.json").read_text(encoding="utf-8"))
+        rows[run] = row_of(run.method, run.beta, run.seed, **point)
+        rows[run] |= {"label_noise": noise if METHODS[run.method].noisy else 0.0, "lr": run.lr}
+        left = (time.perf_counter() - began) / len(rows) * (len(wanted) - len(rows))
+        print(f"{len(rows)}/{len(wanted)}  {sentence(rows[run])}  {left:.0f} s left", flush=True)
+    return [rows[run] for run in wanted]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def row_of(method: str, beta: float | None, seed: int | None, reward: float, kl: float, **more: Any) -> dict[str, Any]:
+    """Both are exact, so that their standard errors are 0; how much seeds differ is seen from their rows."""
+    exactly = {"reward": reward, "reward_se": 0.0, "kl": kl, "kl_se": 0.0}
+    return {"method": method, "beta": beta, "seed": seed, **exactly, **more}
+
+
+def sentence(row: dict[str, Any]) -> str:
+    name = row["method"] + "".join(f" {key} {row[key]:g}" for key in ("beta", "seed") if row[key] is not None)
+    return f"{name}: reward {row['reward']:.3f} at KL {row['kl']:.3f}"
+
+
+def known_rows(limit: Limit) -> list[dict[str, Any]]:
+    """Policies that no run is needed for: the reference, pi* and best-of-N."""
+    rows = [row_of("sft", None, None, *exact.point_of(limit.reference, *limit))]
+    for beta in OPTIMAL_BETAS:
+        rows.append(row_of("pi_star", float(beta), None, *exact.point_of(exact.optimum(beta, *limit), *limit)))
+    for n in DRAWS:
+        rows.append(row_of(f"best_of_{n}", None, None, *exact.point_of(exact.best_of(n, *limit), *limit), n=n))
+    return rows
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def wanted_runs(size: Size, noise: float) -> list[Run]:
+    methods = {name: method for name, method in METHODS.items() if noise > 0 or not method.noisy}
+    return [
+        Run(name, beta, seed, method.lr)
+        for seed in size.seeds
+        for name, method in methods.items()
+        for beta in (method.betas if method.betas == (None,) else method.betas[size.every])
+    ]
+
+
+def rates_to_try() -> list[Run]:
+    methods = {name: method for name, method in METHODS.items() if not method.noisy}
+    return [Run(name, beta, TUNED_ON, lr) for name, method in methods.items() for lr in RATES for beta in method.betas]
+
+
+def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
+
+
+def sweep(out: Path, size: Size, noise: float, extra: Sequence[str], *, tune: bool) -> None:
+    """Run everything, and write what came of it."""
+    from scripts.frontier_picture import draw
+    from scripts.frontier_reading import as_text, rates_as_text
+
+    root, task = out / "frontier-runs", Task()
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
+    runs.import_all()
+    limit = train_reference(root, task, size, extra)
+    wanted = rates_to_try() if tune else wanted_runs(size, noise)
+    write_preferences(root, task, size, sorted({run.seed for run in wanted}), (0,) if tune or not noise else (0, noise))
+    rows = known_rows(limit) + train_all(root, task, size, limit, wanted, noise, extra)
+    for row in rows:
+        row["most_reward"] = exact.most_reward(row["kl"], *limit)
+    if tune:
+        write_json(out / "rates.json", rows)
+        print(rates_as_text(rows, BUDGETS))
+        return
+    write_json(out / "frontier.json", rows)
+    for name, dark in (("frontier.png", False), ("frontier-dark.png", True)):
+        (out / name).write_bytes(draw(rows, dark=dark))
+    print(as_text(rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.frontier", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--quick", action="store_true", help="a minute's try: one seed, two betas, a third of the pairs"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=OUT, metavar="DIR", help="where to write (default: .cache/frontier)"
+    )
+    parser.add_argument(
+        *("--label-noise",),
+        type=float,
+        default=NOISE,
+        metavar="P",
+        help=f"the share of labels that is flipped in the noisy runs (default: {NOISE}); 0 leaves these runs out",
+    )
+    parser.add_argument("--tune", action="store_true", help="only try learning rates, on other pairs: rates.json")
+    parser.add_argument("overrides", nargs="*", help="of train.py, such as trainer=FSDPTrainer world_size=2")
+    asked = parser.parse_intermixed_args(arguments)
+    if not 0 <= asked.label_noise < 0.5:
+        parser.error(f"--label-noise {asked.label_noise} must be in [0, 0.5): at 0.5 labels say nothing")
+    from dpo.settings.command_line import check_command_line
+
+    check_command_line(["exp_name=frontier", "model.name_or_path=MODEL", *asked.overrides])
+    out, began = asked.out.expanduser().resolve(), time.perf_counter()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        sweep(out, QUICK if asked.quick else FULL, asked.label_noise, asked.overrides, tune=asked.tune)
+    except (OSError, InputError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(f"\n{time.perf_counter() - began:.0f} s; written to {os.path.relpath(out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Expected reward and KL of policies on the tree of `frontier_task.py`: by enumeration, in float64, without sampling.
+
+Log-probabilities and rewards of all responses are arrays (prompts, leaves); prompts count equally. docs/frontier.md has
+the formulas, and why no policy is above pi*.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from scripts.frontier_task import NONE, Task
+
+
+class Point(NamedTuple):
+    """A policy on the plane: means over prompts of E[r] and of KL(policy || reference), in nats."""
+
+    reward: float
+    kl: float
+
+
+def leaf_logps(model: Any, task: Task, prompts: np.ndarray) -> np.ndarray:
+    """A model's log-probability of every response to every prompt, (prompts, leaves), in the order of `task.leaves`.
+
+    The model's vocabulary is the symbols and then EOS. The tree grows by a symbol at a time; keys and
+    values are cached.
+    """
+    import torch
+
+    n, rows = task.symbols, torch.from_numpy(prompts)
+    cache, before, leaves = None, np.zeros((len(prompts), 1)), []  # `before`: of each text of t symbols
+    with torch.no_grad():
+        for _ in range(task.response_length):
+            output = model(rows, past_key_values=cache, use_cache=True)
+            step = output.logits[:, -1].double().log_softmax(-1).numpy().reshape(len(prompts), -1, n + 1)
+            leaves.append(before + step[..., n])
+            before = (before[..., None] + step[..., :n]).reshape(len(prompts), -1)
+            cache = output.past_key_values
+            cache.batch_repeat_interleave(n)
+            rows = torch.arange(n).repeat(len(rows))[:, None]
+    return np.concatenate([*leaves, before], axis=1)
+
+
+def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A response of a model to each prompt, (prompts, response_length), NONE after its end."""
+    import torch
+
+    rows, goes_on = prompts, np.full(len(prompts), True)
+    with torch.no_grad():
+        for _ in range(task.response_length):
+            logits = model(torch.from_numpy(np.where(rows == NONE, 0, rows))).logits[:, -1].double().numpy()
+            tokens = (logits + rng.gumbel(size=logits.shape)).argmax(-1)  # drawn from their softmax
+            goes_on &= tokens != task.symbols
+            rows = np.concatenate([rows, np.where(goes_on, tokens, NONE)[:, None]], axis=1)
+    return rows[:, task.prompt_length :]
+
+
+def point_of(logps: np.ndarray, reference: np.ndarray, rewards: np.ndarray) -> Point:
+    """E[r] and KL(policy || reference) of a policy."""
+    share = np.exp(logps)
+    log_ratio = np.where(share > 0, logps - reference, 0)
+    return Point(float((share * rewards).sum(-1).mean()), float((share * log_ratio).sum(-1).mean()))
+
+
+def optimum(beta: float, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """The log-probabilities of pi*(y | x) = reference(y | x) exp(r(x, y) / beta) / Z(x), eq. 4 of arXiv 2305.18290."""
+    logits = reference + rewards / beta
+    top = logits.max(-1, keepdims=True)
+    return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+
+
+def most_reward(kl: float, reference: np.ndarray, rewards: np.ndarray) -> float:
+    """The most expected reward that any policy of this mean KL can have: that of the pi* which has it.
+
+    pi* with a common beta maximizes E[r] - beta KL over all policies, so none has more reward at its KL. Its KL falls
+    as beta grows, and is found by bisection. More KL than the best responses alone have buys nothing.
+    """
+
+    def at(log_beta: float) -> Point:
+        return point_of(optimum(np.exp(log_beta), reference, rewards), reference, rewards)
+
+    low, high = np.log(1e-3), np.log(1e3)
+    if kl >= at(low).kl:
+        return float(rewards.max(-1).mean())
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if at(middle).kl > kl else (low, middle)
+    return at(low).reward
+
+
+def best_of(n: int, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """The log-probabilities of the best of n draws from the reference, -inf where it is 0; ties are drawn by lot.
+
+    Of the responses with reward w, which the reference writes with probability p(w), one is the best with probability
+    F(w)^n - (F(w) - p(w))^n, F(w) being the probability of a reward of at most w; they share it as in the reference.
+    """
+    found = np.empty_like(reference)
+    for row, (logps, of_prompt) in enumerate(zip(reference, rewards, strict=True)):
+        levels, level = np.unique(of_prompt, return_inverse=True)
+        p = np.bincount(level, np.exp(logps), minlength=len(levels))
+        up_to = np.minimum(p.cumsum(), 1)
+        # 1 - (1 - p / F)^n without cancellation where p is tiny
+        with np.errstate(divide="ignore"):
+            log_best = n * np.log(up_to) + np.log(-np.expm1(n * np.log1p(-np.minimum(p / up_to, 1))))
+        found[row] = logps + (log_best - np.log(p))[level]
+    return found
