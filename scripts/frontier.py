@@ -34,6 +34,7 @@ from scripts.frontier_task import Pairs, Task, draw_pairs
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / ".cache" / "frontier"
 SFT = ("loss=sft", "lr=3e-3", "batch_size=32", "warmup_steps=50")
+BATCH = 64  # pairs of an update
 OPTIMAL_BETAS = (5, 3, 2, 1.5, 1, 0.75, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.12, 0.1, 0.08, 0.06, 0.05)
 DRAWS = tuple(2**k for k in range(1, 13))  # best-of-N
 TUNED_ON = 100  # the seed of --tune, which no other run has
@@ -121,12 +122,15 @@ def data_name(seed: int, noise: float) -> str:
 
 
 def job_of(root: Path, task: Task, size: Size, run: Run, noise: float, extra: Sequence[str]) -> Job:
+    """As many labels and updates for each method; pairs that are drawn online are new, and so seen once."""
     method = METHODS[run.method]
+    epochs, batch_size = (1, BATCH // size.epochs) if method.once else (size.epochs, BATCH)
+    online = {"scorer": runs.write_scorer(root, task, run.seed), "longest": task.response_length}
     overrides = (
         *runs.overrides_of(root, task, data=data_name(run.seed, noise if method.noisy else 0)),
-        *method.overrides_of(run.beta, noise),
+        *method.overrides_of(beta=run.beta, noise=noise, **online),
         *(f"seed={run.seed}", f"lr={run.lr}", f"model.archive={root / 'reference.pt'}"),
-        *(f"n_epochs={size.epochs}", "batch_size=64", "warmup_steps=10", *extra),
+        *(f"n_epochs={epochs}", f"batch_size={batch_size}", "warmup_steps=10", *extra),
     )
     return Job(root / "runs" / run.name, overrides)
 

@@ -9,18 +9,20 @@ SMOOTHING = 0.1  # of cDPO where labels are not flipped
 
 
 class Method(NamedTuple):
-    """A line of the picture. In `overrides` {beta}, {gamma} and {smoothing} stand for numbers."""
+    """A line of the picture. In `overrides` the names in braces stand for what `overrides_of` is given."""
 
     label: str
     overrides: tuple[str, ...]
     betas: tuple[float | None, ...]  # from the weakest pull on the policy to the strongest
     lr: float
     noisy: bool = False  # learns from labels of which some were flipped
+    once: bool = False  # sees each pair once, in smaller batches: as many updates
 
-    def overrides_of(self, beta: float | None, noise: float) -> tuple[str, ...]:
+    def overrides_of(self, *, beta: float | None, noise: float, **others: object) -> tuple[str, ...]:
         """Those of a run with `beta`; `noise` is the share of labels that are flipped where the method is noisy."""
         smoothing = noise if self.noisy else SMOOTHING
-        return tuple(text.format(beta=beta, gamma=(beta or 0) / 2, smoothing=smoothing) for text in self.overrides)
+        values = {"beta": beta, "gamma": (beta or 0) / 2, "smoothing": smoothing, **others}
+        return tuple(text.format(**values) for text in self.overrides)
 
 
 BETAS = (1.0, 0.3, 0.1, 0.03, 0.01)
@@ -29,6 +31,7 @@ CDPO = (*DPO, "loss.label_smoothing={smoothing}")
 IPO = ("loss=ipo", "loss.beta={beta}", "model.reference_dtype=float32")
 SIMPO = ("loss=simpo", "loss.beta={beta}", "loss.gamma={gamma}")  # gamma / beta = 0.5, as in its paper
 APO = ("loss=apo_zero", "loss.beta={beta}", "model.reference_dtype=float32")
+ONLINE = ("online=online", "online.scorer=function", "online.function={scorer}", "online.max_new_tokens={longest}")
 
 METHODS = {
     "dpo": Method("DPO", DPO, BETAS, 2e-3),
@@ -36,6 +39,8 @@ METHODS = {
     "ipo": Method("IPO", IPO, (0.5, 0.2, 0.1, 0.03, 0.01), 2e-3),
     "simpo": Method("SimPO", SIMPO, (30.0, 10.0, 3.0, 1.0, 0.3), 2e-3),
     "apo_zero": Method("APO-zero", APO, (3.0, 1.0, 0.3, 0.1, 0.03), 2e-3),
+    "online_dpo": Method("online DPO", (*DPO, *ONLINE), BETAS, 2e-3, once=True),
+    "dpo_once": Method("DPO, each pair seen once", DPO, BETAS, 2e-3, once=True),
     "preferred_sft": Method("SFT on the chosen", ("loss=sft",), (None,), 2e-3),
     "dpo_noisy": Method("DPO", DPO, BETAS, 2e-3, noisy=True),
     "cdpo_noisy": Method("conservative DPO", CDPO, BETAS, 2e-3, noisy=True),

@@ -43,6 +43,7 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
             for method in methods:
                 _draw_method(axis, rows, method, theme)
             _dress(axis, theme, furthest)
+        axes[0].set_ylim(*_heights(rows, furthest))
         axes[0].set_ylabel("expected true reward", color=theme.ink)
         axes[0].set_title("labels by Bradley and Terry's model", loc="left", fontsize=10, color=theme.ink)
         if noisy:
@@ -56,21 +57,24 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
     return file.getvalue()
 
 
+def _heights(rows: Sequence[Row], furthest: float) -> tuple[float, float]:
+    """Of the picture: from below the lowest run to above what pi* has at the largest KL."""
+    lowest = min(row["reward"] for row in rows if row["seed"] is not None or row["method"] == "sft")
+    highest = max(row["reward"] for row in rows if row["kl"] <= 1.1 * furthest)
+    return lowest - 0.08 * (highest - lowest), highest + 0.06 * (highest - lowest)
+
+
 def _draw_known(axis: Any, rows: Sequence[Row], theme: Theme, furthest: float) -> None:
     """pi*, above which nothing can be, best-of-N, and the reference, where all methods start."""
     [start] = [row for row in rows if row["method"] == "sft"]
     limit = sorted((row for row in rows if row["method"] == "pi_star"), key=lambda row: row["kl"])
     kls, rewards = ([start[key], *(row[key] for row in limit)] for key in ("kl", "reward"))
-    axis.fill_between(kls, rewards, 10, color=theme.grid, alpha=0.6, linewidth=0)
+    axis.fill_between(kls, rewards, max(rewards), color=theme.grid, alpha=0.6, linewidth=0)
     axis.plot(kls, rewards, color=theme.ink, linewidth=2, label="\N{GREEK SMALL LETTER PI}*, the optimum")
     best = [row for row in rows if row["method"].startswith("best_of_") and row["kl"] < furthest]
     kls, rewards = ([start[key], *(row[key] for row in best)] for key in ("kl", "reward"))
     style = {"color": theme.muted, "linewidth": 1.3, "linestyle": (0, (4, 2)), "marker": ".", "markersize": 4}
-    axis.plot(kls, rewards, **style, label="best of N")
-    for row in best:
-        if row["n"] in (4, 16, 64, 256):
-            style = {"xytext": (4, -9), "textcoords": "offset points", "fontsize": 7.5, "color": theme.muted}
-            axis.annotate(f"N = {row['n']}", (row["kl"], row["reward"]), **style)
+    axis.plot(kls, rewards, **style, label=f"best of 2, 4, ..., {best[-1]['n']}")
     axis.plot(start["kl"], start["reward"], "*", color=theme.ink, markersize=11, zorder=5, label="reference (SFT)")
 
 

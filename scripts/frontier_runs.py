@@ -100,6 +100,15 @@ def write_pairs(directory: Path, task: Task, train: Pairs, test: Pairs) -> None:
         (directory / f"{split}.jsonl").write_text(lines, encoding="utf-8")
 
 
+def write_scorer(root: Path, task: Task, seed: int) -> str:
+    """A file for `online.function`, and the name of its function."""
+    file = root / "scorers" / f"seed_{seed}.py"
+    file.parent.mkdir(exist_ok=True)
+    lines = ("from scripts.frontier_task import Task, noisy_scorer", "", f"score = noisy_scorer({task}, seed={seed})")
+    file.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return f"{file}:score"
+
+
 def overrides_of(root: Path, task: Task, *, data: str) -> tuple[str, ...]:
     """What all runs have in common, on the dataset `data` of `root`."""
     length = task.prompt_length + task.response_length

@@ -125,7 +125,7 @@ class Task:
     def read(self, text: str, length: int) -> np.ndarray:
         """The symbols of a text, (length,), NONE after its end."""
         found = [SYMBOLS.index(letter) for letter in text]
-        return np.array(found + [NONE] * (length - len(found)))
+        return np.array([*found, *[NONE] * (length - len(found))])
 
 
 def draw_pairs(
@@ -148,3 +148,19 @@ def draw_pairs(
     chooses_y = rng.random(len(prompts)) < 1 / (1 + np.exp(-margin))
     chooses_y ^= rng.random(len(prompts)) < noise
     return Pairs(prompts, np.where(chooses_y[:, None], y, z), np.where(chooses_y[:, None], z, y))
+
+
+def noisy_scorer(task: Task, seed: int) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
+    """A scorer for online DPO: true rewards with Gumbel noise, anew for each response that it is shown.
+
+    The difference of two such noises is logistic: of two responses y is above z with probability sigmoid(r(y) - r(z)),
+    so that what is drawn online is labelled as what was drawn beforehand.
+    """
+    rng = np.random.default_rng([task.seed, 7, seed])
+
+    def score(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        asked = np.stack([task.read(text, task.prompt_length) for text in prompts])
+        said = np.stack([task.read(text, task.response_length) for text in responses])
+        return (task.reward(asked, said) + rng.gumbel(size=len(asked))).tolist()
+
+    return score
