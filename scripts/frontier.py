@@ -200,6 +200,7 @@ def wanted_runs(size: Size, noise: float) -> list[Run]:
 
 
 def rates_to_try() -> list[Run]:
+    """The same for each method: every rate with every second beta."""
     methods = {name: method for name, method in METHODS.items() if not method.noisy}
     return [Run(name, beta, TUNED_ON, lr) for name, method in methods.items() for lr in RATES for beta in method.betas]
 
@@ -208,12 +209,12 @@ def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
 
 
-def sweep(out: Path, size: Size, noise: float, extra: Sequence[str], *, tune: bool) -> None:
-    """Run everything, and write what came of it."""
+def sweep(out: Path, task: Task, size: Size, noise: float, extra: Sequence[str], *, tune: bool = False) -> None:
+    """Run everything, and write what came of it. Raises InputError and RunError as train.py does."""
     from scripts.frontier_picture import draw
     from scripts.frontier_reading import as_text, rates_as_text
 
-    root, task = out / "frontier-runs", Task()
+    root = out / "frontier-runs"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     runs.import_all()
@@ -259,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out, began = asked.out.expanduser().resolve(), time.perf_counter()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        sweep(out, QUICK if asked.quick else FULL, asked.label_noise, asked.overrides, tune=asked.tune)
+        sweep(out, Task(), QUICK if asked.quick else FULL, asked.label_noise, asked.overrides, tune=asked.tune)
     except (OSError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,376 @@
+"""`scripts.frontier`: its task, its estimators, its command. No policy is above pi*."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from support.models import plain_logps
+from support.runs import ROOT, run_script
+
+from dpo.data.examples import Example
+from dpo.data.tokenization import TextEncoder, encode_texts
+from dpo.data.tokenizer import load_tokenizer
+from dpo.models.pretrained import load_model
+from scripts import frontier, frontier_exact, frontier_runs
+from scripts.frontier_methods import METHODS
+from scripts.frontier_picture import draw as draw_picture
+from scripts.frontier_reading import as_text, at_equal_kl, course_of, rates_as_text, within_budget
+from scripts.frontier_task import NONE, Task, draw_pairs, noisy_scorer
+
+TASK = Task(symbols=3, prompt_length=4, response_length=3, held_out=17)
+KEYS = {"method", "beta", "seed", "reward", "reward_se", "kl", "kl_se"}
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("frontier") / "model"
+    frontier_runs.write_model(directory, TASK)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(model_dir):
+    """Random weights, larger than usual, so that responses differ in probability."""
+    found = load_model(str(model_dir), dtype=torch.float32, random_init=True).eval()
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.mul_(3)
+    return found
+
+
+@pytest.fixture(scope="module")
+def logps(model):
+    return frontier_exact.leaf_logps(model, TASK, TASK.test_prompts)
+
+
+@pytest.fixture(scope="module")
+def rewards():
+    return TASK.reward(TASK.test_prompts[:, None], TASK.leaves[None])
+
+
+# --- the task ---------------------------------------------------------------------------------------------------------
+
+
+def test_leaves_are_all_responses_once():
+    texts = [TASK.text(leaf) for leaf in TASK.leaves]
+    assert texts == ["".join(t) for n in range(4) for t in itertools.product("abc", repeat=n)]
+
+
+def test_no_held_out_prompt_is_trained_on():
+    train, test = ({tuple(prompt) for prompt in part} for part in (TASK.train_prompts, TASK.test_prompts))
+    assert (len(train), len(test), len(train & test)) == (81 - 17, 17, 0)
+
+
+def test_the_reward_is_the_sum_that_the_document_says():
+    suits, follows, completes = TASK._tables
+    prompt, response = np.array([2, 0, 1, 0]), np.array([1, 1, NONE])
+    raw = 0.5 + suits[2, 1] + follows[0, 1] + completes[1, 0, 1] / 2
+    raw += 0.5 + suits[2, 1] + follows[1, 1] + completes[0, 1, 1] / 2
+    raw -= 0.6  # the second of two
+    mean, spread = TASK._mean_and_spread
+    assert TASK.reward(prompt, response) == pytest.approx((raw - mean) / spread)
+    assert TASK.reward(prompt, np.full(3, NONE)) == pytest.approx(-mean / spread)
+
+
+def test_the_reward_of_what_the_demonstrator_writes_has_mean_0_and_deviation_1():
+    rng, prompts = np.random.default_rng(9), np.repeat(Task().train_prompts, 7, axis=0)
+    first, second = (Task().reward(prompts, Task().demonstrate(prompts, rng)) for _ in range(2))
+    assert abs(first.mean()) < 0.04
+    assert np.sqrt(((first - second) ** 2).mean() / 2) == pytest.approx(1, abs=0.03)
+
+
+def chance(margin: float) -> float:
+    return 1 / (1 + math.exp(-margin))
+
+
+def pairs_of_two_leaves(noise: float, n: int = 20_000):
+    """Labels of pairs whose responses are two leaves in turn, and the margin of their rewards."""
+    prompts = np.repeat(TASK.test_prompts[:1], n, axis=0)
+    y, z = TASK.leaves[5], TASK.leaves[30]
+    turns = itertools.cycle((y, z))
+    pairs = draw_pairs(
+        TASK, prompts, lambda asked: np.tile(next(turns), (len(asked), 1)), np.random.default_rng(3), noise=noise
+    )
+    return (pairs.chosen == y).all(-1), float(TASK.reward(prompts[0], y) - TASK.reward(prompts[0], z))
+
+
+def test_labels_are_bradley_and_terrys():
+    chosen, margin = pairs_of_two_leaves(0)
+    assert 0.1 < abs(margin) < 3
+    assert chosen.mean() == pytest.approx(chance(margin), abs=0.015)  # 4 standard errors
+
+
+def test_noise_flips_its_share_of_the_labels_and_changes_nothing_else():
+    clean, margin = pairs_of_two_leaves(0)
+    noisy, _ = pairs_of_two_leaves(0.2)
+    assert (clean != noisy).mean() == pytest.approx(0.2, abs=0.012)
+    assert noisy.mean() == pytest.approx(0.8 * chance(margin) + 0.2 * (1 - chance(margin)), abs=0.015)
+
+
+def test_what_is_drawn_online_is_labelled_alike():
+    score, prompt = noisy_scorer(TASK, seed=0), TASK.test_prompts[0]
+    y, z = TASK.leaves[5], TASK.leaves[30]
+    scores = np.array(score([TASK.text(prompt)] * 40_000, [TASK.text(y), TASK.text(z)] * 20_000)).reshape(-1, 2)
+    margin = float(TASK.reward(prompt, y) - TASK.reward(prompt, z))
+    assert (scores[:, 0] > scores[:, 1]).mean() == pytest.approx(chance(margin), abs=0.015)
+
+
+def test_the_two_responses_of_a_pair_differ(model):
+    rng = np.random.default_rng(0)
+    pairs = draw_pairs(TASK, TASK.train_prompts, lambda asked: frontier_exact.draw(model, TASK, asked, rng), rng)
+    assert (pairs.chosen != pairs.rejected).any(-1).all()
+
+
+# --- what a model makes of it -----------------------------------------------------------------------------------------
+
+
+def test_the_leaves_are_what_the_trainer_scores(model, model_dir, logps):
+    """Tokenized and cut by the trainer's rule, and scored by its plain path."""
+    encode = TextEncoder(load_tokenizer(str(model_dir)))
+    texts, examples = [TASK.text(leaf) for leaf in TASK.leaves], []
+    for text in texts:
+        prompt, responses = encode_texts(
+            TASK.text(TASK.test_prompts[3]),
+            [text],
+            encode,
+            truncation_mode="keep_start",
+            max_length=TASK.prompt_length + TASK.response_length,
+            max_prompt_length=TASK.prompt_length,
+        )
+        examples.append(Example(tuple(prompt), tuple(map(tuple, responses))))
+    assert [len(example.responses[0]) for example in examples] == [min(len(text) + 1, 3) for text in texts]
+    with torch.no_grad():
+        (scored,) = plain_logps(model, examples)
+    assert scored.tolist() == pytest.approx(logps[3].tolist(), abs=2e-5)
+
+
+def test_probabilities_of_all_responses_sum_to_1(logps):
+    assert logps.shape == (17, 40)
+    assert np.exp(logps).sum(-1) == pytest.approx(np.ones(17))
+
+
+def test_reward_and_kl_agree_with_samples_of_generate(model, logps, rewards):
+    """KL against a uniform reference, whose log-probabilities are known."""
+    n, prompt = 6000, TASK.test_prompts[0]
+    torch.manual_seed(0)
+    rows = torch.from_numpy(np.repeat(prompt[None], n, 0))
+    ids = model.generate(rows, attention_mask=torch.ones_like(rows), do_sample=True, max_new_tokens=3, top_k=0)
+    index = {TASK.text(leaf): i for i, leaf in enumerate(TASK.leaves)}
+    texts = ["".join("abc"[i] for i in row if i < 3) for row in ids[:, len(prompt) :].tolist()]
+    drawn = np.array([index[text] for text in texts])
+    uniform = np.full_like(logps[:1], -math.log(40))
+    point = frontier_exact.point_of(logps[:1], uniform, rewards[:1])
+    for exact, values in ((point.reward, rewards[0, drawn]), (point.kl, (logps - uniform)[0, drawn])):
+        assert abs(values.mean() - exact) < 4 * values.std() / math.sqrt(n)
+
+
+def test_draw_draws_from_the_model(model, logps):
+    n, rng = 20_000, np.random.default_rng(1)
+    drawn = frontier_exact.draw(model, TASK, np.repeat(TASK.test_prompts[:1], n, 0), rng)
+    counts = (drawn[:, None] == TASK.leaves[None]).all(-1).sum(0)
+    assert counts.sum() == n  # each is a leaf
+    expected = n * np.exp(logps[0])
+    assert (np.abs(counts - expected) < 5 * np.sqrt(expected) + 1).all()
+
+
+# --- the limit --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small():
+    """A reference of 3 prompts with 5 responses each, and rewards, two of them tied."""
+    rng = np.random.default_rng(0)
+    logits, rewards = rng.normal(size=(3, 5)), rng.normal(size=(3, 5))
+    rewards[:, 4] = rewards[:, 1]
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True)), rewards
+
+
+def test_the_optimum_is_what_an_optimizer_finds(small):
+    reference, rewards = (torch.from_numpy(array) for array in small)
+    logits = torch.zeros_like(reference, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logits], max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-15)
+
+    def closure():
+        optimizer.zero_grad()
+        logps = logits.log_softmax(-1)
+        objective = (logps.exp() * (rewards - 0.4 * (logps - reference))).sum(-1).mean()
+        (-objective).backward()
+        return -objective
+
+    optimizer.step(closure)
+    assert frontier_exact.optimum(0.4, *small) == pytest.approx(logits.detach().log_softmax(-1).numpy(), abs=1e-5)
+
+
+def test_no_policy_is_above_the_limit_and_the_optimum_is_on_it(small):
+    rng = np.random.default_rng(1)
+    for beta in (5, 1, 0.3, 0.1):
+        best = frontier_exact.optimum(beta, *small)
+        point = frontier_exact.point_of(best, *small)
+        assert frontier_exact.most_reward(point.kl, *small) == pytest.approx(point.reward, abs=1e-9)
+        for scale in (0.01, 0.1, 1, 3):
+            for _ in range(20):
+                logits = best + scale * rng.normal(size=best.shape)
+                other = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+                reward, kl = frontier_exact.point_of(other, *small)
+                assert reward <= frontier_exact.most_reward(kl, *small) + 1e-9
+
+
+def test_more_kl_than_the_best_responses_have_buys_nothing(small):
+    assert frontier_exact.most_reward(1e3, *small) == pytest.approx(small[1].max(-1).mean())
+    start = frontier_exact.point_of(small[0], *small)
+    assert frontier_exact.most_reward(0.0, *small) == pytest.approx(start.reward, abs=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_best_of_n_is_what_all_draws_of_n_come_to(small, n):
+    reference, rewards = small
+    p, r = np.exp(reference[0]), rewards[0]
+    expected = np.zeros(5)
+    for draws in itertools.product(range(5), repeat=n):
+        best = [i for i in draws if r[i] == max(r[list(draws)])]  # one of these by lot, equal ones among them too
+        for i in best:
+            expected[i] += np.prod(p[list(draws)]) / len(best)
+    assert np.exp(frontier_exact.best_of(n, *small)[0]) == pytest.approx(expected)
+
+
+def test_best_of_many_is_the_best(small):
+    point = frontier_exact.point_of(frontier_exact.best_of(10**6, *small), *small)
+    assert point.reward == pytest.approx(small[1].max(-1).mean())
+
+
+# --- what the rows say ------------------------------------------------------------------------------------------------
+
+
+def made_row(method, beta, seed, reward, kl, **more):
+    return {
+        **frontier.row_of(method, beta, seed, reward, kl),
+        "most_reward": 2.0,
+        "label_noise": 0.0,
+        "lr": 1e-3,
+        **more,
+    }
+
+
+@pytest.fixture
+def made_rows():
+    rows = [
+        made_row("sft", None, None, 0.0, 0.0),
+        made_row("pi_star", 1.0, None, 1.5, 1.0),
+        made_row("pi_star", 0.1, None, 2.0, 4.0),
+    ]
+    rows.append(made_row("best_of_2", None, None, 0.5, 0.3, n=2))
+    for seed, shift in ((0, 0.0), (1, 0.2)):
+        rows += [
+            made_row("dpo", 0.1, seed, 1.0 + shift, 2.0),
+            made_row("dpo", 1.0, seed, 0.5, 1.0),
+            made_row("dpo", 0.01, seed, 0.6, 4.0),
+        ]
+    return rows
+
+
+def test_a_course_is_in_the_order_of_kl(made_rows):
+    course = course_of(made_rows, "dpo")
+    assert course.betas == [1.0, 0.1, 0.01]
+    assert course.reward.tolist() == [[0.5, 1.0, 0.6], [0.5, 1.2, 0.6]]
+
+
+def test_rewards_at_equal_kl_are_on_lines_from_the_reference(made_rows):
+    course = course_of(made_rows, "dpo")
+    assert at_equal_kl(course, made_rows[0], 0.5).tolist() == pytest.approx([0.25, 0.25])
+    assert at_equal_kl(course, made_rows[0], 1.5).tolist() == pytest.approx([0.75, 0.85])
+    assert np.isnan(at_equal_kl(course, made_rows[0], 5.0)).all()
+
+
+def test_a_budget_is_spent_on_the_best_policy_within_it(made_rows):
+    found = within_budget(course_of(made_rows, "dpo"), made_rows[0], np.array([0.5, 1.0, 3.0, 5.0]))
+    assert found.tolist() == pytest.approx([(0 + 0.5 + 1 + 1) / 4, (0 + 0.5 + 1.2 + 1.2) / 4])
+
+
+def test_the_tables_and_the_picture_of_rows(made_rows):
+    line = next(line for line in as_text(made_rows).splitlines() if line.startswith("| dpo"))
+    assert line.split(" | ")[1:7] == ["0.1", "1.10±0.14", "2.00±0.00", "2.00±0.00", "0.60±0.00", "4.00±0.00"]
+    assert "| dpo | 0.725 |" in rates_as_text(made_rows, np.array([0.5, 1.0, 3.0, 5.0]))
+    noisy = [{**row, "method": "dpo_noisy", "label_noise": 0.2} for row in made_rows if row["method"] == "dpo"]
+    pictures = [draw_picture(rows, dark=dark) for rows in (made_rows, made_rows + noisy) for dark in (False, True)]
+    assert all(picture.startswith(PNG) for picture in pictures)
+    assert len(set(pictures)) == 4
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def assert_is_a_frontier(rows):
+    """Of the issue: the keys, one row for each method, beta and seed, and no point above pi* by more than its error."""
+    assert all(set(row) >= KEYS for row in rows)
+    assert len({(row["method"], row["beta"], row["seed"]) for row in rows}) == len(rows)
+    optima = [row for row in rows if row["method"] == "pi_star"]
+    assert len(optima) > 10
+    for row in rows:
+        error = 2 * (row["reward_se"] + row["kl_se"]) + 1e-6
+        assert row["kl"] >= -error
+        assert row["reward"] <= row["most_reward"] + error
+        # the same by what the rows alone say: pi* of beta maximizes reward - beta KL
+        for optimum in optima:
+            beta = optimum["beta"]
+            assert row["reward"] - beta * row["kl"] <= optimum["reward"] - beta * optimum["kl"] + error
+
+
+def test_a_small_sweep(tmp_path, monkeypatch, capfd):
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE"):  # which the command sets
+        monkeypatch.setenv(name, {"CUDA_VISIBLE_DEVICES": ""}.get(name, "1"))
+    kept = {name: METHODS[name]._replace(betas=(0.1,)) for name in ("online_dpo", "ipo_noisy")}
+    monkeypatch.setattr(frontier, "METHODS", kept)
+    size = frontier.Size(pairs=64, epochs=4, sft_epochs=4, seeds=(0,), every=slice(None))
+    frontier.sweep(tmp_path, TASK, size, 0.2, ["model.attn_implementation=eager"])
+    rows = json.loads((tmp_path / "frontier.json").read_text())
+    assert_is_a_frontier(rows)
+    assert {row["method"] for row in rows if row["seed"] == 0} == {"online_dpo", "ipo_noisy"}
+    assert {row["method"]: row["label_noise"] for row in rows if "label_noise" in row} == {
+        "online_dpo": 0.0,
+        "ipo_noisy": 0.2,
+    }
+    moved = [row["kl"] for row in rows if row["seed"] == 0]
+    assert min(moved) > 0.01  # they were trained
+    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in ("frontier.png", "frontier-dark.png"))
+    log = (tmp_path / "frontier-runs" / "runs" / "ipo_noisy-0.1-0-0.002" / "log.txt").read_text()
+    assert "model.attn_implementation=eager" in log  # reached the run
+    assert "| online_dpo | 0.1 |" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--label-noise", "0.5"], "--label-noise 0.5 must be in [0, 0.5)"),
+        (["los=dpo"], "los"),
+        (["lr=-1"], "lr=-1"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_a_sentence(arguments, said, tmp_path):
+    result = run_script("-m", "scripts.frontier", "--out", str(tmp_path / "out"), *arguments)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_measured_frontier_is_one():
+    """That of docs/RESULTS.md."""
+    rows = json.loads((ROOT / "docs" / "frontier.json").read_text())
+    assert_is_a_frontier(rows)
+    seeds = {name: {row["seed"] for row in rows if row["method"] == name} for name in METHODS}
+    assert list(seeds.values()) == [{0, 1, 2}] * len(METHODS)
+
+
+@pytest.mark.slow  # a minute each
+@pytest.mark.parametrize("more", [(), ("trainer=FSDPTrainer", "world_size=2")], ids=["one process", "two processes"])
+def test_quick(tmp_path, more):
+    result = run_script("-m", "scripts.frontier", "--quick", "--out", str(tmp_path), *more)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((tmp_path / "frontier.json").read_text())
+    assert_is_a_frontier(rows)
+    assert {row["method"] for row in rows} >= METHODS.keys()
