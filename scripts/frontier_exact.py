@@ -80,7 +80,7 @@ def most_reward(kl: float, reference: np.ndarray, rewards: np.ndarray) -> float:
     def at(log_beta: float) -> Point:
         return point_of(optimum(np.exp(log_beta), reference, rewards), reference, rewards)
 
-    low, high = np.log(1e-3), np.log(1e3)
+    low, high = np.log(1e-3), np.log(1e6)
     if kl >= at(low).kl:
         return float(rewards.max(-1).mean())
     for _ in range(60):

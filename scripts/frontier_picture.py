@@ -49,8 +49,8 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
         if noisy:
             noise = next(row["label_noise"] for row in rows if row.get("label_noise"))
             axes[1].set_title(f"{100 * noise:.0f} % of the labels flipped", loc="left", fontsize=10, color=theme.ink)
-            for method in noisy:  # faint, to compare with
-                _draw_method(axes[1], rows, method.removesuffix("_noisy"), theme, faint=True)
+            for method in {name.removesuffix("_noisy") for name in noisy} & set(clean):  # faint, to compare with
+                _draw_method(axes[1], rows, method, theme, faint=True)
         _add_legend(picture, axes[0], theme)
         file = io.BytesIO()
         picture.savefig(file, format="png", facecolor=theme.background, metadata={"Software": None})

@@ -171,7 +171,7 @@ def test_reward_and_kl_agree_with_samples_of_generate(model, logps, rewards):
 
 
 def test_draw_draws_from_the_model(model, logps):
-    n, rng = 20_000, np.random.default_rng(1)
+    n, rng = 5000, np.random.default_rng(1)
     drawn = frontier_exact.draw(model, TASK, np.repeat(TASK.test_prompts[:1], n, 0), rng)
     counts = (drawn[:, None] == TASK.leaves[None]).all(-1).sum(0)
     assert counts.sum() == n  # each is a leaf
@@ -194,7 +194,7 @@ def small():
 def test_the_optimum_is_what_an_optimizer_finds(small):
     reference, rewards = (torch.from_numpy(array) for array in small)
     logits = torch.zeros_like(reference, requires_grad=True)
-    optimizer = torch.optim.LBFGS([logits], max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-15)
+    optimizer = torch.optim.LBFGS([logits], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
 
     def closure():
         optimizer.zero_grad()
@@ -295,7 +295,7 @@ def test_a_budget_is_spent_on_the_best_policy_within_it(made_rows):
 def test_the_tables_and_the_picture_of_rows(made_rows):
     line = next(line for line in as_text(made_rows).splitlines() if line.startswith("| dpo"))
     assert line.split(" | ")[1:7] == ["0.1", "1.10±0.14", "2.00±0.00", "2.00±0.00", "0.60±0.00", "4.00±0.00"]
-    assert "| dpo | 0.725 |" in rates_as_text(made_rows, np.array([0.5, 1.0, 3.0, 5.0]))
+    assert "| dpo | 0.675 |" in rates_as_text(made_rows, np.array([0.5, 1.0, 3.0, 5.0]))
     noisy = [{**row, "method": "dpo_noisy", "label_noise": 0.2} for row in made_rows if row["method"] == "dpo"]
     pictures = [draw_picture(rows, dark=dark) for rows in (made_rows, made_rows + noisy) for dark in (False, True)]
     assert all(picture.startswith(PNG) for picture in pictures)
