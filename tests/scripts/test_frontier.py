@@ -204,7 +204,7 @@ def test_the_optimum_is_what_an_optimizer_finds(small):
         return -objective
 
     optimizer.step(closure)
-    assert frontier_exact.optimum(0.4, *small) == pytest.approx(logits.detach().log_softmax(-1).numpy(), abs=1e-5)
+    assert frontier_exact.optimum(0.4, *small) == pytest.approx(logits.detach().log_softmax(-1).numpy(), abs=1e-3)
 
 
 def test_no_policy_is_above_the_limit_and_the_optimum_is_on_it(small):
