@@ -34,7 +34,7 @@ MODEL = {
 COMMON = (
     *("optimizer=AdamW", "schedule=cosine"),
     *("do_first_eval=false", "sample_during_eval=false", "n_eval_examples=16", "eval_batch_size=16"),
-    *("eval_every=1000000000", "export=false", "wandb.enabled=false", "minimum_log_interval_secs=60"),
+    *("eval_every=1000000000", "export=false", "wandb.enabled=false", "num_workers=0"),
 )
 BAD_INPUT = 2  # status of train.py
 LAST_LINES = 15  # of the log of a run that failed
