@@ -13,7 +13,7 @@ class Method(NamedTuple):
 
     label: str
     overrides: tuple[str, ...]
-    betas: tuple[float | None, ...]  # from the weakest pull on the policy to the strongest
+    betas: tuple[float | None, ...]  # from what holds the policy most to what holds it least
     lr: float
     noisy: bool = False  # learns from labels of which some were flipped
     once: bool = False  # sees each pair once, in smaller batches: as many updates
