@@ -23,6 +23,7 @@ STYLES = {  # colour's index in the theme, marker
     "online_dpo": (1, "o"),
     "preferred_sft": (6, "P"),
 }
+CONTROL = "dpo_once"  # drawn as a dotted line, without its runs
 WIDTH, HEIGHT = 4.9, 4.9  # inches of a panel
 
 
@@ -48,7 +49,8 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
         axes[0].set_title("labels by Bradley and Terry's model", loc="left", fontsize=10, color=theme.ink)
         if noisy:
             noise = next(row["label_noise"] for row in rows if row.get("label_noise"))
-            axes[1].set_title(f"{100 * noise:.0f} % of the labels flipped", loc="left", fontsize=10, color=theme.ink)
+            title = f"{100 * noise:.0f} % of the labels flipped (dotted: none)"
+            axes[1].set_title(title, loc="left", fontsize=10, color=theme.ink)
             for method in {name.removesuffix("_noisy") for name in noisy} & set(clean):  # faint, to compare with
                 _draw_method(axes[1], rows, method, theme, faint=True)
         _add_legend(picture, axes[0], theme)
@@ -69,24 +71,26 @@ def _draw_known(axis: Any, rows: Sequence[Row], theme: Theme, furthest: float) -
     [start] = [row for row in rows if row["method"] == "sft"]
     limit = sorted((row for row in rows if row["method"] == "pi_star"), key=lambda row: row["kl"])
     kls, rewards = ([start[key], *(row[key] for row in limit)] for key in ("kl", "reward"))
-    axis.fill_between(kls, rewards, max(rewards), color=theme.grid, alpha=0.6, linewidth=0)
+    axis.fill_between(kls, rewards, 2 * max(rewards), color=theme.grid, alpha=0.6, linewidth=0)
+    axis.text(0.03, 0.95, "no policy can be here", transform=axis.transAxes, va="top", fontsize=8.5, color=theme.muted)
     axis.plot(kls, rewards, color=theme.ink, linewidth=2, label="\N{GREEK SMALL LETTER PI}*, the optimum")
     best = [row for row in rows if row["method"].startswith("best_of_") and row["kl"] < furthest]
     kls, rewards = ([start[key], *(row[key] for row in best)] for key in ("kl", "reward"))
     style = {"color": theme.muted, "linewidth": 1.3, "linestyle": (0, (4, 2)), "marker": ".", "markersize": 4}
-    axis.plot(kls, rewards, **style, label=f"best of 2, 4, ..., {best[-1]['n']}")
+    axis.plot(kls, rewards, **style, label=f"best of 2, 4, ..., {best[-1]['n']:,}")
     axis.plot(start["kl"], start["reward"], "*", color=theme.ink, markersize=11, zorder=5, label="reference (SFT)")
 
 
 def _draw_method(axis: Any, rows: Sequence[Row], method: str, theme: Theme, *, faint: bool = False) -> None:
-    index, marker = STYLES[method.removesuffix("_noisy")]
-    color, course = theme.colors[index], course_of(rows, method)
-    if faint:
-        axis.plot(course.kl.mean(0), course.reward.mean(0), color=color, linewidth=1, alpha=0.45, linestyle=":")
+    course, label = course_of(rows, method), METHODS[method].label
+    kl, reward = course.kl.mean(0), course.reward.mean(0)
+    index, marker = STYLES["dpo" if method == CONTROL else method.removesuffix("_noisy")]
+    color = theme.colors[index]
+    if faint or method == CONTROL:
+        axis.plot(kl, reward, ":", color=color, linewidth=1.3, alpha=0.8, label=None if faint else label)
         return
     axis.plot(course.kl.ravel(), course.reward.ravel(), marker, color=color, markersize=3.2, alpha=0.45, linewidth=0)
-    line = {"color": color, "linewidth": 1.7, "marker": marker, "markersize": 5.5, "zorder": 4}
-    axis.plot(course.kl.mean(0), course.reward.mean(0), **line, label=METHODS[method].label)
+    axis.plot(kl, reward, color=color, linewidth=1.7, marker=marker, markersize=5.5, zorder=4, label=label)
 
 
 def _dress(axis: Any, theme: Theme, furthest: float) -> None:
@@ -101,6 +105,6 @@ def _dress(axis: Any, theme: Theme, furthest: float) -> None:
 
 
 def _add_legend(picture: Figure, axis: Any, theme: Theme) -> None:
-    legend = picture.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    legend = picture.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     for text in legend.get_texts():
         text.set_color(theme.ink)
