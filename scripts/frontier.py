@@ -64,7 +64,7 @@ class Limit(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A policy to be trained, and where its row is written."""
+    """A policy to be trained."""
 
     method: str
     beta: float | None
@@ -106,10 +106,7 @@ def write_preferences(root: Path, task: Task, size: Size, seeds: Sequence[int], 
     for seed in seeds:
         for noise in noises:
             rng = np.random.default_rng([task.seed, 6, seed])
-
-            def write(prompts: np.ndarray, rng=rng) -> np.ndarray:
-                return exact.draw(model, task, prompts, rng)
-
+            write = functools.partial(exact.draw, model, task, rng=rng)
             train, test = (
                 draw_pairs(task, prompts, write, rng, noise=noise)
                 for prompts in (task.train_prompts[: size.pairs], task.test_prompts)

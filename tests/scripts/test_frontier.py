@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from support.models import plain_logps
-from support.runs import ROOT, run_script
+from support.runs import ROOT, environment_of, run_script
 
 from dpo.data.examples import Example
 from dpo.data.tokenization import TextEncoder, encode_texts
@@ -367,11 +369,18 @@ def test_the_measured_frontier_is_one():
     assert list(seeds.values()) == [{0, 1, 2}] * len(METHODS)
 
 
-@pytest.mark.slow  # a minute each
-@pytest.mark.parametrize("more", [(), ("trainer=FSDPTrainer", "world_size=2")], ids=["one process", "two processes"])
-def test_quick(tmp_path, more):
-    result = run_script("-m", "scripts.frontier", "--quick", "--out", str(tmp_path), *more)
-    assert result.returncode == 0, result.stderr
-    rows = json.loads((tmp_path / "frontier.json").read_text())
-    assert_is_a_frontier(rows)
-    assert {row["method"] for row in rows} >= METHODS.keys()
+@pytest.mark.slow  # minutes
+@pytest.mark.timeout(1800)
+def test_quick_on_one_process_and_two(tmp_path):
+    found = []
+    for name, more in (("one", ()), ("two", ("trainer=FSDPTrainer", "world_size=2"))):
+        command = ["-m", "scripts.frontier", "--quick", "--out", str(tmp_path / name), *more]
+        result = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env=environment_of(), capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        rows = json.loads((tmp_path / name / "frontier.json").read_text())
+        assert_is_a_frontier(rows)
+        assert {row["method"] for row in rows} >= METHODS.keys()
+        found.append([(row["reward"], row["kl"]) for row in rows])
+    assert np.array(found[1]) == pytest.approx(np.array(found[0]), abs=1e-4)
