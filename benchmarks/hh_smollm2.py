@@ -88,7 +88,7 @@ def policy_of(out: Path, method: Method) -> Path:
 
 
 def train_ours(out: Path, method: Method, model: str, overrides: Sequence[str]) -> None:
-    """Run train.py, unless it has run to its end. Raises CalledProcessError if it fails."""
+    """Run train.py."""
     special = [f"loss.beta={method.beta}", "cache_reference_logps=all"] if method.loss != "sft" else []
     special += ["loss.average=true"] if method.average else []
     lr = LR.get(method.loss, LR["preferences"])
@@ -102,7 +102,7 @@ def train_ours(out: Path, method: Method, model: str, overrides: Sequence[str]) 
 
 
 def train_with_trl(out: Path, method: Method, python: str, overrides: Sequence[str]) -> None:
-    """The same by TRL: rows, order, learning rates, batches. Raises CalledProcessError if it fails."""
+    """The same by TRL: rows, order, learning rates, batches."""
     config = compose_for(out, overrides)
     data = load_data(config, silent=True)
     shuffled = {"n_epochs": config.n_epochs, "n_examples": config.n_examples, "seed": config.seed}
@@ -126,11 +126,13 @@ def train_with_trl(out: Path, method: Method, python: str, overrides: Sequence[s
 
 
 def run(command: list[str], made: Path) -> None:
+    """Run a command, unless what it makes is there; if it fails, end with its exit status."""
     if made.exists():
         print(f"{made} is there", flush=True)
         return
     print(shlex.join(command), flush=True)
-    subprocess.run(command, check=True, cwd=CONFIG_DIR.parent)
+    if status := subprocess.run(command, check=False, cwd=CONFIG_DIR.parent).returncode:
+        sys.exit(status)
 
 
 # --- scores --------------------------------------------------------------------------------------------------------

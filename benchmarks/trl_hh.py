@@ -35,7 +35,7 @@ class LikeOurs(InOrder):
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        margins = self._metrics["train"]["rewards/margins"]
+        margins = self._metrics["train"].get("rewards/margins")
         if self.model.training and margins:
             logs |= {"margins": list(margins), "seconds": self.watch.times[-1]}
         super().log(logs, start_time)
@@ -66,7 +66,7 @@ def main(folder: Path) -> None:
         save_steps=settings["save_every"],
         save_total_limit=1,
         report_to="none",
-        gradient_checkpointing=False,
+        use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
     )
     watch = Stopwatch()
