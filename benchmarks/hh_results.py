@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks.preference_scores import Interval
 from dpo.analysis.curves import DARK, LIGHT
@@ -65,14 +66,14 @@ def table(results: Sequence[Result]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def draw_picture(results: Sequence[Result], file: Path, *, dark: bool = False) -> None:
+def draw_picture(results: Sequence[Result], file: Path, *, dark: bool) -> None:
     """Points with intervals, a row per policy: accuracy, gap, change of both sides, KL."""
     theme = DARK if dark else LIGHT
     shown = [result for result in results if result.accuracy]
     panels: list[tuple[str, float | None, list[Callable[[Result], Interval | None]]]] = [
         ("held-out accuracy", 0.5, [lambda r: r.accuracy]),
-        ("gap between chosen and rejected, nats", 0.0, [lambda r: r.gap]),
-        ("change of log pi: chosen ●, rejected ○", 0.0, [lambda r: r.chosen_change, lambda r: r.rejected_change]),
+        ("held-out gap, nats", 0.0, [lambda r: r.gap]),
+        ("change of log pi, chosen ● rejected ○", 0.0, [lambda r: r.chosen_change, lambda r: r.rejected_change]),
         ("KL to SFT, nats", None, [lambda r: r.kl]),
     ]
     with mpl.rc_context({"font.size": 9, "font.family": "sans-serif"}):
@@ -87,6 +88,7 @@ def draw_picture(results: Sequence[Result], file: Path, *, dark: bool = False) -
                     _point(
                         axis, row + 0.15 * (2 * side - len(values) + 1), value(result), theme, result, filled=side == 0
                     )
+            axis.xaxis.set_major_locator(MaxNLocator(4))
             if zero is not None:
                 axis.axvline(zero, color=theme.muted, linewidth=0.8, linestyle=":")
             else:

@@ -7,7 +7,7 @@
 MODEL is SmolLM2-135M (any model of transformers), HH a directory with train and test in the format of hh-rlhf. Each run
 is a command of train.py, printed, in DIR/NAME; a second call continues what was stopped and skips what is complete.
 Other arguments are overrides of train.py for all of our runs (`model.autocast=null`). DIR gets results.json, table.md,
-hh.png and samples.txt.
+hh.png, hh-dark.png and samples.txt.
 
 Every policy is scored in float32 by this project's code on all test rows. Intervals are 95 %, from resampling test
 prompts; they do not have the chance that another seed of training would show.
@@ -185,9 +185,13 @@ def score(out: Path, methods: Sequence[Method], config: Any, data: Any, n_sample
 # --- results -------------------------------------------------------------------------------------------------------
 
 
-def log_ratios(logps: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> np.ndarray:
-    """(n, 2): log pi - log ref of chosen and rejected."""
-    return np.array(logps) - np.array(reference)
+def scores_of(out: Path, method: Method) -> dict[str, Any]:
+    return json.loads((folder_of(out, method) / "scores.json").read_text(encoding="utf-8"))
+
+
+def log_ratios(out: Path, method: Method) -> np.ndarray:
+    """(n, 2): log pi - log ref of chosen and rejected of each test pair."""
+    return np.array(scores_of(out, method)["logps"]) - np.array(scores_of(out, SFT)["logps"])
 
 
 def online_gaps(folder: Path, method: Method) -> np.ndarray:
@@ -214,8 +218,7 @@ def seconds_per_pair(folder: Path, method: Method) -> float:
 
 def result_of(out: Path, method: Method) -> Result:
     folder = folder_of(out, method)
-    own, ref = (json.loads((folder_of(out, m) / "scores.json").read_text()) for m in (method, SFT))
-    ratios = log_ratios(own["logps"], ref["logps"])
+    own, ratios = scores_of(out, method), log_ratios(out, method)
     gaps = ratios[:, 0] - ratios[:, 1]
     samples = {key: by_prompt(own["samples"], key) for key in ("kl", "log_ratio", "tokens", "ended")}
     online = None if method == SFT else online_gaps(folder, method)
@@ -240,9 +243,24 @@ def result_of(out: Path, method: Method) -> Result:
     )
 
 
+def side_by_side(out: Path, methods: Sequence[Method]) -> list[str]:
+    """A line for each policy of TRL whose counterpart of ours is there: do they rank the test pairs alike?"""
+    lines = []
+    for method in methods:
+        twin = METHODS[method.name.removeprefix("TRL ")]
+        if method.trl and twin in methods:
+            theirs, ours = (-np.diff(log_ratios(out, m))[:, 0] for m in (method, twin))
+            alike = ((theirs > 0) == (ours > 0)).sum()
+            lines.append(
+                f"{method.name} - {twin.name}: gap {bootstrap(theirs - ours):+.2f} nats; {alike} of {len(ours)} pairs "
+                f"ranked alike; correlation of gaps {np.corrcoef(theirs, ours)[0, 1]:.3f}"
+            )
+    return lines
+
+
 def write_samples(out: Path, methods: Sequence[Method], config: Any, data: Any) -> None:
     """The first sample of each policy for each prompt, to be read side by side."""
-    samples = {m.name: json.loads((folder_of(out, m) / "scores.json").read_text())["samples"] for m in methods}
+    samples = {method.name: scores_of(out, method)["samples"] for method in methods}
     lines = []
     for number, (prompt, _, texts) in enumerate(test_pairs(config, data)):
         lines += [f"{'=' * 30} prompt {number}", prompt.text]
@@ -263,7 +281,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--out", required=True, type=Path, help="directory of runs and results")
     parser.add_argument("--trl", metavar="PYTHON", help="the Python of an environment with TRL")
     parser.add_argument("--only", help=f"names of rows, separated by semicolons, of: {'; '.join(METHODS)}")
-    parser.add_argument("--samples", type=int, default=4, help="samples per test prompt (default: 4)")
+    parser.add_argument("--samples", type=int, default=2, help="samples per test prompt (default: 2)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a sample at most (default: 128)")
     parser.add_argument("--quick", action="store_true", help="32 rows to train on and 8 to test on: whether it runs")
     return parser.parse_known_args(arguments)
@@ -290,9 +308,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_samples(out, methods, config, data)
     results = [result_of(out, method) for method in methods]
     (out / "results.json").write_text(json.dumps([r._asdict() for r in results], indent=1), encoding="utf-8")
-    (out / "table.md").write_text(table(results), encoding="utf-8")
-    draw_picture(results, out / "hh.png")
-    print(table(results))
+    text = "\n".join([table(results), *side_by_side(out, methods)])
+    (out / "table.md").write_text(text, encoding="utf-8")
+    for name, dark in (("hh.png", False), ("hh-dark.png", True)):
+        draw_picture(results, out / name, dark=dark)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dpo.models.answers import Sampling, Tokens, answer
 from dpo.models.layouts import layout_by_rules
 
 RESAMPLES = 10_000
-BATCH = 8  # pairs, and twice as many prompts, in a forward
+BATCH = 8  # pairs, and four times as many prompts, in a forward
 
 
 class Interval(NamedTuple):
@@ -74,8 +74,8 @@ def draw(
     asked = [(i, k) for i in range(len(prompts)) for k in range(n_samples)]
     asked.sort(key=lambda ask: len(prompts[ask[0]]))  # neighbours are equally long, so little is padding
     found = []
-    for start in range(0, len(asked), 2 * BATCH):
-        batch = asked[start : start + 2 * BATCH]
+    for start in range(0, len(asked), 4 * BATCH):
+        batch = asked[start : start + 4 * BATCH]
         numbers = [i * n_samples + k for i, k in batch]
         for (i, _), said in zip(
             batch, answer(policy, tokenizer, [prompts[i] for i, _ in batch], numbers, sampling), strict=True
