@@ -24,6 +24,9 @@ class Result(NamedTuple):
     beta: float | None
     n_pairs: int
     accuracy: Interval | None  # share of test pairs with a gap above 0
+    accuracy_if_shorter: Interval | None  # of pairs whose chosen response has fewer tokens than the rejected one
+    accuracy_if_longer: Interval | None
+    length_correlation: float | None  # of the gap with the tokens of chosen minus those of rejected
     gap: Interval  # nats: (log pi - log ref) of chosen minus that of rejected; the reward margin is beta times it
     chosen_logp: Interval
     rejected_logp: Interval
@@ -44,7 +47,9 @@ class Result(NamedTuple):
 
 COLUMNS: dict[str, Callable[[Result], str]] = {
     "": lambda r: r.name,
-    "held-out accuracy": lambda r: f"{r.accuracy:.2f}" if r.accuracy else "",
+    "accuracy": lambda r: f"{r.accuracy:.2f}" if r.accuracy else "",
+    "chosen shorter": lambda r: f"{r.accuracy_if_shorter.mean:.2f}" if r.accuracy_if_shorter else "",
+    "chosen longer": lambda r: f"{r.accuracy_if_longer.mean:.2f}" if r.accuracy_if_longer else "",
     "gap, nats": lambda r: f"{r.gap:.2f}" if r.accuracy else "",
     "reward margin": lambda r: f"{r.margin:.3f}" if r.margin else "",
     "log pi, chosen": lambda r: f"{r.chosen_logp.mean:.1f}",
@@ -54,7 +59,7 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
     "KL to SFT, nats": lambda r: f"{r.kl:.2f}" if r.accuracy else "",
     "tokens of a sample": lambda r: f"{r.length:.0f}",
     "ended": lambda r: f"{r.ended.mean:.2f}",
-    "accuracy on training pairs not yet seen": lambda r: f"{r.online_accuracy:.2f}" if r.online_accuracy else "",
+    "accuracy online": lambda r: f"{r.online_accuracy:.2f}" if r.online_accuracy else "",
     "s per pair": lambda r: f"{r.seconds_per_pair:.2f}",
 }
 

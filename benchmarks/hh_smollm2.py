@@ -30,7 +30,7 @@ import torch
 import transformers
 
 from benchmarks.hh_results import Result, draw_picture, table
-from benchmarks.preference_scores import bootstrap, by_prompt, draw, pair_logps
+from benchmarks.preference_scores import Interval, bootstrap, by_prompt, draw, pair_logps
 from benchmarks.step_overhead import compose
 from dpo.data.examples import encode_examples, iterate_examples
 from dpo.models.answers import Sampling
@@ -176,6 +176,7 @@ def score(out: Path, methods: Sequence[Method], config: Any, data: Any, n_sample
         drawn = draw(policy, reference, data.tokenizer, [pair.prompt for pair in pairs], n_samples, sampling)
         found = {
             "settings": settings,
+            "tokens": [[len(response) for response in pair.responses] for pair in pairs],
             "logps": pair_logps(policy, pairs, max_length=config.max_length),
             "samples": [one._asdict() for one in drawn],
         }
@@ -219,7 +220,13 @@ def seconds_per_pair(folder: Path, method: Method) -> float:
 def result_of(out: Path, method: Method) -> Result:
     folder = folder_of(out, method)
     own, ratios = scores_of(out, method), log_ratios(out, method)
+    longer = -np.diff(own["tokens"])[:, 0]  # tokens of chosen minus those of rejected
     gaps = ratios[:, 0] - ratios[:, 1]
+
+    def accuracy(of: np.ndarray) -> Interval | None:
+        """None where policy and reference are one, and if there are no such pairs."""
+        return None if method == SFT or not of.any() else bootstrap(gaps[of] > 0)
+
     samples = {key: by_prompt(own["samples"], key) for key in ("kl", "log_ratio", "tokens", "ended")}
     online = None if method == SFT else online_gaps(folder, method)
     half = None if online is None else online[len(online) // 2 :]  # pairs that the policy had not been trained on
@@ -227,7 +234,10 @@ def result_of(out: Path, method: Method) -> Result:
         name=method.name,
         beta=method.beta,
         n_pairs=len(gaps),
-        accuracy=None if method == SFT else bootstrap(gaps > 0),
+        accuracy=accuracy(np.isfinite(gaps)),
+        accuracy_if_shorter=accuracy(longer < 0),
+        accuracy_if_longer=accuracy(longer > 0),
+        length_correlation=None if method == SFT else float(np.corrcoef(gaps, longer)[0, 1]),
         gap=bootstrap(gaps),
         chosen_logp=bootstrap([chosen for chosen, _ in own["logps"]]),
         rejected_logp=bootstrap([rejected for _, rejected in own["logps"]]),

@@ -96,11 +96,13 @@ def test_samples_do_not_depend_on_the_policies_beside_them_and_a_policy_has_no_k
 
 def test_the_table_has_a_row_for_each_policy():
     one = Interval(0.5, 0.25, 0.75)
-    reference = Result("sft", None, 64, None, *[one] * 9, None, 0.1, None)
-    dpo = reference._replace(name="dpo 0.1", beta=0.1, accuracy=one, online_accuracy=one)
+    reference = Result("sft", None, 64, *[None] * 4, *[one] * 9, None, 0.1, None)
+    dpo = reference._replace(name="dpo 0.1", beta=0.1, accuracy=one, accuracy_if_shorter=one, accuracy_if_longer=one)
     lines = table([reference, dpo]).splitlines()
-    assert lines[2].startswith("| sft |  |  |  | 0.5 |")
-    assert lines[3].startswith("| dpo 0.1 | 0.50 [0.25, 0.75] | 0.50 [0.25, 0.75] | 0.050 [0.025, 0.075] | 0.5 |")
+    assert lines[2].startswith("| sft |  |  |  |  |  | 0.5 |")
+    assert lines[3].startswith(
+        "| dpo 0.1 | 0.50 [0.25, 0.75] | 0.50 | 0.50 | 0.50 [0.25, 0.75] | 0.050 [0.025, 0.075] | 0.5 |"
+    )
 
 
 def test_a_row_that_there_is_none_of_is_refused(tmp_path):
