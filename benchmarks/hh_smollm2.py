@@ -234,7 +234,7 @@ def result_of(out: Path, method: Method) -> Result:
         name=method.name,
         beta=method.beta,
         n_pairs=len(gaps),
-        accuracy=accuracy(np.isfinite(gaps)),
+        accuracy=accuracy(np.ones_like(gaps, dtype=bool)),
         accuracy_if_shorter=accuracy(longer < 0),
         accuracy_if_longer=accuracy(longer > 0),
         length_correlation=None if method == SFT else float(np.corrcoef(gaps, longer)[0, 1]),
