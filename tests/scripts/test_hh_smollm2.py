@@ -1,0 +1,127 @@
+"""What `benchmarks.hh_smollm2` computes from pairs and samples, against numbers worked by hand, and that it runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from support.runs import GOLDEN, run_script
+
+from benchmarks import hh_smollm2
+from benchmarks.hh_results import Result, table
+from benchmarks.preference_scores import Interval, bootstrap, by_prompt, divergence, draw, pair_logps
+from dpo.data.examples import Example
+from dpo.models.answers import Sampling
+
+PAIRS = [
+    Example((5, 6, 7, 8), ((10, 11, 2), (12, 2))),
+    Example((9,), ((13, 14, 15, 16, 2), (17, 18, 2))),
+    Example((5, 6), ((2,), (19, 20, 21, 2))),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / "tiny-llama", dtype=torch.float32).eval()
+
+
+def test_an_interval_of_shares_is_that_of_the_binomial_distribution():
+    # 32 of 64: resampled counts are Binomial(64, 1/2), whose 2.5th and 97.5th percentiles are 24 and 40
+    assert bootstrap([0, 1] * 32) == Interval(0.5, 24 / 64, 40 / 64)
+
+
+def test_policies_are_resampled_together():
+    values = np.random.default_rng(1).normal(size=20)
+    assert bootstrap(values + 1).low == pytest.approx(bootstrap(values).low + 1)
+    assert bootstrap(values).low < bootstrap(values, seed=1).high
+
+
+def test_samples_of_a_prompt_are_one_observation():
+    samples = [{"prompt": 1, "kl": 4.0}, {"prompt": 0, "kl": 1.0}, {"prompt": 1, "kl": 2.0}]
+    assert by_prompt(samples, "kl").tolist() == [1.0, 3.0]
+
+
+def markov(seed):
+    """A model whose next token depends on the last: five tokens."""
+    table = torch.randn(5, 5, generator=torch.Generator().manual_seed(seed))
+
+    def forward(ids, logits_to_keep):
+        return SimpleNamespace(logits=table[ids][:, -logits_to_keep:])
+
+    forward.probabilities = table.softmax(-1).double()
+    return forward
+
+
+def test_both_estimates_of_kl_have_its_value_for_mean():
+    policy, reference = markov(0), markov(1)
+    p, q = policy.probabilities, reference.probabilities
+    step = (p * (p / q).log()).sum(-1)  # of the token after each token
+    exact = step[3] + (p[3] * step).sum()  # of two tokens after token 3
+    mean, square = np.zeros(2), np.zeros(2)
+    for a, b in itertools.product(range(5), repeat=2):
+        both = np.array(divergence(policy, reference, (0, 3), (a, b)))
+        weight = float(p[3, a] * p[a, b])
+        mean, square = mean + weight * both, square + weight * both**2
+    assert mean == pytest.approx([float(exact)] * 2, rel=1e-5)
+    variance = square - mean**2
+    assert variance[1] < variance[0]  # the exact KL of each token varies less than the log-ratio
+
+
+def test_log_probabilities_of_pairs_are_sums_over_their_responses(model):
+    found = pair_logps(model, PAIRS, max_length=16)
+    for example, sides in zip(PAIRS, found, strict=True):
+        for response, logp in zip(example.responses, sides, strict=True):
+            ids = torch.tensor([[*example.prompt, *response]])
+            with torch.no_grad():
+                logps = model(ids).logits[0, :-1].log_softmax(-1)[range(ids.shape[1] - 1), ids[0, 1:]]
+            assert logp == pytest.approx(float(logps[-len(response) :].sum()), abs=1e-4)
+
+
+def test_samples_do_not_depend_on_the_policies_beside_them_and_a_policy_has_no_kl_to_itself(model):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    prompts = [example.prompt for example in PAIRS]
+    drawn = draw(model, model, tokenizer, prompts, 2, Sampling(4))
+    assert [one.prompt for one in drawn] == [0, 0, 1, 1, 2, 2]
+    assert {one.kl for one in drawn} == {one.log_ratio for one in drawn} == {0.0}
+    assert all(one.tokens == 4 or one.ended for one in drawn)
+    alone = draw(model, model, tokenizer, prompts[:1], 2, Sampling(4))
+    assert [one.text for one in alone] == [one.text for one in drawn[:2]]
+
+
+def test_the_table_has_a_row_for_each_policy():
+    one = Interval(0.5, 0.25, 0.75)
+    reference = Result("sft", None, 64, *[None] * 4, *[one] * 9, None, 0.1, None)
+    dpo = reference._replace(name="dpo 0.1", beta=0.1, accuracy=one, accuracy_if_shorter=one, accuracy_if_longer=one)
+    lines = table([reference, dpo]).splitlines()
+    assert lines[2].startswith("| sft |  |  |  |  |  | 0.5 |")
+    assert lines[3].startswith(
+        "| dpo 0.1 | 0.50 [0.25, 0.75] | 0.50 | 0.50 | 0.50 [0.25, 0.75] | 0.050 [0.025, 0.075] | 0.5 |"
+    )
+
+
+def test_a_row_that_there_is_none_of_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match=r"--only: unknown rows dpo 7; the rows are sft; dpo 0.05; "):
+        hh_smollm2.main(["--model=M", "--data=D", f"--out={tmp_path}", "--only=dpo 7"])
+    with pytest.raises(SystemExit, match="rows of TRL need --trl PYTHON"):
+        hh_smollm2.main(["--model=M", "--data=D", f"--out={tmp_path}", "--only=TRL dpo 0.1"])
+
+
+@pytest.mark.slow
+def test_it_goes_from_nothing_to_the_table(tmp_path):
+    arguments = (
+        f"--model={GOLDEN / 'tiny-llama'}", f"--data={GOLDEN / 'words'}", f"--out={tmp_path}", "--quick", "--samples=1",
+        "--tokens=8", "--only=dpo 0.1", "max_length=128", "max_prompt_length=64",
+    )  # fmt: skip
+    for _ in range(2):  # the second finds all of it there
+        result = run_script("-m", "benchmarks.hh_smollm2", *arguments)
+        assert result.returncode == 0, result.stderr
+    assert "updates of 8 examples will run" not in result.stdout
+    assert [row["name"] for row in json.loads((tmp_path / "results.json").read_text())] == ["sft", "dpo 0.1"]
+    assert (tmp_path / "hh.png").stat().st_size > 1000
+    assert (tmp_path / "samples.txt").read_text().count("--- dpo 0.1:") == 8
