@@ -198,7 +198,7 @@ class Trainer:
         [lr] = self.scheduler.get_last_lr()
         counters = self.state.count(len(batch.examples))
         update = Update(*counters, batch.examples, reduced.examples, reduced.means(batch.counted))
-        if self.callbacks.allow(update):
+        if self.callbacks.allow(update) and batch.n_counted:
             self.optimizer.step()
             self.scheduler.step()
             objective.applied(update.number, update.metrics)

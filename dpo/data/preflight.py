@@ -327,7 +327,8 @@ def prepare_data(
     prompts, reports = {}, {}
     for split, size, key in (("train", batch_size, "batch_size"), ("test", eval_batch_size, "eval_batch_size")):
         options = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
-        prompts[split] = store_prompts(iterate_prompts(get_dataset, names, split, silent=silent, **options), folder)
+        found = iterate_prompts(get_dataset, names, split, with_messages=online, silent=silent, **options)
+        prompts[split] = store_prompts(found, folder)
         reports[split] = inspect_split(
             prompts[split], encode, sft_mode=sft_mode, max_length=max_length, max_prompt_length=max_prompt_length
         )

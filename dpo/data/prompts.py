@@ -42,7 +42,12 @@ class Prompt(NamedTuple):
 
 
 def iterate_prompts(
-    get_dataset: Callable[..., PreferenceData], names: Sequence[str], split: str, **dataset_options: Any
+    get_dataset: Callable[..., PreferenceData],
+    names: Sequence[str],
+    split: str,
+    *,
+    with_messages: bool = False,
+    **dataset_options: Any,
 ) -> Iterator[Prompt]:
     """Yields the prompts of several datasets, one after another.
 
@@ -53,7 +58,9 @@ def iterate_prompts(
         data = get_dataset(name, split, **dataset_options)
         kind = {"truncation_mode": data.truncation_mode, "rendered": data.rendered, "dataset": name}
         for text in list(data):
-            yield Prompt(text, **data.pop(text), **kind, number=number, messages=data.messages.pop(text, None))
+            messages = data.messages.pop(text, None)
+            kept = messages if with_messages else None
+            yield Prompt(text, **data.pop(text), **kind, number=number, messages=kept)
             number += 1
 
 

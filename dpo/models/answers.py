@@ -79,7 +79,8 @@ def answer(
     for row in out[:, ids.shape[1] :].tolist():
         end = next((i for i, token in enumerate(row, start=1) if token in ends), None)
         tokens = tuple(row[:end])
-        answers.append(Answer(tokenizer.decode(tokens, skip_special_tokens=True), tokens, end is not None))
+        text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        answers.append(Answer(text, tokens, end is not None))
     return answers
 
 

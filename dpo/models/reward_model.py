@@ -37,7 +37,7 @@ class RewardModel:
         self.limit = _count_positions(model, tokenizer)
         tokenizer.truncation_side = "left"  # of a text that is too long the end is scored, which is the answer
         self.pad = model.config.get_text_config().pad_token_id
-        model.config.get_text_config().use_cache = False  # which no token that comes would need
+        model.config.get_text_config().use_cache = False  # no token follows that would need it
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         texts = [self.encode(prompt, answer.text) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -49,12 +49,24 @@ class RewardModel:
                 scores[place] = score
         return scores
 
+    def check(self, prompt: Prompt) -> None:
+        """Raises InputError if the chat template rejects a prompt."""
+        self.encode(prompt, "")
+
     def encode(self, prompt: Prompt, answer: str) -> Ids:
-        """The token ids of a prompt with its answer, as many of the last ones as the model has positions."""
+        """The token ids of a prompt with its answer, as many of the last ones as the model has positions.
+
+        Raises InputError if the chat template rejects the prompt.
+        """
         has_template = bool(self.tokenizer.chat_template)
         text = prompt.text + answer
         if has_template:
-            text = self.tokenizer.apply_chat_template(as_messages(prompt, answer), tokenize=False)
+            try:
+                text = self.tokenizer.apply_chat_template(as_messages(prompt, answer), tokenize=False)
+            except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these
+                raise InputError(
+                    f"the chat template of online.reward_model rejects the prompt {prompt.text[:200]!r}: {error}"
+                ) from error
         limit: dict[str, Any] = {} if self.limit is None else {"truncation": True, "max_length": self.limit}
         return self.tokenizer(text, add_special_tokens=not has_template, **limit)["input_ids"]
 
@@ -131,10 +143,7 @@ def _load(config: DictConfig, device: torch.device, rows: int) -> RewardModel:
             f"{key} sees {reward.limit:,} tokens, and an answer may have online.max_new_tokens="
             f"{config.online.max_new_tokens}: lower that, or give another model"
         )
-    try:
-        reward.encode(Prompt("Hello", [], [], "", "keep_start", rendered=False), "Hello")
-    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these
-        raise InputError(f"{key}: its tokenizer's chat template cannot be used: {error}") from error
+    reward.check(Prompt("Hello", [], [], "", "keep_start", rendered=False))
     return reward
 
 

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import math
+import itertools
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig
 
 from dpo.data.prompts import Prompt
 from dpo.errors import InputError, RunError
 from dpo.models.answers import Answer
 from dpo.models.reward_model import find_reward_structure, load_reward_model, notes_on
+from dpo.parallel.mesh import from_rank_0
+from dpo.system.signals import Stopped
 
 # of prompts and one answer to each, a number for each; higher is better
 Score = Callable[[Sequence[Prompt], Sequence[Answer]], Iterable[float]]
+
+LARGEST = 3.4e38  # of float32
 
 
 class ScorerFailed(RunError):
@@ -35,27 +41,51 @@ class Scorer(NamedTuple):
     digest: str = ""  # of the code or weights: a continued run must have the same
     in_parallel: bool = False  # each process scores its own answers; else rank 0 all of them
     notes: tuple[str, ...] = ()  # to log at the start
+    check: Callable[[Prompt], Any] = lambda prompt: None  # raises InputError for a prompt that it cannot take
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """The scores, as floats. Raises ScorerFailed, which names the scorer."""
-        try:
-            scores = [float(score) for score in self.score(prompts, answers)]
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # whatever the user's code raises
-            raise ScorerFailed(f"{self.name} failed: {_tell(error)}") from error
+        """The scores, as floats. Raises ScorerFailed, which names the scorer, whatever happens in it."""
+        with _raising(ScorerFailed, f"{self.name} failed", _file_of(self.name)):
+            given = self.score(prompts, answers)
+            if isinstance(given, (str, bytes)):
+                raise TypeError(f"a number for each answer is expected, not the text {given[:80]!r}")
+            scores = [float(score) for score in itertools.islice(given, len(answers) + 1)]
         if len(scores) != len(answers):
-            raise ScorerFailed(f"{self.name} gave {len(scores)} scores for {len(answers)} answers")
+            found = len(scores) if len(scores) < len(answers) else f"more than {len(answers)}"
+            raise ScorerFailed(f"{self.name} gave {found} scores for {len(answers)} answers")
         for score, answer in zip(scores, answers, strict=True):
-            if not math.isfinite(score):
+            if not abs(score) <= LARGEST:  # nor is NaN
                 raise ScorerFailed(f"{self.name} gave the score {score} to the answer {answer.text[:200]!r}")
         return scores
 
 
-def _tell(error: Exception) -> str:
-    """The error in one line, with the place where it was raised."""
-    *_, place = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({place.filename}, line {place.lineno})"
+@contextmanager
+def _raising(kind: type[Exception], what: str, file: str | None) -> Iterator[None]:
+    """Inside is foreign code: it is without gradients, as is what comes after it with them, and whatever it raises
+    becomes one sentence with the line of `file` from which it came."""
+    try:
+        with torch.no_grad():
+            yield
+    except (KeyboardInterrupt, Stopped, kind):
+        raise
+    except BaseException as error:  # even if it would exit
+        raise kind(f"{what}: {_tell(error, file)}") from error
+
+
+def _tell(error: BaseException, file: str | None) -> str:
+    try:
+        said = " ".join(str(error).split())[:300]
+    except Exception:  # of a class of theirs
+        said = "?"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    place = f" ({file}, line {lines[-1]})" if lines else ""
+    return f"{type(error).__name__}: {said}{place}"
+
+
+def _file_of(name: str) -> str | None:
+    """The file of a function by its place, `online.function=FILE.py:NAME`; None of another scorer."""
+    key, _, place = name.partition("=")
+    return str(Path(place.rpartition(":")[0]).expanduser().resolve()) if key == "online.function" else None
 
 
 def shorter(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
@@ -71,17 +101,16 @@ def count_keyword(keyword: str) -> Score:
 def load_function(place: str) -> Score:
     """The function that `FILE.py:NAME` names, which is given two lists of texts, prompts and answers.
 
-    Runs the file's code. Raises InputError if it fails, or has no such function.
+    Runs the file's code, which may import what is beside it. Raises InputError if it fails, or has no such function.
     """
-    file, _, name = place.rpartition(":")
-    path = Path(file).expanduser().resolve()
+    name, path = place.rpartition(":")[2], Path(place.rpartition(":")[0]).expanduser().resolve()
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # which dataclasses and pickle look for
-    try:
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    with _raising(InputError, f"online.function={place}: {path} cannot be run", str(path)):
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's code raises
-        raise InputError(f"online.function={place}: {path} cannot be run: {_tell(error)}") from error
     function: Any = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"online.function={place}: {path} has no function {name}")
@@ -101,11 +130,14 @@ def load_scorer(config: DictConfig, device: torch.device, *, rows: int) -> Score
     if online.scorer == "reward_model":
         model, digest = load_reward_model(config, device, rows=rows)
         notes = notes_on(model, config)
-        return Scorer(f"online.reward_model={online.reward_model}", model, digest, in_parallel=True, notes=notes)
+        name = f"online.reward_model={online.reward_model}"
+        return Scorer(name, model, digest, in_parallel=True, notes=notes, check=model.check)
     if online.scorer == "function":
-        file = Path(online.function.rpartition(":")[0]).expanduser()
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        return Scorer(f"online.function={online.function}", load_function(online.function), digest)
+        name, digest, score = f"online.function={online.function}", "", shorter  # of which rank 0 alone has its own
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            score = load_function(online.function)
+            digest = hashlib.sha256(Path(_file_of(name) or "").read_bytes()).hexdigest()
+        return Scorer(name, score, from_rank_0(digest))
     score = count_keyword(online.keyword) if online.scorer == "keyword" else shorter
     return Scorer(f"online.scorer={online.scorer}", score)
 

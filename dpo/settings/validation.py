@@ -292,6 +292,12 @@ def _online_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
         )
     if sound.get("cache_reference_logps") == "all":
         yield "cache_reference_logps=all needs pairs that are known before: leave it out with online=online"
+    share, batch = sound.get("online.mix_offline", 0), sound.get("batch_size", 1)
+    if share and not 0 < round(share * batch) < batch:
+        yield (
+            f"online.mix_offline={share} of batch_size={batch} is {round(share * batch)} pairs of the data, and "
+            f"one at least must be, and one drawn: give another share, or 0"
+        )
     scorer = sound.get("online.scorer")
     if scorer in SCORED_BY and sound.get(f"online.{scorer}", "") is None:
         example = {"reward_model": "DIR_OR_HUB_ID", "function": "FILE.py:NAME", "keyword": "TEXT"}[scorer]

@@ -41,8 +41,8 @@ class GlobalBatch(NamedTuple):
 
     @property
     def n_counted(self) -> int:
-        """The number of examples that count; 1 if none does, of which the mean then is 0."""
-        return len(self.examples) if self.counted is None else max(1, int(self.counted.sum()))
+        """The number of examples that count."""
+        return len(self.examples) if self.counted is None else int(self.counted.sum())
 
     def speed(self, seconds: float) -> dict[str, float]:
         """The rates of an update that took `seconds` after the batch was there, and what part of its time drawing the

@@ -303,6 +303,8 @@ def explaining_out_of_memory(config: DictConfig, plan: Plan, data: TrainingData)
     """Inside, running out of memory raises RunError with what was needed and which settings would help."""
     try:
         yield
+    except RunError:  # it says what happened
+        raise
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError, on CUDA and in its CPU allocator
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "t allocate memory" not in str(error):
             raise

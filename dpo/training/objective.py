@@ -52,7 +52,7 @@ class Prepared(NamedTuple):
     def mean(self, losses: torch.Tensor, indices: torch.Tensor, *, times: int) -> torch.Tensor:
         """A microbatch's part of the mean loss over the examples that count, multiplied by `times`."""
         total = losses.sum() if self.counted is None else losses[self.counted[indices]].sum()
-        return total * times / self.n_counted
+        return total * times / max(1, self.n_counted)
 
 
 class RunningAverage:

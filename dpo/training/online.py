@@ -6,10 +6,11 @@ alone: neither on other prompts nor on the number of processes, up to rounding. 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,9 @@ from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
 
 Answered = tuple[Prompt, list[Answer]]
+Item = TypeVar("Item")
+LOOKED_AT = 400  # prompts at the start
+OFFLINE = 1  # seeds what is not an answer
 
 
 class ScorerState:
@@ -114,7 +118,7 @@ class OnlineBatches(Batches):
 
     def _offline(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
         """The places of a batch that get a pair of the data, and one of their prompts' pairs, by chance."""
-        rng = np.random.default_rng([self.seed, update])
+        rng = np.random.default_rng([self.seed, update, OFFLINE])
         places = sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist())
         pairs = {place: list(examples_of(prompts[place], sft_mode=False)) for place in places}
         return {place: of_prompt[rng.integers(len(of_prompt))] for place, of_prompt in pairs.items()}
@@ -126,19 +130,19 @@ class OnlineBatches(Batches):
         """
         by_length = sorted(asked, key=lambda place: len(asked[place].prompt))
         own = by_length[self.rank :: self.size]
-        in_step = own + by_length[-1:] * (-(-len(by_length) // self.size) - len(own))
-        per_batch = self.config.eval_batch_size // self.size
-        batches = [in_step[start : start + per_batch] for start in range(0, len(in_step), per_batch)]
+        # processes with one prompt less answer one twice, as all take part in every batch
+        places = own + by_length[-1:] * (-(-len(by_length) // self.size) - len(own))
+        batches = _in_groups(places, self.config.eval_batch_size // self.size)
         answers: list[tuple[int, list[Answer]]] = []
         policy = self.objective.policy.eval()
         with gathered_weights(policy):
-            for places in self.progress.over(batches, total=len(batches), what="sample"):
-                answers += zip(places, self._answer_batch(policy, asked, places, update), strict=True)
+            for batch in self.progress.over(batches, total=len(batches), what="sample"):
+                answers += zip(batch, self._answer_batch(policy, asked, batch, update), strict=True)
         return dict(self.mesh.gather_list(answers[: len(own)]))
 
     def _answer_batch(
         self, policy: Any, asked: Mapping[int, Example], places: Sequence[int], update: int
-    ) -> Iterator[list[Answer]]:
+    ) -> list[list[Answer]]:
         """The answers to the prompts at these places, one batch."""
         n = self.n_samples
         first = update * self.config.batch_size
@@ -156,8 +160,7 @@ class OnlineBatches(Batches):
             torch.autocast(self.objective.device.type, dtype=autocast, enabled=autocast is not None),
         ):
             tokenizer, in_step = self.data.tokenizer, self.mesh.world_size > 1
-            made = iter(answer(policy, tokenizer, prompts, numbers, self.sampling, in_step=in_step))
-        return ([next(made) for _ in range(n)] for _ in places)
+            return _in_groups(answer(policy, tokenizer, prompts, numbers, self.sampling, in_step=in_step), n)
 
     def _score(self, answered: Sequence[Answered]) -> list[list[float]]:
         """The score of each answer, less the penalty if it was cut off; on every process."""
@@ -169,8 +172,10 @@ class OnlineBatches(Batches):
         for outcome in outcomes:
             if isinstance(outcome, str):
                 raise ScorerFailed(outcome)
-        scores = iter([score for outcome in outcomes for score in outcome])
-        return [[next(scores) - self.penalty * (not one.ended) for one in answers] for _, answers in answered]
+        scores = [score for outcome in outcomes for score in outcome]
+        answers = [one for _, of_prompt in answered for one in of_prompt]
+        penalized = [score - self.penalty * (not one.ended) for score, one in zip(scores, answers, strict=True)]
+        return _in_groups(penalized, self.n_samples)
 
     def _outcome(self, answered: Sequence[Answered]) -> list[float] | str:
         """Scores, or why there are none: what the other processes learn."""
@@ -181,9 +186,19 @@ class OnlineBatches(Batches):
             return str(error)
 
 
+def _in_groups(items: Sequence[Item], size: int) -> list[list[Item]]:
+    """The items in order, `size` at a time."""
+    return [[*items[start : start + size]] for start in range(0, len(items), size)]
+
+
 def count_offline(config: DictConfig) -> int:
     """How many pairs of each batch are those of the data."""
-    return min(round(config.online.mix_offline * config.batch_size), config.batch_size - 1)
+    return round(config.online.mix_offline * config.batch_size)
+
+
+def some_prompts(data: TrainingData) -> Iterator[Prompt]:
+    """The training prompts, or LOOKED_AT from all over them."""
+    return itertools.islice(data.train, 0, None, max(1, len(data.train) // LOOKED_AT))
 
 
 def encode_prompt(prompt: Prompt, data: TrainingData, config: DictConfig) -> Example:
@@ -250,6 +265,8 @@ def make_batches(
     if not plan.online:
         return Batches(config, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
     scorer = load_scorer(config, objective.device, rows=max(1, config.eval_batch_size // mesh.data_size))
+    for prompt in some_prompts(data):
+        scorer.check(prompt)
     for note in scorer.notes:
         progress.line(note)
     return OnlineBatches(config, data, objective, scorer, stop, progress, seed=seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.data.examples import TextExample, examples_of
 from dpo.data.preflight import TrainingData
-from dpo.data.prompts import Prompt
 from dpo.models.answers import Sampling, choosing
 from dpo.models.generation import attention_of_generation
 from dpo.models.pretrained import DTYPES
@@ -21,9 +19,7 @@ from dpo.models.reward_model import RewardModel
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batches, GlobalBatch
 from dpo.training.memory_tracker import MemoryTracker, on_device
-from dpo.training.online import count_offline, encode_prompt
-
-LOOKED_AT = 400  # prompts that are searched for the longest
+from dpo.training.online import count_offline, encode_prompt, some_prompts
 
 
 class Rounds(NamedTuple):
@@ -72,17 +68,13 @@ class LongestAnswers(Batches):
 
 def longest_prompt(config: DictConfig, data: TrainingData) -> int:
     """Tokens of the longest of the training prompts, or of a sample of them, as they are answered."""
-    return max(len(encode_prompt(prompt, data, config).prompt) for prompt in _sample(data))
+    return max(len(encode_prompt(prompt, data, config).prompt) for prompt in some_prompts(data))
 
 
 def longest_text(reward: RewardModel, config: DictConfig, data: TrainingData) -> int:
     """Tokens of the longest text of these that a reward model may see: a whole prompt and the longest answer."""
-    longest = max(len(reward.encode(prompt, "")) for prompt in _sample(data)) + config.online.max_new_tokens
+    longest = max(len(reward.encode(prompt, "")) for prompt in some_prompts(data)) + config.online.max_new_tokens
     return longest if reward.limit is None else min(longest, reward.limit)
-
-
-def _sample(data: TrainingData) -> Iterator[Prompt]:
-    return itertools.islice(data.train, 0, None, max(1, len(data.train) // LOOKED_AT))
 
 
 def peak_of_sampling(

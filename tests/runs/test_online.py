@@ -111,10 +111,9 @@ def test_the_same_prompt_is_answered_anew_in_the_next_epoch(run, drawn, tmp_path
 
 
 def test_ties_are_trained_on_or_do_not_count(run, drawn, tmp_path):
-    """Half of the prompts have equal scores; without them the loss is the mean over the others."""
-    scorer = write_scorer(
-        tmp_path, "return [hash(c) % 97 if len(p) % 2 else 0.0 for p, c in zip(prompts, completions)]"
-    )
+    """Those of prompts with even numbers alone are equal; without them the loss is the mean over the others."""
+    odd = "any(digit in p for digit in '13579')"
+    scorer = write_scorer(tmp_path, f"return [len(c) if {odd} else 0.0 for p, c in zip(prompts, completions)]")
     for ties in ("skip", "keep"):
         run(ties, *ONLINE, *scorer, f"online.ties={ties}", "batch_size=8", "n_examples=16", "eval_every=8")
     skip, keep = (metrics_of(tmp_path / ties, "train") for ties in ("skip", "keep"))
@@ -127,10 +126,22 @@ def test_ties_are_trained_on_or_do_not_count(run, drawn, tmp_path):
 
 @pytest.mark.parametrize("loss", ["dpo", "aot"])
 def test_a_batch_of_ties_alone_changes_nothing(loss, run, tmp_path):
-    scorer = write_scorer(tmp_path, "return [1.0] * len(completions)")
-    run("run", *ONLINE, *scorer, f"loss={loss}", "loss.beta=0.1")
-    for line in metrics_of(tmp_path / "run", "train"):
-        assert (line["grad_norm"], line["online/ties"]) == (0, 1)
+    """Nor does the momentum of the batch before it, which had one pair that counts."""
+    calls = tmp_path / "calls"
+    scorer = write_scorer(
+        tmp_path,
+        f"open({str(calls)!r}, 'a').write('.')\n    first = len(open({str(calls)!r}).read()) == 1\n"
+        "    return [float(first and i == 0) for i in range(len(completions))]",
+    )
+    run("run", *ONLINE, *scorer, f"loss={loss}", "loss.beta=0.1", "optimizer=AdamW", "lr=1e-2", "eval_every=4")
+    first, *others = metrics_of(tmp_path / "run", "train")
+    assert (first["online/ties"], [line["online/ties"] for line in others]) == (0.75, [1, 1])
+    assert first["grad_norm"] > 0
+    assert [line["grad_norm"] for line in others] == [0, 0]
+    states = [read_state(tmp_path / "run" / f"step-{n}" / "policy.pt") for n in (4, 12)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    before, after = (line["logps_eval/chosen"] for line in metrics_of(tmp_path / "run", "eval")[:2])
+    assert before != after  # the first batch was trained on
 
 
 def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
@@ -297,11 +308,35 @@ def test_a_function_gets_texts_and_its_numbers_rank(run, drawn, tmp_path):
         ("return [float('nan')] * len(completions)", "rewards.py:score gave the score nan to the answer"),
         ("return None", "rewards.py:score failed: TypeError"),
         ("return ['good'] * len(completions)", "rewards.py:score failed: ValueError"),
+        ("return '1' * len(completions)", "rewards.py:score failed: TypeError: a number for each answer is expected"),
+        ("import itertools; return itertools.count()", "rewards.py:score gave more than 8 scores for 8 answers"),
+        ("return [1e308] * len(completions)", "rewards.py:score gave the score 1e[+]308 to the answer"),
+        ("raise SystemExit(0)", r"rewards.py:score failed: SystemExit: 0 \(.*rewards.py, line 2\)"),
+        ("raise MemoryError('mine')", "rewards.py:score failed: MemoryError: mine"),
+        ("raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})", r"rewards.py:score failed: E: \?"),
     ],
 )
 def test_a_function_that_fails_ends_the_run_with_a_sentence(body, said, run, tmp_path):
     with pytest.raises(ScorerFailed, match=said):
         run("run", *ONLINE, *write_scorer(tmp_path, body))
+
+
+def test_out_of_memory_in_a_scorer_is_the_scorers(command, tmp_path):
+    scorer = write_scorer(tmp_path, 'raise MemoryError("can\'t allocate memory")')
+    result = train(*command("run", *ONLINE, *scorer))
+    assert result.returncode == 1
+    assert "rewards.py:score failed: MemoryError" in result.stderr
+    assert "try " not in result.stderr
+
+
+def test_a_function_may_turn_gradients_off_and_import_what_is_beside_it(run, tmp_path):
+    (tmp_path / "beside_it.py").write_text("LENGTH = 3\n")
+    code = "import torch\nfrom beside_it import LENGTH\n\ntorch.set_grad_enabled(False)\n\n\n"
+    code += "def score(prompts, completions):\n    torch.set_grad_enabled(False)\n"
+    code += "    return torch.tensor([len(c) % LENGTH for c in completions])\n"
+    (tmp_path / "gradients.py").write_text(code)
+    run("run", *ONLINE, "online.scorer=function", f"online.function={tmp_path / 'gradients.py'}:score")
+    assert all(line["grad_norm"] > 0 for line in metrics_of(tmp_path / "run", "train"))
 
 
 @pytest.mark.parametrize("grid", [(), pytest.param(GRIDS["sharded"], marks=SLOW)])
@@ -345,6 +380,7 @@ def test_a_changed_function_is_not_the_run_that_is_continued(run, tmp_path):
         (("online=online", "online.scorer=shorter", "online.n_samples=1"), "online.n_samples=1 must be an integer"),
         (("online=online", "online.scorer=shorter", "cache_reference_logps=all"), "needs pairs that are known before"),
         (("online=online", "online.scorer=shorter", "online.max_new_tokens=40"), "are more than max_length=48"),
+        (("online=online", "online.scorer=shorter", "online.mix_offline=0.1"), "of batch_size=4 is 0 pairs"),
         (
             ("online=online", "online.scorer=shorter", "trainer=TensorParallelTrainer",
              "tensor_parallel.backend=tensor_parallel"),
@@ -364,7 +400,12 @@ def test_what_cannot_be_is_refused_with_a_sentence(overrides, said, command):
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [("score = 5", "has no function score"), ("1 / 0", "cannot be run: ZeroDivisionError"), ("def(", "SyntaxError")],
+    [
+        ("score = 5", "has no function score"),
+        ("1 / 0", "rewards.py cannot be run: ZeroDivisionError: division by zero ("),
+        ("def(", "cannot be run: SyntaxError"),
+        ("import sys; sys.exit(0)", "cannot be run: SystemExit: 0"),
+    ],
 )
 def test_a_file_without_the_function_is_refused_before_anything_is_written(code, said, command, tmp_path):
     (tmp_path / "rewards.py").write_text(code)
