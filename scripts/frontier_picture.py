@@ -51,7 +51,9 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
             noise = next(row["label_noise"] for row in rows if row.get("label_noise"))
             title = f"{100 * noise:.0f} % of the labels flipped (dotted: none)"
             axes[1].set_title(title, loc="left", fontsize=10, color=theme.ink)
-            for method in {name.removesuffix("_noisy") for name in noisy} & set(clean):  # faint, to compare with
+            for method in sorted(
+                {name.removesuffix("_noisy") for name in noisy} & set(clean)
+            ):  # faint, to compare with
                 _draw_method(axes[1], rows, method, theme, faint=True)
         _add_legend(picture, axes[0], theme)
         file = io.BytesIO()
