@@ -65,7 +65,8 @@ class RewardModel:
                 text = self.tokenizer.apply_chat_template(as_messages(prompt, answer), tokenize=False)
             except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these
                 raise InputError(
-                    f"the chat template of online.reward_model rejects the prompt {prompt.text[:200]!r}: {error}"
+                    f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
+                    f"{prompt.text[:200]!r}: {error}"
                 ) from error
         limit: dict[str, Any] = {} if self.limit is None else {"truncation": True, "max_length": self.limit}
         return self.tokenizer(text, add_special_tokens=not has_template, **limit)["input_ids"]

@@ -150,7 +150,7 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
         two: r"is a BertForSequenceClassification with 2 outputs \(num_labels\): give a sequence classification model",
         str(GOLDEN / "tiny-llama"): r"is a LlamaForCausalLM with 2 outputs",
         headless: r"has no weights for score\.weight: give a sequence classification model with one output",
-        odd: "the chat template of online.reward_model rejects the prompt 'Hello': no, never",
+        odd: "its tokenizer's chat template rejects the prompt 'Hello': no, never",
         str(adapter): "is an adapter: merge it into its base",
     }
     for load in (scorer_of, lambda folder: check_scorer(config_of(folder))):

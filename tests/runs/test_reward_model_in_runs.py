@@ -55,3 +55,14 @@ def test_a_continued_run_needs_the_same_reward_model(reward_model, command, tmp_
     again = train(*command("run", *ONLINE, f"online.reward_model={reward_model}"), "resume=auto")
     assert again.returncode == 2
     assert f"online.reward_model={reward_model} has changed since the checkpoint: restore it" in again.stderr
+
+
+def test_a_template_that_rejects_a_prompt_of_the_data_ends_the_run_before_it_trains(tokenizer, command, tmp_path):
+    """As Gemma's rejects system messages. The prompt is the last of them."""
+    template = "{% for m in messages %}{% if 'number 10' in m['content'] %}{{ raise_exception('not ten') }}{% endif %}"
+    model = save_reward_model(tmp_path / "reward", "llama", tokenizer, template=template + "{% endfor %}ok")
+    result = train(*command("run", *ONLINE, f"online.reward_model={model}"))
+    assert result.returncode == 2
+    assert "its tokenizer's chat template rejects the prompt" in result.stderr
+    assert "not ten" in result.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
