@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.ledger", description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="pairs in each list (default: 10)")
-    parser.add_argument("--no-texts", action="store_true", help="do not load the run's datasets for the texts")
+    parser.add_argument("--no-texts", action="store_true", help="nor load the run's datasets for them")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     asked = parser.parse_args(arguments)
     from dpo.analysis.ledger import summarize
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if table is None:
         parser.error(f"{asked.run} has no ledger.parquet: give the directory of a run with ledger=true")
     summary = summarize(table, top=asked.top)
-    texts, note = texts_of(read_config(asked.run), summary, None if asked.no_texts else find_texts)
+    texts, note = ({}, "") if asked.no_texts else texts_of(read_config(asked.run), summary, find_texts)
     if asked.json:
         found: dict[str, Any] = dataclasses.asdict(summary)
         for pair in (*found["never_flipped"], *found["suspected_noise"]):

@@ -73,6 +73,8 @@ def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, capsys):
     own = {**texts, "score_chosen": 2.0, "score_rejected": -1.0, "score_others": []}
     folder = with_ledger(tmp_path, [row("bad", n, "train", -9.0, 9.0, (5, 5)) | own for n in (2, 3)])
     assert main([str(folder), "--no-texts"]) == 0
+    assert "Hi" not in capsys.readouterr().out
+    assert main([str(folder)]) == 0
     shown = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
     assert shown == [["prompt", "Hi"], ["chosen", "no [2J"], ["rejected", "yes"]] * 2
     assert main([str(folder), "--json"]) == 0
