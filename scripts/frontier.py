@@ -2,8 +2,8 @@
 
     python -m scripts.frontier [--quick] [--out DIR] [OVERRIDES OF train.py ...]
 
-SFT, then every method of `frontier_methods.py` over its betas and three seeds, by train.py; expected true reward and
-KL(policy || reference) of each policy by enumeration, beside pi* and best-of-N. Writes `frontier.json` (a row for each
+SFT, then every method of `frontier_parts/methods.py` over its betas and three seeds, by train.py; expected true reward
+and KL(policy || reference) of each policy by enumeration, beside pi* and best-of-N. Writes `frontier.json` (a row for each
 method, beta and seed), `frontier.png` and `frontier-dark.png` to DIR (.cache/frontier), and prints a table. --quick is
 a minute's try: one seed, two betas, a third of the pairs. `trainer=FSDPTrainer world_size=2` runs it on two processes.
 What the task is and what the numbers mean: docs/frontier.md.
@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpo.errors import InputError, RunError
-from scripts import frontier_exact as exact
-from scripts import frontier_runs as runs
-from scripts.frontier_methods import METHODS, NOISE
-from scripts.frontier_runs import Job
-from scripts.frontier_task import Pairs, Task, draw_pairs
+from scripts.frontier_parts import exact, runs
+from scripts.frontier_parts.methods import METHODS, NOISE
+from scripts.frontier_parts.runs import Job
+from scripts.frontier_parts.task import Pairs, Task, draw_pairs
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / ".cache" / "frontier"
@@ -210,8 +209,8 @@ def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def sweep(out: Path, task: Task, size: Size, noise: float, extra: Sequence[str], *, tune: bool = False) -> None:
     """Run everything, and write what came of it. Raises InputError and RunError as train.py does."""
-    from scripts.frontier_picture import draw
-    from scripts.frontier_reading import as_text, rates_as_text
+    from scripts.frontier_parts.picture import draw
+    from scripts.frontier_parts.reading import as_text, rates_as_text
 
     root = out / "frontier-runs"
     shutil.rmtree(root, ignore_errors=True)

@@ -18,11 +18,12 @@ from dpo.data.examples import Example
 from dpo.data.tokenization import TextEncoder, encode_texts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.models.pretrained import load_model
-from scripts import frontier, frontier_exact, frontier_runs
-from scripts.frontier_methods import METHODS
-from scripts.frontier_picture import draw as draw_picture
-from scripts.frontier_reading import as_text, at_equal_kl, course_of, rates_as_text, within_budget
-from scripts.frontier_task import NONE, Task, draw_pairs, noisy_scorer
+from scripts import frontier
+from scripts.frontier_parts import exact, runs
+from scripts.frontier_parts.methods import METHODS
+from scripts.frontier_parts.picture import draw as draw_picture
+from scripts.frontier_parts.reading import as_text, at_equal_kl, course_of, rates_as_text, within_budget
+from scripts.frontier_parts.task import NONE, Task, draw_pairs, noisy_scorer
 
 TASK = Task(symbols=3, prompt_length=4, response_length=3, held_out=17)
 KEYS = {"method", "beta", "seed", "reward", "reward_se", "kl", "kl_se"}
@@ -32,7 +33,7 @@ PNG = b"\x89PNG"
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("frontier") / "model"
-    frontier_runs.write_model(directory, TASK)
+    runs.write_model(directory, TASK)
     return directory
 
 
@@ -48,7 +49,7 @@ def model(model_dir):
 
 @pytest.fixture(scope="module")
 def logps(model):
-    return frontier_exact.leaf_logps(model, TASK, TASK.test_prompts)
+    return exact.leaf_logps(model, TASK, TASK.test_prompts)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def test_what_is_drawn_online_is_labelled_alike():
 
 def test_the_two_responses_of_a_pair_differ(model):
     rng = np.random.default_rng(0)
-    pairs = draw_pairs(TASK, TASK.train_prompts, lambda asked: frontier_exact.draw(model, TASK, asked, rng), rng)
+    pairs = draw_pairs(TASK, TASK.train_prompts, lambda asked: exact.draw(model, TASK, asked, rng), rng)
     assert (pairs.chosen != pairs.rejected).any(-1).all()
 
 
@@ -167,14 +168,14 @@ def test_reward_and_kl_agree_with_samples_of_generate(model, logps, rewards):
     texts = ["".join("abc"[i] for i in row if i < 3) for row in ids[:, len(prompt) :].tolist()]
     drawn = np.array([index[text] for text in texts])
     uniform = np.full_like(logps[:1], -math.log(40))
-    point = frontier_exact.point_of(logps[:1], uniform, rewards[:1])
-    for exact, values in ((point.reward, rewards[0, drawn]), (point.kl, (logps - uniform)[0, drawn])):
-        assert abs(values.mean() - exact) < 4 * values.std() / math.sqrt(n)
+    point = exact.point_of(logps[:1], uniform, rewards[:1])
+    for expected, values in ((point.reward, rewards[0, drawn]), (point.kl, (logps - uniform)[0, drawn])):
+        assert abs(values.mean() - expected) < 4 * values.std() / math.sqrt(n)
 
 
 def test_draw_draws_from_the_model(model, logps):
     n, rng = 5000, np.random.default_rng(1)
-    drawn = frontier_exact.draw(model, TASK, np.repeat(TASK.test_prompts[:1], n, 0), rng)
+    drawn = exact.draw(model, TASK, np.repeat(TASK.test_prompts[:1], n, 0), rng)
     counts = (drawn[:, None] == TASK.leaves[None]).all(-1).sum(0)
     assert counts.sum() == n  # each is a leaf
     expected = n * np.exp(logps[0])
@@ -206,27 +207,27 @@ def test_the_optimum_is_what_an_optimizer_finds(small):
         return -objective
 
     optimizer.step(closure)
-    assert frontier_exact.optimum(0.4, *small) == pytest.approx(logits.detach().log_softmax(-1).numpy(), abs=1e-3)
+    assert exact.optimum(0.4, *small) == pytest.approx(logits.detach().log_softmax(-1).numpy(), abs=1e-3)
 
 
 def test_no_policy_is_above_the_limit_and_the_optimum_is_on_it(small):
     rng = np.random.default_rng(1)
     for beta in (5, 1, 0.3, 0.1):
-        best = frontier_exact.optimum(beta, *small)
-        point = frontier_exact.point_of(best, *small)
-        assert frontier_exact.most_reward(point.kl, *small) == pytest.approx(point.reward, abs=1e-9)
+        best = exact.optimum(beta, *small)
+        point = exact.point_of(best, *small)
+        assert exact.most_reward(point.kl, *small) == pytest.approx(point.reward, abs=1e-9)
         for scale in (0.01, 0.1, 1, 3):
             for _ in range(20):
                 logits = best + scale * rng.normal(size=best.shape)
                 other = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-                reward, kl = frontier_exact.point_of(other, *small)
-                assert reward <= frontier_exact.most_reward(kl, *small) + 1e-9
+                reward, kl = exact.point_of(other, *small)
+                assert reward <= exact.most_reward(kl, *small) + 1e-9
 
 
 def test_more_kl_than_the_best_responses_have_buys_nothing(small):
-    assert frontier_exact.most_reward(1e3, *small) == pytest.approx(small[1].max(-1).mean())
-    start = frontier_exact.point_of(small[0], *small)
-    assert frontier_exact.most_reward(0.0, *small) == pytest.approx(start.reward, abs=1e-5)
+    assert exact.most_reward(1e3, *small) == pytest.approx(small[1].max(-1).mean())
+    start = exact.point_of(small[0], *small)
+    assert exact.most_reward(0.0, *small) == pytest.approx(start.reward, abs=1e-5)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -238,11 +239,11 @@ def test_best_of_n_is_what_all_draws_of_n_come_to(small, n):
         best = [i for i in draws if r[i] == max(r[list(draws)])]  # one of these by lot, equal ones among them too
         for i in best:
             expected[i] += np.prod(p[list(draws)]) / len(best)
-    assert np.exp(frontier_exact.best_of(n, *small)[0]) == pytest.approx(expected)
+    assert np.exp(exact.best_of(n, *small)[0]) == pytest.approx(expected)
 
 
 def test_best_of_many_is_the_best(small):
-    point = frontier_exact.point_of(frontier_exact.best_of(10**6, *small), *small)
+    point = exact.point_of(exact.best_of(10**6, *small), *small)
     assert point.reward == pytest.approx(small[1].max(-1).mean())
 
 

@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from dpo.analysis.curves import DARK, LIGHT, Theme
-from scripts.frontier_methods import METHODS
-from scripts.frontier_reading import Row, course_of, methods_in
+from scripts.frontier_parts.methods import METHODS
+from scripts.frontier_parts.reading import Row, course_of, methods_in
 
 STYLES = {  # colour's index in the theme, marker
     "dpo": (0, "o"),

@@ -1,4 +1,4 @@
-"""Expected reward and KL of policies on the tree of `frontier_task.py`: by enumeration, in float64, without sampling.
+"""Expected reward and KL of policies on the tree of `task.py`: by enumeration, in float64, without sampling.
 
 Log-probabilities and rewards of all responses are arrays (prompts, leaves); prompts count equally. docs/frontier.md has
 the formulas, and why no policy is above pi*.
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.frontier_task import NONE, Task
+from scripts.frontier_parts.task import NONE, Task
 
 
 class Point(NamedTuple):

@@ -1,7 +1,7 @@
 """The runs of `scripts.frontier`: their model, tokenizer and data, and `train.py` in processes that share the cores.
 
 Every policy is trained by the command line that users have, forked from a process which has imported what it needs, and
-judged by `frontier_exact.py` in the process that has trained it.
+judged by `exact.py` in the process that has trained it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpo.errors import InputError, RunError
-from scripts.frontier_task import SYMBOLS, Pairs, Task
+from scripts.frontier_parts.task import SYMBOLS, Pairs, Task
 from scripts.gpu_checks.common import redirect
 from scripts.gpu_checks.start import start
 
@@ -104,7 +104,11 @@ def write_scorer(root: Path, task: Task, seed: int) -> str:
     """A file for `online.function`, and the name of its function."""
     file = root / "scorers" / f"seed_{seed}.py"
     file.parent.mkdir(exist_ok=True)
-    lines = ("from scripts.frontier_task import Task, noisy_scorer", "", f"score = noisy_scorer({task}, seed={seed})")
+    lines = (
+        "from scripts.frontier_parts.task import Task, noisy_scorer",
+        "",
+        f"score = noisy_scorer({task}, seed={seed})",
+    )
     file.write_text("\n".join([*lines, ""]), encoding="utf-8")
     return f"{file}:score"
 

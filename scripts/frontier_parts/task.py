@@ -2,7 +2,7 @@
 
 A prompt is a string of a few symbols. A response is a string of at most `response_length` symbols, ended by EOS, or cut
 after the last symbol that fits: a prompt has finitely many responses, the leaves of a tree. numpy alone; what a model
-makes of the tree is in `frontier_exact.py`, the formulas are in docs/frontier.md.
+makes of the tree is in `exact.py`, the formulas are in docs/frontier.md.
 """
 
 from __future__ import annotations
