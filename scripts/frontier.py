@@ -3,9 +3,10 @@
     python -m scripts.frontier [--quick] [--out DIR] [OVERRIDES OF train.py ...]
 
 SFT, then every method of `frontier_parts/methods.py` over its betas and three seeds, by train.py; expected true reward
-and KL(policy || reference) of each policy by enumeration, beside pi* and best-of-N. Writes `frontier.json` (a row for each
-method, beta and seed), `frontier.png` and `frontier-dark.png` to DIR (.cache/frontier), and prints a table. --quick is
-a minute's try: one seed, two betas, a third of the pairs. `trainer=FSDPTrainer world_size=2` runs it on two processes.
+and KL(policy || reference) of each policy by enumeration, beside pi* and best-of-N. Writes `frontier.json` (a row for
+each method, beta and seed), `frontier.png` and `frontier-dark.png` to DIR (.cache/frontier), and prints a table.
+--quick is a minute's try: one seed, two betas, a third of the pairs. `trainer=FSDPTrainer world_size=2` runs it on two
+processes.
 What the task is and what the numbers mean: docs/frontier.md.
 """
 
