@@ -44,7 +44,9 @@ def main() -> None:
     n = asked.batch_size
     data: Any = SimpleNamespace(report=SimpleNamespace(train=SimpleNamespace(examples=n * asked.updates)))
     with tempfile.TemporaryDirectory() as folder:
-        context = RunContext(OmegaConf.create({"batch_size": n}), Path(folder), 0, data, print)
+        context = RunContext(
+            OmegaConf.create({"batch_size": n, "online": {"name": "none"}}), Path(folder), 0, data, print
+        )
         ledger = Ledger(context)
         ledger.on_start()
         appends = []

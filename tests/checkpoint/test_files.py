@@ -300,26 +300,29 @@ def test_pruning_keeps_the_newest_the_best_and_never_fewer_than_two(tmp_path):
 
 
 def test_one_write_runs_at_a_time_and_its_failure_is_raised_by_the_next_call():
-    writer, running, most = BackgroundWriter(), [], []
+    writer, running, most, may_end = BackgroundWriter(), [], [], threading.Event()
 
     def write_slowly() -> None:
         running.append(1)
         most.append(len(running))
-        time.sleep(0.1)
+        assert may_end.wait(60)
         running.pop()
 
     def fail() -> None:
         raise RunError("no space")
 
-    started = time.perf_counter()
-    writer.start(write_slowly)
-    assert time.perf_counter() - started < 0.09  # it did not wait
+    def check_until_it_fails() -> None:
+        for _ in range(1000):
+            writer.check()
+            time.sleep(0.01)
+
+    writer.start(write_slowly)  # does not wait
+    may_end.set()
     writer.start(write_slowly)
     writer.start(fail)
     assert most == [1, 1]
-    time.sleep(0.05)
     with pytest.raises(RunError, match="no space"):
-        writer.check()
+        check_until_it_fails()
     writer.check()  # told once
     writer.start(fail)
     with pytest.raises(RunError, match="no space"):
