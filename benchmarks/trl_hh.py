@@ -56,6 +56,7 @@ def main(folder: Path) -> None:
         warmup_steps=settings["warmup_steps"],
         optim="rmsprop",
         max_grad_norm=10.0,
+        gradient_checkpointing=False,
         max_length=settings["max_length"],
         beta=settings["beta"],
         loss_type=[settings["loss"]],

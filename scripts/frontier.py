@@ -5,7 +5,7 @@
 SFT, then every method of `frontier_parts/methods.py` over its betas and three seeds, by train.py; expected true reward
 and KL(policy || reference) of each policy by enumeration, beside pi* and best-of-N. Writes `frontier.json` (a row for
 each method, beta and seed), `frontier.png` and `frontier-dark.png` to DIR (.cache/frontier), and prints a table.
---quick is a minute's try: one seed, two betas, a third of the pairs. `trainer=FSDPTrainer world_size=2` runs it on two
+--quick is smaller: one seed, two betas, a third of the pairs. `trainer=FSDPTrainer world_size=2` runs it on two
 processes.
 What the task is and what the numbers mean: docs/frontier.md.
 """
@@ -235,9 +235,7 @@ def sweep(out: Path, task: Task, size: Size, noise: float, extra: Sequence[str],
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.frontier", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="a minute's try: one seed, two betas, a third of the pairs"
-    )
+    parser.add_argument("--quick", action="store_true", help="smaller: one seed, two betas, a third of the pairs")
     parser.add_argument(
         "--out", type=Path, default=OUT, metavar="DIR", help="where to write (default: .cache/frontier)"
     )

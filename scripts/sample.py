@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpo.data.asking import AUTO, FORMS, MEANINGS, RAW
 from dpo.errors import InputError
-from dpo.settings.keys import COUNT, FINITE, SEED, Rule
+from dpo.settings.keys import COUNT, FINITE, SEED, TOP_P, Rule
 
 if TYPE_CHECKING:
     from dpo.models.answers import Sampling
@@ -75,7 +75,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 TEMPERATURE = Rule(lambda v: 0 <= v < math.inf, "a number, 0 or more")
-TOP_P = Rule(lambda v: 0 < v <= 1, "a number above 0, at most 1")
 
 
 def _value(kind: type, rule: Rule) -> Callable[[str], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -67,5 +68,27 @@ def run(command):
             config = hydra.compose("config", arguments)
         assert main.find_config_problems(config) == []
         main.run(config)
+
+    return start
+
+
+@pytest.fixture
+def run_and_stop(run, monkeypatch):
+    """The same, stopped by a signal in its third update."""
+    from dpo.reporting.files import FileLogger
+    from dpo.system.signals import Stopped
+
+    log = FileLogger.on_update
+
+    def log_and_stop(self, update) -> None:
+        log(self, update)
+        if update.number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def start(name: str, *overrides: str) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(FileLogger, "on_update", log_and_stop)
+            with pytest.raises(Stopped):
+                run(name, *overrides)
 
     return start

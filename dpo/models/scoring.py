@@ -42,10 +42,11 @@ class Scorer(NamedTuple):
     in_parallel: bool = False  # each process scores its own answers; else rank 0 all of them
     notes: tuple[str, ...] = ()  # to log at the start
     check: Callable[[Prompt], Any] = lambda prompt: None  # raises InputError for a prompt that it cannot take
+    file: Path | None = None  # of the user's code, whose line an error names
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         """The scores, as floats. Raises ScorerFailed, which names the scorer, whatever happens in it."""
-        with _raising(ScorerFailed, f"{self.name} failed", _file_of(self.name)):
+        with _raising(ScorerFailed, f"{self.name} failed", self.file):
             given = self.score(prompts, answers)
             if isinstance(given, (str, bytes)):
                 raise TypeError(f"a number for each answer is expected, not the text {given[:80]!r}")
@@ -60,7 +61,7 @@ class Scorer(NamedTuple):
 
 
 @contextmanager
-def _raising(kind: type[Exception], what: str, file: str | None) -> Iterator[None]:
+def _raising(kind: type[Exception], what: str, file: Path | None) -> Iterator[None]:
     """Inside is foreign code: it is without gradients, as is what comes after it with them, and whatever it raises
     becomes one sentence with the line of `file` from which it came."""
     try:
@@ -72,20 +73,19 @@ def _raising(kind: type[Exception], what: str, file: str | None) -> Iterator[Non
         raise kind(f"{what}: {_tell(error, file)}") from error
 
 
-def _tell(error: BaseException, file: str | None) -> str:
+def _tell(error: BaseException, file: Path | None) -> str:
     try:
         said = " ".join(str(error).split())[:300]
     except Exception:  # of a class of theirs
         said = "?"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     place = f" ({file}, line {lines[-1]})" if lines else ""
     return f"{type(error).__name__}: {said}{place}"
 
 
-def _file_of(name: str) -> str | None:
-    """The file of a function by its place, `online.function=FILE.py:NAME`; None of another scorer."""
-    key, _, place = name.partition("=")
-    return str(Path(place.rpartition(":")[0]).expanduser().resolve()) if key == "online.function" else None
+def _file_of(place: str) -> Path:
+    """The file of a function by its place, `FILE.py:NAME`."""
+    return Path(place.rpartition(":")[0]).expanduser().resolve()
 
 
 def shorter(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
@@ -103,13 +103,13 @@ def load_function(place: str) -> Score:
 
     Runs the file's code, which may import what is beside it. Raises InputError if it fails, or has no such function.
     """
-    name, path = place.rpartition(":")[2], Path(place.rpartition(":")[0]).expanduser().resolve()
+    name, path = place.rpartition(":")[2], _file_of(place)
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # which dataclasses and pickle look for
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    with _raising(InputError, f"online.function={place}: {path} cannot be run", str(path)):
+    with _raising(InputError, f"online.function={place}: {path} cannot be run", path):
         spec.loader.exec_module(module)
     function: Any = getattr(module, name, None)
     if not callable(function):
@@ -133,11 +133,11 @@ def load_scorer(config: DictConfig, device: torch.device, *, rows: int) -> Score
         name = f"online.reward_model={online.reward_model}"
         return Scorer(name, model, digest, in_parallel=True, notes=notes, check=model.check)
     if online.scorer == "function":
-        name, digest, score = f"online.function={online.function}", "", shorter  # of which rank 0 alone has its own
+        digest, score, file = "", shorter, _file_of(online.function)  # rank 0, which alone scores, has its own
         if not dist.is_initialized() or dist.get_rank() == 0:
             score = load_function(online.function)
-            digest = hashlib.sha256(Path(_file_of(name) or "").read_bytes()).hexdigest()
-        return Scorer(name, score, from_rank_0(digest))
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        return Scorer(f"online.function={online.function}", score, from_rank_0(digest), file=file)
     score = count_keyword(online.keyword) if online.scorer == "keyword" else shorter
     return Scorer(f"online.scorer={online.scorer}", score)
 

@@ -28,6 +28,7 @@ from dpo.models.quantization import quantize
 from dpo.models.weights import find_archive, model_digest
 from dpo.parallel.device_map import choose_device_map
 from dpo.settings.plan import resolve
+from dpo.system.arithmetic import for_generation
 from dpo.system.gpus import count_gpus
 
 REFERENCE = "reference"
@@ -110,7 +111,8 @@ class Panel:
             finally:
                 news.put(None)
 
-        with ThreadPoolExecutor(len(sharing), thread_name_prefix="answer") as threads:
+        # The threads end in any order, and each puts back the settings that it found: those of this one.
+        with for_generation(), ThreadPoolExecutor(len(sharing), thread_name_prefix="answer") as threads:
             try:
                 working = [threads.submit(work, sides) for sides in sharing.values()]
                 n_working = len(working)

@@ -4,9 +4,7 @@ processes train. (Gradients of every family, on every mesh, are in tests/paralle
 from __future__ import annotations
 
 import math
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.soak import WALL_CLOCK, find_differences
 from dpo.checkpoint.files import read_state
 from dpo.errors import InputError
-from dpo.reporting.files import FileLogger
 from dpo.settings.choices import LAYOUTS
 from dpo.system.arithmetic import GRAPHS
-from dpo.system.signals import Stopped
 from trainers import BasicTrainer
 
 BASE = GOLDEN / "tiny-llama"
@@ -165,21 +161,10 @@ CORNERS = ("adapter, accumulation, sampling",)
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w in CORNERS else SLOW) for w in WAYS])
-def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, sft, tmp_path, monkeypatch):
+def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_stop, sft, tmp_path):
     settings = (*WAYS[way][0], *WAYS[way][1], *[f"model.archive={sft}"] * ("lora.reference=adapter" in WAYS[way][0]))
     run("whole", *settings)
-    log = FileLogger.on_update
-
-    def log_and_stop(self, update):
-        log(self, update)
-        if update.number == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(FileLogger, "on_update", log_and_stop)
-    with pytest.raises(Stopped):
-        run("stopped", *settings)
-    monkeypatch.undo()
-
+    run_and_stop("stopped", *settings)
     run("stopped", *settings, "resume=auto")
 
     assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []

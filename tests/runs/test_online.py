@@ -237,21 +237,10 @@ CORNERS = ("a reference that follows, offline pairs",)
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way in CORNERS else SLOW) for way in WAYS])
-def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, tmp_path, monkeypatch):
+def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_stop, tmp_path):
     settings = (*ONLINE, *WAYS[way], "n_examples=24", "ledger=true", "online.temperature=0.8", "online.top_p=0.9")
     run("whole", *settings)
-    log = FileLogger.on_update
-
-    def log_and_stop(self: FileLogger, update: Any) -> None:
-        log(self, update)
-        if update.number == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(FileLogger, "on_update", log_and_stop)
-    with pytest.raises(Stopped):
-        run("stopped", *settings)
-    monkeypatch.undo()
-
+    run_and_stop("stopped", *settings)
     run("stopped", *settings, "resume=auto")
 
     assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []

@@ -147,6 +147,19 @@ def test_streamed_answers_are_the_same_and_grow(panel):
         assert all(b.startswith(a) for a, b in zip(texts, [*texts[1:], answers[name].text], strict=True))
 
 
+def test_streaming_leaves_the_settings_of_torch_as_they_were(panel):
+    compiled = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    graphs: list[torch.fx.GraphModule] = []
+    prompt = panel.encode(ASKED[0], "here", Sampling(4))
+
+    for number in range(4):  # the order in which its threads end is chance
+        panel.stream(prompt, number, Sampling(4), lambda name, text: None)
+
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    compiled(torch.ones(2))
+    assert graphs
+
+
 def test_a_plain_directory_has_no_reference_unless_one_is_given(run_dir, tmp_path, capsys):
     [first, *_] = answered(GOLDEN / "tiny-llama", tmp_path / "a.jsonl", "--format", "hh")
     assert "no reference is known" in capsys.readouterr().err
