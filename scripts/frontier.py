@@ -27,7 +27,7 @@ import numpy as np
 
 from dpo.errors import InputError, RunError
 from scripts.frontier_parts import exact, runs
-from scripts.frontier_parts.methods import METHODS, NOISE
+from scripts.frontier_parts.methods import METHODS, NOISE, Method
 from scripts.frontier_parts.runs import Job
 from scripts.frontier_parts.task import Pairs, Task, draw_pairs
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / ".cache" / "frontier"
 SFT = ("loss=sft", "lr=3e-3", "batch_size=32", "warmup_steps=50")
 BATCH = 64  # pairs of an update
-OPTIMAL_BETAS = (5, 3, 2, 1.5, 1, 0.75, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.12, 0.1, 0.08, 0.06, 0.05)
+OPTIMAL_BETAS = np.geomspace(50, 0.05, 61)  # close together: the curve is drawn, and read, between them
 DRAWS = tuple(2**k for k in range(1, 13))  # best-of-N
 TUNED_ON = 100  # the seed of --tune, which no other run has
 RATES = (1e-3, 2e-3, 4e-3)  # which --tune tries
@@ -49,11 +49,11 @@ class Size(NamedTuple):
     epochs: int
     sft_epochs: int
     seeds: tuple[int, ...]
-    every: slice  # of a method's betas
+    few_betas: bool = False
 
 
-FULL = Size(pairs=3072, epochs=4, sft_epochs=12, seeds=(0, 1, 2), every=slice(None))
-QUICK = Size(pairs=1024, epochs=2, sft_epochs=4, seeds=(0,), every=slice(1, None, 2))
+FULL = Size(pairs=3072, epochs=4, sft_epochs=12, seeds=(0, 1, 2))
+QUICK = Size(pairs=1024, epochs=2, sft_epochs=4, seeds=(0,), few_betas=True)
 
 
 class Limit(NamedTuple):
@@ -133,13 +133,26 @@ def job_of(root: Path, task: Task, size: Size, run: Run, noise: float, extra: Se
 
 
 def judge(root: Path, task: Task, limit: Limit, job: Job) -> None:
-    """Write where the policy of a run is on the plane to `point.json`."""
+    """Write where the policy of a run is on the plane, and what else its row says, to `point.json`."""
     model = runs.load_policy(root, job.directory / "LATEST" / "policy.pt")
-    logps = exact.leaf_logps(model, task, task.test_prompts)
-    point = exact.point_of(logps, *limit)
-    lengths = (task.leaves >= 0).sum(-1)
-    found = {**point._asdict(), "length": float((np.exp(logps) * lengths).sum(-1).mean())}
+    found = judged(exact.leaf_logps(model, task, task.test_prompts), task, limit)
+    metrics = (job.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ties = [line["online/ties"] for line in map(json.loads, metrics) if "online/ties" in line]
+    if ties:
+        found["ties"] = float(np.mean(ties))  # labels that were spent and taught nothing
     (job.directory / "point.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def judged(logps: np.ndarray, task: Task, limit: Limit) -> dict[str, float]:
+    """Reward and KL, pi*'s reward at this KL, the mean number of symbols of a response, and the probability of none."""
+    point = exact.point_of(logps, *limit)
+    share, lengths = np.exp(logps), (task.leaves >= 0).sum(-1)
+    return {
+        **point._asdict(),
+        "most_reward": exact.most_reward(point.kl, *limit),
+        "length": float((share * lengths).sum(-1).mean()),
+        "empty": float(share[:, lengths == 0].sum(-1).mean()),
+    }
 
 
 def train_all(
@@ -173,14 +186,18 @@ def sentence(row: dict[str, Any]) -> str:
     return f"{name}: reward {row['reward']:.3f} at KL {row['kl']:.3f}"
 
 
-def known_rows(limit: Limit) -> list[dict[str, Any]]:
-    """Policies that no run is needed for: the reference, pi* and best-of-N."""
-    rows = [row_of("sft", None, None, *exact.point_of(limit.reference, *limit))]
-    for beta in OPTIMAL_BETAS:
-        rows.append(row_of("pi_star", float(beta), None, *exact.point_of(exact.optimum(beta, *limit), *limit)))
-    for n in DRAWS:
-        rows.append(row_of(f"best_of_{n}", None, None, *exact.point_of(exact.best_of(n, *limit), *limit), n=n))
-    return rows
+def known_rows(limit: Limit, task: Task) -> list[dict[str, Any]]:
+    """Policies that no run is needed for: the reference, pi*, best-of-N and the law of the chosen responses."""
+
+    def known(method: str, logps: np.ndarray, beta: float | None = None, **more: Any) -> dict[str, Any]:
+        return row_of(method, beta, None, **judged(logps, task, limit), **more)
+
+    return [
+        known("sft", limit.reference),
+        *(known("pi_star", exact.optimum(beta, *limit), beta) for beta in map(float, OPTIMAL_BETAS)),
+        *(known(f"best_of_{n}", exact.best_of(n, *limit), n=n) for n in DRAWS),
+        known("chosen", exact.chosen(*limit)),
+    ]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -188,11 +205,17 @@ def known_rows(limit: Limit) -> list[dict[str, Any]]:
 
 def wanted_runs(size: Size, noise: float) -> list[Run]:
     methods = {name: method for name, method in METHODS.items() if noise > 0 or not method.noisy}
+
+    def betas_of(method: Method) -> Sequence[float | None]:
+        if size.few_betas:
+            return method.betas[1::2] or method.betas
+        return (*method.betas, *method.between)
+
     return [
         Run(name, beta, seed, method.lr)
         for seed in size.seeds
         for name, method in methods.items()
-        for beta in (method.betas if method.betas == (None,) else method.betas[size.every])
+        for beta in betas_of(method)
     ]
 
 
@@ -220,9 +243,7 @@ def sweep(out: Path, task: Task, size: Size, noise: float, extra: Sequence[str],
     limit = train_reference(root, task, size, extra)
     wanted = rates_to_try() if tune else wanted_runs(size, noise)
     write_preferences(root, task, size, sorted({run.seed for run in wanted}), (0,) if tune or not noise else (0, noise))
-    rows = known_rows(limit) + train_all(root, task, size, limit, wanted, noise, extra)
-    for row in rows:
-        row["most_reward"] = exact.most_reward(row["kl"], *limit)
+    rows = known_rows(limit, task) + train_all(root, task, size, limit, wanted, noise, extra)
     if tune:
         write_json(out / "rates.json", rows)
         print(rates_as_text(rows, BUDGETS))

@@ -83,10 +83,22 @@ def most_reward(kl: float, reference: np.ndarray, rewards: np.ndarray) -> float:
     low, high = np.log(1e-3), np.log(1e6)
     if kl >= at(low).kl:
         return float(rewards.max(-1).mean())
-    for _ in range(60):
+    for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if at(middle).kl > kl else (low, middle)
     return at(low).reward
+
+
+def chosen(reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """The log-probabilities of the chosen response of a pair: two draws from the reference, again until they differ,
+    labelled by Bradley and Terry's model. It is what SFT on the chosen learns from unlimited pairs."""
+    found = np.empty_like(reference)
+    for row, (logps, of_prompt) in enumerate(zip(reference, rewards, strict=True)):
+        p = np.exp(logps)
+        levels, level = np.unique(of_prompt, return_inverse=True)
+        wins = 1 / (1 + np.exp(levels[None] - levels[:, None])) @ np.bincount(level, p, minlength=len(levels))
+        found[row] = logps + np.log(2 * (wins[level] - p / 2)) - np.log1p(-(p**2).sum())
+    return found
 
 
 def best_of(n: int, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:

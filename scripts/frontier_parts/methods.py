@@ -17,6 +17,7 @@ class Method(NamedTuple):
     lr: float
     noisy: bool = False  # learns from labels of which some were flipped
     once: bool = False  # sees each pair once, in smaller batches: as many updates
+    between: tuple[float, ...] = ()  # betas of the whole sweep alone, where the others' policies lie far apart
 
     def overrides_of(self, *, beta: float | None, noise: float, **others: object) -> tuple[str, ...]:
         """Those of a run with `beta`; `noise` is the share of labels that are flipped where the method is noisy."""
@@ -33,16 +34,18 @@ SIMPO = ("loss=simpo", "loss.beta={beta}", "loss.gamma={gamma}")  # gamma / beta
 APO = ("loss=apo_zero", "loss.beta={beta}", "model.reference_dtype=float32")
 ONLINE = ("online=online", "online.scorer=function", "online.function={scorer}", "online.max_new_tokens={longest}")
 
+IPO_BETAS = (0.5, 0.2, 0.1, 0.03, 0.01)
+
 METHODS = {
-    "dpo": Method("DPO", DPO, BETAS, 2e-3),
-    "cdpo": Method("conservative DPO", CDPO, BETAS, 2e-3),
-    "ipo": Method("IPO", IPO, (0.5, 0.2, 0.1, 0.03, 0.01), 2e-3),
+    "dpo": Method("DPO", DPO, BETAS, 2e-3, between=(0.55,)),
+    "cdpo": Method("conservative DPO", CDPO, BETAS, 2e-3, between=(0.55,)),
+    "ipo": Method("IPO", IPO, IPO_BETAS, 2e-3, between=(0.055,)),
     "simpo": Method("SimPO", SIMPO, (30.0, 10.0, 3.0, 1.0, 0.3), 2e-3),
     "apo_zero": Method("APO-zero", APO, (3.0, 1.0, 0.3, 0.1, 0.03), 1e-3),
-    "online_dpo": Method("online DPO", (*DPO, *ONLINE), BETAS, 2e-3, once=True),
+    "online_dpo": Method("online DPO", (*DPO, *ONLINE), BETAS, 2e-3, once=True, between=(0.17,)),
     "dpo_once": Method("DPO, each pair seen once", DPO, BETAS, 2e-3, once=True),
     "preferred_sft": Method("SFT on the chosen", ("loss=sft",), (None,), 4e-3),
-    "dpo_noisy": Method("DPO", DPO, BETAS, 2e-3, noisy=True),
-    "cdpo_noisy": Method("conservative DPO", CDPO, BETAS, 2e-3, noisy=True),
-    "ipo_noisy": Method("IPO", IPO, (0.5, 0.2, 0.1, 0.03, 0.01), 2e-3, noisy=True),
+    "dpo_noisy": Method("DPO", DPO, BETAS, 2e-3, noisy=True, between=(0.55,)),
+    "cdpo_noisy": Method("conservative DPO", CDPO, BETAS, 2e-3, noisy=True, between=(0.55,)),
+    "ipo_noisy": Method("IPO", IPO, IPO_BETAS, 2e-3, noisy=True, between=(0.055,)),
 }

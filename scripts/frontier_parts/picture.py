@@ -16,14 +16,14 @@ from scripts.frontier_parts.reading import Row, course_of, methods_in
 
 STYLES = {  # colour's index in the theme, marker
     "dpo": (0, "o"),
-    "cdpo": (5, "s"),
+    "cdpo": (6, "s"),
     "ipo": (2, "^"),
     "simpo": (4, "D"),
     "apo_zero": (3, "v"),
     "online_dpo": (1, "o"),
-    "preferred_sft": (6, "P"),
+    "preferred_sft": (5, "P"),
 }
-CONTROL = "dpo_once"  # drawn as a dotted line, without its runs
+CONTROL = "dpo_once"  # drawn as a broken line, without its runs
 WIDTH, HEIGHT = 4.9, 4.9  # inches of a panel
 
 
@@ -37,14 +37,14 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
         size = WIDTH * len(panels), HEIGHT
         picture = Figure(figsize=size, dpi=200, facecolor=theme.background, layout="constrained")
         FigureCanvasAgg(picture)
-        axes: Any = picture.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
-        furthest = max(row["kl"] for row in rows if row["seed"] is not None)
+        axes: Any = picture.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axis, methods in zip(axes, panels, strict=True):
+            furthest = max(row["kl"] for row in rows if row["method"] in methods)
             _draw_known(axis, rows, theme, furthest)
             for method in methods:
                 _draw_method(axis, rows, method, theme)
             _dress(axis, theme, furthest)
-        axes[0].set_ylim(*_heights(rows, furthest))
+        axes[0].set_ylim(*_heights(rows))
         axes[0].set_ylabel("expected true reward", color=theme.ink)
         axes[0].set_title("labels by Bradley and Terry's model", loc="left", fontsize=10, color=theme.ink)
         if noisy:
@@ -61,8 +61,9 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
     return file.getvalue()
 
 
-def _heights(rows: Sequence[Row], furthest: float) -> tuple[float, float]:
+def _heights(rows: Sequence[Row]) -> tuple[float, float]:
     """Of the picture: from below the lowest run to above what pi* has at the largest KL."""
+    furthest = max(row["kl"] for row in rows if row["seed"] is not None)
     lowest = min(row["reward"] for row in rows if row["seed"] is not None or row["method"] == "sft")
     highest = max(row["reward"] for row in rows if row["kl"] <= 1.1 * furthest)
     return lowest - 0.08 * (highest - lowest), highest + 0.06 * (highest - lowest)
@@ -85,11 +86,13 @@ def _draw_known(axis: Any, rows: Sequence[Row], theme: Theme, furthest: float) -
 
 def _draw_method(axis: Any, rows: Sequence[Row], method: str, theme: Theme, *, faint: bool = False) -> None:
     course, label = course_of(rows, method), METHODS[method].label
-    kl, reward = course.kl.mean(0), course.reward.mean(0)
+    [start] = [row for row in rows if row["method"] == "sft"]
+    kl, reward = ([start[key], *of_seeds.mean(0)] for key, of_seeds in (("kl", course.kl), ("reward", course.reward)))
     index, marker = STYLES["dpo" if method == CONTROL else method.removesuffix("_noisy")]
     color = theme.colors[index]
     if faint or method == CONTROL:
-        axis.plot(kl, reward, ":", color=color, linewidth=1.3, alpha=0.8, label=None if faint else label)
+        style = ":" if faint else (0, (5, 1.5, 1, 1.5))
+        axis.plot(kl, reward, linestyle=style, color=color, linewidth=1.3, alpha=0.8, label=None if faint else label)
         return
     axis.plot(course.kl.ravel(), course.reward.ravel(), marker, color=color, markersize=3.2, alpha=0.45, linewidth=0)
     axis.plot(kl, reward, color=color, linewidth=1.7, marker=marker, markersize=5.5, zorder=4, label=label)

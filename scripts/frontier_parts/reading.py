@@ -26,10 +26,10 @@ def methods_in(rows: Sequence[Row]) -> list[str]:
     return [*dict.fromkeys(row["method"] for row in rows if row["seed"] is not None)]
 
 
-def course_of(rows: Sequence[Row], method: str) -> Course:
+def course_of(rows: Sequence[Row], method: str, along: str = "beta") -> Course:
     own = [row for row in rows if row["method"] == method]
-    betas, seeds = (list(dict.fromkeys(row[key] for row in own)) for key in ("beta", "seed"))
-    at = {(row["seed"], row["beta"]): row for row in own}
+    betas, seeds = (list(dict.fromkeys(row[key] for row in own)) for key in (along, "seed"))
+    at = {(row["seed"], row[along]): row for row in own}
     reward, kl, limit = (
         np.array([[at[seed, beta][key] for beta in betas] for seed in seeds]) for key in ("reward", "kl", "most_reward")
     )
@@ -37,13 +37,23 @@ def course_of(rows: Sequence[Row], method: str) -> Course:
     return Course([betas[i] for i in order], reward[:, order], kl[:, order], limit[:, order])
 
 
-def at_equal_kl(course: Course, start: Row, kl: float) -> np.ndarray:
-    """The reward of each seed at this KL, on lines between its points, the first from the reference; NaN beyond."""
+def most_reward(rows: Sequence[Row], kl: float) -> float:
+    """pi*'s at this KL, between the rows that have it, which lie close together."""
+    limit = sorted((row for row in rows if row["method"] in ("sft", "pi_star")), key=lambda row: row["kl"])
+    return float(np.interp(kl, *([row[key] for row in limit] for key in ("kl", "reward"))))
+
+
+def at_equal_kl(course: Course, rows: Sequence[Row], kl: float) -> np.ndarray:
+    """The reward of each seed at this KL: what pi* has there, less a gap that lies on lines between those of the seed's
+    policies, the first of which is the reference, without a gap; NaN beyond the last.
+
+    Lines between rewards would lie below a concave frontier, the further its points are apart.
+    """
     found = []
-    for rewards, kls in zip(course.reward, course.kl, strict=True):
+    for kls, gaps in zip(course.kl, course.limit - course.reward, strict=True):
         order = kls.argsort()
-        x, y = np.array([0.0, *kls[order]]), np.array([start["reward"], *rewards[order]])
-        found.append(np.interp(kl, x, y) if kl <= x[-1] else np.nan)
+        x, y = np.array([0.0, *kls[order]]), np.array([0.0, *gaps[order]])
+        found.append(most_reward(rows, kl) - np.interp(kl, x, y) if kl <= x[-1] else np.nan)
     return np.array(found)
 
 
@@ -69,7 +79,6 @@ def _spread(values: np.ndarray) -> str:
 
 def as_text(rows: Sequence[Row]) -> str:
     """Markdown: for each method its best beta, what more KL costs, and its reward at equal KL."""
-    start = next(row for row in rows if row["method"] == "sft")
     heads = ["method", "best beta", "reward", "at KL", "pi* there", "least held: reward", "at KL"]
     lines = [heads + [f"KL {kl:g}" for kl in EQUAL_KL]]
     for method in methods_in(rows):
@@ -77,14 +86,11 @@ def as_text(rows: Sequence[Row]) -> str:
         best = int(c.reward.mean(0).argmax())
         cells = [c.reward[:, best], c.kl[:, best], c.limit[:, best], c.reward[:, -1], c.kl[:, -1]]
         beta = "-" if c.betas[best] is None else f"{c.betas[best]:g}"
-        equal = [at_equal_kl(c, start, kl) for kl in EQUAL_KL]
+        equal = [at_equal_kl(c, rows, kl) for kl in EQUAL_KL]
         lines.append([method, beta, *map(_spread, (*cells, *equal))])
-    limit = [row for row in rows if row["method"] == "pi_star"]
-    kls, rewards = (np.array([row[key] for row in sorted(limit, key=lambda r: r["kl"])]) for key in ("kl", "reward"))
-    lines.append(["pi*", *["-"] * 6, *(f"{np.interp(kl, kls, rewards):.2f}" for kl in EQUAL_KL)])
-    best_of = sorted((row for row in rows if row["method"].startswith("best_of")), key=lambda row: row["kl"])
-    kls, rewards = ([start[key], *(row[key] for row in best_of)] for key in ("kl", "reward"))
-    lines.append(["best of N", *["-"] * 6, *(f"{np.interp(kl, kls, rewards):.2f}" for kl in EQUAL_KL)])
+    lines.append(["pi*", *["-"] * 6, *(f"{most_reward(rows, kl):.2f}" for kl in EQUAL_KL)])
+    best_of = course_of([{**row, "method": "best"} for row in rows if row["method"].startswith("best_of")], "best", "n")
+    lines.append(["best of N", *["-"] * 6, *(_spread(at_equal_kl(best_of, rows, kl)) for kl in EQUAL_KL)])
     return _table(lines)
 
 

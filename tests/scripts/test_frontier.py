@@ -230,6 +230,17 @@ def test_more_kl_than_the_best_responses_have_buys_nothing(small):
     assert exact.most_reward(0.0, *small) == pytest.approx(start.reward, abs=1e-5)
 
 
+def test_the_chosen_are_what_all_pairs_come_to(small):
+    reference, rewards = small
+    p, r = np.exp(reference[0]), rewards[0]
+    expected = np.zeros(5)
+    for y, z in itertools.permutations(range(5), 2):
+        won = chance(r[y] - r[z])
+        expected[y] += p[y] * p[z] * won
+        expected[z] += p[y] * p[z] * (1 - won)
+    assert np.exp(exact.chosen(*small)[0]) == pytest.approx(expected / expected.sum())
+
+
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_best_of_n_is_what_all_draws_of_n_come_to(small, n):
     reference, rewards = small
@@ -263,7 +274,7 @@ def made_row(method, beta, seed, reward, kl, **more):
 @pytest.fixture
 def made_rows():
     rows = [
-        made_row("sft", None, None, 0.0, 0.0),
+        made_row("sft", None, None, 0.0, 0.0, most_reward=0.0),
         made_row("pi_star", 1.0, None, 1.5, 1.0),
         made_row("pi_star", 0.1, None, 2.0, 4.0),
     ]
@@ -283,11 +294,22 @@ def test_a_course_is_in_the_order_of_kl(made_rows):
     assert course.reward.tolist() == [[0.5, 1.0, 0.6], [0.5, 1.2, 0.6]]
 
 
-def test_rewards_at_equal_kl_are_on_lines_from_the_reference(made_rows):
+def test_rewards_at_equal_kl_are_below_the_limit_by_gaps_on_lines_from_the_reference(made_rows):
+    """The gaps are 1.5 at KL 1 (which `made_row` puts at a limit of 2), and 1 and 0.8 at KL 2."""
     course = course_of(made_rows, "dpo")
-    assert at_equal_kl(course, made_rows[0], 0.5).tolist() == pytest.approx([0.25, 0.25])
-    assert at_equal_kl(course, made_rows[0], 1.5).tolist() == pytest.approx([0.75, 0.85])
-    assert np.isnan(at_equal_kl(course, made_rows[0], 5.0)).all()
+    assert at_equal_kl(course, made_rows, 0.5).tolist() == pytest.approx([0.75 - 0.75] * 2)
+    assert at_equal_kl(course, made_rows, 1.5).tolist() == pytest.approx([1.5 + 0.5 / 6 - 1.25, 1.5 + 0.5 / 6 - 1.15])
+    assert np.isnan(at_equal_kl(course, made_rows, 5.0)).all()
+
+
+def test_at_equal_kl_the_optimum_is_itself(small):
+    """Whose frontier is concave, and has few policies here."""
+    rows = [frontier.row_of("sft", None, None, *exact.point_of(small[0], *small))]
+    for beta in np.geomspace(20, 0.1, 60):
+        rows.append(frontier.row_of("pi_star", beta, None, *exact.point_of(exact.optimum(beta, *small), *small)))
+    few = [{**row, "method": "dpo", "seed": 0, "most_reward": row["reward"]} for row in rows[1::15]]
+    kl = few[2]["kl"] * 0.8
+    assert at_equal_kl(course_of(few, "dpo"), rows, kl) == pytest.approx(exact.most_reward(kl, *small), abs=2e-3)
 
 
 def test_a_budget_is_spent_on_the_best_mixture_within_it(made_rows):
@@ -330,7 +352,7 @@ def test_a_small_sweep(tmp_path, monkeypatch, capfd):
         monkeypatch.setenv(name, {"CUDA_VISIBLE_DEVICES": ""}.get(name, "1"))
     kept = {name: METHODS[name]._replace(betas=(0.1,)) for name in ("online_dpo", "ipo_noisy")}
     monkeypatch.setattr(frontier, "METHODS", kept)
-    size = frontier.Size(pairs=64, epochs=4, sft_epochs=4, seeds=(0,), every=slice(None))
+    size = frontier.Size(pairs=64, epochs=4, sft_epochs=4, seeds=(0,))
     frontier.sweep(tmp_path, TASK, size, 0.2, ["model.attn_implementation=eager"])
     rows = json.loads((tmp_path / "frontier.json").read_text())
     assert_is_a_frontier(rows)
