@@ -86,8 +86,7 @@ def _draw_known(axis: Any, rows: Sequence[Row], theme: Theme, furthest: float) -
 
 def _draw_method(axis: Any, rows: Sequence[Row], method: str, theme: Theme, *, faint: bool = False) -> None:
     course, label = course_of(rows, method), METHODS[method].label
-    [start] = [row for row in rows if row["method"] == "sft"]
-    kl, reward = ([start[key], *of_seeds.mean(0)] for key, of_seeds in (("kl", course.kl), ("reward", course.reward)))
+    kl, reward = course.kl.mean(0), course.reward.mean(0)
     index, marker = STYLES["dpo" if method == CONTROL else method.removesuffix("_noisy")]
     color = theme.colors[index]
     if faint or method == CONTROL:

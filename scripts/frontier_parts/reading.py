@@ -39,13 +39,14 @@ def course_of(rows: Sequence[Row], method: str, along: str = "beta") -> Course:
 
 def most_reward(rows: Sequence[Row], kl: float) -> float:
     """pi*'s at this KL, between the rows that have it, which lie close together."""
-    limit = sorted((row for row in rows if row["method"] in ("sft", "pi_star")), key=lambda row: row["kl"])
-    return float(np.interp(kl, *([row[key] for row in limit] for key in ("kl", "reward"))))
+    limit = sorted((row["kl"], row["reward"]) for row in rows if row["method"] in ("sft", "pi_star"))
+    kls, rewards = zip(*limit, strict=True)
+    return float(np.interp(kl, kls, rewards))
 
 
 def at_equal_kl(course: Course, rows: Sequence[Row], kl: float) -> np.ndarray:
     """The reward of each seed at this KL: what pi* has there, less a gap that lies on lines between those of the seed's
-    policies, the first of which is the reference, without a gap; NaN beyond the last.
+    policies and the reference, which has none. NaN beyond the last, and below half the KL of the first.
 
     Lines between rewards would lie below a concave frontier, the further its points are apart.
     """
@@ -53,7 +54,7 @@ def at_equal_kl(course: Course, rows: Sequence[Row], kl: float) -> np.ndarray:
     for kls, gaps in zip(course.kl, course.limit - course.reward, strict=True):
         order = kls.argsort()
         x, y = np.array([0.0, *kls[order]]), np.array([0.0, *gaps[order]])
-        found.append(most_reward(rows, kl) - np.interp(kl, x, y) if kl <= x[-1] else np.nan)
+        found.append(most_reward(rows, kl) - np.interp(kl, x, y) if x[1] / 2 <= kl <= x[-1] else np.nan)
     return np.array(found)
 
 
