@@ -1,18 +1,14 @@
-"""`scripts.frontier`: its task, its estimators, its command. No policy is above pi*."""
+"""`scripts.frontier`: its task, its estimators, its tables. No policy is above pi*."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from support.models import plain_logps
-from support.runs import ROOT, environment_of, run_script
 
 from dpo.data.examples import Example
 from dpo.data.tokenization import TextEncoder, encode_texts
@@ -20,13 +16,11 @@ from dpo.data.tokenizer import load_tokenizer
 from dpo.models.pretrained import load_model
 from scripts import frontier
 from scripts.frontier_parts import exact, runs
-from scripts.frontier_parts.methods import METHODS
 from scripts.frontier_parts.picture import draw as draw_picture
 from scripts.frontier_parts.reading import as_text, at_equal_kl, course_of, rates_as_text, within_budget
 from scripts.frontier_parts.task import NONE, Task, draw_pairs, noisy_scorer
 
 TASK = Task(symbols=3, prompt_length=4, response_length=3, held_out=17)
-KEYS = {"method", "beta", "seed", "reward", "reward_se", "kl", "kl_se"}
 PNG = b"\x89PNG"
 
 
@@ -326,84 +320,3 @@ def test_the_tables_and_the_picture_of_rows(made_rows):
     pictures = [draw_picture(rows, dark=dark) for rows in (made_rows, made_rows + noisy) for dark in (False, True)]
     assert all(picture.startswith(PNG) for picture in pictures)
     assert len(set(pictures)) == 4
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-def assert_is_a_frontier(rows):
-    """Of the issue: the keys, one row for each method, beta and seed, and no point above pi* by more than its error."""
-    assert all(set(row) >= KEYS for row in rows)
-    assert len({(row["method"], row["beta"], row["seed"]) for row in rows}) == len(rows)
-    optima = [row for row in rows if row["method"] == "pi_star"]
-    assert len(optima) > 10
-    for row in rows:
-        error = 2 * (row["reward_se"] + row["kl_se"]) + 1e-6
-        assert row["kl"] >= -error
-        assert row["reward"] <= row["most_reward"] + error
-        # the same by what the rows alone say: pi* of beta maximizes reward - beta KL
-        for optimum in optima:
-            beta = optimum["beta"]
-            assert row["reward"] - beta * row["kl"] <= optimum["reward"] - beta * optimum["kl"] + error
-
-
-def test_a_small_sweep(tmp_path, monkeypatch, capfd):
-    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE"):  # which the command sets
-        monkeypatch.setenv(name, {"CUDA_VISIBLE_DEVICES": ""}.get(name, "1"))
-    kept = {name: METHODS[name]._replace(betas=(0.1,)) for name in ("online_dpo", "ipo_noisy")}
-    monkeypatch.setattr(frontier, "METHODS", kept)
-    size = frontier.Size(pairs=64, epochs=4, sft_epochs=4, seeds=(0,))
-    frontier.sweep(tmp_path, TASK, size, 0.2, ["model.attn_implementation=eager"])
-    rows = json.loads((tmp_path / "frontier.json").read_text())
-    assert_is_a_frontier(rows)
-    assert {row["method"] for row in rows if row["seed"] == 0} == {"online_dpo", "ipo_noisy"}
-    assert {row["method"]: row["label_noise"] for row in rows if "label_noise" in row} == {
-        "online_dpo": 0.0,
-        "ipo_noisy": 0.2,
-    }
-    moved = [row["kl"] for row in rows if row["seed"] == 0]
-    assert min(moved) > 0.01  # they were trained
-    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in ("frontier.png", "frontier-dark.png"))
-    log = (tmp_path / "frontier-runs" / "runs" / "ipo_noisy-0.1-0-0.002" / "log.txt").read_text()
-    assert "model.attn_implementation=eager" in log  # reached the run
-    assert "| online_dpo | 0.1 |" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--label-noise", "0.5"], "--label-noise 0.5 must be in [0, 0.5)"),
-        (["los=dpo"], "los"),
-        (["lr=-1"], "lr=-1"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_in_a_sentence(arguments, said, tmp_path):
-    result = run_script("-m", "scripts.frontier", "--out", str(tmp_path / "out"), *arguments)
-    assert result.returncode == 2
-    assert said in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_the_measured_frontier_is_one():
-    """That of docs/RESULTS.md."""
-    rows = json.loads((ROOT / "docs" / "frontier.json").read_text())
-    assert_is_a_frontier(rows)
-    seeds = {name: {row["seed"] for row in rows if row["method"] == name} for name in METHODS}
-    assert list(seeds.values()) == [{0, 1, 2}] * len(METHODS)
-
-
-@pytest.mark.slow  # minutes
-@pytest.mark.timeout(1800)
-def test_quick_on_one_process_and_two(tmp_path):
-    found = []
-    for name, more in (("one", ()), ("two", ("trainer=FSDPTrainer", "world_size=2"))):
-        command = ["-m", "scripts.frontier", "--quick", "--out", str(tmp_path / name), *more]
-        result = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=environment_of(), capture_output=True, text=True
-        )
-        assert result.returncode == 0, result.stderr
-        rows = json.loads((tmp_path / name / "frontier.json").read_text())
-        assert_is_a_frontier(rows)
-        assert {row["method"] for row in rows} >= METHODS.keys()
-        found.append([(row["reward"], row["kl"]) for row in rows])
-    assert np.array(found[1]) == pytest.approx(np.array(found[0]), abs=1e-4)
