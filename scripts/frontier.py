@@ -258,10 +258,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.frontier", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller: one seed, two betas, a third of the pairs")
     parser.add_argument(
-        "--out", type=Path, default=OUT, metavar="DIR", help="where to write (default: .cache/frontier)"
+        "--out", type=Path, metavar="DIR", help="where to write (default: in .cache, for --quick and --tune other places)"
     )
     parser.add_argument(
-        *("--label-noise",),
+        "--label-noise",
         type=float,
         default=NOISE,
         metavar="P",
@@ -275,7 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from dpo.settings.command_line import check_command_line
 
     check_command_line(["exp_name=frontier", "model.name_or_path=MODEL", *asked.overrides])
-    out, began = asked.out.expanduser().resolve(), time.perf_counter()
+    default = OUT.with_name(OUT.name + "-quick" * asked.quick + "-tune" * asked.tune)
+    out, began = (asked.out or default).expanduser().resolve(), time.perf_counter()
     try:
         out.mkdir(parents=True, exist_ok=True)
         sweep(out, Task(), QUICK if asked.quick else FULL, asked.label_noise, asked.overrides, tune=asked.tune)

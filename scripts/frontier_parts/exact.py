@@ -90,14 +90,18 @@ def most_reward(kl: float, reference: np.ndarray, rewards: np.ndarray) -> float:
 
 
 def chosen(reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """The log-probabilities of the chosen response of a pair: two draws from the reference, again until they differ,
-    labelled by Bradley and Terry's model. It is what SFT on the chosen learns from unlimited pairs."""
+    """The log-probabilities of the chosen response of a pair: two draws from the reference, the second again until it
+    differs, labelled by Bradley and Terry's model. It is what SFT on the chosen learns from unlimited pairs."""
     found = np.empty_like(reference)
     for row, (logps, of_prompt) in enumerate(zip(reference, rewards, strict=True)):
         p = np.exp(logps)
+        first = p / (1 - p)  # y and then z is drawn with probability p(y) p(z) / (1 - p(y))
         levels, level = np.unique(of_prompt, return_inverse=True)
-        wins = 1 / (1 + np.exp(levels[None] - levels[:, None])) @ np.bincount(level, p, minlength=len(levels))
-        found[row] = logps + np.log(2 * (wins[level] - p / 2)) - np.log1p(-(p**2).sum())
+        wins = 1 / (1 + np.exp(levels[None] - levels[:, None]))
+        over_second, over_first = (
+            (wins @ np.bincount(level, share, minlength=len(levels)))[level] - share / 2 for share in (p, first)
+        )
+        found[row] = np.log(first * over_second + p * over_first)
     return found
 
 

@@ -46,7 +46,7 @@ def most_reward(rows: Sequence[Row], kl: float) -> float:
 
 def at_equal_kl(course: Course, rows: Sequence[Row], kl: float) -> np.ndarray:
     """The reward of each seed at this KL: what pi* has there, less a gap that lies on lines between those of the seed's
-    policies and the reference, which has none. NaN beyond the last, and below half the KL of the first.
+    policies. NaN beyond the last, and below nine tenths of the KL of the first: the gap rises steeply from 0.
 
     Lines between rewards would lie below a concave frontier, the further its points are apart.
     """
@@ -54,7 +54,7 @@ def at_equal_kl(course: Course, rows: Sequence[Row], kl: float) -> np.ndarray:
     for kls, gaps in zip(course.kl, course.limit - course.reward, strict=True):
         order = kls.argsort()
         x, y = np.array([0.0, *kls[order]]), np.array([0.0, *gaps[order]])
-        found.append(most_reward(rows, kl) - np.interp(kl, x, y) if x[1] / 2 <= kl <= x[-1] else np.nan)
+        found.append(most_reward(rows, kl) - np.interp(kl, x, y) if 0.9 * x[1] <= kl <= x[-1] else np.nan)
     return np.array(found)
 
 

@@ -230,9 +230,10 @@ def test_the_chosen_are_what_all_pairs_come_to(small):
     expected = np.zeros(5)
     for y, z in itertools.permutations(range(5), 2):
         won = chance(r[y] - r[z])
-        expected[y] += p[y] * p[z] * won
-        expected[z] += p[y] * p[z] * (1 - won)
-    assert np.exp(exact.chosen(*small)[0]) == pytest.approx(expected / expected.sum())
+        drawn = p[y] * p[z] / (1 - p[y])  # the second again until it differs
+        expected[y] += drawn * won
+        expected[z] += drawn * (1 - won)
+    assert np.exp(exact.chosen(*small)[0]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -291,7 +292,8 @@ def test_a_course_is_in_the_order_of_kl(made_rows):
 def test_rewards_at_equal_kl_are_below_the_limit_by_gaps_on_lines_from_the_reference(made_rows):
     """The gaps are 1.5 at KL 1 (which `made_row` puts at a limit of 2), and 1 and 0.8 at KL 2."""
     course = course_of(made_rows, "dpo")
-    assert at_equal_kl(course, made_rows, 0.5).tolist() == pytest.approx([0.75 - 0.75] * 2)
+    assert np.isnan(at_equal_kl(course, made_rows, 0.5)).all()
+    assert at_equal_kl(course, made_rows, 1.0).tolist() == pytest.approx([1.5 - 1.5] * 2)
     assert at_equal_kl(course, made_rows, 1.5).tolist() == pytest.approx([1.5 + 0.5 / 6 - 1.25, 1.5 + 0.5 / 6 - 1.15])
     assert np.isnan(at_equal_kl(course, made_rows, 5.0)).all()
 

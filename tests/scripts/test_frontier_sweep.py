@@ -23,6 +23,7 @@ from dpo.data.examples import Example
 from dpo.models.pretrained import load_model
 from scripts import frontier
 from scripts.frontier_parts.methods import METHODS
+from scripts.frontier_parts.reading import as_text
 from scripts.frontier_parts.task import NONE, Task
 
 TASK = Task(symbols=3, prompt_length=4, response_length=3, held_out=17)
@@ -191,6 +192,7 @@ def test_the_measured_frontier_is_one():
     assert_is_a_frontier(rows)
     seeds = {name: {row["seed"] for row in rows if row["method"] == name} for name in METHODS}
     assert list(seeds.values()) == [{0, 1, 2}] * len(METHODS)
+    assert as_text(rows) in (ROOT / "docs" / "RESULTS.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow  # minutes
