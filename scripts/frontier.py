@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.frontier", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller: one seed, two betas, a third of the pairs")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to write (default: .cache/frontier, frontier-quick, frontier-tune)"
+        "--out", type=Path, metavar="DIR", help="where to write (default: .cache/frontier; -quick, -tune)"
     )
     parser.add_argument(
         "--label-noise",
