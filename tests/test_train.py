@@ -155,6 +155,7 @@ def test_what_runs_nothing_imports_no_torch(command):
     assert not {"torch", "numpy", "transformers", "datasets", "wandb"} & imported
 
 
+@pytest.mark.slow
 def test_a_run_imports_only_what_it_uses(data, tmp_path):
     imported = imported_by(
         *TINY,
@@ -371,6 +372,7 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(main, tmp_path)
     assert all(torch.allclose(again["state"][name], value) for name, value in policy["state"].items())
 
 
+@pytest.mark.slow
 def test_a_sweep_gives_each_job_its_directory_and_offline_wandb_run(data, tmp_path):
     result = train(
         *("-m", *TINY, "loss=dpo", "loss.beta=0.1,0.5", f"dataset_sources.hh={data}", "n_examples=8"),
@@ -394,6 +396,7 @@ def test_a_sweep_gives_each_job_its_directory_and_offline_wandb_run(data, tmp_pa
     assert offline[0] != offline[1]
 
 
+@pytest.mark.slow
 def test_a_sweep_without_a_directory_gives_each_job_its_own_under_local_dirs(main, data, tmp_path, monkeypatch):
     monkeypatch.setenv("LOGNAME", "somebody")
     result = main(

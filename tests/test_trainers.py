@@ -414,7 +414,7 @@ def test_the_reference_scores_every_pair_once_in_a_run(make_trainer):
     assert len(calls) == 1 + 2  # one evaluation batch, and the training batches of the first epoch
 
 
-@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+@pytest.mark.parametrize("layout", ["shared_prefix", pytest.param("padded", marks=pytest.mark.slow)])
 def test_with_all_references_cached_nothing_changes_and_the_model_is_gone(layout, make_trainer, tmp_path):
     options = (*DPO, "n_epochs=2", "batch_size=8", "lr=1e-3", "warmup_steps=0", f"layout={layout}", "debug=true",
                "sample_during_eval=true", "n_eval_model_samples=4")  # fmt: skip

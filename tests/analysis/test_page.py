@@ -289,6 +289,7 @@ def test_headings_go_down_by_one_and_every_part_of_the_navigation_is_there(tmp_p
         assert len(links) == 7  # of six parts (there are no curves here), and the one that skips them
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)")
 def test_a_browser_shows_it_without_errors_and_nothing_overflows(tmp_path):
     hostile = {

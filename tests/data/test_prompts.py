@@ -74,7 +74,12 @@ def test_a_local_directory_that_cannot_be_made_is_one_sentence(tmp_path, monkeyp
     ("names", "digest", "order"),
     [
         (["hh"], "6a176ed5561d19029de53ed716873481", "54e0bbd01367ed8f85c1a72b8ba7b78c"),
-        (["demo", "hh"], "403ecbfca7592074ab25a1eac3ca7a93", "d7b6eefd80bc9f7ccd5b2d0ba6b8e7b7"),
+        pytest.param(
+            ["demo", "hh"],
+            "403ecbfca7592074ab25a1eac3ca7a93",
+            "d7b6eefd80bc9f7ccd5b2d0ba6b8e7b7",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_digest_and_order_of_three_epochs_are_those_of_lists_of_prompts(names, digest, order, tmp_path):

@@ -422,6 +422,7 @@ print(memory("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 def test_no_more_than_a_shard_is_in_memory(base, tmp_path):
     shape = {"num_attention_heads": 2, "vocab_size": 1024, "intermediate_size": 1024}
     for name, layers in (("base-small", 1), ("base", 24)):

@@ -109,7 +109,7 @@ def compare_families(rank: int, world_size: int, sizes: dict, families: list[str
     hold_shards_alone(mesh)
 
 
-@pytest.mark.parametrize("mesh", ["sharded", "cut"])
+@pytest.mark.parametrize("mesh", [pytest.param("sharded", marks=SLOW), "cut"])
 def test_logps_and_gradients_are_those_of_one_process_to_1e5_and_none_is_of_the_base(mesh):
     processes, sizes = MESHES[mesh]
     launch(compare_families, processes, sizes, ["llama", "gpt2, tied"], process_group=True)

@@ -145,7 +145,7 @@ def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None
             )
 
 
-@pytest.mark.parametrize("mesh", ["sharded", "cut"])
+@pytest.mark.parametrize("mesh", ["sharded", pytest.param("cut", marks=pytest.mark.slow)])
 def test_every_optimizer_that_the_config_allows_updates_shards(mesh):
     launch(update_with_every_optimizer, 2, GRIDS[mesh][1], process_group=True)
 
@@ -449,6 +449,7 @@ def test_sampling_gathers_the_weights_once_where_they_fit_and_works_where_they_d
 # --- the command line ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_sample_save_what_one_can_load_and_compute_in_the_dtype_asked_for(tmp_path):
     sharded = train(
         *TINY, *TWO, "loss=dpo", "loss.beta=0.1", "n_examples=8", "model.fsdp_policy_mp=bfloat16",
@@ -544,6 +545,7 @@ def test_an_unknown_block_class_is_one_message_that_lists_the_blocks(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_the_whole_model_is_no_block(tmp_path):
     result = train(*TINY, *TWO, "model.block_name=LlamaForCausalLM", f"local_run_dir={tmp_path / 'run'}")
     assert result.returncode == 2

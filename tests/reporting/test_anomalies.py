@@ -41,7 +41,7 @@ def spoil(monkeypatch):
     return arm
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("what", ["loss", pytest.param("gradient", marks=pytest.mark.slow)])
 def test_it_stops_before_the_update_and_keeps_the_batch_for_replay(what, run, spoil, tmp_path):
     run("whole", "save_every=12")
     spoil(4, what)

@@ -154,6 +154,7 @@ def test_continued_the_files_are_the_same_bit_for_bit(run, tmp_path):
         assert (tmp_path / "other" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_rows(run, command, tmp_path):
     run("alone", *ONLINE, "n_examples=4")
     result = train(*command("both", *ONLINE, "n_examples=4"), "trainer=FSDPTrainer", "world_size=2")

@@ -97,7 +97,7 @@ def test_under_sft_there_is_nothing_rejected_and_no_reference(run, tmp_path):
     assert 0 < sum(of_train.values()) == report["truncated_prompts"] < len(of_train)
 
 
-@pytest.mark.parametrize("way", ["stopped", "killed"])
+@pytest.mark.parametrize("way", [pytest.param("stopped", marks=pytest.mark.slow), "killed"])
 def test_continued_it_is_the_same_file_bit_for_bit(way, run, tmp_path):
     run("whole", "ledger=true")
     folder = tmp_path / "other"

@@ -304,6 +304,7 @@ def lose_wandb(server: WandbServer, kind: str, tmp_path) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_run_outlives_the_wandb_server(tmp_path):
     server = WandbServer()
     started = time.monotonic()
@@ -315,7 +316,6 @@ def test_a_run_outlives_the_wandb_server(tmp_path):
     assert list((tmp_path / "wandb").glob("run-*/run-*.wandb"))  # for wandb sync
 
 
-@pytest.mark.slow
 def test_a_run_outlives_the_wandb_service(tmp_path):
     server = WandbServer()
     said = lose_wandb(server, "service", tmp_path)

@@ -61,6 +61,7 @@ def wait_for(condition) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_has_a_report_and_says_where_at_the_end(run, tmp_path, capsys):
     run("run", "report=true")
     page = tmp_path / "run" / "report" / "report.html"

@@ -18,7 +18,8 @@ def assert_the_same(one: Path, other: Path) -> None:
         assert len(set(wanted)) == len(wanted)
 
 
-@pytest.mark.parametrize("loss", ["dpo", "aot"])  # aot scores the batch once more before its microbatches
+# aot scores the batch once more before its microbatches
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("aot", marks=pytest.mark.slow)])
 def test_a_run_has_the_same_losses_in_another_layout(loss, run, tmp_path, capsys):
     run("plain", *SETTINGS, f"loss={loss}", "loss.beta=0.1")
     run("padded", *SETTINGS, f"loss={loss}", "loss.beta=0.1", "layout=padded", "gradient_accumulation_steps=2")

@@ -50,7 +50,7 @@ def test_a_run_is_exported_verified_and_trained_further(command, tmp_path):
     assert load_tokenizer(str(run_dir / "LATEST" / "hf")).get_vocab()
 
 
-@pytest.mark.parametrize("trainer", ["FSDPTrainer", "TensorParallelTrainer"])
+@pytest.mark.parametrize("trainer", ["FSDPTrainer", pytest.param("TensorParallelTrainer", marks=pytest.mark.slow)])
 def test_several_processes_export_once(trainer, command, tmp_path):
     result = train(*command("run", f"trainer={trainer}", "world_size=2", "eval_batch_size=8", "n_eval_examples=8"))
     assert result.returncode == 0, result.stderr

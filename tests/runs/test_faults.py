@@ -63,7 +63,9 @@ def is_whole_after(start, whole: Path, run_dir: Path, *overrides: str) -> None:
     assert rest == {".lock"}
 
 
-@pytest.mark.parametrize("update", [0, 1, 3, 5])
+@pytest.mark.parametrize(
+    "update", [0, pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_killed_in_the_middle_of_an_update(update, start, whole, tmp_path):
     run = start(fault=kill_after_update, arguments=(update,))
     assert run.wait() == -signal.SIGKILL
@@ -75,7 +77,7 @@ def test_killed_in_the_middle_of_an_update(update, start, whole, tmp_path):
 # it; the third removes the first checkpoint. These are all such steps of three saves, and of the export after them: 6
 # files, their directory, its name and the directory above. `make test` kills at a few.
 STEPS = range(1, 42)
-CORNERS = (2, 8, 10, 12, 32, 36)
+CORNERS = (8, 12, 32, 36)
 
 
 @pytest.mark.parametrize("step", [s if s in CORNERS else pytest.param(s, marks=pytest.mark.slow) for s in STEPS])
@@ -106,6 +108,7 @@ def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_saved(start, who
     is_whole_after(start, whole, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_full_file_system_is_noticed_too(rows, start, whole, tmp_path):
     disk = tmp_path / "run"
     disk.mkdir()
@@ -126,7 +129,9 @@ def test_a_full_file_system_is_noticed_too(rows, start, whole, tmp_path):
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 
 
-@pytest.mark.parametrize("number", STATUS)
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.slow] if n == signal.SIGUSR1 else []) for n in STATUS]
+)
 def test_asked_to_stop_it_saves_and_exits_with_the_signals_status(number, start, tmp_path):
     run = start("n_examples=4000", "eval_every=40")
     while not (tmp_path / "run" / "metrics.jsonl").exists() or len(metrics_of(tmp_path / "run", "train")) < 3:
@@ -217,6 +222,7 @@ def test_the_launcher_passes_a_signal_on_and_all_exit_with_143(rows, whole_shard
     continue_sharded(rows, tmp_path / "run", whole_sharded)
 
 
+@pytest.mark.slow  # its interpreters start anew; that the launcher passes a signal on is the test before it
 def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(rows, whole_sharded, tmp_path):
     process = start_interpreter("train.py", *small_run(rows, tmp_path / "run", *SHARDED))
     wait_for_updates(tmp_path / "run", 2, process)
@@ -255,7 +261,11 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    ("eval_every", "slow_update"), [(40000, 40000), (8, 3)], ids=["while it saves", "in an update, beside a save"]
+    ("eval_every", "slow_update"),
+    [
+        pytest.param(40000, 40000, id="while it saves"),
+        pytest.param(8, 3, marks=pytest.mark.slow, id="in an update, beside a save"),
+    ],
 )
 def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(eval_every, slow_update, rows, tmp_path):
     overrides = small_run(rows, tmp_path / "run", "n_examples=40000", f"eval_every={eval_every}")

@@ -319,6 +319,7 @@ def composed() -> DictConfig:
         return hydra.compose("config", ["exp_name=x", "model.name_or_path=x"])
 
 
+@pytest.mark.slow
 @FUZZ
 @given(
     changes=st.dictionaries(st.sampled_from([k for k in KEYS if not k.startswith("loss.")]), ODD_SETTINGS, max_size=5)

@@ -92,7 +92,7 @@ def assert_alike(first: Path, second: Path, tolerance: float = 1e-5) -> None:
 # --- the three references ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reference", ["base", "adapter"])
+@pytest.mark.parametrize("reference", ["base", pytest.param("adapter", marks=SLOW)])
 def test_a_reference_that_shares_the_base_is_a_second_model(reference, run, sft, command, tmp_path):
     adapter = sft if reference == "adapter" else None
     for name in (reference, "model"):
@@ -173,7 +173,7 @@ def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_st
 
 
 @pytest.mark.parametrize(
-    "reference", ["base", "adapter", pytest.param(None, marks=SLOW), pytest.param("model", marks=SLOW)]
+    "reference", ["base", *(pytest.param(reference, marks=SLOW) for reference in ("adapter", None, "model"))]
 )
 def test_a_run_whose_frozen_weights_were_exchanged_is_refused(reference, run, base, sft, tmp_path):
     settings = (*LORA, "loss=sft") if reference is None else with_reference(reference)
@@ -219,7 +219,7 @@ GRIDS = {
 }
 IN_EIGHTS = ("batch_size=8", "eval_batch_size=8", "n_eval_examples=8", "n_eval_model_samples=8", "n_epochs=null")
 TRAINED = [
-    pytest.param(mesh, reference, marks=[] if (mesh, reference) in (("sharded", "base"), ("cut", "adapter")) else SLOW)
+    pytest.param(mesh, reference, marks=[] if (mesh, reference) == ("sharded", "base") else SLOW)
     for mesh in GRIDS
     for reference in ("base", "adapter", "model")
 ]

@@ -200,7 +200,7 @@ def test_a_resume_of_such_a_directory_ends_at_once_and_in_words(command, run, tm
 ODD = [3, None, "text", [], {}, [3], {"a": 3}, {3: {}}, torch.zeros(3), {"state": {0: {"a": []}}, "param_groups": [{}]}]
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [pytest.param(p, marks=[] if p == "optimizer" else pytest.mark.slow) for p in PARTS])
 def test_a_part_that_is_something_else_is_damage_and_the_checkpoint_before_it_continues(part, run, tmp_path, capsys):
     run("run", "n_examples=16")
     replace_state(tmp_path / "run" / "step-16" / f"{part}.pt", lambda state: {"a": 3})

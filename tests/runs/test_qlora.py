@@ -85,7 +85,8 @@ def test_each_way_to_compute_gives_the_same_run(way, run, tmp_path):
     assert_alike(tmp_path / "plain", tmp_path / way)
 
 
-@pytest.mark.parametrize("layout", ["shared_prefix", pytest.param("padded", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
 def test_two_processes_compute_as_one(layout, run, command, tmp_path):
     settings = (*QLORA, f"layout={layout}", "sample_during_eval=true", "n_eval_model_samples=4")
     run("one", *settings)

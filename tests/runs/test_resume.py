@@ -63,9 +63,10 @@ WAYS = {
     "random weights": (3, ("model.random_init=true", "seed=3")),
     "an adapter with dropout": (3, ("lora=lora", "lora.dropout=0.1")),
 }
+QUICK = ("in the third epoch", "accumulation", "mixed datasets", "sampling", "autocast", "references cached")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.slow) for w in WAYS])
 def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, stop_after, tmp_path, capsys):
     updates, settings = WAYS[way]
     run("whole", *settings)
@@ -92,7 +93,7 @@ def test_the_comparison_sees_what_differs(run, tmp_path):
     assert any(place.startswith("optimizer.state") for place in found)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_again(number, run, tmp_path, monkeypatch):
     run("whole")
     evaluate, calls = Evaluator.metrics, []
@@ -113,7 +114,7 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_agai
     assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_while_it_samples_at_the_end_is_heard_at_the_next_token(number, run, tmp_path, monkeypatch):
     from transformers import LlamaForCausalLM
 
@@ -211,6 +212,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_co
     assert find_differences(tmp_path / "run", tmp_path / "damaged") == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_checksums_of_blocks_continues_too(run, tmp_path):
     """As they were written before there were any."""
     run("whole")
@@ -309,6 +311,7 @@ def test_a_path_that_is_no_checkpoint_is_one_sentence(what, run, tmp_path):
         run("run", f"resume={tmp_path}/{what}")
 
 
+@pytest.mark.slow
 def test_the_same_checkpoint_damaged_twice_is_put_aside_twice(run, tmp_path):
     run("run", "n_examples=8")
     for _ in range(2):
@@ -319,6 +322,7 @@ def test_the_same_checkpoint_damaged_twice_is_put_aside_twice(run, tmp_path):
     assert names == {"step-16", "damaged-step-16", "damaged-step-16.1"}
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_it_begins_elsewhere_leaves_what_the_same_command_can_use(run, tmp_path, monkeypatch):
     run("whole")
     run("run", "n_examples=16")

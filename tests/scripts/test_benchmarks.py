@@ -30,7 +30,12 @@ def test_flops_of_a_padded_and_of_a_packed_pair():
 @pytest.mark.parametrize(
     ("module", "arguments", "said"),
     [
-        ("step_overhead", ("n_examples=8", "n_eval_examples=4"), "outside forward, backward and optimizer"),
+        pytest.param(
+            "step_overhead",
+            ("n_examples=8", "n_eval_examples=4"),
+            "outside forward, backward and optimizer",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "compare",
             ("--updates=1", "--only=padded;ours", "batch_size=4"),
@@ -38,7 +43,9 @@ def test_flops_of_a_padded_and_of_a_packed_pair():
             marks=pytest.mark.slow,
         ),
         ("online", ("--rounds=1", "batch_size=2", "eval_batch_size=2", "n_eval_examples=2"), "ours / bare: "),
-        ("profile_update", ("batch_size=4", "model.autocast=bfloat16"), "matrix products"),
+        pytest.param(
+            "profile_update", ("batch_size=4", "model.autocast=bfloat16"), "matrix products", marks=pytest.mark.slow
+        ),
         pytest.param("startup", ("--answers", "--repeats=1"), "golden run to first update", marks=pytest.mark.slow),
         pytest.param("startup", ("--pairs=200", "batch_size=4", *TINY[:2]), "the data takes", marks=pytest.mark.slow),
         pytest.param(

@@ -291,13 +291,18 @@ def install(folder: Path, code: str, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("code", "level", "text"),
     [
-        ("", "ok", "2.0.0 can be imported; used by tensor_parallel.backend=tensor_parallel"),
+        pytest.param(
+            "",
+            "ok",
+            "2.0.0 can be imported; used by tensor_parallel.backend=tensor_parallel",
+            marks=pytest.mark.slow,
+        ),
         (
             "import pkg_resrc",
             "warning",
             "2.0.0 cannot be imported: ModuleNotFoundError: No module named 'pkg_resrc'",
         ),
-        ("import os; os.abort()", "warning", "2.0.0 cannot be imported: status -6"),
+        pytest.param("import os; os.abort()", "warning", "2.0.0 cannot be imported: status -6", marks=pytest.mark.slow),
     ],
 )
 def test_an_optional_package_that_is_there_is_imported(code, level, text, monkeypatch, tmp_path):

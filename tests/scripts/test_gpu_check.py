@@ -74,7 +74,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("gpu", [False, True], ids=["forked", "fresh"])
+@pytest.mark.parametrize(
+    "gpu", [pytest.param(False, id="forked"), pytest.param(True, marks=pytest.mark.slow, id="fresh")]
+)
 def test_what_happens_to_a_check_stays_with_it(gpu, setting, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     checks = {name: Check(f"support.gpu_faults:{name}", name, 3 if name == "hangs" else 60) for name in FAULTS}

@@ -44,6 +44,7 @@ def test_a_worker_that_hangs_is_killed(monkeypatch, tmp_path):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+@pytest.mark.slow
 def test_the_cause_is_reported_and_not_the_wait_for_it(monkeypatch):
     # rank 0 is the real worker, waiting for a rank 1 that has failed; its alarm ends it after a second
     replace_workers(monkeypatch, f"{SHORT}{WORK} if rank == 0 else sys.exit('SystemError: no /dev/shm')")
@@ -53,6 +54,7 @@ def test_the_cause_is_reported_and_not_the_wait_for_it(monkeypatch):
     assert finding.text == "gloo over 2 processes failed: SystemError: no /dev/shm"
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_given_up(monkeypatch):
     replace_workers(monkeypatch, f"{SHORT}{WORK} if rank == 0 else print('{{}}')")
 

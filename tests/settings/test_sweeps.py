@@ -127,6 +127,7 @@ def test_a_sweep_into_one_directory_names_its_jobs_and_ends_with_a_table(command
     assert where == f"the same in {tmp_path}/sweep/sweep.json"
 
 
+@pytest.mark.slow
 def test_a_sweep_that_ends_early_has_its_table_too_and_without_a_directory_names_its_jobs_as_well(command, tmp_path):
     settings = command("x", "n_examples=8", "batch_size=4,30", f"hydra.sweep.dir={tmp_path}/hydra", "eval_every=40")
     settings = [o for o in settings if not o.startswith("local_run_dir=")]

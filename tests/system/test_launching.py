@@ -127,7 +127,7 @@ def finish_without_rank_1(rank, world_size, folder):
 # --- meeting -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world_size", "total"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("world_size", "total"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 3)])
 def test_workers_meet_in_one_group(world_size, total, tmp_path):
     launch(add_up, world_size, tmp_path, process_group=True)
     assert {(tmp_path / f"rank{r}").read_text() for r in range(world_size)} == {f"{total} of {world_size}"}
@@ -257,6 +257,7 @@ def test_a_worker_that_is_killed_ends_all_and_is_named(tmp_path):
     assert_all_gone(tmp_path)
 
 
+@pytest.mark.slow  # 19 s of waiting; the same where NCCL aborts the victims is quicker
 def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(tmp_path, capfd):
     start = time.monotonic()
     with pytest.raises(WorkerFailed, match="rank 1 did not answer within collective_timeout_secs=4") as error:
@@ -363,7 +364,12 @@ launch(fail_on_rank_1, 2, pathlib.Path(sys.argv[1]), sys.argv[2], process_group=
     ("how", "ranks", "said"),
     [
         ("raise", 2, "because rank 1 failed"),
-        ("kill", 2, "because rank 1 did not answer within collective_timeout_secs=5, or was killed"),
+        pytest.param(
+            "kill",
+            2,
+            "because rank 1 did not answer within collective_timeout_secs=5, or was killed",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(  # which never comes
             "raise",
             1,

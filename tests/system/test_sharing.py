@@ -138,6 +138,7 @@ def large_texts(tmp_path):
     return tmp_path / "rows"
 
 
+@pytest.mark.slow
 def test_processes_load_once_and_hold_no_texts_of_their_own(large_texts, tmp_path):
     config = compose(
         [f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.block_name=null", "datasets=[hh]", "loss=dpo",

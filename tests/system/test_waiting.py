@@ -93,6 +93,7 @@ def save_slowly(rank: int, world_size: int, run_dir: Path) -> None:
     check_complete(run_dir / "step-8")
 
 
+@pytest.mark.slow
 def test_a_save_may_take_longer_than_a_collective(tmp_path):
     launch(save_slowly, 2, tmp_path, process_group=True, timeout_secs=TIMEOUT)
 

@@ -218,6 +218,7 @@ def test_what_wpo_and_ld_alpha_hold_beside_is_counted(layout, compose):
     assert need("loss.wpo=true") > need("loss.ld_alpha=0.5") > need()
 
 
+@pytest.mark.slow
 def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
     config = compose(
         "batch_size=16", "n_examples=16", "eval_every=16", "model.name_or_path=" + str(GOLDEN / "tiny-llama")
