@@ -90,7 +90,7 @@ def test_it_reports_where_torch_does_not_import(tmp_path):
     assert result.returncode == 1
     assert "libcudart.so.13 is missing" in report["gpu"]["text"]
     assert {report[name]["level"] for name in ("gpu", "all-reduce")} == {"problem"}
-    assert {report[name]["level"] for name in ("software", "host", "block class")} == {"ok"}
+    assert "problem" not in {report[name]["level"] for name in ("software", "host", "block class")}
 
 
 def test_a_check_that_breaks_is_a_finding_and_the_others_go_on():
