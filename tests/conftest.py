@@ -12,8 +12,8 @@ from support.runs import GOLDEN, ROOT, small_run, write_rows
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores, for many tests wait; each takes a gigabyte of memory."""
-    return min(len(os.sched_getaffinity(0)) + 2, 5)
+    """One more than there are cores, for many tests wait; each takes a gigabyte of memory."""
+    return min(len(os.sched_getaffinity(0)) + 1, 5)
 
 
 @pytest.fixture(scope="session")
