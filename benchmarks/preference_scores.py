@@ -81,8 +81,7 @@ def draw(
             batch, answer(policy, tokenizer, [prompts[i] for i, _ in batch], numbers, sampling), strict=True
         ):
             log_ratio, kl = divergence(policy, reference, prompts[i], said.tokens)
-            ended = len(said.tokens) < sampling.max_new_tokens or said.tokens[-1] == tokenizer.eos_token_id
-            found.append(Drawn(i, said.text, len(said.tokens), ended, log_ratio, kl))
+            found.append(Drawn(i, said.text, len(said.tokens), said.ended, log_ratio, kl))
     return sorted(found, key=lambda one: one.prompt)
 
 

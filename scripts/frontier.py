@@ -135,7 +135,7 @@ def job_of(root: Path, task: Task, size: Size, run: Run, noise: float, extra: Se
 def judge(root: Path, task: Task, limit: Limit, job: Job) -> None:
     """Write where the policy of a run is on the plane, and what else its row says, to `point.json`."""
     model = runs.load_policy(root, job.directory / "LATEST" / "policy.pt")
-    found = judged(exact.leaf_logps(model, task, task.test_prompts), task, limit)
+    found = measure(exact.leaf_logps(model, task, task.test_prompts), task, limit)
     metrics = (job.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ties = [line["online/ties"] for line in map(json.loads, metrics) if "online/ties" in line]
     if ties:
@@ -143,13 +143,13 @@ def judge(root: Path, task: Task, limit: Limit, job: Job) -> None:
     (job.directory / "point.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def judged(logps: np.ndarray, task: Task, limit: Limit) -> dict[str, float]:
+def measure(logps: np.ndarray, task: Task, limit: Limit, *, optimal: bool = False) -> dict[str, float]:
     """Reward and KL, pi*'s reward at this KL, the mean number of symbols of a response, and the probability of none."""
     point = exact.point_of(logps, *limit)
     share, lengths = np.exp(logps), (task.leaves >= 0).sum(-1)
     return {
         **point._asdict(),
-        "most_reward": exact.most_reward(point.kl, *limit),
+        "most_reward": point.reward if optimal else exact.most_reward(point.kl, *limit),
         "length": float((share * lengths).sum(-1).mean()),
         "empty": float(share[:, lengths == 0].sum(-1).mean()),
     }
@@ -190,7 +190,7 @@ def known_rows(limit: Limit, task: Task) -> list[dict[str, Any]]:
     """Policies that no run is needed for: the reference, pi*, best-of-N and the law of the chosen responses."""
 
     def known(method: str, logps: np.ndarray, beta: float | None = None, **more: Any) -> dict[str, Any]:
-        return row_of(method, beta, None, **judged(logps, task, limit), **more)
+        return row_of(method, beta, None, **measure(logps, task, limit, optimal=method == "pi_star"), **more)
 
     return [
         known("sft", limit.reference),

@@ -70,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.ledger", description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="pairs in each list (default: 10)")
-    parser.add_argument("--no-texts", action="store_true", help="nor load the run's datasets for them")
+    parser.add_argument(
+        "--no-texts", action="store_true", help="leave the texts out; the run's datasets are not loaded"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     asked = parser.parse_args(arguments)
     from dpo.analysis.ledger import summarize

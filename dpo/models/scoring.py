@@ -62,8 +62,10 @@ class Scorer(NamedTuple):
 
 @contextmanager
 def _raising(kind: type[Exception], what: str, file: Path | None) -> Iterator[None]:
-    """Inside is foreign code: it is without gradients, as is what comes after it with them, and whatever it raises
-    becomes one sentence with the line of `file` from which it came."""
+    """Inside, the user's code runs without gradients, and what it raises becomes one sentence with its line of `file`.
+
+    Afterwards gradients are as before, even if the code has switched them.
+    """
     try:
         with torch.no_grad():
             yield

@@ -6,7 +6,6 @@ alone: neither on other prompts nor on the number of processes, up to rounding. 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
@@ -196,9 +195,9 @@ def count_offline(config: DictConfig) -> int:
     return round(config.online.mix_offline * config.batch_size)
 
 
-def some_prompts(data: TrainingData) -> Iterator[Prompt]:
-    """The training prompts, or LOOKED_AT from all over them."""
-    return itertools.islice(data.train, 0, None, max(1, len(data.train) // LOOKED_AT))
+def some_prompts(data: TrainingData) -> list[Prompt]:
+    """The training prompts, or about LOOKED_AT from all over them."""
+    return data.train[:: max(1, len(data.train) // LOOKED_AT)]
 
 
 def encode_prompt(prompt: Prompt, data: TrainingData, config: DictConfig) -> Example:
