@@ -88,19 +88,6 @@ def test_data_and_losses_know_no_processes():
             assert not re.search(r"\b(world_size|torch\.distributed)\b", FILES[name].read_text("utf-8")), name
 
 
-def test_files_and_functions_are_short():
-    long_files = {name: n for name, f in FILES.items() if (n := len(f.read_text("utf-8").splitlines())) > 400}
-    functions = [
-        (f"{name}.{node.name}", node.end_lineno - node.lineno + 1)
-        for name, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
-    assert long_files == {}
-    assert len(functions) > 100
-    assert [f for f in functions if f[1] > 50] == []
-
-
 IMPORT_ALL = """
 import importlib, random, sys
 import numpy, torch
