@@ -1,4 +1,4 @@
-"""The table and the picture of `benchmarks.hh_smollm2`."""
+"""The tables and the picture of `benchmarks.hh_smollm2`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Result(NamedTuple):
     accuracy: Interval | None  # share of test pairs with a gap above 0
     accuracy_if_shorter: Interval | None  # of pairs whose chosen response has fewer tokens than the rejected one
     accuracy_if_longer: Interval | None
+    balanced: Interval | None  # the mean of these two: ranking by length alone has 0.5
     length_correlation: float | None  # of the gap with the tokens of chosen minus those of rejected
     gap: Interval  # nats: (log pi - log ref) of chosen minus that of rejected; the reward margin is beta times it
     chosen_logp: Interval
@@ -36,38 +37,42 @@ class Result(NamedTuple):
     kl_by_log_ratio: Interval  # the same by the mean log-ratio
     length: Interval  # tokens of a sample
     ended: Interval  # share of samples that ended before the limit
+    empty: Interval  # share of samples without text
     online_accuracy: Interval | None  # over the second half of the training pairs, each before its update
+    online_balanced: Interval | None  # the same, as `balanced`
+    online_shorter: float | None  # the share of these pairs that choosing the shorter response ranks right; ties half
     seconds_per_pair: float
     trl_evaluation: dict[str, float] | None
-
-    @property
-    def margin(self) -> Interval | None:
-        return None if self.beta is None else Interval(*(self.beta * value for value in self.gap))
 
 
 COLUMNS: dict[str, Callable[[Result], str]] = {
     "": lambda r: r.name,
-    "accuracy": lambda r: f"{r.accuracy:.2f}" if r.accuracy else "",
-    "chosen shorter": lambda r: f"{r.accuracy_if_shorter.mean:.2f}" if r.accuracy_if_shorter else "",
-    "chosen longer": lambda r: f"{r.accuracy_if_longer.mean:.2f}" if r.accuracy_if_longer else "",
-    "gap, nats": lambda r: f"{r.gap:.2f}" if r.accuracy else "",
-    "reward margin": lambda r: f"{r.margin:.3f}" if r.margin else "",
-    "log pi, chosen": lambda r: f"{r.chosen_logp.mean:.1f}",
-    "its change": lambda r: f"{r.chosen_change:.1f}" if r.accuracy else "",
-    "log pi, rejected": lambda r: f"{r.rejected_logp.mean:.1f}",
-    "its change ": lambda r: f"{r.rejected_change:.1f}" if r.accuracy else "",
     "KL to SFT, nats": lambda r: f"{r.kl:.2f}" if r.accuracy else "",
+    "accuracy on pairs not yet trained on, balanced over length": lambda r: (
+        f"{r.online_balanced:.2f}" if r.online_balanced else ""
+    ),
+    "change of log pi, chosen": lambda r: f"{r.chosen_change:.1f}" if r.accuracy else "",
+    "rejected": lambda r: f"{r.rejected_change:.1f}" if r.accuracy else "",
+    "empty samples": lambda r: f"{100 * r.empty.mean:.0f} %",
     "tokens of a sample": lambda r: f"{r.length:.0f}",
-    "ended": lambda r: f"{r.ended.mean:.2f}",
-    "accuracy online": lambda r: f"{r.online_accuracy:.2f}" if r.online_accuracy else "",
-    "s per pair": lambda r: f"{r.seconds_per_pair:.2f}",
+}
+TEST_COLUMNS: dict[str, Callable[[Result], str]] = {
+    "test pairs": lambda r: r.name,
+    "accuracy": lambda r: f"{r.accuracy:.2f}" if r.accuracy else "",
+    "balanced over length": lambda r: f"{r.balanced:.2f}" if r.balanced else "",
+    "gap, nats": lambda r: f"{r.gap:.2f}",
 }
 
 
-def table(results: Sequence[Result]) -> str:
-    """In Markdown; brackets are 95 % intervals."""
-    rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
-    rows += [[show(result) for show in COLUMNS.values()] for result in results]
+def tables(results: Sequence[Result]) -> str:
+    """Two in Markdown, the second of the test pairs; brackets are 95 % intervals."""
+    trained = [result for result in results if result.accuracy]
+    return f"{_table(COLUMNS, results)}\n{_table(TEST_COLUMNS, trained)}"
+
+
+def _table(columns: dict[str, Callable[[Result], str]], results: Sequence[Result]) -> str:
+    rows = [list(columns), ["---"] * len(columns)]
+    rows += [[show(result) for show in columns.values()] for result in results]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -29,8 +29,8 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 
-from benchmarks.hh_results import Result, draw_picture, table
-from benchmarks.preference_scores import Interval, bootstrap, by_prompt, draw, pair_logps
+from benchmarks.hh_results import Result, draw_picture, tables
+from benchmarks.preference_scores import Interval, balance_over_length, bootstrap, by_prompt, draw, pair_logps
 from benchmarks.step_overhead import compose
 from dpo.data.examples import encode_examples, iterate_examples
 from dpo.models.answers import Sampling
@@ -195,17 +195,29 @@ def log_ratios(out: Path, method: Method) -> np.ndarray:
     return np.array(scores_of(out, method)["logps"]) - np.array(scores_of(out, SFT)["logps"])
 
 
-def online_gaps(folder: Path, method: Method) -> np.ndarray:
-    """h = log-ratio of chosen minus that of rejected of each training pair, in order, before its update.
+class OnlinePairs(NamedTuple):
+    """The training pairs in order, each before its update."""
 
-    Of TRL's per-token IPO it is the sum too: its rewards are beta times log-ratios, whatever the loss.
+    gaps: np.ndarray  # (n,): log-ratio of chosen minus that of rejected
+    longer: np.ndarray  # (n,): tokens of chosen minus those of rejected
+
+
+def online_pairs(folder: Path, method: Method) -> OnlinePairs:
+    """From a run's ledger, or from what TRL logged.
+
+    The gaps of TRL's per-token IPO are sums too: its rewards are beta times log-ratios, whatever the loss.
     """
     if method.trl:
-        return np.array(json.loads((folder / "trl.json").read_text())["margins"]) / method.beta
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
+        rows = json.loads((folder / "train.json").read_text(encoding="utf-8"))
+        lengths = [[len(tokenizer.encode(row[side])) for row in rows] for side in ("chosen", "rejected")]
+        margins = np.array(json.loads((folder / "trl.json").read_text())["margins"])
+        return OnlinePairs(margins / method.beta, np.subtract(*lengths))
     rows = pq.read_table(folder / "ledger.parquet", filters=[("split", "=", "train")])
-    column = {name: np.asarray(rows[name]) for name in rows.column_names if name.startswith(("policy", "reference"))}
+    column = {name: np.asarray(rows[name]) for name in rows.column_names}
     chosen, rejected = (column[f"policy_{side}"] - column[f"reference_{side}"] for side in ("chosen", "rejected"))
-    return chosen - rejected
+    lengths = (column[f"{side}_tokens"].astype(int) for side in ("chosen", "rejected"))
+    return OnlinePairs(chosen - rejected, np.subtract(*lengths))
 
 
 def seconds_per_pair(folder: Path, method: Method) -> float:
@@ -227,9 +239,11 @@ def result_of(out: Path, method: Method) -> Result:
         """None where policy and reference are one, and if there are no such pairs."""
         return None if method == SFT or not of.any() else bootstrap(gaps[of] > 0)
 
-    samples = {key: by_prompt(own["samples"], key) for key in ("kl", "log_ratio", "tokens", "ended")}
-    online = None if method == SFT else online_gaps(folder, method)
-    half = None if online is None else online[len(online) // 2 :]  # pairs that the policy had not been trained on
+    drawn = [{**sample, "empty": not sample["text"].strip()} for sample in own["samples"]]
+    samples = {key: by_prompt(drawn, key) for key in ("kl", "log_ratio", "tokens", "ended", "empty")}
+    half = None  # of the training pairs: those that the policy had not been trained on
+    if method != SFT:
+        half = OnlinePairs(*(values[len(values) // 2 :] for values in online_pairs(folder, method)))
     return Result(
         name=method.name,
         beta=method.beta,
@@ -237,6 +251,7 @@ def result_of(out: Path, method: Method) -> Result:
         accuracy=accuracy(np.ones_like(gaps, dtype=bool)),
         accuracy_if_shorter=accuracy(longer < 0),
         accuracy_if_longer=accuracy(longer > 0),
+        balanced=None if method == SFT else balance_over_length(gaps > 0, longer),
         length_correlation=None if method == SFT else float(np.corrcoef(gaps, longer)[0, 1]),
         gap=bootstrap(gaps),
         chosen_logp=bootstrap([chosen for chosen, _ in own["logps"]]),
@@ -247,7 +262,10 @@ def result_of(out: Path, method: Method) -> Result:
         kl_by_log_ratio=bootstrap(samples["log_ratio"]),
         length=bootstrap(samples["tokens"]),
         ended=bootstrap(samples["ended"]),
-        online_accuracy=None if half is None else bootstrap(half > 0),
+        empty=bootstrap(samples["empty"]),
+        online_accuracy=None if half is None else bootstrap(half.gaps > 0),
+        online_balanced=None if half is None else balance_over_length(half.gaps > 0, half.longer),
+        online_shorter=None if half is None else float((half.longer < 0).mean() + (half.longer == 0).mean() / 2),
         seconds_per_pair=seconds_per_pair(folder, method),
         trl_evaluation=json.loads((folder / "trl.json").read_text())["evaluation"] if method.trl else None,
     )
@@ -318,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_samples(out, methods, config, data)
     results = [result_of(out, method) for method in methods]
     (out / "results.json").write_text(json.dumps([r._asdict() for r in results], indent=1), encoding="utf-8")
-    text = "\n".join([table(results), *side_by_side(out, methods)])
+    text = "\n".join([tables(results), *side_by_side(out, methods)])
     (out / "table.md").write_text(text, encoding="utf-8")
     for name, dark in (("hh.png", False), ("hh-dark.png", True)):
         draw_picture(results, out / name, dark=dark)

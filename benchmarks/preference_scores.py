@@ -36,11 +36,26 @@ def bootstrap(values: Sequence[float] | np.ndarray, *, resamples: int = RESAMPLE
     The same seed draws the same prompts for values of another policy, so that a difference of two policies is the
     mean of the differences.
     """
-    values = np.asarray(values, dtype=np.float64)
+    return _bootstrap_strata([np.asarray(values, dtype=np.float64)], resamples, seed)
+
+
+def balance_over_length(right: np.ndarray, longer: np.ndarray) -> Interval | None:
+    """Mean of the accuracies on pairs whose chosen response is shorter and longer; None without pairs of one kind.
+
+    Ranking by length alone has 0.5. Pairs of equal lengths do not count. Each kind is resampled separately.
+    """
+    strata = [right[longer < 0].astype(np.float64), right[longer > 0].astype(np.float64)]
+    return _bootstrap_strata(strata, RESAMPLES, 0) if all(map(len, strata)) else None
+
+
+def _bootstrap_strata(strata: Sequence[np.ndarray], resamples: int, seed: int) -> Interval:
+    """The mean of the strata's means."""
     draw = np.random.default_rng(seed)
-    means = np.array([values[draw.integers(len(values), size=len(values))].mean() for _ in range(resamples)])
+    means = np.mean(
+        [[part[draw.integers(len(part), size=len(part))].mean() for _ in range(resamples)] for part in strata], axis=0
+    )
     low, high = np.percentile(means, (2.5, 97.5))
-    return Interval(float(values.mean()), float(low), float(high))
+    return Interval(float(np.mean([part.mean() for part in strata])), float(low), float(high))
 
 
 @torch.no_grad()

@@ -7,14 +7,24 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
 from support.runs import GOLDEN, run_script
 
 from benchmarks import hh_smollm2
-from benchmarks.hh_results import Result, table
-from benchmarks.preference_scores import Interval, bootstrap, by_prompt, divergence, draw, pair_logps
+from benchmarks.hh_results import Result, tables
+from benchmarks.preference_scores import (
+    Interval,
+    balance_over_length,
+    bootstrap,
+    by_prompt,
+    divergence,
+    draw,
+    pair_logps,
+)
 from dpo.data.examples import Example
 from dpo.models.answers import Sampling
 
@@ -94,15 +104,50 @@ def test_samples_do_not_depend_on_the_policies_beside_them_and_a_policy_has_no_k
     assert [one.text for one in alone] == [one.text for one in drawn[:2]]
 
 
-def test_the_table_has_a_row_for_each_policy():
+def test_ranking_by_length_alone_is_at_chance_when_lengths_are_balanced():
+    longer = np.array([-3] * 30 + [5] * 10 + [0] * 7)
+    assert balance_over_length(longer < 0, longer) == Interval(0.5, 0.5, 0.5)
+    right = np.array([1, 0] * 15 + [1] * 10 + [0] * 7, dtype=bool)  # half of the shorter ones, all longer ones
+    found = balance_over_length(right, longer)
+    assert found.mean == 0.75
+    # resampled counts of the shorter ones are Binomial(30, 1/2), between 10 and 20
+    assert (found.low, found.high) == pytest.approx(((10 / 30 + 1) / 2, (20 / 30 + 1) / 2))
+    assert balance_over_length(right[:30], longer[:30]) is None
+
+
+def test_training_pairs_have_their_gap_and_lengths_from_our_ledger_and_from_what_trl_logged(tmp_path):
+    rows = {
+        "split": ["train", "train", "eval"],
+        **{"policy_chosen": [-1.0, -2.0, 0.0], "reference_chosen": [-2.0, -2.0, 0.0]},
+        **{"policy_rejected": [-3.0, -1.0, 0.0], "reference_rejected": [-1.0, -2.0, 0.0]},
+        **{"chosen_tokens": pa.array([4, 9, 1], pa.uint16()), "rejected_tokens": pa.array([7, 2, 1], pa.uint16())},
+    }
+    pq.write_table(pa.table(rows), tmp_path / "ledger.parquet")
+    ours = hh_smollm2.online_pairs(tmp_path, hh_smollm2.METHODS["dpo 0.1"])
+    assert (ours.gaps.tolist(), ours.longer.tolist()) == ([3.0, -1.0], [-3, 7])
+
+    transformers.AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama").save_pretrained(tmp_path / "hf")
+    texts = [{"prompt": "a", "chosen": " yes", "rejected": " yes yes yes"}, {"chosen": " no no", "rejected": " no"}]
+    (tmp_path / "train.json").write_text(json.dumps(texts))
+    (tmp_path / "trl.json").write_text(json.dumps({"margins": [0.3, -0.1]}))
+    theirs = hh_smollm2.online_pairs(tmp_path, hh_smollm2.METHODS["TRL dpo 0.1"])
+    assert theirs.gaps.tolist() == pytest.approx([3.0, -1.0])
+    assert np.sign(theirs.longer).tolist() == [-1, 1]
+
+
+def test_the_tables_have_a_row_for_each_policy():
     one = Interval(0.5, 0.25, 0.75)
-    reference = Result("sft", None, 64, *[None] * 4, *[one] * 9, None, 0.1, None)
-    dpo = reference._replace(name="dpo 0.1", beta=0.1, accuracy=one, accuracy_if_shorter=one, accuracy_if_longer=one)
-    lines = table([reference, dpo]).splitlines()
-    assert lines[2].startswith("| sft |  |  |  |  |  | 0.5 |")
-    assert lines[3].startswith(
-        "| dpo 0.1 | 0.50 [0.25, 0.75] | 0.50 | 0.50 | 0.50 [0.25, 0.75] | 0.050 [0.025, 0.075] | 0.5 |"
-    )
+    values = dict.fromkeys(Result._fields, one) | {"n_pairs": 64, "trl_evaluation": None}
+    unknown = ("accuracy", "balanced", "online_balanced")
+    reference = Result(**values | {"name": "sft", "beta": None} | dict.fromkeys(unknown))
+    lines = tables([reference, Result(**values | {"name": "dpo 0.1", "beta": 0.1})]).splitlines()
+    assert lines[2] == "| sft |  |  |  |  | 50 % | 0 [0, 1] |"
+    assert lines[3].startswith("| dpo 0.1 | 0.50 [0.25, 0.75] | 0.50 [0.25, 0.75] | 0.5 [0.2, 0.8] |")
+    assert lines[5:] == [
+        "| test pairs | accuracy | balanced over length | gap, nats |",
+        "| --- | --- | --- | --- |",
+        "| dpo 0.1 | 0.50 [0.25, 0.75] | 0.50 [0.25, 0.75] | 0.50 [0.25, 0.75] |",
+    ]
 
 
 def test_a_row_that_there_is_none_of_is_refused(tmp_path):
