@@ -56,13 +56,6 @@ FULL = Size(pairs=3072, epochs=4, sft_epochs=12, seeds=(0, 1, 2))
 QUICK = Size(pairs=1024, epochs=2, sft_epochs=4, seeds=(0,), few_betas=True)
 
 
-class Limit(NamedTuple):
-    """The reference on the held-out prompts: log-probabilities and true rewards of all responses, (prompts, leaves)."""
-
-    reference: np.ndarray
-    rewards: np.ndarray
-
-
 class Run(NamedTuple):
     """A policy to be trained."""
 
@@ -79,7 +72,7 @@ class Run(NamedTuple):
 # --- the runs ---------------------------------------------------------------------------------------------------------
 
 
-def train_reference(root: Path, task: Task, size: Size, extra: Sequence[str]) -> Limit:
+def train_reference(root: Path, task: Task, size: Size, extra: Sequence[str]) -> exact.Limit:
     """Run SFT on a demonstrator's texts; its policy is where every method starts and what it is held to."""
     rng = np.random.default_rng([task.seed, 5])
 
@@ -93,7 +86,7 @@ def train_reference(root: Path, task: Task, size: Size, extra: Sequence[str]) ->
     for _ in runs.run_all([job], functools.partial(keep_policy, root), at_once=1):
         pass
     reference = exact.leaf_logps(runs.load_policy(root, root / "reference.pt"), task, task.test_prompts)
-    return Limit(reference, task.reward(task.test_prompts[:, None], task.leaves[None]))
+    return exact.Limit(reference, task.reward(task.test_prompts[:, None], task.leaves[None]))
 
 
 def keep_policy(root: Path, job: Job) -> None:
@@ -132,10 +125,10 @@ def job_of(root: Path, task: Task, size: Size, run: Run, noise: float, extra: Se
     return Job(root / "runs" / run.name, overrides)
 
 
-def judge(root: Path, task: Task, limit: Limit, job: Job) -> None:
+def judge(root: Path, task: Task, limit: exact.Limit, job: Job) -> None:
     """Write where the policy of a run is on the plane, and what else its row says, to `point.json`."""
     model = runs.load_policy(root, job.directory / "LATEST" / "policy.pt")
-    found = measure(exact.leaf_logps(model, task, task.test_prompts), task, limit)
+    found = exact.measure(exact.leaf_logps(model, task, task.test_prompts), task, limit)
     metrics = (job.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ties = [line["online/ties"] for line in map(json.loads, metrics) if "online/ties" in line]
     if ties:
@@ -143,20 +136,8 @@ def judge(root: Path, task: Task, limit: Limit, job: Job) -> None:
     (job.directory / "point.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def measure(logps: np.ndarray, task: Task, limit: Limit, *, optimal: bool = False) -> dict[str, float]:
-    """Reward and KL, pi*'s reward at this KL, the mean number of symbols of a response, and the probability of none."""
-    point = exact.point_of(logps, *limit)
-    share, lengths = np.exp(logps), (task.leaves >= 0).sum(-1)
-    return {
-        **point._asdict(),
-        "most_reward": point.reward if optimal else exact.most_reward(point.kl, *limit),
-        "length": float((share * lengths).sum(-1).mean()),
-        "empty": float(share[:, lengths == 0].sum(-1).mean()),
-    }
-
-
 def train_all(
-    root: Path, task: Task, size: Size, limit: Limit, wanted: Sequence[Run], noise: float, extra: Sequence[str]
+    root: Path, task: Task, size: Size, limit: exact.Limit, wanted: Sequence[Run], noise: float, extra: Sequence[str]
 ) -> list[dict[str, Any]]:
     """The rows of all runs, in their order."""
     jobs = {job_of(root, task, size, run, noise, extra): run for run in wanted}
@@ -186,11 +167,11 @@ def sentence(row: dict[str, Any]) -> str:
     return f"{name}: reward {row['reward']:.3f} at KL {row['kl']:.3f}"
 
 
-def known_rows(limit: Limit, task: Task) -> list[dict[str, Any]]:
+def known_rows(limit: exact.Limit, task: Task) -> list[dict[str, Any]]:
     """Policies that no run is needed for: the reference, pi*, best-of-N and the law of the chosen responses."""
 
     def known(method: str, logps: np.ndarray, beta: float | None = None, **more: Any) -> dict[str, Any]:
-        return row_of(method, beta, None, **measure(logps, task, limit, optimal=method == "pi_star"), **more)
+        return row_of(method, beta, None, **exact.measure(logps, task, limit, optimal=method == "pi_star"), **more)
 
     return [
         known("sft", limit.reference),
@@ -231,16 +212,21 @@ def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
 
 
-def sweep(out: Path, task: Task, size: Size, noise: float, extra: Sequence[str], *, tune: bool = False) -> None:
-    """Run everything, and write what came of it. Raises InputError and RunError as train.py does."""
-    from scripts.frontier_parts.picture import draw
-    from scripts.frontier_parts.reading import as_text, rates_as_text
-
+def start_afresh(out: Path, task: Task, size: Size, extra: Sequence[str]) -> tuple[Path, exact.Limit]:
+    """An empty directory for runs, with the reference in it."""
     root = out / "frontier-runs"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     runs.import_all()
-    limit = train_reference(root, task, size, extra)
+    return root, train_reference(root, task, size, extra)
+
+
+def sweep(out: Path, task: Task, size: Size, noise: float, extra: Sequence[str], *, tune: bool = False) -> None:
+    """Run everything, and write what came of it. Raises InputError and RunError as train.py does."""
+    from scripts.frontier_parts.picture import draw
+    from scripts.frontier_parts.reading import rates_as_text, tables
+
+    root, limit = start_afresh(out, task, size, extra)
     wanted = rates_to_try() if tune else wanted_runs(size, noise)
     write_preferences(root, task, size, sorted({run.seed for run in wanted}), (0,) if tune or not noise else (0, noise))
     rows = known_rows(limit, task) + train_all(root, task, size, limit, wanted, noise, extra)
@@ -251,14 +237,42 @@ def sweep(out: Path, task: Task, size: Size, noise: float, extra: Sequence[str],
     write_json(out / "frontier.json", rows)
     for name, dark in (("frontier.png", False), ("frontier-dark.png", True)):
         (out / name).write_bytes(draw(rows, dark=dark))
-    print(as_text(rows))
+    print("\n\n".join(tables(rows)))
+
+
+def run_controls(out: Path, task: Task, size: Size, extra: Sequence[str]) -> None:
+    """Run the controls; write and print their rows."""
+    from scripts.frontier_parts.controls import run_all
+    from scripts.frontier_parts.reading import controls_as_text
+
+    root, _ = start_afresh(out, task, size, extra)
+    reference, rows = runs.load_policy(root, root / "reference.pt"), []
+    for row in run_all(reference, task, pairs=size.pairs, epochs=size.epochs, seeds=size.seeds):
+        rows.append(row)
+        settings = (f"{key} {row[key]:g}" for key in ("shortest", "beta", "seed", "scale") if key in row)
+        print(row["method"], *settings, f"reward {row['reward']:.3f} at KL {row['kl']:.3f}", flush=True)
+    write_json(out / "controls.json", rows)
+    print(controls_as_text(rows))
+
+
+def read_rows(files: Sequence[Path]) -> str:
+    """The tables of a sweep's file, of a controls' file, or of both; then reweighted DPO is in the sweep's tables."""
+    from scripts.frontier_parts.reading import controls_as_text, tables
+
+    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
+    controls = [row for row in rows if "shortest" in row]
+    reweighted = [{**row, "beta": row["beta"] / row["scale"]} for row in controls if "scale" in row]
+    found = [controls_as_text(controls)] if controls else []
+    if len(rows) > len(controls):
+        found += tables([row for row in rows if "shortest" not in row] + reweighted)
+    return "\n\n".join(found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.frontier", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller: one seed, two betas, a third of the pairs")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to write (default: .cache/frontier; -quick, -tune)"
+        "--out", type=Path, metavar="DIR", help="where to write (default: .cache/frontier; -quick, -tune, -controls)"
     )
     parser.add_argument(
         "--label-noise",
@@ -268,6 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"the share of labels that is flipped in the noisy runs (default: {NOISE}); 0 leaves these runs out",
     )
     parser.add_argument("--tune", action="store_true", help="only try learning rates, on other pairs: rates.json")
+    parser.add_argument("--controls", action="store_true", help="only DPO without short responses, and reweighted DPO")
+    parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="only print the tables of written rows")
     parser.add_argument("overrides", nargs="*", help="of train.py, such as trainer=FSDPTrainer world_size=2")
     asked = parser.parse_intermixed_args(arguments)
     if not 0 <= asked.label_noise < 0.5:
@@ -275,11 +291,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from dpo.settings.command_line import check_command_line
 
     check_command_line(["exp_name=frontier", "model.name_or_path=MODEL", *asked.overrides])
-    default = OUT.with_name(OUT.name + "-quick" * asked.quick + "-tune" * asked.tune)
+    default = OUT.with_name(OUT.name + "-quick" * asked.quick + "-tune" * asked.tune + "-controls" * asked.controls)
     out, began = (asked.out or default).expanduser().resolve(), time.perf_counter()
     try:
+        if asked.read:
+            print(read_rows(asked.read))
+            return 0
         out.mkdir(parents=True, exist_ok=True)
-        sweep(out, Task(), QUICK if asked.quick else FULL, asked.label_noise, asked.overrides, tune=asked.tune)
+        size = QUICK if asked.quick else FULL
+        if asked.controls:
+            run_controls(out, Task(), size, asked.overrides)
+        else:
+            sweep(out, Task(), size, asked.label_noise, asked.overrides, tune=asked.tune)
     except (OSError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

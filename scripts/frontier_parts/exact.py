@@ -6,6 +6,7 @@ the formulas, and why no policy is above pi*.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,26 +21,35 @@ class Point(NamedTuple):
     kl: float
 
 
+class Limit(NamedTuple):
+    """The reference on the held-out prompts: log-probabilities and true rewards of all responses, (prompts, leaves)."""
+
+    reference: np.ndarray
+    rewards: np.ndarray
+
+
 def leaf_logps(model: Any, task: Task, prompts: np.ndarray) -> np.ndarray:
     """A model's log-probability of every response to every prompt, (prompts, leaves), in the order of `task.leaves`.
 
     The model's vocabulary is the symbols and then EOS. The tree grows by a symbol at a time; keys and
-    values are cached.
+    values are cached. Before `task.shortest` symbols EOS is impossible.
     """
     import torch
 
     n, rows = task.symbols, torch.from_numpy(prompts)
     cache, before, leaves = None, np.zeros((len(prompts), 1)), []  # `before`: of each text of t symbols
     with torch.no_grad():
-        for _ in range(task.response_length):
+        for t in range(task.response_length):
             output = model(rows, past_key_values=cache, use_cache=True)
-            step = output.logits[:, -1].double().log_softmax(-1).numpy().reshape(len(prompts), -1, n + 1)
+            logits = output.logits[:, -1].double()
+            logits[:, n] -= math.inf if t < task.shortest else 0
+            step = logits.log_softmax(-1).numpy().reshape(len(prompts), -1, n + 1)
             leaves.append(before + step[..., n])
             before = (before[..., None] + step[..., :n]).reshape(len(prompts), -1)
             cache = output.past_key_values
             cache.batch_repeat_interleave(n)
             rows = torch.arange(n).repeat(len(rows))[:, None]
-    return np.concatenate([*leaves, before], axis=1)
+    return np.concatenate([*leaves[task.shortest :], before], axis=1)
 
 
 def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -48,8 +58,9 @@ def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) 
 
     rows, goes_on = prompts, np.full(len(prompts), True)
     with torch.no_grad():
-        for _ in range(task.response_length):
+        for t in range(task.response_length):
             logits = model(torch.from_numpy(np.where(rows == NONE, 0, rows))).logits[:, -1].double().numpy()
+            logits[:, task.symbols] -= np.inf if t < task.shortest else 0
             tokens = (logits + rng.gumbel(size=logits.shape)).argmax(-1)  # drawn from their softmax
             goes_on &= tokens != task.symbols
             rows = np.concatenate([rows, np.where(goes_on, tokens, NONE)[:, None]], axis=1)
@@ -61,6 +72,18 @@ def point_of(logps: np.ndarray, reference: np.ndarray, rewards: np.ndarray) -> P
     share = np.exp(logps)
     log_ratio = np.where(share > 0, logps - reference, 0)
     return Point(float((share * rewards).sum(-1).mean()), float((share * log_ratio).sum(-1).mean()))
+
+
+def measure(logps: np.ndarray, task: Task, limit: Limit, *, optimal: bool = False) -> dict[str, float]:
+    """Reward and KL, pi*'s reward at this KL, the mean number of symbols of a response, and the probability of none."""
+    point = point_of(logps, *limit)
+    share, lengths = np.exp(logps), (task.leaves >= 0).sum(-1)
+    return {
+        **point._asdict(),
+        "most_reward": point.reward if optimal else most_reward(point.kl, *limit),
+        "length": float((share * lengths).sum(-1).mean()),
+        "empty": float(share[:, lengths == 0].sum(-1).mean()),
+    }
 
 
 def optimum(beta: float, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:

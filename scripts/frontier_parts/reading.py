@@ -9,6 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 EQUAL_KL = (0.5, 1.0, 2.0, 3.0, 4.0)
+COMPARED_KL = (1.0, 2.0, 3.0, 3.8, 5.0, 7.0)
+COMPARED = (
+    ("cdpo", "dpo"), ("ipo", "dpo"), ("dpo", "simpo"), ("dpo", "apo_zero"), ("online_dpo", "dpo"),
+    ("online_dpo", "dpo_reweighted"), ("online_dpo", "dpo_once"), ("dpo", "dpo_noisy"), ("cdpo_noisy", "dpo_noisy"),
+    ("ipo_noisy", "dpo_noisy"),
+)  # fmt: skip
+# of Student's t with 1, 2, ... degrees of freedom; more than 9 are taken for 9, which makes an interval too wide
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Row = dict[str, Any]
 
 
@@ -71,28 +79,88 @@ def within_budget(course: Course, start: Row, budgets: np.ndarray) -> np.ndarray
     return np.array(found)
 
 
-def _spread(values: np.ndarray) -> str:
-    """Mean and, of several seeds, their standard deviation."""
+def mean_and_interval(values: np.ndarray, sign: str = "") -> str:
+    """The mean over seeds and its 95 % interval by Student's t; `-` if a seed has no value, bold if it excludes 0."""
     if np.isnan(values).any():
         return "-"
-    return f"{values.mean():.2f}" + (f"±{values.std(ddof=1):.2f}" if len(values) > 1 else "")
+    mean, n = values.mean(), len(values)
+    if n == 1:
+        return f"{mean:{sign}.2f}"
+    half = T_975[min(n, len(T_975) + 1) - 2] * values.std(ddof=1) / np.sqrt(n)
+    text = f"{mean:{sign}.2f} [{mean - half:{sign}.2f}, {mean + half:{sign}.2f}]"
+    return f"**{text}**" if sign and abs(mean) > half else text
 
 
-def as_text(rows: Sequence[Row]) -> str:
-    """Markdown: for each method its best beta, what more KL costs, and its reward at equal KL."""
-    heads = ["method", "best beta", "reward", "at KL", "pi* there", "least held: reward", "at KL"]
-    lines = [heads + [f"KL {kl:g}" for kl in EQUAL_KL]]
+def tables(rows: Sequence[Row]) -> list[str]:
+    """Markdown: each method's best and least held policies, rewards at equal KL, and differences of methods there."""
+    return [table for table in (_peaks(rows), _equal_kl(rows), _differences(rows)) if table]
+
+
+def _peaks(rows: Sequence[Row]) -> str:
+    lines = [["method", "best beta", "KL", "reward", "gap to pi*", "most KL", "reward there", "change"]]
     for method in methods_in(rows):
         c = course_of(rows, method)
         best = int(c.reward.mean(0).argmax())
-        cells = [c.reward[:, best], c.kl[:, best], c.limit[:, best], c.reward[:, -1], c.kl[:, -1]]
         beta = "-" if c.betas[best] is None else f"{c.betas[best]:g}"
-        equal = [at_equal_kl(c, rows, kl) for kl in EQUAL_KL]
-        lines.append([method, beta, *map(_spread, (*cells, *equal))])
-    lines.append(["pi*", *["-"] * 6, *(f"{most_reward(rows, kl):.2f}" for kl in EQUAL_KL)])
-    best_of = course_of([{**row, "method": "best"} for row in rows if row["method"].startswith("best_of")], "best", "n")
-    lines.append(["best of N", *["-"] * 6, *(_spread(at_equal_kl(best_of, rows, kl)) for kl in EQUAL_KL)])
+        gap, change = c.limit[:, best] - c.reward[:, best], c.reward[:, -1] - c.reward[:, best]
+        last = [f"{c.kl[:, -1].mean():.2f}", mean_and_interval(c.reward[:, -1]), mean_and_interval(change, "+")]
+        first = [f"{c.kl[:, best].mean():.2f}", *map(mean_and_interval, (c.reward[:, best], gap))]
+        lines.append([method, beta, *first, *(last if best < len(c.betas) - 1 else ["-"] * 3)])
     return _table(lines)
+
+
+def _equal_kl(rows: Sequence[Row]) -> str:
+    lines = [["reward at", *(f"KL {kl:g}" for kl in EQUAL_KL)]]
+    for method in methods_in(rows):
+        c = course_of(rows, method)
+        lines.append([method, *(mean_and_interval(at_equal_kl(c, rows, kl)) for kl in EQUAL_KL)])
+    best_of = course_of([{**row, "method": "best"} for row in rows if row["method"].startswith("best_of")], "best", "n")
+    lines.append(["best of N", *(mean_and_interval(at_equal_kl(best_of, rows, kl)) for kl in EQUAL_KL)])
+    lines.append(["pi*", *(f"{most_reward(rows, kl):.2f}" for kl in EQUAL_KL)])
+    return _table(lines)
+
+
+def _differences(rows: Sequence[Row]) -> str:
+    """Empty if none of the pairs of methods was run."""
+    courses = {method: course_of(rows, method) for method in methods_in(rows)}
+    compared = [pair for pair in COMPARED if courses.keys() >= set(pair)]
+    lines = [["difference of rewards at", *(f"KL {kl:g}" for kl in COMPARED_KL)]]
+    for pair in compared:
+        first, second = (np.array([at_equal_kl(courses[method], rows, kl) for kl in COMPARED_KL]) for method in pair)
+        lines.append([" - ".join(pair), *(mean_and_interval(row, "+") for row in first - second)])
+    return _table(lines) if compared else ""
+
+
+def controls_as_text(rows: Sequence[Row]) -> str:
+    """Markdown: DPO by the least number of symbols of a response, and reweighted DPO by the factor of its log-ratio."""
+    heads = ["symbols at least", "beta", "reward", "KL", "gap to pi*", "symbols", "of the shortest kind"]
+    lines = [heads]
+    for start in (row for row in rows if row["method"] == "sft"):
+        least, rewards = str(start["shortest"]), []
+        own = [row for row in rows if (row["method"], row["shortest"]) == ("dpo", start["shortest"])]
+        lines.append([least, "reference", f"{start['reward']:.2f}", "0", "0", *_lengths([start])])
+        for beta in dict.fromkeys(row["beta"] for row in own):
+            seeds = [row for row in own if row["beta"] == beta]
+            rewards.append(np.array([row["reward"] for row in seeds]))
+            lines.append([least, f"{beta:g}", *_point(seeds), *_lengths(seeds)])
+        lines.append([least, "change", mean_and_interval(rewards[-1] - rewards[0], "+"), *[""] * (len(heads) - 3)])
+    scales = [["log-ratio times", "reward", "KL", "gap to pi*"]]
+    reweighted = [row for row in rows if row["method"] == "dpo_reweighted"]
+    for scale in dict.fromkeys(row["scale"] for row in reweighted):
+        scales.append([f"{scale:g}", *_point([row for row in reweighted if row["scale"] == scale])])
+    return f"{_table(lines)}\n\n{_table(scales)}"
+
+
+def _point(seeds: Sequence[Row]) -> list[str]:
+    """Reward, KL and gap."""
+    reward, kl, limit = (np.array([row[key] for row in seeds]) for key in ("reward", "kl", "most_reward"))
+    return [mean_and_interval(reward), mean_and_interval(kl), mean_and_interval(limit - reward)]
+
+
+def _lengths(seeds: Sequence[Row]) -> list[str]:
+    """The mean length, and for each seed the probability of the least length."""
+    shares = ", ".join(f"{100 * row['lengths'][row['shortest']]:.0f}" for row in seeds)
+    return [f"{np.mean([row['length'] for row in seeds]):.1f}", f"{shares} %"]
 
 
 def rates_as_text(rows: Sequence[Row], budgets: np.ndarray) -> str:

@@ -38,6 +38,7 @@ class Task:
     prompt_length: int = 5
     response_length: int = 5
     held_out: int = 53  # prompts on which policies are judged; the others are trained on
+    shortest: int = 0  # symbols of a response at least: before, EOS is impossible (in controls.py alone)
     seed: int = 0
 
     @functools.cached_property
@@ -59,7 +60,7 @@ class Task:
     def leaves(self) -> np.ndarray:
         """All responses, the shorter ones first, then in the order of their symbols, (leaves, response_length)."""
         rows = []
-        for length in range(self.response_length + 1):
+        for length in range(self.shortest, self.response_length + 1):
             shape = self.symbols**length, length
             texts = np.array([*itertools.product(range(self.symbols), repeat=length)], dtype=int).reshape(shape)
             rows.append(np.pad(texts, ((0, 0), (0, self.response_length - length)), constant_values=NONE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -15,9 +16,17 @@ from dpo.data.tokenization import TextEncoder, encode_texts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.models.pretrained import load_model
 from scripts import frontier
-from scripts.frontier_parts import exact, runs
+from scripts.frontier_parts import controls, exact, runs
 from scripts.frontier_parts.picture import draw as draw_picture
-from scripts.frontier_parts.reading import as_text, at_equal_kl, course_of, rates_as_text, within_budget
+from scripts.frontier_parts.reading import (
+    at_equal_kl,
+    controls_as_text,
+    course_of,
+    mean_and_interval,
+    rates_as_text,
+    tables,
+    within_budget,
+)
 from scripts.frontier_parts.task import NONE, Task, draw_pairs, noisy_scorer
 
 TASK = Task(symbols=3, prompt_length=4, response_length=3, held_out=17)
@@ -253,6 +262,65 @@ def test_best_of_many_is_the_best(small):
     assert point.reward == pytest.approx(small[1].max(-1).mean())
 
 
+# --- controls ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_empty_responses_a_policy_is_itself_given_that_it_writes_something(model, logps):
+    task = dataclasses.replace(TASK, shortest=1)
+    found = exact.leaf_logps(model, task, TASK.test_prompts)
+    share = np.exp(logps[:, 1:])
+    assert np.exp(found) == pytest.approx(share / share.sum(-1, keepdims=True))
+    assert [TASK.text(leaf) for leaf in task.leaves] == [TASK.text(leaf) for leaf in TASK.leaves[1:]]
+
+
+@pytest.mark.parametrize("shortest", [1, 3])
+def test_responses_that_are_too_short_are_not_drawn(model, shortest):
+    task = dataclasses.replace(TASK, shortest=shortest)
+    assert np.exp(exact.leaf_logps(model, task, task.test_prompts)).sum(-1) == pytest.approx(1)
+    drawn = exact.draw(model, task, np.repeat(task.test_prompts, 50, axis=0), np.random.default_rng(0))
+    assert set((drawn != NONE).sum(-1)) == {*range(shortest, 4)}
+
+
+@pytest.fixture(scope="module")
+def control_rows(model):
+    return [*controls.run_all(model, TASK, pairs=64, epochs=8, seeds=(0, 1))]
+
+
+def test_controls_are_trained_on_responses_that_are_possible_alone(control_rows):
+    for row in control_rows:
+        assert row["reward"] <= row["most_reward"] + 1e-6
+        assert sum(row["lengths"]) == pytest.approx(1)
+        assert sum(row["lengths"][: row["shortest"]]) == 0
+    start = {row["shortest"]: row["reward"] for row in control_rows if row["method"] == "sft"}
+    trained = [row for row in control_rows if row["method"] == "dpo"]
+    assert {(row["shortest"], row["beta"], row["seed"]) for row in trained} == {
+        *itertools.product((0, 1, 3), controls.BETAS, (0, 1))
+    }
+    assert min(row["reward"] - start[row["shortest"]] for row in trained) > 0
+
+
+def test_a_reweighted_policy_is_the_reference_times_a_power_of_its_ratio(control_rows, model, logps):
+    policy = controls.train_dpo(model, controls.Setting(TASK, controls.REWEIGHTED_BETA, 0, 64, 8))
+    ratio = np.exp(exact.leaf_logps(policy, TASK, TASK.test_prompts) - logps)
+    rows = [row for row in control_rows if row["method"] == "dpo_reweighted" and row["seed"] == 0]
+    assert [row["scale"] for row in rows] == [*controls.SCALES]
+    for row in rows:
+        share = np.exp(logps) * ratio ** row["scale"]
+        share /= share.sum(-1, keepdims=True)
+        assert row["kl"] == pytest.approx((share * (np.log(share) - logps)).sum(-1).mean(), abs=1e-5)
+
+
+def test_the_table_of_controls_has_the_change_within_seeds(control_rows):
+    text = controls_as_text(control_rows)
+    rewards = {
+        beta: np.array([row["reward"] for row in control_rows if row.get("beta") == beta and row["shortest"] == 3])
+        for beta in controls.BETAS
+    }
+    change = mean_and_interval(rewards[controls.BETAS[1]] - rewards[controls.BETAS[0]], "+")
+    assert f"| 3 | change | {change} |" in text
+    assert text.count("\n| 3 | ") == 4
+
+
 # --- what the rows say ------------------------------------------------------------------------------------------------
 
 
@@ -314,9 +382,22 @@ def test_a_budget_is_spent_on_the_best_mixture_within_it(made_rows):
     assert found.tolist() == pytest.approx([(0 + 0.5 + 1 + 1) / 4, (0 + 0.6 + 1.2 + 1.2) / 4])
 
 
+def test_an_interval_is_students():
+    assert mean_and_interval(np.array([1.0, 2.0, 3.0])) == "2.00 [-0.48, 4.48]"  # 2 -+ 4.303 / sqrt(3)
+    assert mean_and_interval(np.array([1.0, 1.1, 1.2]), "+") == "**+1.10 [+0.85, +1.35]**"  # excludes 0
+    assert mean_and_interval(np.array([-1.0, 0.0, 1.2]), "+") == "+0.07 [-2.67, +2.80]"
+    assert mean_and_interval(np.array([1.0])) == "1.00"
+    assert mean_and_interval(np.array([1.0, np.nan])) == "-"
+
+
 def test_the_tables_and_the_picture_of_rows(made_rows):
-    line = next(line for line in as_text(made_rows).splitlines() if line.startswith("| dpo"))
-    assert line.split(" | ")[1:7] == ["0.1", "1.10±0.14", "2.00±0.00", "2.00±0.00", "0.60±0.00", "4.00±0.00"]
+    peaks, equal, *differences = tables(made_rows)
+    assert "| dpo | 0.1 | 2.00 | 1.10 [-0.17, 2.37] | 0.90 [-0.37, 2.17] | 4.00 | 0.60 [0.60, 0.60] | -0.50" in peaks
+    assert "| dpo | - | 0.00 [0.00, 0.00] | 0.77" in equal
+    assert differences == []  # there is but one method
+    lower = [{**row, "method": "ipo", "reward": row["reward"] - 0.1} for row in made_rows if row["method"] == "dpo"]
+    differences = tables(made_rows + lower)[2]
+    assert "| ipo - dpo | **-0.10 [-0.10, -0.10]** | **-0.10 [-0.10, -0.10]** |" in differences
     assert "| dpo | 0.688 |" in rates_as_text(made_rows, np.array([0.0, 1.0, 2.0, 5.0]))
     noisy = [{**row, "method": "dpo_noisy", "label_noise": 0.2} for row in made_rows if row["method"] == "dpo"]
     pictures = [draw_picture(rows, dark=dark) for rows in (made_rows, made_rows + noisy) for dark in (False, True)]
