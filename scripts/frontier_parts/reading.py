@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 EQUAL_KL = (0.5, 1.0, 2.0, 3.0, 4.0)
-COMPARED_KL = (1.0, 2.0, 3.0, 3.8, 5.0, 7.0)
+COMPARED_KL = (1.0, 2.0, 3.0, 3.8, 5.0, 6.0)
 COMPARED = (
     ("cdpo", "dpo"), ("ipo", "dpo"), ("dpo", "simpo"), ("dpo", "apo_zero"), ("online_dpo", "dpo"),
     ("online_dpo", "dpo_reweighted"), ("online_dpo", "dpo_once"), ("dpo", "dpo_noisy"), ("cdpo_noisy", "dpo_noisy"),
@@ -101,7 +101,7 @@ def _peaks(rows: Sequence[Row]) -> str:
     for method in methods_in(rows):
         c = course_of(rows, method)
         best = int(c.reward.mean(0).argmax())
-        beta = "-" if c.betas[best] is None else f"{c.betas[best]:g}"
+        beta = "-" if c.betas[best] is None else f"{c.betas[best]:.2g}"
         gap, change = c.limit[:, best] - c.reward[:, best], c.reward[:, -1] - c.reward[:, best]
         last = [f"{c.kl[:, -1].mean():.2f}", mean_and_interval(c.reward[:, -1]), mean_and_interval(change, "+")]
         first = [f"{c.kl[:, best].mean():.2f}", *map(mean_and_interval, (c.reward[:, best], gap))]
@@ -113,7 +113,8 @@ def _equal_kl(rows: Sequence[Row]) -> str:
     lines = [["reward at", *(f"KL {kl:g}" for kl in EQUAL_KL)]]
     for method in methods_in(rows):
         c = course_of(rows, method)
-        lines.append([method, *(mean_and_interval(at_equal_kl(c, rows, kl)) for kl in EQUAL_KL)])
+        cells = [mean_and_interval(at_equal_kl(c, rows, kl)) for kl in EQUAL_KL]
+        lines += [[method, *cells]] if {*cells} != {"-"} else []
     best_of = course_of([{**row, "method": "best"} for row in rows if row["method"].startswith("best_of")], "best", "n")
     lines.append(["best of N", *(mean_and_interval(at_equal_kl(best_of, rows, kl)) for kl in EQUAL_KL)])
     lines.append(["pi*", *(f"{most_reward(rows, kl):.2f}" for kl in EQUAL_KL)])
