@@ -155,10 +155,11 @@ def get_se(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["se"])
 ) -> PreferenceData:
     """Stack Exchange: every pair of a question's answers; a tie counts as (later, earlier). The source has one split,
-    `train`: shuffled with seed 42, its first 1 % is our test split. A repeated question keeps its last row."""
+    `train`: shuffled with seed 42, its first 1 %, at least one row, is our test split. A repeated question keeps its
+    last row."""
     rows = load_rows(source, "train", cache_dir)
     order = np.random.default_rng(42).permutation(len(rows))  # what datasets.Dataset.shuffle(seed=42) draws
-    n_test = int(len(rows) * 0.01)
+    n_test = max(1, int(len(rows) * 0.01))
     order = order[:n_test] if split == "test" else order[n_test:]
     if not isinstance(rows, list):  # of the Hub, ten million rows of HTML: on every core, and cached
         stripped: Any = _strip_in_processes(rows.select(order), source.path)
@@ -194,7 +195,8 @@ def get_dataset(
     """`{prompt: {"responses": [str], "pairs": [(better, worse)], "sft_target": str}}` of a dataset's split.
 
     `dataset_sources[name]` redirects a built-in dataset and is required for any other name; `tokenizer` renders own
-    data in chat messages. A source that is one file is split by prompt: a tenth, drawn with seed 42, is test.
+    data in chat messages. A source that is one file is split by prompt: a tenth, at least one, drawn with seed 42, is
+    test.
     Raises InputError for an unknown name, a missing split, a row without a field, and empty data.
     """
     value = (dataset_sources or {}).get(name)
@@ -215,7 +217,15 @@ def get_dataset(
     else:
         data = get_own(load_rows(source, split, cache_dir), f"{source.path} ({split})", tokenizer, source.columns)
     if source.is_file and name != "se":  # se makes its own test split
+        n_prompts = len(data)
+        if n_prompts == 1:
+            raise InputError(
+                f"dataset {name} ({source.path}) has a single prompt, and a file needs two, as one is held out for the "
+                f"test split: add prompts, or give a directory of train and test files"
+            )
         data = data.hold_out(split)
+        if split == "test" and not silent:
+            print(f"test split of {name}: a tenth of the prompts of {source.path}, {len(data):,} of {n_prompts:,}")
     if not data:
         raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split")
     first = next(iter(data.values()))
@@ -251,7 +261,9 @@ def get_batch_iterator(
 ) -> Iterator[Batch]:
     """The reference's name for: load the datasets, tokenize, yield batches (see `iterate_examples`).
 
-    Raises InputError if neither `n_epochs` nor `n_examples` is given, or no epoch would fill a single batch.
+    As there, batches of either split are whole, and with `n_examples` alone the data comes again and again. The
+    trainers evaluate otherwise, on each example once (`iterate_once`).
+        Raises InputError if neither `n_epochs` nor `n_examples` is given, or no epoch would fill a single batch.
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")
