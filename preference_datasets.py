@@ -155,11 +155,10 @@ def get_se(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["se"])
 ) -> PreferenceData:
     """Stack Exchange: every pair of a question's answers; a tie counts as (later, earlier). The source has one split,
-    `train`: shuffled with seed 42, its first 1 %, at least one row, is our test split. A repeated question keeps its
-    last row."""
+    `train`: shuffled with seed 42, its first 1 % is our test split. A repeated question keeps its last row."""
     rows = load_rows(source, "train", cache_dir)
     order = np.random.default_rng(42).permutation(len(rows))  # what datasets.Dataset.shuffle(seed=42) draws
-    n_test = max(1, int(len(rows) * 0.01))
+    n_test = int(len(rows) * 0.01)
     order = order[:n_test] if split == "test" else order[n_test:]
     if not isinstance(rows, list):  # of the Hub, ten million rows of HTML: on every core, and cached
         stripped: Any = _strip_in_processes(rows.select(order), source.path)
@@ -217,15 +216,16 @@ def get_dataset(
     else:
         data = get_own(load_rows(source, split, cache_dir), f"{source.path} ({split})", tokenizer, source.columns)
     if source.is_file and name != "se":  # se makes its own test split
-        n_prompts = len(data)
-        if n_prompts == 1:
+        n_prompts, data = len(data), data.hold_out(split)
+        if n_prompts == 1 and not data:
             raise InputError(
-                f"dataset {name} ({source.path}) has a single prompt, and a file needs two, as one is held out for the "
+                f"dataset {name} ({source.path}) has no examples in its train split, as its only prompt is held out as "
                 f"test split: add prompts, or give a directory of train and test files"
             )
-        data = data.hold_out(split)
         if split == "test" and not silent:
-            print(f"test split of {name}: a tenth of the prompts of {source.path}, {len(data):,} of {n_prompts:,}")
+            print(
+                f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {len(data):,} of {n_prompts:,}"
+            )
     if not data:
         raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split")
     first = next(iter(data.values()))

@@ -341,7 +341,7 @@ def prepare_data(
     if (n := reports["train"].examples) < batch_size:
         fix = f"set batch_size={n - n % batch_parts} or add data"
         if n < batch_parts:
-            fix = f"add data, as it is divided by gradient_accumulation_steps * processes = {batch_parts}"
+            fix = f"add data, for it is a multiple of gradient_accumulation_steps * processes = {batch_parts}"
         raise InputError(
             f"the train split of {', '.join(names)} has {n} example{'s' * (n > 1)}, too few for one batch of "
             f"batch_size={batch_size}: {fix}"
