@@ -194,7 +194,8 @@ def get_dataset(
     """`{prompt: {"responses": [str], "pairs": [(better, worse)], "sft_target": str}}` of a dataset's split.
 
     `dataset_sources[name]` redirects a built-in dataset and is required for any other name; `tokenizer` renders own
-    data in chat messages. A source that is one file is split by prompt: a tenth, drawn with seed 42, is test.
+    data in chat messages. A source that is one file is split by prompt: a tenth, at least one, drawn with seed 42, is
+    test.
     Raises InputError for an unknown name, a missing split, a row without a field, and empty data.
     """
     value = (dataset_sources or {}).get(name)
@@ -215,7 +216,16 @@ def get_dataset(
     else:
         data = get_own(load_rows(source, split, cache_dir), f"{source.path} ({split})", tokenizer, source.columns)
     if source.is_file and name != "se":  # se makes its own test split
-        data = data.hold_out(split)
+        n_prompts, data = len(data), data.hold_out(split)
+        if n_prompts == 1 and not data:
+            raise InputError(
+                f"dataset {name} ({source.path}) has no examples in its train split, as its only prompt is held out as "
+                f"test split: add prompts, or give a directory of train and test files"
+            )
+        if split == "test" and not silent:
+            print(
+                f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {len(data):,} of {n_prompts:,}"
+            )
     if not data:
         raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split")
     first = next(iter(data.values()))
@@ -251,7 +261,9 @@ def get_batch_iterator(
 ) -> Iterator[Batch]:
     """The reference's name for: load the datasets, tokenize, yield batches (see `iterate_examples`).
 
-    Raises InputError if neither `n_epochs` nor `n_examples` is given, or no epoch would fill a single batch.
+    As there, batches of either split are whole, and with `n_examples` alone the data comes again and again. The
+    trainers evaluate otherwise, on each example once (`iterate_once`).
+        Raises InputError if neither `n_epochs` nor `n_examples` is given, or no epoch would fill a single batch.
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from dpo.data.collation import pad_to_length
 from dpo.errors import InputError, RunError
-from dpo.models.generation import slice_and_move_batch_for_device
 from dpo.models.pretrained import disable_dropout
 from dpo.parallel.sharding import get_block_class_from_model
 from dpo.system.paths import get_local_dir, get_local_run_dir
@@ -83,6 +82,18 @@ def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int, *, gr
     parts = [torch.empty_like(values) for _ in range(world_size)]
     dist.all_gather(parts, values.contiguous(), group=group)
     return torch.cat(parts, dim=0)
+
+
+def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, device: str | torch.device) -> dict:
+    """Part `rank` of `world_size` equal parts of a batch's rows, tensors moved to `device`.
+
+    Raises ValueError if the rows don't divide: the reference dropped the remainder in silence.
+    """
+    rows = len(next(iter(batch.values())))
+    if rows % world_size:
+        raise ValueError(f"{rows} rows cannot be cut into {world_size} equal parts")
+    part = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
+    return {k: v[part].to(device) if isinstance(v, torch.Tensor) else v[part] for k, v in batch.items()}
 
 
 def formatted_dict(d: Mapping[str, Any]) -> dict[str, Any]:

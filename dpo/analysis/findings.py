@@ -43,8 +43,9 @@ def chance(accuracy: float, n: float) -> float:
 
 def n_evaluated(run: Run) -> float:
     """Examples of an evaluation."""
-    n = number(run.setting("n_eval_examples", 256))
-    return n if n > 0 else 256.0
+    n, available = number(run.setting("n_eval_examples", 256)), run.count("test.examples")
+    n = n if n > 0 else 256.0
+    return min(n, available) if available > 0 else n
 
 
 # --- numbers that are none, and spikes --------------------------------------------------------------------------------

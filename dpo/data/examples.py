@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -142,6 +143,18 @@ def iterate_examples(
                     if n_examples is not None and seen >= n_examples:
                         return
         epoch += 1
+
+
+def iterate_once(
+    prompts: Sequence[Prompt], *, batch_size: int, sft_mode: bool, n_examples: int, seed: int
+) -> Iterator[list[TextExample]]:
+    """Yields the examples of the first epoch in the same order, each once, at most `n_examples`; the last batch may be
+    partial."""
+    singles = iterate_examples(
+        prompts, batch_size=1, shuffle=True, sft_mode=sft_mode, n_epochs=1, n_examples=n_examples, seed=seed
+    )
+    while batch := [example for [example] in itertools.islice(singles, batch_size)]:
+        yield batch
 
 
 def prime(examples: Iterable[TextExample], encode: TextEncoder) -> None:

@@ -25,6 +25,7 @@ from dpo.data.tokenization import TextEncoder, truncate
 from dpo.data.tokenizer import doubts_about_bos, load_tokenizer
 from dpo.errors import InputError
 from dpo.losses import LOSSES
+from dpo.settings.plan import resolve
 from dpo.system.host_memory import give_back_freed_memory
 from dpo.system.paths import get_cache_dir, get_local_dir
 from dpo.system.sharing import once_per_machine
@@ -309,7 +310,7 @@ def prepare_data(
     sft_mode: bool,
     online: bool = False,
     batch_size: int,
-    eval_batch_size: int,
+    batch_parts: int = 1,
     max_length: int,
     max_prompt_length: int,
     n_epochs: int | None,
@@ -321,11 +322,12 @@ def prepare_data(
 ) -> TrainingData:
     """Load and count both splits, and print the counts unless `silent`. Large texts are stored in `folder`.
 
-    `online`: training examples are prompts. Raises InputError for data that cannot be trained on, and for too little.
+    `online`: training examples are prompts. Raises InputError for data that cannot be trained on, and for too little;
+    a `batch_size` that fits must be a multiple of `batch_parts`.
     """
     encode = TextEncoder(tokenizer)
     prompts, reports = {}, {}
-    for split, size, key in (("train", batch_size, "batch_size"), ("test", eval_batch_size, "eval_batch_size")):
+    for split in ("train", "test"):
         options = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
         found = iterate_prompts(get_dataset, names, split, with_messages=online, silent=silent, **options)
         prompts[split] = store_prompts(found, folder)
@@ -334,11 +336,16 @@ def prepare_data(
         )
         if online and split == "train":
             reports[split].examples = reports[split].prompts
-        if reports[split].examples < size:
-            raise InputError(
-                f"the {split} split of {', '.join(names)} has {reports[split].examples} examples, too few for one "
-                f"batch of {key}={size}: lower {key} or add data"
-            )
+        if not reports[split].examples:
+            raise InputError(f"the {split} split of {', '.join(names)} has no examples")
+    if (n := reports["train"].examples) < batch_size:
+        fix = f"set batch_size={n - n % batch_parts} or add data"
+        if n < batch_parts:
+            fix = f"add data, for it is a multiple of gradient_accumulation_steps * processes = {batch_parts}"
+        raise InputError(
+            f"the train split of {', '.join(names)} has {n} example{'s' * (n > 1)}, too few for one batch of "
+            f"batch_size={batch_size}: {fix}"
+        )
     give_back_freed_memory()  # of the texts as Python strings
     updates, dropped = count_updates(
         reports["train"].examples, batch_size=batch_size, n_epochs=n_epochs, n_examples=n_examples
@@ -365,7 +372,7 @@ def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *,
         sft_mode=not LOSSES[config.loss.name].pairwise,
         online=config.online.name == "online",
         batch_size=config.batch_size,
-        eval_batch_size=config.eval_batch_size,
+        batch_parts=config.gradient_accumulation_steps * resolve(config).dims.data_size,
         max_length=config.max_length,
         max_prompt_length=config.max_prompt_length,
         n_epochs=config.n_epochs,
@@ -389,11 +396,9 @@ def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *,
 
 def doubts(config: DictConfig, report: Preflight) -> list[str]:
     """Warnings about settings that look like mistakes for this amount of data."""
-    found, updates, test = [], report.updates, report.test.examples
+    found, updates = [], report.updates
     if config.warmup_steps > updates:
         found.append(f"warmup_steps={config.warmup_steps} of {updates:,} updates: lr stays below {config.lr}")
     elif config.schedule != "constant" and config.warmup_steps >= updates - 1:
         found.append(f"warmup_steps={config.warmup_steps} of {updates:,} updates: none is left for {config.schedule}")
-    if config.n_eval_examples > test:
-        found.append(f"n_eval_examples={config.n_eval_examples} of {test:,} test examples: some count again")
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,23 +98,13 @@ def sample_batches(
 ) -> list[str]:
     """Continuations of all prompts of global batches, in order, with the model's weights gathered once.
 
-    `sample_batch` returns those of this process's part of a batch.
+    `sample_batch` returns those of this process's part of a batch; a process without one continues the first prompt
+    for nothing, as all take part in every forward.
     """
     texts = []
     with gathered_weights(model):
         for batch in batches:
-            rows = slice_and_move_batch_for_device(batch, mesh.data_rank, mesh.data_size, "cpu")
-            texts += mesh.gather_list(sample_batch(model, rows))
+            own = np.array_split(np.arange(len(batch["prompt_input_ids"])), mesh.data_size)[mesh.data_rank]
+            rows: Any = {key: values[own if len(own) else [0]] for key, values in batch.items()}
+            texts += mesh.gather_list(sample_batch(model, rows)[: len(own)])
     return texts
-
-
-def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, device: str | torch.device) -> dict:
-    """Part `rank` of `world_size` equal parts of a batch's rows, tensors moved to `device`.
-
-    Raises ValueError if the rows don't divide: the reference dropped the remainder in silence.
-    """
-    rows = len(next(iter(batch.values())))
-    if rows % world_size:
-        raise ValueError(f"{rows} rows cannot be cut into {world_size} equal parts")
-    part = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
-    return {k: v[part].to(device) if isinstance(v, torch.Tensor) else v[part] for k, v in batch.items()}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,16 +37,26 @@ class PaddedRows:
 
 
 class Microbatch(NamedTuple):
-    """What one forward takes."""
+    """What one forward takes.
+
+    All processes take part in every forward, so one for which no example is left (B = 0) feeds the first of the batch,
+    and takes nothing from it.
+    """
 
     indices: torch.Tensor  # (B,) int64: which examples of the global batch
     lengths: torch.Tensor  # (sides, B) int64: scored tokens of each response
     inputs: PaddedRows | Packed
 
     @classmethod
-    def of(cls, examples: Sequence[Example], indices: Sequence[int], inputs: PaddedRows | Packed) -> Microbatch:
-        lengths = [examples[i].n_scored for i in indices]
-        return cls(torch.tensor(indices), torch.tensor(lengths).T, inputs)
+    def of(
+        cls,
+        examples: Sequence[Example],
+        indices: Sequence[int],
+        lay_out: Callable[[Sequence[Example]], PaddedRows | Packed],
+    ) -> Microbatch:
+        fed = [examples[i] for i in indices] or examples[:1]
+        lengths = torch.tensor([example.n_scored for example in fed]).T[:, : len(indices)]
+        return cls(torch.tensor(indices, dtype=torch.int64), lengths, lay_out(fed))
 
     def to(self, device: torch.device | str) -> Microbatch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -80,7 +91,7 @@ class Padded:
         """The global batch in `parts * size` microbatches; of these number `rank`, `rank + size`, ..."""
         length = max(len(e.prompt) + len(response) for e in examples for response in e.responses)
         shares = np.array_split(np.arange(len(examples)), parts * size)[rank::size]
-        return [Microbatch.of(examples, share.tolist(), pad([examples[i] for i in share], length)) for share in shares]
+        return [Microbatch.of(examples, share.tolist(), partial(pad, length=length)) for share in shares]
 
     def forward(self, model: torch.nn.Module, inputs: PaddedRows) -> Logps:
         """Log-probabilities of each example's responses, on the device of the inputs."""
@@ -119,7 +130,7 @@ class SharedPrefix:
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         shares = split_evenly(examples, parts * size)[rank::size]  # neighbours, equally long, run at the same time
-        return [Microbatch.of(examples, share, self.pack([examples[i] for i in share])) for share in shares]
+        return [Microbatch.of(examples, share, self.pack) for share in shares]
 
     def pack(self, examples: Sequence[Example]) -> Packed:
         return pack(examples, row_tokens=self.row_tokens, alignment=self.alignment)

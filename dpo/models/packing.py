@@ -59,8 +59,8 @@ def count_tokens(example: Example) -> int:
 
 
 def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
-    """Split the indices of the examples into `parts` lists of about equally many fed tokens, long examples first; none
-    is empty.
+    """Split the indices of the examples into `parts` lists of about equally many fed tokens, long examples first; the
+    last are empty if there are fewer examples than lists.
 
     Examples of a prompt stay together, so that few prompts are run in two lists.
     """
@@ -78,11 +78,13 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
         seen |= {prompt, *((prompt, r) for r in new)}
     sums = list(accumulate(costs))
     middles = [total - cost / 2 for total, cost in zip(sums, costs, strict=True)]
-    bounds = [0]
+    bounds, n_empty = [0], max(0, parts - len(order))
+    parts -= n_empty
     for k in range(1, parts):
         nearest = bisect_left(middles, sums[-1] * k / parts)
         bounds.append(min(max(nearest, bounds[-1] + 1), len(order) - (parts - k)))
-    return [sorted(order[start:end]) for start, end in zip(bounds, [*bounds[1:], len(order)], strict=True)]
+    full = [sorted(order[start:end]) for start, end in zip(bounds, [*bounds[1:], len(order)], strict=True)]
+    return full + [[]] * n_empty
 
 
 class _Tree(NamedTuple):

@@ -64,10 +64,12 @@ def _shows_bars() -> bool:
 
 
 class Task:
-    """The progress of a long task: updates, an evaluation, sampling. `each` is the number of examples per item."""
+    """The progress of a long task: updates, an evaluation, sampling. `each` is the number of examples per item, and
+    `examples` that of all, if the last item has fewer."""
 
-    def __init__(self, what: str, *, total: int, done: int, each: int | None) -> None:
+    def __init__(self, what: str, *, total: int, done: int, each: int | None, examples: int | None = None) -> None:
         self.what, self.total, self.done, self.each = what, total, done, each
+        self.examples = examples or total * (each or 0)
         self.part, self.note = 0.0, ""  # of the current item
         self.began, self.before = time.monotonic(), done
         self.elsewhere = 0.0  # seconds spent in other tasks meanwhile
@@ -84,7 +86,7 @@ class Task:
     def __str__(self) -> str:
         facts = [f"{self.what} {self.done}/{self.total}"]
         if self.each:
-            facts.append(f"{self.done * self.each:,}/{self.total * self.each:,} examples")
+            facts.append(f"{min(self.done * self.each, self.examples):,}/{self.examples:,} examples")
         return "  ".join(filter(None, [*facts, self.note, self.left()]))
 
 
@@ -109,9 +111,9 @@ class Progress(Callback):
         with self._showing("update", total=total, done=done, leave=True):
             yield from items
 
-    def over(self, items: Iterable, *, total: int, what: str) -> Iterator:
+    def over(self, items: Iterable, *, total: int, what: str, examples: int | None = None) -> Iterator:
         """Iterate over the items of a task."""
-        with self._showing(what, total=total) as task:
+        with self._showing(what, total=total, examples=examples) as task:
             for task.done, item in enumerate(items):
                 yield item
                 task.done, task.part, task.note = task.done + 1, 0.0, ""
@@ -151,8 +153,10 @@ class Progress(Callback):
             self._open.pop()[1].close()
 
     @contextmanager
-    def _showing(self, what: str, *, total: int, done: int = 0, leave: bool = False) -> Iterator[Task]:
-        task = Task(what, total=total, done=done, each=self.each.get(what))
+    def _showing(
+        self, what: str, *, total: int, done: int = 0, leave: bool = False, examples: int | None = None
+    ) -> Iterator[Task]:
+        task = Task(what, total=total, done=done, each=self.each.get(what), examples=examples)
         bar = tqdm.tqdm(
             total=total,
             initial=done,

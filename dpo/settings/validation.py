@@ -209,7 +209,7 @@ def _dims_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
 
 
 def _batch_problems(sound: Mapping[str, Any], data_size: int) -> Iterator[str]:
-    """Batches that cannot be shared out evenly to the processes that see different rows."""
+    """Batches of training that cannot be shared out evenly to the processes that see different rows."""
     if "batch_size" in sound and "gradient_accumulation_steps" in sound:
         batch, steps = sound["batch_size"], sound["gradient_accumulation_steps"]
         parts = steps * data_size
@@ -223,12 +223,6 @@ def _batch_problems(sound: Mapping[str, Any], data_size: int) -> Iterator[str]:
                 f"batch_size={batch} must be divisible by gradient_accumulation_steps * processes = "
                 f"{steps} * {data_size} = {parts}: {fix}"
             )
-    if "eval_batch_size" in sound and sound["eval_batch_size"] % data_size:
-        batch = sound["eval_batch_size"]
-        yield (
-            f"eval_batch_size={batch} must be divisible by the {data_size} processes: "
-            f"try {max(1, round(batch / data_size)) * data_size}, or {_divisors(batch)} processes"
-        )
 
 
 def _divisors(number: int) -> str:

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from omegaconf import DictConfig
 
-from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples
+from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples, iterate_once
 from dpo.data.preflight import TrainingData
-from dpo.data.prompts import Prompt
 from dpo.losses import find_loss, needs_tails
 from dpo.models.layouts import Layout, Microbatch
 
@@ -100,30 +99,28 @@ class Batches:
 
     def _iterate_train(self, prepare: Callable[..., Result], *, sft_mode: bool, skip: int) -> Iterator[Result]:
         config = self.config
-        limits = {"n_epochs": config.n_epochs, "n_examples": config.n_examples}
-        return self._iterate(self.data.train, config.batch_size, limits, prepare, sft_mode=sft_mode, skip=skip)
+        batches = iterate_examples(
+            self.data.train,
+            batch_size=config.batch_size,
+            shuffle=True,
+            sft_mode=sft_mode,
+            n_epochs=config.n_epochs,
+            n_examples=config.n_examples,
+            seed=self.seed,
+        )
+        return prefetch(itertools.islice(batches, skip, None), prepare, workers=config.num_workers)
 
     def test(self) -> Iterator[GlobalBatch]:
-        """Evaluation batches, one microbatch per process."""
-        limits = {"n_epochs": None, "n_examples": self.config.n_eval_examples}
-        prepare = partial(self._prepare, n_microbatches=1)
-        sft_mode = not self.loss.pairwise
-        return self._iterate(self.data.test, self.config.eval_batch_size, limits, prepare, sft_mode=sft_mode)
-
-    def _iterate(
-        self,
-        prompts: Sequence[Prompt],
-        batch_size: int,
-        limits: dict,
-        prepare: Callable[..., Result],
-        *,
-        sft_mode: bool,
-        skip: int = 0,
-    ) -> Iterator[Result]:
-        examples = iterate_examples(
-            prompts, batch_size=batch_size, shuffle=True, sft_mode=sft_mode, seed=self.seed, **limits
+        """Evaluation batches, one microbatch per process: no example is in two of them, and the last may be partial."""
+        config = self.config
+        batches = iterate_once(
+            self.data.test,
+            batch_size=config.eval_batch_size,
+            sft_mode=not self.loss.pairwise,
+            n_examples=config.n_eval_examples,
+            seed=self.seed,
         )
-        return prefetch(itertools.islice(examples, skip, None), prepare, workers=self.config.num_workers)
+        return prefetch(batches, partial(self._prepare, n_microbatches=1), workers=config.num_workers)
 
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:
         """The examples as token ids, truncated."""

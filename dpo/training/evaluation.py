@@ -63,7 +63,10 @@ class Evaluator:
         objective.policy.eval()
         to_cache = any(objective.cached_reference(batch) is None for batch in self.batches)
         losses_of = partial(objective.losses, split="eval")
-        for batch in self.progress.over(self.batches, total=len(self.batches), what="evaluate"):
+        over = self.progress.over(
+            self.batches, total=len(self.batches), what="evaluate", examples=sum(len(b.examples) for b in self.batches)
+        )
+        for batch in over:
             self.stop.raise_if_any()
             prepared = objective.prepare(batch)
             for microbatch in (microbatch.to(objective.device) for microbatch in batch.microbatches):
@@ -74,14 +77,15 @@ class Evaluator:
         return objective.reduce(metrics, n_examples, [k for b in self.batches for k in b.keys] if to_cache else [])
 
     def samples(self, *, n_examples: int) -> list[Sample]:
-        """Continuations of the first `n_eval_model_samples` evaluation prompts, in whole batches, at least one.
+        """Continuations of the first `n_eval_model_samples` evaluation prompts, in whole batches, at least one,
+        as far as there are so many.
 
         `n_examples` that the policy was trained on make the random numbers other ones.
         """
-        n_batches = max(1, self.config.n_eval_model_samples // self.config.eval_batch_size)
-        examples = [batch.examples for batch in self.batches[:n_batches]]
+        at_most = max(1, self.config.n_eval_model_samples // self.config.eval_batch_size)
+        examples = [batch.examples for batch in self.batches[:at_most]]
         prompts = [collate_prompts(of_batch, self.data.tokenizer) for of_batch in examples]
-        over = partial(self.progress.over, total=n_batches, what="sample")
+        over = partial(self.progress.over, total=len(prompts), what="sample", examples=sum(map(len, examples)))
         continue_prompts = partial(self.continuations, n_examples=n_examples)
         self.objective.policy.eval()
         texts = [sample_batches(model, continue_prompts, over(prompts), self.mesh) for model in self.sampled_models()]

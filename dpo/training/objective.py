@@ -112,8 +112,10 @@ class Objective:
         """
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             if self.tails or with_squares:
-                return self.layout.forward_details(model, microbatch.inputs, with_squares=with_squares)
-            return self.layout.forward(model, microbatch.inputs)
+                logps = self.layout.forward_details(model, microbatch.inputs, with_squares=with_squares)
+            else:
+                logps = self.layout.forward(model, microbatch.inputs)
+        return tuple(values[: len(microbatch.indices)] for values in logps)
 
     def reference_forward(self, microbatch: Microbatch) -> Logps:
         """The same of the reference, whose model is there."""

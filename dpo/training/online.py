@@ -131,7 +131,7 @@ class OnlineBatches(Batches):
         own = by_length[self.rank :: self.size]
         # processes with one prompt less answer one twice, as all take part in every batch
         places = own + by_length[-1:] * (-(-len(by_length) // self.size) - len(own))
-        batches = _in_groups(places, self.config.eval_batch_size // self.size)
+        batches = _in_groups(places, max(1, self.config.eval_batch_size // self.size))
         answers: list[tuple[int, list[Answer]]] = []
         policy = self.objective.policy.eval()
         with gathered_weights(policy):

@@ -34,8 +34,8 @@ class Rounds(NamedTuple):
     def of(cls, config: DictConfig, plan: Plan) -> Rounds:
         n, prompts = config.online.n_samples, config.batch_size - count_offline(config)
         own = -(-prompts // plan.dims.data_size)
-        at_once = config.eval_batch_size // plan.dims.data_size
-        scored = min(max(1, at_once), -(-prompts * n // plan.dims.world_size))
+        at_once = max(1, config.eval_batch_size // plan.dims.data_size)
+        scored = min(at_once, -(-prompts * n // plan.dims.world_size))
         return cls(prompts * n, -(-own // at_once), min(own, at_once) * n, scored)
 
     def tell(self, config: DictConfig) -> str:

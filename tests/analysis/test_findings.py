@@ -41,6 +41,14 @@ def test_a_run_as_it_should_be_has_no_warning():
 # --- accuracy and loss
 
 
+def test_chance_is_that_of_the_examples_that_there_are():
+    lines = [pairs(k, accuracy=0.9) for k in range(1, 31)] + [evaluation(30, 0.7, **rewards("eval", 0.1, -0.1, 0.8))]
+    few = {"preflight": {"train": TOKENS, "test": {**TOKENS, "examples": 6}}}
+    warning = find("Held-out pairs are ranked no better than by chance", lines, **few)
+    assert "on 6 pairs" in warning.value  # of the 256 that the config allows
+    assert find("Held-out pairs are ranked no better than by chance", lines) is None
+
+
 def test_saturated_accuracy():
     lines = [pairs(k, accuracy=0.5 if k <= 40 else 1.0) for k in range(1, 101)]
     warning = find("Accuracy is saturated", lines)

@@ -234,7 +234,6 @@ def prepare(folder, **changes):
     options = {
         "sft_mode": False,
         "batch_size": 2,
-        "eval_batch_size": 1,
         "max_length": 64,
         "max_prompt_length": 32,
         "n_epochs": 2,
@@ -279,12 +278,16 @@ def test_what_will_run_is_printed_and_written_before_it_starts(three_pairs, tmp_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 4}, "the train split of hh has 3 examples, too few for one batch of batch_size=4"),
+        ({"batch_size": 4}, "has 3 examples, too few for one batch of batch_size=4: set batch_size=3 or add data"),
+        ({"batch_size": 4, "batch_parts": 2}, "set batch_size=2 or add data"),
+        (
+            {"batch_size": 4, "batch_parts": 4},
+            "add data, for it is a multiple of gradient_accumulation_steps * processes = 4",
+        ),
         ({"sft_mode": True, "batch_size": 3}, "the train split of hh has 2 examples"),  # SFT counts prompts
-        ({"eval_batch_size": 2}, "the test split of hh has 1 examples, too few for one batch of eval_batch_size=2"),
     ],
 )
-def test_a_split_that_fills_no_batch_stops_the_run(three_pairs, changes, message):
+def test_too_few_training_examples_for_a_batch_are_refused_with_the_size_that_fits(three_pairs, changes, message):
     with pytest.raises(InputError) as error:
         prepare(three_pairs, **changes, silent=True)
     assert message in str(error.value)
@@ -329,14 +332,11 @@ def test_eos_is_found_beyond_the_sample(tokenizer):
 
 def test_settings_that_the_data_makes_look_like_mistakes_are_doubted():
     report = Preflight(SplitReport(examples=64), SplitReport(examples=8), updates=16, dropped_examples=0)
-    config = OmegaConf.create({"warmup_steps": 16, "n_eval_examples": 8, "lr": 1e-3, "schedule": "constant"})
+    config = OmegaConf.create({"warmup_steps": 16, "lr": 1e-3, "schedule": "constant"})
     assert doubts(config, report) == []
-    config.warmup_steps, config.n_eval_examples = 150, 256
-    assert doubts(config, report) == [
-        "warmup_steps=150 of 16 updates: lr stays below 0.001",
-        "n_eval_examples=256 of 8 test examples: some count again",
-    ]
-    config.schedule, config.warmup_steps, config.n_eval_examples = "cosine", 15, 8
+    config.warmup_steps = 150
+    assert doubts(config, report) == ["warmup_steps=150 of 16 updates: lr stays below 0.001"]
+    config.schedule, config.warmup_steps = "cosine", 15
     assert doubts(config, report) == ["warmup_steps=15 of 16 updates: none is left for cosine"]
     config.warmup_steps = 14
     assert doubts(config, report) == []

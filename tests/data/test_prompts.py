@@ -87,7 +87,7 @@ def test_digest_and_order_of_three_epochs_are_those_of_lists_of_prompts(names, d
     demo when its texts last changed."""
     data = prepare_data(
         names, load_tokenizer(str(GOLDEN / "tiny-llama")), get_dataset=get_dataset, sft_mode=False,
-        batch_size=2, eval_batch_size=1, max_length=64, max_prompt_length=32, n_epochs=2, n_examples=None,
+        batch_size=2, max_length=64, max_prompt_length=32, n_epochs=2, n_examples=None,
         cache_dir=None, folder=tmp_path, silent=True,
         dataset_sources={"hh": str(GOLDEN / "words")},
     )  # fmt: skip

@@ -67,8 +67,17 @@ def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_p
 def test_a_file_with_one_prompt_has_nothing_left_to_train_on(tmp_path):
     source = {"mine": str(write_rows(tmp_path / "all.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}]))}
     assert len(get_dataset("mine", "test", dataset_sources=source)) == 1
-    with pytest.raises(InputError, match=r"mine \(.*all.jsonl\) has no examples in its train split"):
+    with pytest.raises(InputError, match=r"mine \(.*all.jsonl\) has no examples in its train split, as its only"):
         get_dataset("mine", "train", dataset_sources=source)
+
+
+@pytest.mark.parametrize(("n", "held_out"), [(2, 1), (5, 1), (60, 6)])
+def test_what_of_a_file_is_the_test_split_is_said_once(n, held_out, tmp_path, capsys):
+    path = write_rows(tmp_path / "all.jsonl", [{"prompt": f"{i}?", "chosen": "b", "rejected": "c"} for i in range(n)])
+    sizes = [len(get_dataset("mine", split, dataset_sources={"mine": str(path)})) for split in ("train", "test")]
+    assert sizes == [n - held_out, held_out]
+    said = f"test split of mine: a tenth of the prompts of {path}, at least one: {held_out} of {n}"
+    assert capsys.readouterr().out.splitlines().count(said) == 1
 
 
 @pytest.mark.parametrize(

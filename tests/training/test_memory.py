@@ -322,7 +322,7 @@ def test_of_several_processes_one_says_what_a_dry_run_finds(run, tmp_path, monke
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("trainer=TensorParallelTrainer", "world_size=3", "batch_size=3", "eval_batch_size=3"), "does not divide"),
+        (("trainer=TensorParallelTrainer", "world_size=3", "batch_size=3"), "does not divide"),
         (("model.archive=/nowhere",), "model.archive=/nowhere is neither a policy.pt"),
         pytest.param(
             ("model.attn_implementation=flash_attention_2",),

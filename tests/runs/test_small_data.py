@@ -1,0 +1,58 @@
+"""A file of a few rows is enough for a run with the default sizes, under each trainer."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pyarrow.parquet as pq
+import pytest
+from support.runs import GOLDEN, train, write_rows
+
+from dpo.system.run_directory import PARQUET
+
+TRAINERS = {
+    "one process": (),
+    "sharded": ("trainer=FSDPTrainer", "world_size=2"),
+    "cut": ("trainer=TensorParallelTrainer", "world_size=2"),
+    "sharded over three": ("trainer=FSDPTrainer", "world_size=3", "batch_size=3"),
+}
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "trainer", "counts"),
+    [
+        (60, "one process", (54, 6, 13, 2)),
+        (60, "sharded", (54, 6, 13, 2)),
+        (60, "cut", (54, 6, 13, 2)),
+        (60, "sharded over three", (54, 6, 18, 0)),  # by which the 16 of a batch of evaluation do not divide
+        (5, "one process", (4, 1, 1, 0)),
+        (5, "sharded", (4, 1, 1, 0)),
+    ],
+)
+def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, trainer, counts, tmp_path):
+    rows = [
+        {"prompt": f"Where is key {i}?", "chosen": f" Here{' I think' * (i % 3)}.", "rejected": " Go!"}
+        for i in range(n_rows)
+    ]
+    result = train(
+        "loss=dpo", "loss.beta=0.1", f"model.name_or_path={GOLDEN / 'tiny-llama'}", "exp_name=small", "ledger=true",
+        "datasets=[mine]", f"dataset_sources.mine={write_rows(tmp_path / 'mine.jsonl', rows)}", "max_length=48",
+        "max_prompt_length=24", f"local_run_dir={tmp_path / 'run'}", f"local_dirs=[{tmp_path}]", *TRAINERS[trainer],
+    )  # fmt: skip
+
+    assert result.returncode == 0, result.stderr
+    assert "warning: n_eval_examples" not in result.stdout
+    report = json.loads((tmp_path / "run" / "preflight.json").read_text())
+    n_train, n_test, updates, dropped = counts
+    assert (report["train"]["examples"], report["test"]["examples"]) == (n_train, n_test)
+    assert (report["updates"], report["dropped_examples"]) == (updates, dropped)
+    scored = Counter(
+        (row["update"], row["example"])
+        for row in pq.read_table(tmp_path / "run" / PARQUET).to_pylist()
+        if row["split"] == "eval"
+    )
+    assert set(scored.values()) == {1}
+    assert Counter(update for update, _ in scored) == {0: n_test, updates: n_test}
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len({(sample["examples"], sample["prompt"]) for sample in samples}) == len(samples) == 2 * n_test

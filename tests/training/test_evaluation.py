@@ -1,0 +1,136 @@
+"""An evaluation is a mean over the test examples, each once, however they are cut into batches, layouts and
+processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from support.runs import GOLDEN, ROOT, small_run, write_rows
+from support.warm import launch
+
+import train  # noqa: F401  (registers the config's resolvers)
+from dpo.models.pretrained import load_model
+from trainers import TRAINERS, BasicTrainer
+
+LAYOUTS = ("padded", "shared_prefix")
+WAYS = [
+    (f"loss={loss}", f"layout={layout}", f"eval_batch_size={size}")
+    for loss, layout, size in itertools.product(("sft", "dpo"), LAYOUTS, (1, 3, 4, 16))
+]
+IN_THREES = [("loss=dpo", f"layout={layout}", "eval_batch_size=3") for layout in LAYOUTS]
+ONE_BY_ONE = ("layout=padded", "eval_batch_size=1")
+FSDP, CUT = ("trainer=FSDPTrainer",), ("trainer=TensorParallelTrainer", "tensor_parallel_size=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Eight training pairs; as test splits one, three and seven pairs of as many prompts, of different lengths."""
+    folder = tmp_path_factory.mktemp("data")
+    pairs = [
+        {"prompt": f"Where is{' the' * i}?", "chosen": f" Here{' I think' * (i % 3)}.", "rejected": f" Go{'!' * i}."}
+        for i in range(15)
+    ]
+    for n in (1, 3, 7):
+        write_rows(folder / f"{n}" / "train.jsonl", pairs[7:])
+        write_rows(folder / f"{n}" / "test.jsonl", pairs[:n])
+    return folder
+
+
+def make_trainer(folder: Path, n: int, *overrides: str, rank: int = 0, world_size: int = 1) -> BasicTrainer:
+    """A trainer with a test split of n rows, whose policy is not its reference any more."""
+    options = ("n_eval_examples=256", "datasets=[mine]", f"++dataset_sources.mine={folder / f'{n}'}", *overrides)
+    command = [o for o in small_run(folder, folder / "run", *options) if not o.startswith("dataset_sources")]
+    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        config = hydra.compose("config", command)
+    policy, reference = (
+        load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="sdpa") for _ in range(2)
+    )
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(1.2)
+    reference = None if config.loss.name == "sft" else reference
+    return TRAINERS[config.trainer](policy, config, 0, config.local_run_dir, reference, rank, world_size)
+
+
+def evaluate(trainer: BasicTrainer) -> dict:
+    evaluated = trainer.evaluator.metrics()
+    digests = [example.digest for batch in trainer.eval_batches for example in batch.examples]
+    table = {name: values.tolist() for name, values in evaluated.examples.items()}
+    return {"means": evaluated.means(), "digests": digests, "table": table}
+
+
+def assert_same(ours: dict, theirs: dict) -> None:
+    assert ours["digests"] == theirs["digests"]
+    for kind in ("means", "table"):
+        assert ours[kind].keys() == theirs[kind].keys()
+        for name, values in theirs[kind].items():
+            # a reward is a difference of log-probabilities of up to 100, which are right to 1e-6
+            tolerance = {"rel": 1e-6, "abs": 1e-5} if name.startswith(("rewards", "loss")) else {"rel": 1e-6}
+            assert ours[kind][name] == pytest.approx(values, **tolerance), name
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """What is expected of a loss and n rows: one row at a time, padded, in one process."""
+    known = {}
+
+    def find(loss: str, n: int) -> dict:
+        if (loss, n) not in known:
+            known[loss, n] = evaluate(make_trainer(folder, n, loss, *ONE_BY_ONE))
+        return known[loss, n]
+
+    return find
+
+
+@pytest.mark.parametrize("way", WAYS, ids=", ".join)
+def test_layouts_and_sizes_of_batches_change_nothing(way, folder, expected):
+    found = evaluate(make_trainer(folder, 7, *way))
+    assert len(set(found["digests"])) == len(found["digests"]) == 7
+    assert_same(found, expected(way[0], 7))
+
+
+@pytest.mark.parametrize(("at_most", "batch"), [(1, 16), (5, 4), (6, 3), (7, 4)])
+def test_n_eval_examples_is_a_maximum(at_most, batch, folder, expected):
+    settings = ("loss=sft", f"n_eval_examples={at_most}", f"eval_batch_size={batch}")
+    found = evaluate(make_trainer(folder, 7, *settings))
+    assert found["digests"] == expected("loss=sft", 7)["digests"][:at_most]
+    losses = expected("loss=sft", 7)["table"]["loss/eval"][:at_most]
+    assert found["means"]["loss/eval"] == pytest.approx(sum(losses) / at_most, rel=1e-6)
+
+
+def evaluate_in_ways(rank: int, world_size: int, folder: Path, of: str, cases: list[tuple[int, tuple]]) -> None:
+    """Metrics and samples of each case, from rank 0."""
+    results = []
+    for n, way in cases:
+        trainer = make_trainer(folder, n, *way, rank=rank, world_size=world_size)
+        is_sampled = trainer.config.eval_batch_size == 3  # it takes a while; of seven rows the last batch has one
+        prompts = [sample.prompt for sample in trainer.evaluator.samples(n_examples=0)] if is_sampled else []
+        results.append({**evaluate(trainer), "prompts": prompts})
+    if rank == 0:
+        (folder / f"{of}.json").write_text(json.dumps(results))
+
+
+OF_PROCESSES = {
+    "2 sharded": (2, [(7, (*FSDP, *way)) for way in WAYS]),
+    "4 sharded": (4, [(n, (*FSDP, *way)) for n in (1, 3) for way in IN_THREES]),
+    "2 cut": (2, [(n, (*CUT, *way)) for n in (1, 3) for way in IN_THREES]),
+    "4 cut and sharded": (4, [(n, (*CUT, *way)) for n in (1, 3) for way in IN_THREES]),
+}
+
+
+@pytest.mark.parametrize("name", OF_PROCESSES)
+def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, folder, expected):
+    processes, cases = OF_PROCESSES[name]
+    sampling = ("n_eval_model_samples=16", "max_length=48")
+    cases = [(n, (*way, *sampling)) for n, way in cases]
+    launch(evaluate_in_ways, processes, folder, name, cases, process_group=True)
+
+    for (n, way), found in zip(cases, json.loads((folder / f"{name}.json").read_text()), strict=True):
+        loss = next(setting for setting in way if setting.startswith("loss="))
+        assert_same(found, expected(loss, n))
+        n_sampled = n if "eval_batch_size=3" in way else 0
+        assert len(set(found["prompts"])) == len(found["prompts"]) == n_sampled  # none twice
