@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -171,8 +172,9 @@ class Trainer:
         self.check_and_score_reference()
         total, done = self.data.report.updates, self.state.batch_counter
         with self._ending_in_order():
-            for batch in self.progress.updates(self.train_iterator, total=total, done=done):
+            for item in self.progress.updates(self.train_iterator, total=total, done=done):
                 self.evaluate_and_save_if_due()
+                batch = self.batches.draw(item, update=self.state.batch_counter)  # may fail, so after the save
                 update = self.train_step(batch)
                 self.callbacks.emit("update", update)
                 self.checkpoints.check()
@@ -201,7 +203,8 @@ class Trainer:
         if self.callbacks.allow(update) and batch.n_counted:
             self.optimizer.step()
             self.scheduler.step()
-            objective.applied(update.number, update.metrics)
+            objective.applied(update.metrics)
+        objective.sync_if_due(update.number)
         self.optimizer.zero_grad()
         own = metrics_of_drawing(batch.drawing, update.table) | batch.speed(time.perf_counter() - start)
         return update._replace(metrics={**update.metrics, "lr": lr, **own, "memory/peak_gb": peak_memory_gb()})
@@ -293,7 +296,7 @@ class Trainer:
             self._stateful(),
             step_idx=state.example_counter,
             metrics=metrics,
-            quality=None if metrics is None else sign * metrics[name],
+            quality=None if metrics is None else sign * metrics.get(name, math.nan),
             facts=lambda: {
                 "updates": state.batch_counter,
                 "evaluated": state.evaluated_at == state.example_counter,

@@ -128,6 +128,27 @@ def orpo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     return -chosen - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]
 
 
+def conservative(pairs: list[dict], options: dict[str, Any]) -> tuple[float, torch.Tensor]:
+    """CPO's sigmoid loss of what its log-probabilities stand for: the log-ratios of DPO, if there is a reference.
+
+    TRL's DPO trainer takes no notice of `label_smoothing` under `sigmoid`; CPO's, which has the same formula, does.
+    """
+    log_probs = table(pairs, "policy", torch.float64).requires_grad_()
+    sums = log_probs.sum(1)
+    if not options["reference_free"]:
+        sums = sums - table(pairs, "reference", torch.float64).sum(1)
+    given = {
+        "alpha": 0.0,
+        "loss_type": "sigmoid",
+        "beta": options["beta"],
+        "label_smoothing": options["label_smoothing"],
+    }
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), **given)
+    loss = CPOTrainer.cpo_loss(trainer, *sums.chunk(2))[0].mean()
+    loss.backward()
+    return loss.item(), log_probs.grad
+
+
 F_ALPHA = 0.3
 CASES: list[tuple[dict, Callable[[list[dict]], tuple[float, torch.Tensor]]]] = []
 
@@ -148,8 +169,13 @@ case({"name": "sppo", "beta": 0.3}, loss_type=["sppo_hard"])
 case({"name": "apo_zero", "beta": 0.3}, loss_type=["apo_zero"])
 case({"name": "apo_down", "beta": 0.3}, loss_type=["apo_down"])
 case({"name": "discopop", "beta": 0.3, "tau": 0.5}, loss_type=["discopop"], discopop_tau=0.5)
-case({"name": "aot", "beta": 0.3}, loss_type=["aot"])
-case({"name": "aot_unpaired", "beta": 0.3}, loss_type=["aot_unpaired"])
+for name in ("aot", "aot_unpaired"):
+    for smoothing in (0, 0.1):
+        ours = {"name": name, "beta": 0.3, "label_smoothing": smoothing}
+        case(ours, loss_type=[name], label_smoothing=smoothing)
+for smoothing, free in ((0.1, False), (0.3, True)):
+    ours = {"name": "dpo", "beta": 0.3, "label_smoothing": smoothing, "reference_free": free}
+    CASES.append((ours, lambda pairs, ours=ours: conservative(pairs, ours)))
 for name, loss_type in (("dpo_norm", "sigmoid_norm"), ("hinge", "hinge"), ("discopop", "discopop")):
     own = {"tau": 0.05} if name == "discopop" else {}
     for divergence, theirs in (("forward_kl", "forward_kl"), ("js", "js_divergence"), ("alpha", "alpha_divergence")):

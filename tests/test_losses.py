@@ -106,7 +106,7 @@ def test_every_loss_takes_exactly_the_keys_of_its_config_file():
         own, shared = split_options(config)
         parameters = inspect.signature(LOSSES[name].fn).parameters.values()
         assert name == "mix" or {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == own.keys()
-        assert {*shared} == ({*OPTIONS_OF_ALL} if LOSSES[name].reference else set())
+        assert {*shared} == ({*OPTIONS_OF_ALL} if LOSSES[name].reference else {"sft_weight"} - {name + "_weight"})
         assert [*config] == ["name", *own, *shared]
 
 
@@ -157,9 +157,9 @@ WORKED = {  # loss: its options but beta, which is 0.5, and its value
     "sppo": ({}, (1 - 1) ** 2 + (-1 + 1) ** 2),
     "dpop": ({"penalty": 50.0}, minus_log_sigmoid(1)),  # u_w > 0: nothing to penalise
     "cal_dpo": ({}, minus_log_sigmoid(2) + (1 - 1) ** 2 + (-1 + 1) ** 2),
-    "beta_dpo": ({"alpha": 0.6, "momentum": 0.9}, minus_log_sigmoid(0.5 * (1 + 0.6 * (1 - 0.1 * 1)) * 2)),
-    "aot": ({}, minus_log_sigmoid(0.5 * 2)),  # of one pair: DPO
-    "aot_unpaired": ({}, minus_log_sigmoid(0.5 * 2)),
+    "beta_dpo": ({"alpha": 0.6, "momentum": 0.9}, minus_log_sigmoid(0.5 * (1 + 0.6 * (2 - 0.1 * 2)) * 2)),
+    "aot": ({"label_smoothing": 0}, minus_log_sigmoid(0.5 * 2)),  # of one pair: DPO
+    "aot_unpaired": ({"label_smoothing": 0}, minus_log_sigmoid(0.5 * 2)),
 }
 
 
@@ -203,24 +203,46 @@ def test_discopop_is_finite_far_from_a_margin_of_0():
     assert chosen.grad.tolist() == [-1, 0]
 
 
-def test_the_shift_of_bco_and_the_usual_margin_of_beta_dpo_are_running_averages():
+def test_the_shift_of_bco_and_the_usual_gap_of_beta_dpo_are_running_averages():
     scores = SCORES._replace(average=0.2)
     bco = LOSSES["bco"](scores, {"name": "bco", "beta": HALF, "momentum": 0.9}).losses
     assert bco.item() == pytest.approx(minus_log_sigmoid(0.5 - 0.2) + minus_log_sigmoid(-(-0.5 - 0.2)), rel=1e-12)
     beta_dpo = LOSSES["beta_dpo"](scores, {"name": "beta_dpo", "beta": HALF, "alpha": 0.6, "momentum": 0.9}).losses
-    usual = 0.9 * 0.2 + 0.1 * 1  # the batch's margin is 0.5 * 2
-    assert beta_dpo.item() == pytest.approx(minus_log_sigmoid(0.5 * (1 + 0.6 * (1 - usual)) * 2), rel=1e-12)
+    usual = 0.9 * 0.2 + 0.1 * 2  # the batch's gap is 2 nats
+    assert beta_dpo.item() == pytest.approx(minus_log_sigmoid(0.5 * (1 + 0.6 * (2 - usual)) * 2), rel=1e-12)
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.1, 0.5])
+def test_alpha_of_beta_dpo_counts_nats_at_any_beta(beta):
+    """As the authors' code does: 5 nats against the usual 3 are 2 too many, for 1 + 0.6 * 2 = 2.2 times beta."""
+    scores = SCORES._replace(chosen=PAIR[0] + 3, average=3.0)  # h = 5
+    config = {"name": "beta_dpo", "beta": beta, "alpha": 0.6, "momentum": 1.0}
+    losses, chosen, rejected = LOSSES["beta_dpo"](scores, config)
+    assert losses.item() == pytest.approx(minus_log_sigmoid(2.2 * beta * 5), rel=1e-12)
+    assert LOSSES["beta_dpo"].averaged(chosen.item(), rejected.item(), beta) == pytest.approx(5)  # for the next update
 
 
 MIX = {"name": "mix", "beta": HALF, "label_smoothing": 0, "reference_free": False, "weights": {"ipo": 0}}
 
 
-def test_a_mix_is_a_weighted_sum_whose_rewards_are_those_of_its_pairwise_parts():
+def test_a_mix_is_a_weighted_sum():
     config = {**MIX, "weights": {"dpo": 0.8, "apo_zero": 0.2, "sft": 0.1, "ipo": 0}}
-    losses, chosen, rejected = find_loss(config)(SCORES, config)
-
+    losses = find_loss(config)(SCORES, config).losses
     assert losses.item() == pytest.approx(0.8 * minus_log_sigmoid(1) + 0.2 * 2 * sigmoid(-0.5) + 0.1 * 10, rel=1e-12)
-    assert (chosen.item(), rejected.item()) == pytest.approx((0.5, -0.5), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weights", "rewards"),
+    [
+        ({"dpo": 1, "simpo": 2, "dpo_norm": 5, "sft": 0.1}, (HALF * 1, HALF * -1)),  # not of sums and means at once
+        ({"simpo": 2, "orpo": 1, "sft": 0.1}, (HALF * -10 / 2, HALF * -13 / 4)),
+    ],
+    ids=["with a reference", "without"],
+)
+def test_rewards_of_a_mix_are_of_log_ratios_or_without_a_reference_of_mean_log_probabilities(weights, rewards):
+    config = {**MIX, "gamma": 0.3, "weights": weights}
+    _, chosen, rejected = find_loss(config)(SCORES, config)
+    assert (chosen.item(), rejected.item()) == rewards
 
 
 def test_a_mix_without_a_loss_of_pairs_is_refused():
@@ -255,9 +277,13 @@ def test_what_changes_log_ratios_leaves_the_parts_of_a_mix_without_a_reference_a
 # --- options of all losses of pairs ----------------------------------------------------------------------------------
 
 
-def test_the_sft_term_is_per_token():
-    config = {"name": "hinge", "beta": 0.1, "sft_weight": 0.3}
-    assert LOSSES["hinge"](SCORES, config).losses.item() == pytest.approx(1 - 0.1 * 2 + 0.3 * 10 / 2, rel=1e-12)
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.pairwise])
+def test_the_sft_term_is_per_token_beside_every_loss_of_pairs(name):
+    config = {**DEFAULTS[name], "beta": HALF} | ({"weights": {"simpo": 1, "dpo": 1}} if name == "mix" else {})
+    assert config.pop("sft_weight") == 0
+    loss = find_loss(config)
+    alone, beside = (loss(SCORES, {**config, "sft_weight": weight}).losses.item() for weight in (0, 0.3))
+    assert beside - alone == pytest.approx(0.3 * 10 / 2, rel=1e-9)
 
 
 def test_wpo_weighs_by_the_likelihood_of_both_responses_and_not_the_sft_term():
@@ -343,8 +369,10 @@ def test_losses_and_gradients_are_those_of_trl(case):
 
 
 def test_trl_has_said_something_about_every_loss_that_it_has():
-    tried = {case["config"]["name"] for case in TRL["results"]}
-    assert LOSSES.keys() - tried == {"sft", "dpop", "cal_dpo", "beta_dpo", "mix"}
+    tried = {(case["config"]["name"], case["config"].get("label_smoothing", 0) > 0) for case in TRL["results"]}
+    assert LOSSES.keys() - {name for name, _ in tried} == {"sft", "dpop", "cal_dpo", "beta_dpo", "mix"}
+    smoothed = {name for name, config in DEFAULTS.items() if "label_smoothing" in config}
+    assert smoothed - {name for name, smoothed in tried if smoothed} == {"mix"}
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------

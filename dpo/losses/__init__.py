@@ -1,6 +1,6 @@
 """The table of losses: what each needs of data, models and checkpoints.
 
-Its functions are in `formulas.py`, those of all losses with a reference in `options.py`. Imports no torch.
+Its functions are in `formulas.py`, the options that losses share in `options.py`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Loss:
     best: tuple[str, int] = ("rewards_eval/accuracies", +1)
     of_margin: bool = True  # log-ratios enter by their difference alone, for which f_divergence is derived
     of_batch: Callable[..., Any] | None = None  # (scores of the global batch, **options) -> `Scores.of_batch`
-    averaged: Callable[[float, float], float] | None = None  # of an update's mean rewards, for `Scores.average`
+    averaged: Callable[[float, float, float], float] | None = None  # of mean rewards and beta, for `Scores.average`
     smoothed: bool = False  # is infinite without label_smoothing
 
     def __post_init__(self) -> None:
@@ -74,24 +74,23 @@ def split_options(loss_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 
 def _mix(scores: Scores, *, unchanged: Scores, weights: Mapping[str, float], **options: Any) -> Losses:
-    """A weighted sum of losses, each with those of the options that it has; rewards are the pairwise ones' mean.
+    """A weighted sum of losses, each with those of the options that it has.
 
-    Losses without a reference get the `unchanged` scores: `ld_alpha` and `f_divergence` are for those with one.
+    Rewards are beta times log-ratios, or, where no part has a reference, beta times mean log-probabilities. Losses
+    without a reference get the `unchanged` scores: `ld_alpha` and `f_divergence` are for those with one.
     """
-    losses, total = scores.chosen * 0, 0.0
-    chosen = rejected = losses.detach()
-    for name, loss in _parts(weights).items():
+    parts = _parts(weights)
+    if not any(loss.pairwise for loss in parts.values()):
+        raise ValueError("loss=mix adds up no loss of pairs: give one of them a weight above 0")
+    losses = scores.chosen * 0
+    for name, loss in parts.items():
         known = inspect.signature(loss.fn).parameters
         own = {key: value for key, value in options.items() if key in known}
         part = loss.fn(scores if loss.reference else unchanged, **own)
         losses = losses + weights[name] * part.losses
-        if part.chosen_rewards is not None and part.rejected_rewards is not None:
-            total += weights[name]
-            chosen = chosen + weights[name] * part.chosen_rewards
-            rejected = rejected + weights[name] * part.rejected_rewards
-    if not total:
-        raise ValueError("loss=mix adds up no loss of pairs: give one of them a weight above 0")
-    return Losses(losses, chosen / total, rejected / total)
+    has_reference = any(loss.reference for loss in parts.values())
+    rewards = scores.log_ratios() if has_reference else scores.mean_logps()
+    return formulas.with_rewards(losses, *rewards, options["beta"])
 
 
 def _parts(weights: Mapping[str, Any]) -> dict[str, Loss]:
@@ -121,7 +120,7 @@ LOSSES = {
     "dpo_norm": Loss(formulas.dpo_norm),
     "exo": Loss(formulas.exo, smoothed=True),
     "discopop": Loss(formulas.discopop),
-    "beta_dpo": Loss(formulas.beta_dpo, of_batch=formulas.beta_of_batch, averaged=formulas.mean_margin),
+    "beta_dpo": Loss(formulas.beta_dpo, of_batch=formulas.beta_of_batch, averaged=formulas.mean_gap),
     "simpo": Loss(formulas.simpo, reference=False),
     "orpo": Loss(formulas.orpo, reference=False),
     "apo_zero": Loss(formulas.apo_zero, of_margin=False),

@@ -87,6 +87,10 @@ class Scores(NamedTuple):
         """log pi - log ref of the chosen and of the rejected responses."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
+    def mean_logps(self) -> tuple[Tensor, Tensor]:
+        """log pi per token of the chosen and of the rejected responses."""
+        return self.chosen / self.chosen_lengths, self.rejected / self.rejected_lengths
+
 
 class Losses(NamedTuple):
     """What a loss gives, each (B,). Rewards are detached; a pairwise loss must give them, another has none."""
@@ -99,7 +103,8 @@ class Losses(NamedTuple):
 # --- the losses: u_w and u_l are log pi - log ref of chosen and rejected, h = u_w - u_l -------------------------------
 
 
-def _with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losses:
+def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losses:
+    """The losses, and beta times what they compare as rewards."""
     return Losses(losses, (beta * u_w).detach(), (beta * u_l).detach())
 
 
@@ -126,7 +131,7 @@ def dpo(scores: Scores, *, beta: float, label_smoothing: float, reference_free: 
 def dpo_norm(scores: Scores, *, beta: float) -> Losses:
     """Length-normalised DPO, as Tulu 3 was trained (arXiv 2411.15124, section 5)."""
     u_w, u_l = _mean_ratios(scores)
-    return _with_rewards(_minus_log_sigmoid(beta * (u_w - u_l)), u_w, u_l, beta)
+    return with_rewards(_minus_log_sigmoid(beta * (u_w - u_l)), u_w, u_l, beta)
 
 
 def ipo(scores: Scores, *, beta: float, average: bool = False) -> Losses:
@@ -135,13 +140,13 @@ def ipo(scores: Scores, *, beta: float, average: bool = False) -> Losses:
         logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
         return Losses(*preference_loss(*logps, beta, ipo=True))
     u_w, u_l = _mean_ratios(scores)
-    return _with_rewards((u_w - u_l - 1 / (2 * beta)) ** 2, u_w, u_l, beta)
+    return with_rewards((u_w - u_l - 1 / (2 * beta)) ** 2, u_w, u_l, beta)
 
 
 def hinge(scores: Scores, *, beta: float) -> Losses:
     """SLiC's loss (arXiv 2305.10425) on DPO's log-ratios, as in arXiv 2309.06657; its margin is 1 / beta."""
     u_w, u_l = scores.log_ratios()
-    return _with_rewards((1 - beta * (u_w - u_l)).relu(), u_w, u_l, beta)
+    return with_rewards((1 - beta * (u_w - u_l)).relu(), u_w, u_l, beta)
 
 
 def robust(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
@@ -149,7 +154,7 @@ def robust(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     u_w, u_l = scores.log_ratios()
     kept, flipped = _minus_log_sigmoid(beta * (u_w - u_l)), _minus_log_sigmoid(-beta * (u_w - u_l))
     losses = ((1 - label_smoothing) * kept - label_smoothing * flipped) / (1 - 2 * label_smoothing)
-    return _with_rewards(losses, u_w, u_l, beta)
+    return with_rewards(losses, u_w, u_l, beta)
 
 
 def exo(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
@@ -158,7 +163,7 @@ def exo(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     margin = beta * (u_w - u_l)
     prefers_chosen = margin.sigmoid() * (-_minus_log_sigmoid(margin) - math.log1p(-label_smoothing))
     prefers_rejected = (-margin).sigmoid() * (-_minus_log_sigmoid(-margin) - math.log(label_smoothing))
-    return _with_rewards(prefers_chosen + prefers_rejected, u_w, u_l, beta)
+    return with_rewards(prefers_chosen + prefers_rejected, u_w, u_l, beta)
 
 
 def discopop(scores: Scores, *, beta: float, tau: float) -> Losses:
@@ -167,20 +172,20 @@ def discopop(scores: Scores, *, beta: float, tau: float) -> Losses:
     margin = beta * (u_w - u_l)
     logistic = (-margin / tau).sigmoid() * _minus_log_sigmoid(margin)
     exponential = (-_minus_log_sigmoid(margin / tau) - margin).exp()  # exp(-margin) alone overflows
-    return _with_rewards(logistic + exponential, u_w, u_l, beta)
+    return with_rewards(logistic + exponential, u_w, u_l, beta)
 
 
 def simpo(scores: Scores, *, beta: float, gamma: float) -> Losses:
     """SimPO (arXiv 2405.14734, eq. 6): length-normalised, without a reference."""
-    chosen, rejected = scores.chosen / scores.chosen_lengths, scores.rejected / scores.rejected_lengths
-    return _with_rewards(_minus_log_sigmoid(beta * (chosen - rejected) - gamma), chosen, rejected, beta)
+    chosen, rejected = scores.mean_logps()
+    return with_rewards(_minus_log_sigmoid(beta * (chosen - rejected) - gamma), chosen, rejected, beta)
 
 
 def orpo(scores: Scores, *, beta: float) -> Losses:
     """ORPO (arXiv 2403.07691, eq. 6 and 7): SFT per token, and the odds of means over tokens; beta is its lambda."""
-    chosen, rejected = scores.chosen / scores.chosen_lengths, scores.rejected / scores.rejected_lengths
+    chosen, rejected = scores.mean_logps()
     log_odds = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
-    return _with_rewards(-chosen + beta * _minus_log_sigmoid(log_odds), chosen, rejected, beta)
+    return with_rewards(-chosen + beta * _minus_log_sigmoid(log_odds), chosen, rejected, beta)
 
 
 def _log1mexp(x: Tensor) -> Tensor:
@@ -194,76 +199,80 @@ def _log1mexp(x: Tensor) -> Tensor:
 def apo_zero(scores: Scores, *, beta: float) -> Losses:
     """APO-zero (arXiv 2408.06266, eq. 7): chosen up, rejected down."""
     u_w, u_l = scores.log_ratios()
-    return _with_rewards((-beta * u_w).sigmoid() + (beta * u_l).sigmoid(), u_w, u_l, beta)
+    return with_rewards((-beta * u_w).sigmoid() + (beta * u_l).sigmoid(), u_w, u_l, beta)
 
 
 def apo_down(scores: Scores, *, beta: float) -> Losses:
     """APO-down (arXiv 2408.06266, eq. 8): chosen down, rejected further down."""
     u_w, u_l = scores.log_ratios()
-    return _with_rewards((beta * u_w).sigmoid() + (-beta * (u_w - u_l)).sigmoid(), u_w, u_l, beta)
+    return with_rewards((beta * u_w).sigmoid() + (-beta * (u_w - u_l)).sigmoid(), u_w, u_l, beta)
 
 
 def nca(scores: Scores, *, beta: float) -> Losses:
     """NCA for pairs (arXiv 2402.05369, section 4.1): the likelihood of each response against the reference's."""
     u_w, u_l = scores.log_ratios()
     against = (_minus_log_sigmoid(-beta * u_w) + _minus_log_sigmoid(-beta * u_l)) / 2
-    return _with_rewards(_minus_log_sigmoid(beta * u_w) + against, u_w, u_l, beta)
+    return with_rewards(_minus_log_sigmoid(beta * u_w) + against, u_w, u_l, beta)
 
 
 def bco(scores: Scores, *, beta: float, momentum: float = 1.0) -> Losses:  # momentum: of `scores.average`
     """BCO (arXiv 2404.04656) for pairs, without the density ratio; the reward shift is that of the updates before."""
     u_w, u_l = scores.log_ratios()
     chosen, rejected = beta * u_w - scores.average, beta * u_l - scores.average
-    return _with_rewards(_minus_log_sigmoid(chosen) + _minus_log_sigmoid(-rejected), u_w, u_l, beta)
+    return with_rewards(_minus_log_sigmoid(chosen) + _minus_log_sigmoid(-rejected), u_w, u_l, beta)
 
 
 def sppo(scores: Scores, *, beta: float) -> Losses:
     """SPPO (arXiv 2405.00675, eq. 4.7) where the chosen response always wins; 1 / beta is its eta."""
     u_w, u_l = scores.log_ratios()
-    return _with_rewards((u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2, u_w, u_l, beta)
+    return with_rewards((u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2, u_w, u_l, beta)
 
 
 def dpop(scores: Scores, *, beta: float, penalty: float) -> Losses:
     """DPO-Positive (arXiv 2402.13228, eq. 3): a chosen response below the reference costs; `penalty` is its lambda."""
     u_w, u_l = scores.log_ratios()
-    return _with_rewards(_minus_log_sigmoid(beta * (u_w - u_l - penalty * (-u_w).relu())), u_w, u_l, beta)
+    return with_rewards(_minus_log_sigmoid(beta * (u_w - u_l - penalty * (-u_w).relu())), u_w, u_l, beta)
 
 
 def cal_dpo(scores: Scores, *, beta: float) -> Losses:
     """Cal-DPO (arXiv 2412.14516, algorithm 1): the log-ratios are drawn to +-1 / (2 beta); no beta in the sigmoid."""
     u_w, u_l = scores.log_ratios()
     calibration = (u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2
-    return _with_rewards(_minus_log_sigmoid(u_w - u_l) + calibration, u_w, u_l, beta)
+    return with_rewards(_minus_log_sigmoid(u_w - u_l) + calibration, u_w, u_l, beta)
 
 
-def mean_reward(chosen: float, rejected: float) -> float:
-    """What BCO averages over updates, of an update's mean rewards."""
+def mean_reward(chosen: float, rejected: float, beta: float) -> float:
+    """The mean of rewards, which BCO averages over updates."""
     return (chosen + rejected) / 2
 
 
-def mean_margin(chosen: float, rejected: float) -> float:
-    """What beta-DPO averages over updates."""
-    return chosen - rejected
+def mean_gap(chosen: float, rejected: float, beta: float) -> float:
+    """The gap of log-ratios between mean rewards, in nats, which beta-DPO averages over updates."""
+    return (chosen - rejected) / beta
 
 
 # --- losses of the whole global batch: what they take from it is a constant of the gradient, `Scores.of_batch` --------
 
 
 def beta_of_batch(scores: Scores, *, beta: float, alpha: float, momentum: float, **_: Any) -> Tensor:
-    """The beta of a batch, (B, 1): section 4 of arXiv 2407.08639, where M is the margin of the rewards under beta."""
+    """The beta of a batch, (B, 1): section 4 of arXiv 2407.08639, with M in nats, without beta, as in its code."""
     u_w, u_l = scores.log_ratios()
-    mean = (beta * (u_w - u_l)).detach().mean()
+    mean = (u_w - u_l).detach().mean()
     average = momentum * scores.average + (1 - momentum) * mean
     return (beta * (1 + alpha * (mean - average))).clamp(min=1e-3).expand(len(u_w), 1)
 
 
 def beta_dpo(scores: Scores, *, beta: float, alpha: float, momentum: float) -> Losses:
-    """beta-DPO (arXiv 2407.08639): DPO whose beta follows the batch's margin; without the filter of examples."""
+    """beta-DPO (arXiv 2407.08639): DPO whose beta follows the batch's gap; without the filter of examples."""
     constants = scores.of_batch
     if constants is None:
         constants = beta_of_batch(scores, beta=beta, alpha=alpha, momentum=momentum)
     u_w, u_l = scores.log_ratios()
-    return _with_rewards(_minus_log_sigmoid(constants[:, 0] * (u_w - u_l)), u_w, u_l, beta)
+    return with_rewards(_minus_log_sigmoid(constants[:, 0] * (u_w - u_l)), u_w, u_l, beta)
+
+
+def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
+    return (1 - label_smoothing) * _minus_log_sigmoid(margin) + label_smoothing * _minus_log_sigmoid(-margin)
 
 
 def _at_rank_of(values: Tensor, others: Tensor) -> Tensor:
@@ -277,11 +286,11 @@ def aot_partners(scores: Scores, **_: Any) -> Tensor:
     return _at_rank_of(scores.chosen - scores.rejected, reference)[:, None]
 
 
-def aot(scores: Scores, *, beta: float) -> Losses:
+def aot(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     """AOT for pairs (arXiv 2406.05882): the policy's margins, sorted, above the reference's, sorted."""
     partners = aot_partners(scores) if scores.of_batch is None else scores.of_batch
-    losses = _minus_log_sigmoid(beta * (scores.chosen - scores.rejected - partners[:, 0]))
-    return _with_rewards(losses, *scores.log_ratios(), beta)
+    losses = _smoothed(beta * (scores.chosen - scores.rejected - partners[:, 0]), label_smoothing)
+    return with_rewards(losses, *scores.log_ratios(), beta)
 
 
 def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
@@ -291,10 +300,10 @@ def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
     return torch.stack([_at_rank_of(u_w, u_l), _at_rank_of(u_l, u_w)], dim=1)
 
 
-def aot_unpaired(scores: Scores, *, beta: float) -> Losses:
+def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     """AOT for unpaired responses (arXiv 2406.05882): log-ratios of all chosen, sorted, above those of all rejected."""
     partners = aot_unpaired_partners(scores) if scores.of_batch is None else scores.of_batch
     u_w, u_l = scores.log_ratios()
-    of_chosen = _minus_log_sigmoid(beta * (u_w - partners[:, 0]))
-    of_rejected = _minus_log_sigmoid(beta * (partners[:, 1] - u_l))  # the same sum; here for its gradient
-    return _with_rewards(of_chosen + of_rejected - of_rejected.detach(), u_w, u_l, beta)
+    of_chosen = _smoothed(beta * (u_w - partners[:, 0]), label_smoothing)
+    of_rejected = _smoothed(beta * (partners[:, 1] - u_l), label_smoothing)  # the same sum; here for its gradient
+    return with_rewards(of_chosen + of_rejected - of_rejected.detach(), u_w, u_l, beta)

@@ -1,4 +1,4 @@
-"""Options of the losses with a reference (`config/loss/options/`): what they make of scores and losses.
+"""Options of the losses of pairs (`config/loss/options/`): what they make of scores and losses.
 
 Pure tensor functions, as those of `formulas.py`.
 """
@@ -14,7 +14,7 @@ from dpo.losses.formulas import Scores
 if TYPE_CHECKING:
     from torch import Tensor
 
-OPTIONS = ("sft_weight", "wpo", "ld_alpha", "f_divergence", "f_alpha")
+OPTIONS = ("sft_weight", "wpo", "ld_alpha", "f_divergence", "f_alpha")  # all but the first need a reference
 
 
 def needs_tails(loss_config: Mapping[str, Any]) -> bool:

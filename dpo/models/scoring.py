@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import itertools
+import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -58,6 +60,22 @@ class Scorer(NamedTuple):
             if not abs(score) <= LARGEST:  # nor is NaN
                 raise ScorerFailed(f"{self.name} gave the score {score} to the answer {answer.text[:200]!r}")
         return scores
+
+
+@contextmanager
+def seeded_generators(*numbers: int) -> Iterator[None]:
+    """Inside, the global generators of Python, numpy and torch start from these numbers; then they are as before."""
+    before, numpy_before = random.getstate(), np.random.get_state()
+    seeds = np.random.SeedSequence(numbers).generate_state(4)
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        random.seed(seeds.tobytes())
+        np.random.seed(seeds)
+        torch.manual_seed(int(seeds.view(np.uint64)[0]))
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(numpy_before)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -107,8 +108,9 @@ class WandbLogger(Callback):
             self._unless_lost(self.run.log, {**tables, "counters/examples": examples})
         self._summarize("last", evaluation)
         name, sign = LOSSES[self.context.config.loss.name].best
-        if evaluation.n_updates > 0 and sign * evaluation.metrics[name] > self._best:  # false for NaN
-            self._best = sign * evaluation.metrics[name]
+        quality = sign * evaluation.metrics.get(name, math.nan)
+        if evaluation.n_updates > 0 and quality > self._best:  # false for NaN
+            self._best = quality
             self._summarize("best", evaluation)
 
     def _summarize(self, which: str, evaluation: Evaluation) -> None:

@@ -132,6 +132,7 @@ def help_text() -> str:
     parts += ["# model=...: another model has another name_or_path and block_name", _nested("model", "blank_model")]
     for group in OPTIONAL:
         parts += [f"# {group}={option}\n{_nested(group, option)}" for option in options[group]]
+    parts += ["# any loss of pairs also has", _nested("loss", "options/of_pairs")]
     parts += ["# any loss with a reference also has", _nested("loss", "options/with_reference")]
     return "\n".join([*parts, END])
 

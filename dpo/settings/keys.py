@@ -139,6 +139,11 @@ REFERENCE = Needs(
     lambda values, plan: plan.loss.reference,
 )
 TO_THE_REFERENCE = REFERENCE._replace(refused=True)
+PAIRS = Needs(
+    f"a loss of pairs: any but {', '.join(name for name, loss in LOSSES.items() if not loss.pairwise)}",
+    lambda values, plan: plan.loss.pairwise,
+    refused=True,
+)
 MARGIN = Needs(
     "a loss whose log-ratios enter by their difference alone: "
     f"loss={' or '.join(name for name, loss in LOSSES.items() if loss.reference and loss.of_margin)}",
@@ -285,7 +290,7 @@ KEYS: dict[str, Key] = {
     "loss.penalty": Key(WEIGHT, KEEP),
     "loss.alpha": Key(NUMBER, KEEP),
     "loss.momentum": Key(FRACTION, KEEP),
-    "loss.sft_weight": Key(WEIGHT, KEEP, TO_THE_REFERENCE),
+    "loss.sft_weight": Key(WEIGHT, KEEP, PAIRS),
     "loss.wpo": Key(FLAG, KEEP, TO_THE_REFERENCE),
     "loss.ld_alpha": Key(FRACTION, KEEP, TO_THE_REFERENCE),
     "loss.f_divergence": Key(_one_of(DIVERGENCES), KEEP, MARGIN),
@@ -359,7 +364,7 @@ ALIASES = {
     "trust_remote_code": "model.trust_remote_code",
     "beta": "loss.beta",
     "loss_type": "loss",
-    "label_smoothing": "loss.label_smoothing",
+    "label_smoothing": "loss.label_smoothing, which TRL's sigmoid ignores; loss=dpo becomes conservative DPO by it",
     "reference_free": "loss.reference_free",
     "loss_weights": "loss=mix, and loss.weights.NAME",
     "rpo_alpha": "loss.sft_weight",

@@ -88,7 +88,7 @@ class Batches:
         self.loss = find_loss(config.loss)
         self.parts: dict[str, Any] = {}  # of checkpoints
 
-    def train(self, *, skip: int = 0) -> Iterator[GlobalBatch]:
+    def train(self, *, skip: int = 0) -> Iterator[Any]:
         """Training batches in the reference's order and until its stop rule.
 
         The first `skip` are not prepared: a run that continues had them.
@@ -96,6 +96,10 @@ class Batches:
         config = self.config
         prepare = partial(self._prepare, n_microbatches=config.gradient_accumulation_steps)
         return self._iterate_train(prepare, sft_mode=not self.loss.pairwise, skip=skip)
+
+    def draw(self, item: Any, *, update: int) -> GlobalBatch:
+        """The batch of an update, from what `train` gave for it: here the batch itself."""
+        return item
 
     def _iterate_train(self, prepare: Callable[..., Result], *, sft_mode: bool, skip: int) -> Iterator[Result]:
         config = self.config

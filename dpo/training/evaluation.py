@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
 from dpo.data.collation import collate_prompts
@@ -56,25 +55,20 @@ class Evaluator:
         self.config, self.data, self.objective, self.batches = config, data, objective, batches
         self.mesh, self.progress, self.stop, self.seed = objective.mesh, progress, stop, seed
 
-    @torch.no_grad()
     def metrics(self) -> Reduced:
         """The metrics of all examples of the evaluation batches."""
-        objective, n_examples, metrics = self.objective, 0, []
+        objective = self.objective
         objective.policy.eval()
-        to_cache = any(objective.cached_reference(batch) is None for batch in self.batches)
-        losses_of = partial(objective.losses, split="eval")
-        over = self.progress.over(
-            self.batches, total=len(self.batches), what="evaluate", examples=sum(len(b.examples) for b in self.batches)
-        )
-        for batch in over:
-            self.stop.raise_if_any()
-            prepared = objective.prepare(batch)
-            for microbatch in (microbatch.to(objective.device) for microbatch in batch.microbatches):
-                metrics.append((microbatch.indices + n_examples, losses_of(microbatch, prepared)[1]))
-            n_examples += len(batch.examples)
+        metrics = objective.evaluate(self._one_by_one())
         if objective.reference is not None:
             release_gathered(objective.reference.model)
-        return objective.reduce(metrics, n_examples, [k for b in self.batches for k in b.keys] if to_cache else [])
+        return metrics
+
+    def _one_by_one(self) -> Iterator[GlobalBatch]:
+        n_examples = sum(len(batch.examples) for batch in self.batches)
+        for batch in self.progress.over(self.batches, total=len(self.batches), what="evaluate", examples=n_examples):
+            self.stop.raise_if_any()
+            yield batch
 
     def samples(self, *, n_examples: int) -> list[Sample]:
         """Continuations of the first `n_eval_model_samples` evaluation prompts, in whole batches, at least one,

@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError
-from dpo.losses import Scores, find_loss, needs_squares, needs_tails
+from dpo.losses import Losses, Scores, find_loss, needs_squares, needs_tails
 from dpo.models.adapter_dropout import AdapterDropout
 from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Logps, Longest, Microbatch, choose_layout
@@ -56,13 +56,16 @@ class Prepared(NamedTuple):
 
 
 class RunningAverage:
-    """Of what a loss averages over the updates of a run (`Loss.averaged`); a part of its checkpoints."""
+    """Of what a loss averages over updates (`Loss.averaged`), all against one reference; a part of checkpoints."""
 
     def __init__(self) -> None:
         self.value = 0.0
 
     def add(self, value: float, *, momentum: float) -> None:
         self.value = momentum * self.value + (1 - momentum) * value
+
+    def reset(self) -> None:
+        self.value = 0.0
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
@@ -75,9 +78,10 @@ class Objective:
     """The loss of a policy, whose gradient an update follows.
 
     `loss_config` is `config.loss`: the name of the loss, and its options. `autocast` is the dtype in which float32
-    weights are multiplied, None for their own. While the `models_are_equal`, accuracies are 0, because rewards differ
-    by rounding alone. Every `follow_every` updates the reference becomes a copy of the policy. `seed` is for the
-    `dropout` of the policy's adapter, which is off unless it is for an update.
+    weights are multiplied, None for their own. While the `models_are_equal`, rewards differ by rounding alone, so
+    accuracies are 0. Every `follow_every` updates the reference becomes a copy of the policy; where that makes models
+    equal again and again, there are no accuracies meanwhile. `seed` is for the `dropout` of the policy's adapter,
+    which is off unless it is for an update.
     """
 
     def __init__(
@@ -142,13 +146,22 @@ class Objective:
         scores, reference = self._score(microbatch, prepared.reference, with_reference=loss.reference)
         if prepared.constants is not None:
             scores = scores._replace(of_batch=prepared.constants[microbatch.indices])
-        losses, *rewards = loss(scores, loss_config)
+        found = loss(scores._replace(average=self.average.value), loss_config)
+        return found.losses, self._metrics(scores, reference, found, split=split)
+
+    def _metrics(self, scores: Scores, reference: Metrics, found: Losses, *, split: str) -> Metrics:
+        """What is logged of each example, detached, and the reference's log-probabilities."""
+        losses, chosen, rejected = found
         metrics: Metrics = {}
-        if loss.pairwise:
-            metrics |= _reward_metrics(split, *rewards, equal=self.models_are_equal)
+        if chosen is not None and rejected is not None:
+            metrics = {f"rewards_{split}/chosen": chosen, f"rewards_{split}/rejected": rejected}
+            if not (self.models_are_equal and self.follow_every):
+                ranked_right = (chosen > rejected) & (not self.models_are_equal)
+                metrics[f"rewards_{split}/accuracies"] = ranked_right.to(chosen)
+            metrics[f"rewards_{split}/margins"] = chosen - rejected
             metrics[f"logps_{split}/rejected"] = scores.rejected.detach()
         metrics |= reference
-        return losses, metrics | {f"logps_{split}/chosen": scores.chosen.detach(), f"loss/{split}": losses.detach()}
+        return metrics | {f"logps_{split}/chosen": scores.chosen.detach(), f"loss/{split}": losses.detach()}
 
     def _score(
         self, microbatch: Microbatch, cached: torch.Tensor | None, *, with_reference: bool
@@ -162,47 +175,78 @@ class Objective:
                 reference = self.reference_forward(microbatch)
         logps = self.forward(self.policy, microbatch, with_squares=self.squares)
         reference = tuple(r.to(logps[0]) for r in reference)
-        scores = make_scores(logps, microbatch.lengths, reference)._replace(average=self.average.value)
+        scores = make_scores(logps, microbatch.lengths, reference)
         return scores, dict(zip(self.of_reference, reference, strict=bool(reference)))
 
     @torch.no_grad()
-    def prepare(self, batch: GlobalBatch, *, update: int | None = None) -> Prepared:
+    def prepare(self, batch: GlobalBatch, *, update: int) -> Prepared:
         """What the microbatches of a global batch take from all of it.
 
         The constants cost a forward of the policy on every microbatch; None where the loss needs none, or where the
-        batch is one microbatch, which needs no other. They have the dropout of an `update`, if they are for one.
+        batch is one microbatch, which needs no other. They have the dropout of the update.
         """
         loss, cached = self.loss, self.cached_reference(batch)
         counted = None if batch.counted is None else batch.counted.to(self.device)
         is_whole = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and counted is None
         if loss.of_batch is None or is_whole:
             return Prepared(cached, None, batch.keys if cached is None else (), counted, batch.n_counted)
-        table = []
-        for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches):
-            with self.dropout.on(microbatch.inputs, update=update):
-                scores, reference = self._score(microbatch, cached, with_reference=loss.reference)
-            named = {name: values.double() for name, values in scores._asdict().items() if torch.is_tensor(values)}
-            table.append((microbatch.indices, named | {name: values.double() for name, values in reference.items()}))
-        whole = self.reduce(table, len(batch.examples), batch.keys if cached is None else []).examples
+        whole, _ = self._score_all([batch], update=update)
         of_batch = torch.ones(len(batch.examples), dtype=torch.bool) if batch.counted is None else batch.counted
         if not of_batch.any():
             return Prepared(self.cached_reference(batch), None, (), counted, batch.n_counted)
-        scores = Scores(**{name: values[of_batch] for name, values in whole.items() if name not in REFERENCE})
+        scores = Scores(*(values[of_batch] if torch.is_tensor(values) else values for values in whole))
         of_counted = loss.constants(scores._replace(average=self.average.value), self.loss_config)
         constants = of_counted.new_zeros(len(batch.examples), *of_counted.shape[1:])
         constants[of_batch] = of_counted
         constants = constants.to(self.device, torch.float32)
         return Prepared(self.cached_reference(batch), constants, (), counted, batch.n_counted)
 
-    def applied(self, number: int, metrics: Mapping[str, float]) -> None:
-        """The optimizer has taken step `number`, on a global batch with these metrics."""
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[GlobalBatch]) -> Reduced:
+        """The metrics of all examples of the batches. The loss is that of one batch which has them all.
+
+        In place of the running average over updates is what it would come to if every update were like this, so that
+        the loss depends on weights and examples alone.
+        """
+        scores, reference = self._score_all(batches)
+        found = self.loss(scores, self.loss_config)
+        if self.loss.averaged and self.loss_config["momentum"] < 1:
+            rewards = [values.double().mean().item() for values in found[1:]]
+            average = self.loss.averaged(*rewards, self.loss_config["beta"])
+            found = self.loss(scores._replace(average=average), self.loss_config)
+        return Reduced(self._metrics(scores, reference, found, split="eval"), {})
+
+    def _score_all(self, batches: Iterable[GlobalBatch], *, update: int | None = None) -> tuple[Scores, Metrics]:
+        """`_score` of every example of the batches, on every process, in float64; the reference's part is cached."""
+        table, keys, n_examples, is_cached = [], [], 0, True
+        for batch in batches:
+            cached = self.cached_reference(batch)
+            for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches):
+                with self.dropout.on(microbatch.inputs, update=update):
+                    scores, reference = self._score(microbatch, cached, with_reference=self.loss.reference)
+                columns = {name: values for name, values in scores._asdict().items() if torch.is_tensor(values)}
+                columns = {name: values.double() for name, values in (columns | reference).items()}
+                table.append((microbatch.indices + n_examples, columns))
+            n_examples, keys = n_examples + len(batch.examples), keys + batch.keys
+            is_cached &= cached is not None
+        whole = self.reduce(table, n_examples, [] if is_cached else keys).examples
+        reference = {name: values for name, values in whole.items() if name in REFERENCE}
+        return Scores(**{name: values for name, values in whole.items() if name not in REFERENCE}), reference
+
+    def applied(self, metrics: Mapping[str, float]) -> None:
+        """The optimizer has taken a step on a global batch with these metrics."""
         self.models_are_equal = False
         if self.loss.averaged:
-            of_update = self.loss.averaged(metrics["rewards_train/chosen"], metrics["rewards_train/rejected"])
-            self.average.add(of_update, momentum=self.loss_config["momentum"])
+            rewards = metrics["rewards_train/chosen"], metrics["rewards_train/rejected"]
+            value = self.loss.averaged(*rewards, self.loss_config["beta"])
+            self.average.add(value, momentum=self.loss_config["momentum"])
+
+    def sync_if_due(self, number: int) -> None:
+        """Make the reference a copy of the policy if it is to be one after update `number`, applied or not."""
         if self.follow_every and number % self.follow_every == 0:
             self.reference.follow(self.policy)
             self.models_are_equal = True
+            self.average.reset()  # it was of log-ratios to another reference
 
     def cached_reference(self, batch: GlobalBatch) -> torch.Tensor | None:
         """What the reference gives for a global batch, on the device, (B, 2) or with tails (B, 4), if cached."""
@@ -248,16 +292,6 @@ class Objective:
         if self.mesh.rank == 0:
             self.reference.logps.save(path)
         return f"{n_scored:,} pairs scored by the reference, {len(read):,} responses read from {path}"
-
-
-def _reward_metrics(split: str, chosen: torch.Tensor, rejected: torch.Tensor, *, equal: bool) -> Metrics:
-    ranked_right = (chosen > rejected) & (not equal)
-    return {
-        f"rewards_{split}/chosen": chosen,
-        f"rewards_{split}/rejected": rejected,
-        f"rewards_{split}/accuracies": ranked_right.to(chosen),
-        f"rewards_{split}/margins": chosen - rejected,
-    }
 
 
 def make_objective(

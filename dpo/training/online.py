@@ -22,7 +22,7 @@ from dpo.data.tokenization import encode_whole, truncate
 from dpo.errors import InputError
 from dpo.models.answers import Answer, Sampling, answer
 from dpo.models.generation import before_each_forward
-from dpo.models.scoring import Scorer, ScorerFailed, load_scorer
+from dpo.models.scoring import Scorer, ScorerFailed, load_scorer, seeded_generators
 from dpo.parallel.mesh import from_rank_0
 from dpo.parallel.sharding import gathered_weights
 from dpo.reporting.terminal import Progress
@@ -34,7 +34,7 @@ from dpo.training.stop import StopRequest
 Answered = tuple[Prompt, list[Answer]]
 Item = TypeVar("Item")
 LOOKED_AT = 400  # prompts at the start
-OFFLINE = 1  # seeds what is not an answer
+OFFLINE, SCORING = 1, 2  # seed what is not an answer
 
 
 class ScorerState:
@@ -53,9 +53,9 @@ class ScorerState:
 
 
 class OnlineBatches(Batches):
-    """The batches of a run whose training pairs are drawn from the policy, each when it is asked for.
+    """The batches of a run whose training pairs are drawn from the policy: `train` gives the prompts of each.
 
-    Before each sampled token it raises Stopped if any process was asked to stop.
+    Before each sampled token `draw` raises Stopped if any process was asked to stop.
     """
 
     def __init__(
@@ -79,18 +79,17 @@ class OnlineBatches(Batches):
         self.sampling = Sampling(online.max_new_tokens, online.temperature, online.top_p, seed)
         self.n_offline = count_offline(config)
 
-    def train(self, *, skip: int = 0) -> Iterator[GlobalBatch]:
-        batches = self._iterate_train(self._prime, sft_mode=True, skip=skip)
-        return (self.draw(prompts, update) for update, prompts in enumerate(batches, start=skip))
+    def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
+        return self._iterate_train(self._prime, sft_mode=True, skip=skip)
 
     def _prime(self, texts: Sequence[TextExample]) -> list[Prompt]:
         """The prompts of a batch, tokenized ahead of time."""
         self.data.encode.prime(text.prompt.text for text in texts)
         return [text.prompt for text in texts]
 
-    def draw(self, prompts: Sequence[Prompt], update: int) -> GlobalBatch:
+    def draw(self, item: Sequence[Prompt], *, update: int) -> GlobalBatch:
         """The batch of an update, on every process: a pair for each prompt. Raises ScorerFailed on all of them."""
-        pairs = self._offline(prompts, update)
+        prompts, pairs = item, self._offline(item, update)
         offline = dict(zip(pairs, self.encode(list(pairs.values())), strict=True))
         asked = {
             place: encode_prompt(prompt, self.data, self.config)
@@ -100,7 +99,7 @@ class OnlineBatches(Batches):
         start = time.perf_counter()
         answers = self._answer(asked, update)
         sampled = time.perf_counter()
-        scores = self._score([(prompts[place], answers[place]) for place in asked])
+        scores = self._score([(prompts[place], answers[place]) for place in asked], update)
         online = {
             place: _pair(example, prompts[place], answers[place], of_prompt)
             for (place, example), of_prompt in zip(asked.items(), scores, strict=True)
@@ -161,13 +160,13 @@ class OnlineBatches(Batches):
             tokenizer, in_step = self.data.tokenizer, self.mesh.world_size > 1
             return _in_groups(answer(policy, tokenizer, prompts, numbers, self.sampling, in_step=in_step), n)
 
-    def _score(self, answered: Sequence[Answered]) -> list[list[float]]:
+    def _score(self, answered: Sequence[Answered], update: int) -> list[list[float]]:
         """The score of each answer, less the penalty if it was cut off; on every process."""
         if self.scorer.in_parallel:
             own = np.array_split(np.arange(len(answered)), self.mesh.world_size)[self.mesh.rank]
-            outcomes = self.mesh.gather_all(self._outcome([answered[i] for i in own]))
+            outcomes = self.mesh.gather_all(self._outcome([answered[i] for i in own], update))
         else:
-            outcomes = [from_rank_0(self._outcome(answered) if self.mesh.rank == 0 else None)]
+            outcomes = [from_rank_0(self._outcome(answered, update) if self.mesh.rank == 0 else None)]
         for outcome in outcomes:
             if isinstance(outcome, str):
                 raise ScorerFailed(outcome)
@@ -176,11 +175,13 @@ class OnlineBatches(Batches):
         penalized = [score - self.penalty * (not one.ended) for score, one in zip(scores, answers, strict=True)]
         return _in_groups(penalized, self.n_samples)
 
-    def _outcome(self, answered: Sequence[Answered]) -> list[float] | str:
-        """Scores, or why there are none: what the other processes learn."""
+    def _outcome(self, answered: Sequence[Answered], update: int) -> list[float] | str:
+        """Scores, or why there are none: what the other processes learn. Its random numbers are those of the update,
+        so that a run that continues draws them again."""
         prompts = [prompt for prompt, answers in answered for _ in answers]
         try:
-            return self.scorer(prompts, [one for _, answers in answered for one in answers])
+            with seeded_generators(self.seed, update, SCORING):
+                return self.scorer(prompts, [one for _, answers in answered for one in answers])
         except ScorerFailed as error:
             return str(error)
 

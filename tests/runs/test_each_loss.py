@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from support.runs import GOLDEN, ROOT, metrics_of, small_run, train
 from support.warm import launch
 
 import train as entry  # noqa: F401  (registers the config's resolvers)
-from dpo.losses import LOSSES
+from dpo.losses import LOSSES, find_loss
 from dpo.models.loading import model_loaders
 from dpo.models.pretrained import load_model
 from dpo.settings.plan import resolve
+from dpo.training.batches import GlobalBatch
 from trainers import BasicTrainer, FSDPTrainer
 
 COMMANDS = {name: (f"loss={name}",) for name in LOSSES}
@@ -73,10 +75,14 @@ def make(cls: type[BasicTrainer], config: DictConfig, rank: int = 0, world_size:
     return cls(policy, config, config.seed, config.local_run_dir, reference, rank, world_size)
 
 
+def next_batch(trainer: BasicTrainer) -> GlobalBatch:
+    return trainer.batches.draw(next(trainer.train_iterator), update=trainer.batch_counter)
+
+
 def updates(trainer: BasicTrainer, n: int = 2) -> list[dict[str, float]]:
     """The metrics of so many updates, and of an evaluation after them."""
     trainer.check_and_score_reference()
-    found = [trainer.train_step(next(trainer.train_iterator)).metrics for _ in range(n)]
+    found = [trainer.train_step(next_batch(trainer)).metrics for _ in range(n)]
     of_eval = trainer.evaluator.metrics().means()
     timeless = [{k: v for k, v in line.items() if "second" not in k and "memory" not in k} for line in found]
     return [*timeless, of_eval]
@@ -101,6 +107,38 @@ def test_microbatches_change_nothing(name, tmp_path):
     first, second, _ = whole
     assert second["rewards_train/margins"] != first["rewards_train/margins"]
     assert all(torch.tensor(list(line.values())).isfinite().all() for line in whole)
+
+
+@pytest.mark.parametrize("name", ["aot", "aot_unpaired", "beta_dpo", "bco"])
+def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
+    """Not on how its examples are cut into batches, nor on the updates before it."""
+    command = (*COMMANDS[name], "loss.beta=0.5", "n_eval_examples=8")
+    trained = make(BasicTrainer, compose(tmp_path, "trained", *command))
+    *_, expected = updates(trained)
+    for size in (2, 4, 8):
+        other = make(BasicTrainer, compose(tmp_path, f"in {size}", *command, f"eval_batch_size={size}"))
+        other.policy.load_state_dict(trained.policy.state_dict())
+        other.objective.models_are_equal = False
+        found = other.evaluator.metrics().means()
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    at_equal_models = 2 * math.log(2) if name == "bco" else math.log(2)
+    assert expected["loss/eval"] != pytest.approx(at_equal_models, rel=1e-3)
+
+
+def test_an_evaluation_of_beta_dpo_is_that_of_dpo_and_one_of_bco_shifts_by_its_own_mean(tmp_path):
+    found = {}
+    for name in ("beta_dpo", "dpo", "bco"):
+        trainer = make(BasicTrainer, compose(tmp_path, name, *COMMANDS["dpo"]))
+        updates(trainer)
+        objective = trainer.objective
+        objective.loss_config = compose(tmp_path, "other", *COMMANDS[name], "loss.beta=0.1").loss
+        objective.loss = find_loss(objective.loss_config)
+        found[name] = trainer.evaluator.metrics()
+    assert found["beta_dpo"].means() == found["dpo"].means()
+    chosen, rejected = (found["bco"].examples[f"rewards_eval/{side}"] for side in ("chosen", "rejected"))
+    shift = (chosen.mean() + rejected.mean()) / 2
+    losses = -((chosen - shift).sigmoid().log() + (shift - rejected).sigmoid().log())
+    assert found["bco"].means()["loss/eval"] == pytest.approx(losses.mean().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", quick(OPTIONS, "all"))
@@ -152,7 +190,7 @@ def update_all(rank: int, world_size: int, configs: dict[str, Any], out: Path) -
 
 @pytest.mark.slow
 def test_two_processes_have_the_numbers_of_one(tmp_path):
-    two = ("trainer=FSDPTrainer", "gradient_accumulation_steps=2")
+    two = ("trainer=FSDPTrainer", "gradient_accumulation_steps=2", "eval_batch_size=2")
     configs = {name: compose(tmp_path, f"two {name}", *COMMANDS[name], *two) for name in COMMANDS}
     configs["options"] = compose(tmp_path, "two options", *COMMANDS["dpo"], *OPTIONS["all"], *two)
     launch(update_all, 2, configs, tmp_path / "two.json", process_group=True)
@@ -160,4 +198,5 @@ def test_two_processes_have_the_numbers_of_one(tmp_path):
     found = json.loads((tmp_path / "two.json").read_text())
     for name, config in configs.items():
         config.trainer, config.gradient_accumulation_steps, config.local_run_dir = "BasicTrainer", 1, f"{tmp_path}/one"
+        config.eval_batch_size = 4
         assert_same(found[name], updates(make(BasicTrainer, config)))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import math
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from support.faults import Run, kill_after_update
 from support.runs import GOLDEN, metrics_of, train
-from test_each_loss import COMMANDS, compose, updates
+from test_each_loss import COMMANDS, compose, next_batch, updates
 from test_lora import GRIDS, IN_EIGHTS, SLOW
 
 from benchmarks.soak import WALL_CLOCK, find_differences
@@ -22,6 +25,7 @@ from dpo.errors import InputError
 from dpo.losses import LOSSES
 from dpo.models.pretrained import load_model
 from dpo.models.scoring import ScorerFailed
+from dpo.reporting.anomalies import NonFiniteGuard
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
@@ -188,9 +192,8 @@ def test_every_loss_with_a_reference_trains_alike_in_both_layouts_and_in_parts(n
     online = (*DRAWN, "online.mix_offline=0.25", "online.ties=skip")
     whole = updates(make(compose(tmp_path, "whole", *COMMANDS[name], *online)))
     parts = (*COMMANDS[name], *online, "gradient_accumulation_steps=2", "layout=padded", "eval_batch_size=2")
-    skipped = {*WALL_CLOCK, "loss/eval"}  # the loss of an evaluation is that of its batches
     for line, other in zip(whole, updates(make(compose(tmp_path, "parts", *parts))), strict=True):
-        ours, theirs = ({k: v for k, v in of.items() if k not in skipped} for of in (line, other))
+        ours, theirs = ({k: v for k, v in of.items() if k not in WALL_CLOCK} for of in (line, other))
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
@@ -246,6 +249,48 @@ def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_st
     assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
 
 
+RANDOM = "from random import random; from numpy.random import rand; import torch\n"
+RANDOM += "    return [random() + rand() + torch.rand(1) for c in completions]"
+
+
+def test_a_run_with_a_random_scorer_that_is_killed_continues_bit_for_bit(run, command, tmp_path):
+    """The checkpoint is older than the update that dies, whose pairs were drawn and scored already."""
+    settings = (*ONLINE, *write_scorer(tmp_path, RANDOM), "n_examples=24", "ledger=true", "online.n_samples=3")
+    run("whole", *settings)
+    killed = Run(command("killed", *settings), tmp_path / "log", kill_after_update, 4)
+    assert killed.wait() == -signal.SIGKILL
+    assert (tmp_path / "killed" / "LATEST").resolve().name == "step-16"
+    run("killed", *settings, "resume=auto")
+
+    assert find_differences(tmp_path / "whole", tmp_path / "killed") == []
+    scores = [line["online/score"] for line in metrics_of(tmp_path / "whole", "train")]
+    assert len({*scores}) == 5
+
+
+def test_a_random_scorer_gives_several_processes_the_scores_of_one(run, command, tmp_path):
+    settings = (*ONLINE, *IN_EIGHTS, *write_scorer(tmp_path, RANDOM), "n_examples=24")
+    run("one", *settings)
+    result = train(*command("two", *settings, *GRIDS["sharded"]))
+    assert result.returncode == 0, result.stderr
+    one, two = ([line["online/score"] for line in metrics_of(tmp_path / name, "train")] for name in ("one", "two"))
+    assert one == two
+    assert len(one) == 3
+
+
+def test_a_scorer_leaves_the_random_states_as_they_were(tmp_path):
+    scorer = write_scorer(tmp_path, RANDOM)
+    trainer = make(compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", *DRAWN, *scorer))
+    for module in (random, np.random):
+        module.seed(0)
+    torch.manual_seed(0)
+    expected = random.random(), np.random.rand(), torch.rand(1)
+    for module in (random, np.random):
+        module.seed(0)
+    torch.manual_seed(0)
+    next_batch(trainer)
+    assert (random.random(), np.random.rand(), torch.rand(1)) == expected
+
+
 def test_a_stop_breaks_sampling_off_and_saves(run, tmp_path, monkeypatch):
     from dpo.training.online import OnlineBatches
 
@@ -274,6 +319,47 @@ def test_a_reference_that_follows_is_the_policy_and_is_saved(run, tmp_path):
     assert rewards[-1] == 0
     run("run", *settings, "n_examples=12", "resume=auto")
     assert metrics_of(tmp_path / "run", "train")[2]["online/kl"] == 0
+
+
+SYNC = (*ONLINE, "online.sync_reference_every=2", "loss.beta=0.1", "optimizer=AdamW", "lr=1e-2", "eval_every=12")
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("why", ["ties alone", "refused"])
+def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(why, resumed, run, tmp_path, monkeypatch):
+    """Update 2 is not, and after it the reference is a copy: update 3 begins at a KL of 0, where nothing is ranked."""
+    calls = tmp_path / "calls"
+    score = f"calls = open({str(calls)!r}, 'a+')\n    calls.write('.')\n    calls.seek(0)\n    n = len(calls.read())\n"
+    score += "    return [i * (n != 2) for i in range(len(completions))]"
+    scorer = write_scorer(tmp_path, score if why == "ties alone" else "return range(len(completions))")
+    if why == "refused":
+        monkeypatch.setattr(NonFiniteGuard, "allows", lambda self, update: update.number != 2)
+    if resumed:
+        run("run", *SYNC, *scorer, "n_examples=8")
+    run("run", *SYNC, *scorer, "resume=auto")
+
+    first, second, third = metrics_of(tmp_path / "run", "train")
+    assert first["online/kl"] == third["online/kl"] == 0 != second["online/kl"]
+    assert third["loss/train"] == pytest.approx(math.log(2))
+    assert ["rewards_train/accuracies" in line for line in (first, second, third)] == [False, True, False]
+
+
+@pytest.mark.parametrize("loss", ["bco", "beta_dpo"])
+def test_after_a_sync_updates_are_those_of_a_new_run(loss, tmp_path):
+    """Its running average is of the reference before. bco's loss is 2 ln 2, with gradients of 1:1, at a shift of 0."""
+    settings = (*DRAWN, "online.sync_reference_every=2", "online.ties=keep", "loss.beta=0.5", "lr=1.0")
+    trainer, new = (make(compose(tmp_path, name, f"loss={loss}", *settings)) for name in ("run", "new"))
+    before = [trainer.train_step(next_batch(trainer)).metrics for _ in range(2)]
+    assert abs(before[1]["rewards_train/chosen"]) + abs(before[1]["rewards_train/margins"]) > 0.1
+    for model in (new.policy, new.reference.model):
+        model.load_state_dict(trainer.policy.state_dict())
+    batch = next_batch(trainer)
+    ours, theirs = (one.train_step(batch).metrics for one in (trainer, new))
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    assert ours["loss/train"] == pytest.approx(math.log(2) * (2 if loss == "bco" else 1), rel=1e-6)
+    following = next_batch(trainer)
+    ours, theirs = (one.train_step(following).metrics for one in (trainer, new))
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
 # --- scorers -------------------------------------------------------------------------------------------------------
@@ -348,6 +434,20 @@ def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_t
     result = train(*command("run", *settings, "resume=auto"))
     assert result.returncode == 0, result.stderr
     assert [line["examples"] for line in metrics_of(tmp_path / "run", "train")] == [8, 16, 24, 32]
+
+
+def test_a_scorer_that_fails_does_not_cost_the_evaluation_and_the_save_that_are_due(run, tmp_path):
+    body = f"""
+    with open({str(tmp_path / "calls")!r}, "a+") as calls:
+        calls.write(".")
+        calls.seek(0)
+        if len(calls.read()) == 3:
+            raise ConnectionError
+    return [-len(c) for c in completions]"""
+    with pytest.raises(ScorerFailed):
+        run("run", *ONLINE, *write_scorer(tmp_path, body), "eval_every=8")
+    assert [line["examples"] for line in metrics_of(tmp_path / "run", "eval")] == [0, 8]
+    assert (tmp_path / "run" / "BEST").resolve().name == "step-8"
 
 
 def test_a_changed_function_is_not_the_run_that_is_continued(run, tmp_path):
