@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import stat
@@ -49,3 +50,9 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def move_aside(path: Path, word: str = "old") -> Path:
+    """Rename a file or directory to NAME.WORD, or NAME.WORD.1 and so on where that is taken. Returns the new path."""
+    names = (path.with_name(f"{path.name}.{word}" + f".{n}" * (n > 0)) for n in itertools.count())
+    return path.rename(next(name for name in names if not os.path.lexists(name)))
