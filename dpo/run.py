@@ -243,7 +243,9 @@ def _export(rank: int, config: DictConfig) -> None:
         if rank != 0 or not latest.exists() or (latest / EXPORTED).exists():
             return
         try:
-            print(f"exported {export(latest, latest.resolve() / EXPORTED, verify=False)}", flush=True)
+            trusted = config.model.trust_remote_code  # by this run's command line
+            out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=trusted, verify=False)
+            print(f"exported {out}", flush=True)
         except Stopped:
             raise
         except Exception as error:  # whatever it is: the run is complete

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from dpo.errors import InputError, RunError
 from dpo.settings.choices import DTYPES
+from scripts.trust import add_trust_option
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--merge", action="store_true", help="an adapter into its base: a model that needs no adapter")
     parser.add_argument("--dtype", choices=DTYPES, help="of the exported weights (default: as they are)")
     parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="the base model, instead of that of the run's config")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code that the model brings")
+    add_trust_option(parser)
     asked = parser.parse_args(arguments)
 
     import transformers  # with torch: not for --help

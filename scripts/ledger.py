@@ -1,6 +1,6 @@
 """What the ledger of a run says: pairs that never flip, suspected label noise, margin against length, drift by dataset.
 
-    python -m scripts.ledger RUN [--top 10] [--no-texts] [--json]
+    python -m scripts.ledger RUN [--top 10] [--no-texts] [--json] [--trust-remote-code]
 
 For runs with `ledger=true`, also while they train or after a kill. The texts come from the run's datasets, if they can
 be loaded here; those of pairs that the policy drew are in the ledger. docs/metrics.md says what is counted. Exit
@@ -14,10 +14,12 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpo.errors import InputError
+from scripts.trust import add_trust_option
 
 if TYPE_CHECKING:
     from dpo.analysis.ledger import Pair
@@ -27,12 +29,14 @@ if TYPE_CHECKING:
 CUT = 300  # characters of a text
 
 
-def find_texts(run: Run, pairs: Sequence[Pair]) -> Texts:
+def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = False) -> Texts:
     """The texts of pairs from the run's datasets. Raises InputError if they cannot be loaded."""
     from dpo.analysis import ledger_texts  # tokenizers and datasets take seconds to import
     from preference_datasets import BUILT_IN, get_dataset
 
-    return ledger_texts.find_texts(run, pairs, get_dataset=get_dataset, built_in=BUILT_IN)
+    return ledger_texts.find_texts(
+        run, pairs, get_dataset=get_dataset, built_in=BUILT_IN, trust_remote_code=trust_remote_code
+    )
 
 
 def tell(view: LedgerView) -> list[str]:
@@ -74,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--no-texts", action="store_true", help="leave the texts out; the run's datasets are not loaded"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_trust_option(parser)
     asked = parser.parse_args(arguments)
     from dpo.analysis.ledger import summarize
     from dpo.analysis.ledger_file import read_ledger
@@ -89,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if table is None:
         parser.error(f"{asked.run} has no ledger.parquet: give the directory of a run with ledger=true")
     summary = summarize(table, top=asked.top)
-    texts, note = ({}, "") if asked.no_texts else texts_of(read_config(asked.run), summary, find_texts)
+    find = partial(find_texts, trust_remote_code=asked.trust_remote_code)
+    texts, note = ({}, "") if asked.no_texts else texts_of(read_config(asked.run), summary, find)
     if asked.json:
         found: dict[str, Any] = dataclasses.asdict(summary)
         for pair in (*found["never_flipped"], *found["suspected_noise"]):

@@ -14,24 +14,28 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from dpo.errors import InputError
 from dpo.system.run_directory import REPORT
+from scripts.trust import add_trust_option
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.report", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; of several runs: report")
+    add_trust_option(parser)
     asked = parser.parse_args(arguments)
     from dpo.analysis.page import write_report  # here: matplotlib takes a second, which --help need not pay
     from scripts.ledger import find_texts
 
     runs = [run.expanduser() for run in asked.runs]
+    find = partial(find_texts, trust_remote_code=asked.trust_remote_code)
     default = (runs[0] / REPORT if len(runs) == 1 else REPORT).parent
     try:
-        page = write_report(runs, (asked.out or default).expanduser(), find_texts=find_texts)
+        page = write_report(runs, (asked.out or default).expanduser(), find_texts=find)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from dpo.data.asking import AUTO, FORMS, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.settings.keys import COUNT, FINITE, SEED, TOP_P, Rule
+from scripts.trust import add_trust_option
 
 if TYPE_CHECKING:
     from dpo.models.answers import Sampling
@@ -65,7 +66,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--format", choices=FORMS, default=AUTO, help="of prompts; see above")
     parser.add_argument("--no-chat-template", dest="format", action="store_const", const=RAW, help="--format raw")
     parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code that a model brings")
+    add_trust_option(parser)
     asked = parser.parse_args(arguments)
     if (asked.file is None) != (asked.out is None):
         parser.error("--file and --out go together")

@@ -7,7 +7,7 @@ cut it. `ledger.parquet` is made from it, and depends on its rows alone.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,14 +145,34 @@ def _schema_in(stream: Path) -> pa.Schema:
     return schema
 
 
+def find_end(stream: Path, size: int) -> int:
+    """Where the last whole append within the first `size` bytes of a stream ends; 0 if it does not begin as a ledger."""
+    end = 0
+    with suppress(InputError):
+        _schema_in(stream)
+        for _, place in _appends(stream):
+            if place > size:
+                break
+            end = place
+    return end
+
+
 def _batches(stream: Path) -> Iterator[pa.RecordBatch]:
-    """What was appended at a time, up to what a kill cut off, or what is just being written."""
+    """What was appended at a time, up to what a kill cut off, what is damaged, or what is just being written."""
+    return (batch for batch, _ in _appends(stream) if batch is not None)
+
+
+def _appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
+    """The whole appends of a stream, and where each ends; the first is the schema."""
     with stream.open("rb") as file:
         with _explaining(stream):
             reader = pa.ipc.open_stream(file)
+        yield None, file.tell()
         try:
-            yield from reader
-        except pa.ArrowInvalid:
+            for batch in reader:
+                batch.validate(full=True)  # texts whose places are damaged would be read from anywhere
+                yield batch, file.tell()
+        except pa.ArrowException:
             return
         except OSError as error:
             if error.errno is not None:  # the system's, not Arrow's about a body that is cut off

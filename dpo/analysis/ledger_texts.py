@@ -27,9 +27,15 @@ OF_TOKENIZER = ("model.name_or_path", "model.tokenizer_name_or_path")
 
 
 def find_texts(
-    run: Run, pairs: Iterable[Pair], *, get_dataset: Callable[..., PreferenceData], built_in: Collection[str]
+    run: Run,
+    pairs: Iterable[Pair],
+    *,
+    get_dataset: Callable[..., PreferenceData],
+    built_in: Collection[str],
+    trust_remote_code: bool = False,
 ) -> Texts:
-    """The texts of pairs. `get_dataset` loads the datasets; own data, not `built_in`, also needs a tokenizer.
+    """The texts of pairs. `get_dataset` loads the datasets; own data, not `built_in`, also needs a tokenizer, whose
+    code is run if it is trusted, whatever the run's config says.
 
     Raises InputError if the run's config does not tell how, or the data cannot be loaded.
     """
@@ -40,9 +46,9 @@ def find_texts(
     config = _config_of(run, ("local_dirs", "dataset_sources", *(OF_TOKENIZER if has_own else ())))
     cache_dir, sources = get_cache_dir(config.local_dirs), OmegaConf.to_container(config.dataset_sources, resolve=True)
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
-    if has_own:  # it may be chats, which a tokenizer renders, whose code is not run, whoever's run it is
+    if has_own:  # it may be chats, which a tokenizer renders
         name = config.model.tokenizer_name_or_path or config.model.name_or_path
-        options["tokenizer"] = load_tokenizer(name, cache_dir=cache_dir)
+        options["tokenizer"] = load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     texts = {}
     for (split, name), digests in wanted.items():
         for prompt in iterate_prompts(get_dataset, [name], split, **options):

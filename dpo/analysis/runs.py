@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
-
 from dpo.errors import InputError
-from dpo.system.plain_files import check_readable
+from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.redaction import redact
 from dpo.system.run_directory import PARQUET, STREAM, is_locked
 
@@ -254,15 +252,14 @@ def _read_bytes(run: Run, name: str) -> bytes | None:
 
 def _read_mapping(run: Run, name: str) -> dict[str, Any]:
     """The mapping that a YAML or JSON file holds; empty, and a problem, if it holds none."""
-    content = _read_bytes(run, name)
-    if content is None:
-        return {}
     try:
-        text = content.decode("utf-8")
-        value = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
-        value = json.loads(json.dumps(value, default=str))  # no dates, and nothing that contains itself
-    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-        run.problems.append(f"{name} cannot be read: {' '.join(str(error).split())[:200]}")
+        value = read_json(run.path / name) if name.endswith(".json") else read_yaml(run.path / name)
+        value = json.loads(json.dumps(value, default=str))  # no dates
+    except FileNotFoundError:
+        run.problems.append(f"{name} is missing")
+        return {}
+    except (InputError, OSError, TypeError) as error:  # TypeError: keys of a mapping that are no names
+        run.problems.append(f"{name} cannot be read: {error}")
         return {}
     if not isinstance(value, dict):
         run.problems.append(f"{name} cannot be read: it holds no mapping")

@@ -28,7 +28,7 @@ from dpo.checkpoint.checksums import HashedFile, find_wrong, no_progress, parts_
 from dpo.checkpoint.contents import MANIFEST as MANIFEST_SHAPE
 from dpo.checkpoint.contents import as_now, find_odd, find_odd_part
 from dpo.errors import InputError, RunError
-from dpo.system.plain_files import check_link, check_readable, remove
+from dpo.system.plain_files import check_link, check_readable, read_json, remove
 
 MANIFEST = "manifest.json"
 PARTS = ("policy", "optimizer", "scheduler", "trainer", "random")
@@ -177,11 +177,10 @@ def check_complete(
 def _read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     try:
-        check_readable(path, DamagedCheckpoint)
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path, DamagedCheckpoint)
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{directory} has no manifest") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         raise _as_damage(directory, error) from error
     if odd := find_odd(manifest, MANIFEST_SHAPE):
         raise DamagedCheckpoint(f"{path}: {odd}")

@@ -31,7 +31,7 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.settings.files import defaults_of, dotted, flatten
 from dpo.settings.keys import KEYS, Resume
-from dpo.system.plain_files import check_readable, check_writable, remove
+from dpo.system.plain_files import check_readable, check_writable, move_aside, remove
 from dpo.system.redaction import redact
 from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, lock_run_dir
 from dpo.system.waiting import made_progress
@@ -210,8 +210,7 @@ def _move_damaged_aside(found: ResumePoint, run_dir: Path) -> None:
 
 def _move_logs_aside(run_dir: Path, logs: Sequence[str]) -> None:
     for log in (run_dir / name for name in logs if (run_dir / name).exists()):
-        print(f"{run_dir} holds no checkpoint, so the run starts over; {log.name} becomes {log.name}.old")
-        log.replace(f"{log}.old")
+        print(f"{run_dir} holds no checkpoint, so the run starts over; {log.name} becomes {move_aside(log).name}")
 
 
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:

@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save
 from dpo.errors import InputError
 from dpo.models.adapter_dropout import Dropout
 from dpo.parallel.state import local_tensor
+from dpo.settings.keys import COUNT, DROPOUT, FINITE, Rule
 from dpo.system.library_logs import silence_bitsandbytes
-from dpo.system.plain_files import check_readable
+from dpo.system.plain_files import check_readable, read_json
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -36,6 +37,17 @@ KNOWN = {
     *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode"),
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("fan_in_fan_out", "init_lora_weights"),
+}
+NAMES = Rule(
+    lambda v: v is None or isinstance(v, str) or (isinstance(v, list) and all(isinstance(n, str) for n in v)),
+    "a string or a list of strings",
+)
+RULES = {  # of the values from which something is made here
+    "r": COUNT,
+    "lora_alpha": FINITE,
+    "lora_dropout": DROPOUT,
+    "base_model_name_or_path": Rule(lambda v: v is None or isinstance(v, str), "a string, or null"),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), NAMES),
 }
 CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also modify the base
 OF_LAYER = re.compile(r"(.+)\.lora_[AB]\.weight")
@@ -77,14 +89,11 @@ def read_adapter(directory: Path) -> StoredAdapter:
     """An adapter in PEFT's format. Raises InputError if it is damaged, or of a kind that is not trained here."""
     peft = _import_peft()
 
-    try:
-        check_readable(directory / CONFIG)
+    with _explaining(directory):
         check_readable(directory / WEIGHTS)
-        config = peft.PeftConfig.from_pretrained(str(directory))
+        written = _read_config(directory)
+        config = peft.PeftConfig.from_peft_type(**written)
         weights = load_file(directory / WEIGHTS)
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise InputError(f"{directory} is not an adapter in PEFT's format: {reason}") from error
     if not isinstance(config, peft.LoraConfig):
         kind = type(config).__name__.removesuffix("Config")
         raise InputError(f"{directory} holds an adapter of type {kind}; only LORA is supported here")
@@ -99,18 +108,38 @@ def read_adapter(directory: Path) -> StoredAdapter:
             f"{directory} holds an adapter with {', '.join(found)}, which is not supported here: merge it into its "
             f"base with peft, and give that as model.name_or_path"
         )
+    for name, tensor in weights.items():  # a rank from elsewhere would decide how much memory is taken
+        rank = tensor.shape[0 if ".lora_A." in name else -1] if tensor.ndim == 2 else None
+        if rank != config.r:
+            raise InputError(f"{directory / CONFIG}: r={config.r}, and {name} is {tuple(tensor.shape)}")
     return StoredAdapter(directory, config, {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()})
 
 
 def base_named_by(directory: Path) -> str | None:
     """The base that an adapter in PEFT's format names: a Hub id, a directory, or, if it is ours, a `policy.pt`."""
+    with _explaining(directory):
+        return _read_config(directory).get("base_model_name_or_path") or None
+
+
+@contextmanager
+def _explaining(directory: Path) -> Iterator[None]:
     try:
-        check_readable(directory / CONFIG)
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{directory} is not an adapter in PEFT's format: {directory / CONFIG}: {error}") from error
-    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
-    return base if isinstance(base, str) and base else None
+        yield
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"{directory} is not an adapter in PEFT's format: {reason}") from error
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """PEFT's config of an adapter as its file has it. Raises InputError for a value that cannot be."""
+    path = directory / CONFIG
+    written = read_json(path)
+    if not isinstance(written, dict):
+        raise InputError(f"{path} holds no mapping, as PEFT writes it")
+    for key, rule in RULES.items():
+        if key in written and not rule.holds(written[key]):
+            raise InputError(f"{path}: {key}={json.dumps(written[key])[:100]} must be {rule.wanted}")
+    return {key: value for key, value in written.items() if key != "auto_mapping"}  # which names modules to import
 
 
 def is_archive(base: str) -> bool:

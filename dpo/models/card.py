@@ -19,7 +19,8 @@ from dpo.models.loading import source_of
 from dpo.models.origin import HUB_ID, Origin
 from dpo.settings.files import flatten
 from dpo.settings.keys import KEYS, Resume
-from dpo.system.plain_files import check_readable
+from dpo.settings.plan import resolve
+from dpo.system.plain_files import check_readable, read_json
 from dpo.system.redaction import redact
 from dpo.system.signals import Stopped
 
@@ -34,6 +35,8 @@ HUB_SECS = 5  # how long the Hub may take to answer
 SETTINGS = (*(key for key, row in KEYS.items() if row.resume is Resume.KEEP), "n_epochs", "n_examples")
 SHOWN_ELSEWHERE = ("datasets", "model.name_or_path")
 
+IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
+
 TEMPLATE = """---
 {{ card_data }}
 ---
@@ -44,9 +47,9 @@ TEMPLATE = """---
 {% endif %}. {{ kind }}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer{{ ", BitsAndBytesConfig" if quantized }}
 
-model = AutoModelForCausalLM.from_pretrained("{{ place }}"{{ code }})
+model = AutoModelForCausalLM.from_pretrained("{{ place }}"{{ of_base }}{{ code }})
 tokenizer = AutoTokenizer.from_pretrained("{{ place }}"{{ code }})
 ```
 
@@ -121,7 +124,7 @@ def write_card(
     `architecture` and `dtype` are those of the model in the folder; None: it holds the `adapter` alone.
     """
     config = origin.config
-    values = redact(flatten(config)) if origin.run_dir else {}
+    values = redact(flatten(config)) | {"model.trust_remote_code": origin.had_own_code} if origin.run_dir else {}
     base, loss, name = config.model.name_or_path, OmegaConf.select(config, "loss.name"), values.get("exp_name")
     sources = [(name, _source(config, name)) for name in values.get("datasets", ())]
     form = find_prompt_format(origin) if origin.run_dir else None
@@ -147,7 +150,9 @@ def write_card(
         kind=_kind(architecture, dtype, adapter),
         place="PATH_OR_HUB_ID",
         prompt_format=f"`{MEANINGS[form]}`" if form == HH else form and MEANINGS[form],
-        code=", trust_remote_code=True" if _runs_code(folder, config, alone=alone) else "",
+        of_base=_options_of_base(origin) if alone else "",
+        quantized=alone and resolve(config).quantized,
+        code=", trust_remote_code=True" if _runs_code(folder, origin, alone=alone) else "",
         metrics=_metrics(saved.get("metrics")),
         sources=sources,
         counts=_counts(origin.run_dir),
@@ -162,9 +167,17 @@ def _is_on_hub(base: str) -> bool:
     return not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
 
 
-def _runs_code(folder: Path, config: Any, *, alone: bool) -> bool:
+def _runs_code(folder: Path, origin: Origin, *, alone: bool) -> bool:
     """Whether a model's own code must run: in the folder, or, for an adapter alone, where its base is."""
-    return config.model.trust_remote_code if alone else bool(list(folder.glob("*.py")))
+    return origin.had_own_code if alone else bool(list(folder.glob("*.py")))
+
+
+def _options_of_base(origin: Origin) -> str:
+    """What an adapter's base is loaded with, so that it computes as in training: transformers would take another dtype
+    from the base's own config."""
+    plan = resolve(origin.config)
+    options = f', dtype="{plan.compute_dtype}"'
+    return options + (f", quantization_config={IN_4_BITS}" if plan.quantized else "")
 
 
 def _kind(architecture: str | None, dtype: torch.dtype | None, adapter: LoraConfig | None) -> str:
@@ -180,7 +193,8 @@ def _kind(architecture: str | None, dtype: torch.dtype | None, adapter: LoraConf
     )
     lora = f"LoRA adapter (r {adapter.r}, alpha {adapter.lora_alpha:g}; {layers})"
     return (
-        f"This is the {lora}: the package peft loads it with its base."
+        f"This is the {lora}: the package peft loads it with its base, which gives the logits of the training in the "
+        f"dtype below alone."
         if architecture is None
         else f"The {lora} is merged into it. {model}"
     )
@@ -234,14 +248,16 @@ def _read_training_data(run_dir: Path | None) -> Mapping[str, Any]:
 
 def _counts(run_dir: Path | None) -> str:
     train = _read_training_data(run_dir)
-    if not train:
+    examples, prompts = train.get("examples"), train.get("prompts")
+    if not isinstance(examples, int) or not isinstance(prompts, int):
         return ""
-    return f"\n{train.get('examples', 0):,} examples of {train.get('prompts', 0):,} prompts in the training split."
+    return f"\n{examples:,} examples of {prompts:,} prompts in the training split."
 
 
 def _code(run_dir: Path | None) -> dict[str, Any]:
     facts = _read_json(run_dir, "env.json")
-    packages = facts.get("packages") or {}
+    packages = facts.get("packages")
+    packages = packages if isinstance(packages, Mapping) else {}
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages)
     commit = facts.get("git_commit")
     return {
@@ -255,11 +271,10 @@ def _read_json(run_dir: Path | None, name: str) -> Mapping[str, Any]:
     """A record that the run has written about itself; empty if it has not."""
     if run_dir is None or not (run_dir / name).exists():
         return {}
-    check_readable(run_dir / name)
     try:
-        content = json.loads((run_dir / name).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{run_dir / name} is not JSON ({error}): move it away, or restore it") from error
+        content = read_json(run_dir / name)
+    except InputError as error:
+        raise InputError(f"{error}: move it away, or restore it") from error
     return content if isinstance(content, Mapping) else {}
 
 

@@ -34,7 +34,7 @@ from dpo.models.merging import Addition, base_reader, find_additions, rounding_o
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_structure
 from dpo.models.weights import read_archive
-from dpo.system.plain_files import remove
+from dpo.system.plain_files import read_json, remove
 
 SHARD_BYTES = 2 * 10**9
 
@@ -145,7 +145,7 @@ def _base_for_peft(origin: Origin) -> str:
 
 def _fill_with_adapter(folder: Path, origin: Origin) -> None:
     stored = read_adapter(origin.adapter)
-    config = json.loads((origin.adapter / CONFIG).read_text(encoding="utf-8"))
+    config = read_json(origin.adapter / CONFIG)
     config["base_model_name_or_path"] = _base_for_peft(origin)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shutil.copyfile(origin.adapter / WEIGHTS, folder / WEIGHTS)

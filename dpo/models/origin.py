@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -11,11 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 from dpo.errors import InputError
 from dpo.models.adapters import base_named_by, find_adapter, is_archive
 from dpo.models.weights import find_archive
-from dpo.settings.files import with_defaults
-from dpo.system.plain_files import check_readable
+from dpo.settings.files import flatten, with_defaults
+from dpo.settings.keys import KEYS
+from dpo.settings.validation import find_value_problem
+from dpo.system.plain_files import read_yaml
 
 CONFIG = "config.yaml"
 POLICY_FILE = "policy.pt"
+# the keys of a run's config that are used; what else it has is shown at most
+MATTERS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datasets", "local_dirs", "seed", "trainer")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -26,6 +31,7 @@ class Origin(NamedTuple):
     weights: Path | None  # a policy.pt; under an adapter that of its base
     run_dir: Path | None  # has config.yaml
     adapter: Path | None = None  # a directory in PEFT's format
+    had_own_code: bool = False  # whether the run was trained with Python code that the model brings
 
     @property
     def policy(self) -> Path | None:
@@ -49,8 +55,9 @@ def find_origin(
 
     `model` is the base model's directory or Hub id, for a `policy.pt` without a run or whose base model is not where
     its config says, and for an adapter. For a path that is `alone` it replaces what the config says; a model in itself
-    needs none, and beside others goes without it. Raises InputError if nothing of the kind is there, or `model` is not
-    needed.
+    needs none, and beside others goes without it. Whether the model's own code may be run, the caller says alone:
+    `config.model.trust_remote_code` is that, whatever a run's config has. Raises InputError if nothing of the kind is
+    there, or `model` is not needed.
     """
     path = Path(path).expanduser()
     is_model = (path / "config.json").is_file() and not (path / "policy.pt").exists()
@@ -70,12 +77,13 @@ def find_origin(
                 f"{weights} has no {CONFIG} of its run beside it: give --model DIR_OR_HUB_ID, its base model"
             )
         return Origin(_config({}, model, trust_remote_code), weights, None)
-    config = _config(_read_config(places[0] / CONFIG), model if alone else None, trust_remote_code)
+    of_run = _read_config(places[0] / CONFIG)
+    config = _config(of_run, model if alone else None, trust_remote_code)
     if _is_gone(config.model.name_or_path) and model is not None:
         config = _config(config, model, trust_remote_code)
     if _is_gone(base := config.model.name_or_path):
         raise InputError(f"{base}, the base model of {places[0]}, is not there: give --model DIR_OR_HUB_ID")
-    return Origin(config, weights, places[0])
+    return Origin(config, weights, places[0], had_own_code=_had_own_code(of_run))
 
 
 class Base(NamedTuple):
@@ -111,12 +119,13 @@ def _of_adapter(adapter: Path, model: str | None, trust_remote_code: bool, alone
         base = Base(name=model)
     elif base.problem is not None:
         raise InputError(f"{base.problem}: give --model DIR_OR_HUB_ID, the base as a model")
-    config = _config(_read_config(run_dir / CONFIG) if run_dir else {}, base.name, trust_remote_code)
+    of_run = _read_config(run_dir / CONFIG) if run_dir else OmegaConf.create()
+    config = _config(of_run, base.name, trust_remote_code)
     if given:
         OmegaConf.update(config, "model.random_init", False)
     if run_dir is None and list(adapter.glob("tokenizer*")):
         OmegaConf.update(config, "model.tokenizer_name_or_path", str(adapter))
-    return Origin(config, base.archive, run_dir, adapter)
+    return Origin(config, base.archive, run_dir, adapter, _had_own_code(of_run))
 
 
 def _is_gone(base: str) -> bool:
@@ -124,17 +133,20 @@ def _is_gone(base: str) -> bool:
 
 
 def _config(config: DictConfig | dict, model: str | None, trust_remote_code: bool) -> DictConfig:
-    config = with_defaults(config)
+    config = copy.deepcopy(with_defaults(config))
     if model is not None:
         OmegaConf.update(config, "model.name_or_path", model)
-    if trust_remote_code:
-        OmegaConf.update(config, "model.trust_remote_code", True)
+    OmegaConf.update(config, "model.trust_remote_code", trust_remote_code)
     return config
 
 
+def _had_own_code(of_run: DictConfig) -> bool:
+    return OmegaConf.select(of_run, "model.trust_remote_code") is True
+
+
 def _read_config(path: Path) -> DictConfig:
-    """The config of a run, ours or the published reference's."""
-    check_readable(path)
+    """The config of a run, ours or the published reference's. Raises InputError if a value that matters here is odd."""
+    read_yaml(path)
     try:
         config = OmegaConf.load(path)
         name = OmegaConf.select(config, "model.name_or_path")
@@ -142,4 +154,7 @@ def _read_config(path: Path) -> DictConfig:
         raise InputError(f"{path} is not the config of a run: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(config, DictConfig) or not isinstance(name, str):
         raise InputError(f"{path} is not the config of a run: it has no model.name_or_path")
+    for key, value in flatten(config).items():
+        if key in KEYS and key.startswith(MATTERS) and value != "???" and (problem := find_value_problem(key, value, KEYS)):
+            raise InputError(f"{path}: {problem}")
     return config

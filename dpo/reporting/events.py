@@ -62,6 +62,7 @@ class Callback:
     """
 
     files: tuple[str, ...] = ()  # names in the run directory of what it appends to
+    derived: tuple[str, ...] = ()  # of what it makes from these
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
@@ -103,6 +104,7 @@ class Callbacks:
 
     def __init__(self, callbacks: Mapping[str, Callback]) -> None:
         self.callbacks = dict(callbacks)
+        self._idle: dict[str, Mapping[str, Any]] = {}  # states of callbacks that this run has not, for one that has
 
     @classmethod
     def of(cls, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> Callbacks:
@@ -121,13 +123,14 @@ class Callbacks:
         return all(answers)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The states of those that have one."""
+        """The states of those that have one, and of those that are switched off but were not always."""
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         for name, state in states.items():
             _check_plain(state, f"{name}.state_dict()")
-        return {name: state for name, state in states.items() if state}
+        return {**self._idle, **{name: state for name, state in states.items() if state}}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        self._idle = {name: {**state, "was_off": True} for name, state in states.items() if name not in self.callbacks}
         for name, callback in self.callbacks.items():
             callback.load_state_dict(states.get(name, {}))
 

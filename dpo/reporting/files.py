@@ -9,35 +9,67 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from dpo.analysis.runs import ranked
 from dpo.analysis.wording import count
 from dpo.data.examples import Example
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
+from dpo.system.plain_files import move_aside
 from dpo.system.run_directory import add_to_record, create_run_dir, now
 
 
 class Appender(Callback):
     """Appends to `files` in the run directory. Creates the directory if needed.
 
-    On resume, what was written after the checkpoint is removed: it will be written again.
+    At the start each file is what the checkpoint vouches for, up to its last whole record: what was written later is
+    removed, as it will be written again. What no checkpoint knows, and what is damaged, is moved aside with a warning.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self.run_dir = context.run_dir
         self._sizes: Mapping[str, int] = {}  # of the files, at the checkpoint
+        self._was_off = False
+
+    def find_end(self, path: Path, size: int) -> int:
+        """Where the last whole record within the first `size` bytes of a file ends. Here: any byte is one."""
+        return size
 
     def on_start(self) -> None:
-        create_run_dir(str(self.run_dir), logs=self.files, continued=True)
-        for name in (name for name in self.files if name in self._sizes):  # a checkpoint may name any file
-            path, size = self.run_dir / name, self._sizes[name]
-            found = path.stat().st_size if path.exists() else 0
-            if found < size:
-                print(f"warning: {path} is missing what was logged before the checkpoint")
-            elif found > size:
-                os.truncate(path, size)
+        create_run_dir(str(self.run_dir), logs=(*self.files, *self.derived), continued=True)
+        for name in self.files:  # a checkpoint may name any file
+            self._keep_known(self.run_dir / name, self._sizes.get(name))
+        if self._was_off:
+            self.context.log(f"warning: {', '.join(self.files)}: nothing of what was trained while this was off")
+
+    def _keep_known(self, path: Path, size: int | None) -> None:
+        """Keep the first `size` bytes of a file; None: the checkpoint does not know it."""
+        found = path.stat().st_size if path.exists() else 0
+        if size is None:
+            if found:
+                self.context.log(f"warning: no checkpoint knows {path}: it becomes {self._move_aside(path)}")
+            return
+        end = self.find_end(path, min(size, found))
+        if end < min(size, found):
+            aside = self._move_aside(path)
+            with (self.run_dir / aside).open("rb") as damaged:
+                path.write_bytes(damaged.read(end))
+            self.context.log(
+                f"warning: {path} is damaged after {end:,} of the {size:,} bytes that were logged before the "
+                f"checkpoint: these stay, and the file as it was becomes {aside}"
+            )
+        elif end < size:
+            self.context.log(f"warning: {path} is missing what was logged before the checkpoint")
+            self._move_aside()
+        elif end < found:
+            os.truncate(path, end)
+
+    def _move_aside(self, *files: Path) -> str:
+        """Rename files and what is derived from them. Returns the new name of the first."""
+        derived = (self.run_dir / name for name in self.derived)
+        return ", ".join([move_aside(path).name for path in (*files, *derived) if path.exists()][:1])
 
     def state_dict(self) -> dict[str, Any]:
         """The size of each file, after syncing it to the disk."""
@@ -52,21 +84,31 @@ class Appender(Callback):
         return {"log_bytes": sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sizes = state.get("log_bytes", dict.fromkeys(self.files, 0))  # 0: this callback was added since
+        self._sizes, self._was_off = state.get("log_bytes", {}), state.get("was_off", False)
 
 
 class LogWriter(Appender):
     """Appends lines, which are flushed immediately."""
 
+    def find_end(self, path: Path, size: int) -> int:
+        """Where the last whole line ends."""
+        if not size:
+            return 0
+        with path.open("rb") as file:
+            file.seek(size - 1)
+            if file.read(1) == b"\n":
+                return size
+            file.seek(0)
+            return file.read(size).rfind(b"\n") + 1
+
     def append(self, name: str, lines: Iterable[str]) -> None:
         """Add lines to one of the files."""
         path = self.run_dir / name
         with path.open("ab+") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":  # truncated by a full disk or another program
-                    file.truncate(path.read_bytes().rfind(b"\n") + 1)
-                    print(f"warning: {path} ended with an incomplete line, which was removed", flush=True)
+            size = file.tell()
+            if (end := self.find_end(path, size)) < size:  # truncated by a full disk or another program
+                file.truncate(end)
+                print(f"warning: {path} ended with an incomplete line, which was removed", flush=True)
             file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
 

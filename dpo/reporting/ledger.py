@@ -6,12 +6,12 @@ pyarrow is imported by runs that have a ledger.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpo.data.examples import Example
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.files import Appender
-from dpo.system.plain_files import check_writable
 from dpo.system.run_directory import PARQUET, STREAM
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Ledger(Appender):
     they have doubled, and at the end: together at most three times what the end takes.
     """
 
-    files = (STREAM,)
+    files, derived = (STREAM,), (PARQUET,)
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -38,12 +38,16 @@ class Ledger(Appender):
     def is_wanted(cls, context: RunContext) -> bool:
         return super().is_wanted(context) and context.config.ledger
 
+    def find_end(self, path: Path, size: int) -> int:
+        from dpo.analysis.ledger_file import find_end
+
+        return find_end(path, size) if size else 0
+
     def on_start(self) -> None:
         from dpo.analysis.ledger_file import ONLINE_SCHEMA, SCHEMA, begin
 
         super().on_start()
         self.stream, self.parquet = self.run_dir / STREAM, self.run_dir / PARQUET
-        check_writable(self.parquet)
         begin(self.stream, ONLINE_SCHEMA if self.online else SCHEMA)
         self._write()
 

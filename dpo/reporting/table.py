@@ -18,4 +18,4 @@ CALLBACKS = {
     "wandb": WandbLogger,
     "spikes": SpikeWarner,
 }
-LOGS = tuple(name for callback in CALLBACKS.values() for name in callback.files)
+LOGS = tuple(name for callback in CALLBACKS.values() for name in (*callback.files, *callback.derived))

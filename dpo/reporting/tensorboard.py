@@ -7,6 +7,7 @@ from typing import Any
 
 from dpo.errors import InputError
 from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
+from dpo.system.plain_files import move_aside
 
 FLUSH_SECS = 10  # what a killed run loses at most
 
@@ -19,7 +20,7 @@ class TensorBoardLogger(Callback):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._n_examples = -1  # that were logged
+        self._n_examples: int | None = None  # that were logged; None: the checkpoint knows of no events
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -30,10 +31,13 @@ class TensorBoardLogger(Callback):
 
         folder = self.context.run_dir / "tensorboard"
         try:
+            if self._n_examples is None and folder.is_dir():
+                self.context.log(f"warning: no checkpoint knows {folder}: it becomes {move_aside(folder).name}")
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{folder} cannot be written: {error}; choose another local_run_dir") from error
-        self._writer = SummaryWriter(str(folder), purge_step=self._n_examples + 1, flush_secs=FLUSH_SECS)
+        after = None if self._n_examples is None else self._n_examples + 1
+        self._writer = SummaryWriter(str(folder), purge_step=after, flush_secs=FLUSH_SECS)
 
     def on_update(self, update: Update) -> None:
         self._log({**update.metrics, "counters/updates": update.number}, examples=update.n_examples)
@@ -53,10 +57,10 @@ class TensorBoardLogger(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         self._writer.flush()
-        return {"examples": self._n_examples}
+        return {"examples": -1 if self._n_examples is None else self._n_examples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._n_examples = state.get("examples", -1)
+        self._n_examples = state.get("examples")
 
     def on_end(self) -> None:
         self._writer.close()

@@ -25,7 +25,15 @@ from omegaconf.errors import OmegaConfBaseException
 from dpo.errors import InputError
 from dpo.settings.files import CONFIG_DIR, dotted, help_text, keys_in
 from dpo.settings.keys import KEYS
-from dpo.settings.validation import HYDRAS_OWN, did_you_mean, find_config_problems, refuse_hydras_own
+from dpo.settings.validation import (
+    HYDRAS_OWN,
+    NO_PAIRS,
+    WEIGHTS,
+    did_you_mean,
+    find_config_problems,
+    find_value_problem,
+    refuse_hydras_own,
+)
 from dpo.system.plain_files import check_readable
 from dpo.system.rank_env import is_rank_0
 from dpo.system.redaction import redact, secrets_in
@@ -207,6 +215,7 @@ def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -
     rest = [o for o in overrides if o not in refused]
     # a refused override leaves its key as it was, which is not another problem
     keys = tuple(f"{o.split('=')[0]} is not set" for o in refused)
+    keys += (NO_PAIRS,) if any(key_of(o).startswith(WEIGHTS.rstrip(".")) for o in refused) else ()
     try:
         problems = find_config_problems(hydra.compose("config", [*search, *rest]))
     except InputError as error:  # the launcher's variables
@@ -294,7 +303,10 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
     options = sorted(path.stem for place in places for path in (place / key).glob("*.yaml"))
     if options and value not in options:
         return f"{key}={value} is not one of {', '.join(options)}"
-    if "is not in struct" in f"{error}{error.__cause__}":
+    if "is not in struct" in (said := f"{error}{error.__cause__}"):
+        key = found[1] if (found := re.search(r"full_key: ([\w.]+)", said)) else key  # may be inside of the value
+        if key.startswith(WEIGHTS):
+            return find_value_problem(key, value, KEYS) or f"{override} is not a valid override"
         group, _, name = key.partition(".")
         files = sorted(places[0].glob(f"{group}/*.yaml"))
         having, others = ([f.stem for f in files if (name in keys_in(f)) == has] for has in (True, False))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
@@ -65,7 +66,7 @@ AT_LEAST_2 = Rule(lambda v: _is_int(v) and v >= 2, "an integer >= 2 (the newest 
 SEVERAL_SAMPLES = Rule(lambda v: _is_int(v) and v >= 2, "an integer >= 2: a best and a worst")
 NATURAL = Rule(lambda v: _is_int(v) and v >= 0, "an integer >= 0")
 NUMBER = Rule(lambda v: _is_number(v) and math.isfinite(v), "a number")
-FINITE = Rule(lambda v: _is_number(v) and 0 < v < math.inf, "a number above 0")
+FINITE = Rule(lambda v: _is_number(v) and 0 < v <= sys.float_info.max, "a number above 0")
 SECONDS = Rule(lambda v: _is_number(v) and 0 < v <= 10**7, "seconds above 0, ten million at most")
 POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
 NON_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a number, 0 or more")

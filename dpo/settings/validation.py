@@ -31,6 +31,8 @@ HYDRAS_OWN = (
 OF_HYDRAS_PLUGINS = ("hydra.launcher.", "hydra.sweeper.")
 
 OF_A_CHOICE = tuple(f"{group}." for group in OPTIONAL)  # which of these keys there are depends on the group's option
+WEIGHTS = "loss.weights."
+NO_PAIRS = "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"
 COLUMNS = ("prompt", "chosen", "rejected")  # of own data
 
 
@@ -69,7 +71,7 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
             problems += [f"{group}.name={option} lacks {', '.join(lacking)}: choose {group}={option}"] * bool(lacking)
     values = {key: value for key, value in values.items() if value is not WAITING}
     in_order = sorted(values.items(), key=lambda item: item[0].startswith("loss."))  # as --cfg job: model, then loss
-    found = {key: _value_problem(key, value, keys) for key, value in in_order}
+    found = {key: find_value_problem(key, value, keys) for key, value in in_order}
     problems += filter(None, found.values())
     sound = {k: v for k, v in values.items() if k in keys and v != "???" and keys[k].rule.holds(v)}
     written: Any = OmegaConf.to_container(config)
@@ -77,7 +79,8 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
         problems.append("resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR")
     problems += _process_problems(sound, plan)
     problems += _combination_problems(sound)
-    problems += _loss_problems(sound, plan)
+    has_odd_weights = any(problem for key, problem in found.items() if key.startswith(WEIGHTS))
+    problems += [problem for problem in _loss_problems(sound, plan) if not (has_odd_weights and problem == NO_PAIRS)]
     problems += _online_problems(sound, plan) if plan.online else []
     problems += _dataset_problems(sound.get("datasets", []), sources)
     return problems
@@ -90,11 +93,14 @@ def _keys_of(values: Mapping[str, Any]) -> dict[str, Key]:
     return {key: key_of_option(default) for key, default in options} | KEYS
 
 
-def _value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | None:
+def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | None:
     """What is wrong with a value alone."""
-    if key not in keys and key.startswith("loss.weights."):
-        names = ", ".join(name for name, loss in LOSSES.items() if loss.can_be_mixed)
-        return f"{key}={value}: a mix has none of that name; there are {names}"
+    if key not in keys and key.startswith(WEIGHTS):
+        name, others = key.removeprefix(WEIGHTS), ", ".join(name for name, loss in LOSSES.items() if loss.can_be_mixed)
+        why = f"no loss is called {name}"
+        if name in LOSSES and LOSSES[name].of_batch is not None:
+            why = f"{name} compares the examples of a batch with each other, so it is trained alone, as loss={name}"
+        return f"{key}: {why}; a mix adds up {others}"
     if key not in keys:
         return did_you_mean(key, keys)
     rule, how_to_set = keys[key].rule, keys[key].how_to_set
@@ -265,7 +271,7 @@ def _loss_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
     if sound.get("loss.name") == "mix" and not any(
         LOSSES[name].pairwise and weight for name, weight in weights.items()
     ):
-        yield "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"
+        yield NO_PAIRS
     if plan.loss.smoothed and sound.get("loss.label_smoothing") == 0:
         yield "loss.label_smoothing=0 makes the loss infinite: set it above 0, such as loss.label_smoothing=0.001"
     if sound.get("loss.reference_free") and sound.get("loss.f_divergence", "reverse_kl") != "reverse_kl":

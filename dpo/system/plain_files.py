@@ -1,14 +1,23 @@
-"""Checks that a path is a regular file: opening a FIFO blocks forever, and writing through a link goes elsewhere."""
+"""Checks that a path is a regular file: opening a FIFO blocks forever, and writing through a link goes elsewhere.
+
+Also reads JSON and YAML that may come from anywhere.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import shutil
 import stat
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from dpo.errors import InputError
 
+DEEPEST = 100  # levels of JSON and YAML; what is nested deeper would end whoever walks through it
 KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFLNK: "a symbolic link",
@@ -24,6 +33,47 @@ def check_readable(path: Path, error: type[InputError] = InputError) -> None:
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         raise error(f"{path} is {KINDS[stat.S_IFMT(mode)]}; a regular file is expected")
+
+
+def read_json(path: Path, error: type[InputError] = InputError) -> Any:
+    """The value in a JSON file from anywhere. Raises `error` if there is none, and OSError if nothing is there."""
+    check_readable(path, error)
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8"))
+        _check_depth(value)
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{path} is not JSON that can be read: {_in_a_line(problem)}") from problem
+    return value
+
+
+def read_yaml(path: Path) -> Any:
+    """The value in a YAML file from anywhere, without aliases, of which a few lines can make gigabytes.
+
+    Raises InputError if there is none, and OSError if nothing is there.
+    """
+    check_readable(path)
+    try:
+        text = path.read_bytes().decode("utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("it has aliases (*NAME)")
+        value = yaml.safe_load(text)
+        _check_depth(value)
+    except (ValueError, RecursionError, yaml.YAMLError) as problem:
+        raise InputError(f"{path} is not YAML that can be read: {_in_a_line(problem)}") from problem
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [[value]]
+    for _ in range(DEEPEST + 1):
+        inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
+        level = [inner for inner in inside if isinstance(inner, (dict, list))]
+    if level:
+        raise ValueError(f"it is nested more than {DEEPEST} deep")
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def check_writable(path: Path) -> None:
@@ -49,3 +99,9 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def move_aside(path: Path, word: str = "old") -> Path:
+    """Rename a file or directory to NAME.WORD, or NAME.WORD.1 and so on where that is taken. Returns the new path."""
+    names = (path.with_name(f"{path.name}.{word}" + f".{n}" * (n > 0)) for n in itertools.count())
+    return path.rename(next(name for name in names if not os.path.lexists(name)))

@@ -7,12 +7,14 @@ import re
 from typing import Any
 
 SECRET_KEY = re.compile(
-    r"(^|_)(api_?key|key|token|pat|credentials?|bearer|auth)(_id)?$|(secret|password|passwd|passphrase)$", re.IGNORECASE
+    r"(^|_)(api_?key|key|key_id|token|pat|credentials?|bearer|auth)$|(secret|password|passwd|passphrase)$", re.IGNORECASE
 )
+OF_TOKENIZER = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask)_token$", re.IGNORECASE)
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may hold @ and /
 URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
 ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be unclosed
+PLACEHOLDER = re.compile(r"""[\[\\'"]*value\d*(,value\d*)*[\]\\'"]*""", re.IGNORECASE)  # of a hint: key=[value1,value2], KEY=VALUE
 KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # of an override
 REFERENCE = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # in an override's value
@@ -20,7 +22,8 @@ INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # in an override's value
 
 def is_secret(name: Any) -> bool:
     """Whether a key is named like a secret: `api_key`, `authToken`, `db.password`."""
-    return SECRET_KEY.search(HUMP.sub("_", str(name).rpartition(".")[2])) is not None
+    words = HUMP.sub("_", str(name).rpartition(".")[2])
+    return SECRET_KEY.search(words) is not None and OF_TOKENIZER.search(words) is None
 
 
 def secrets_in(overrides: list[str]) -> list[str]:
@@ -49,4 +52,9 @@ def redact(value: Any) -> Any:
         if is_secret(name) and len(secret) >= 8:
             value = value.replace(secret, "REDACTED")
     value = URL_SECRETS.sub(r"\1REDACTED", URL_CREDENTIALS.sub("://REDACTED@", value))
-    return ASSIGNED.sub(lambda found: f"{found[1]}=REDACTED" if is_secret(found[1]) else found[0], value)
+
+    def redacted(found: re.Match[str]) -> str:
+        secret = is_secret(found[1]) and not PLACEHOLDER.fullmatch(found[2])
+        return f"{found[1]}=REDACTED" if secret else found[0]
+
+    return ASSIGNED.sub(redacted, value)

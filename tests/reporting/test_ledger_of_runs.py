@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -162,11 +163,12 @@ def test_without_it_there_is_no_file(run, tmp_path):
 EXAMPLES = [Example((1,), ((2, 3), (4,)), (i, 0), "hh", f"{i}", truncated=False) for i in range(4)]
 
 
-def ledger_in(run_dir: Path) -> Ledger:
+def ledger_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> Ledger:
     data = SimpleNamespace(report=SimpleNamespace(train=SimpleNamespace(examples=8)))
     ledger = Ledger(
         RunContext(OmegaConf.create({"batch_size": 4, "online": {"name": "none"}}), run_dir, 0, data, print)
     )
+    ledger.load_state_dict(state)
     ledger.on_start()
     return ledger
 

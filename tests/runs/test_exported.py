@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 
 import pytest
 import torch
 import transformers
+from omegaconf import OmegaConf
 from support.faults import Run
 from support.runs import GOLDEN, metrics_of, run_script, small_run, train
 
 from dpo.checkpoint.files import check_complete
 from dpo.data.tokenizer import load_tokenizer
+from dpo.models.loading import load_policy, model_loaders
 from dpo.models.pretrained import load_model
 from dpo.run import _export
 from dpo.settings.files import with_defaults
+from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
 
 IDS = torch.arange(20).view(2, 10)
@@ -81,6 +85,25 @@ def test_a_run_of_an_adapter_is_exported_as_peft_loads_it_and_merged_by_hand(com
     again = train(*command("again", f"model.name_or_path={run_dir}/LATEST/hf"))
     assert again.returncode == 2
     assert "hf is an adapter: give it as model.archive with lora=lora" in again.stderr
+
+
+def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, tmp_path):
+    """Its base's own config says float32: the run had it in bfloat16."""
+    run("run", "lora=lora", "lr=1e-2", "model.policy_dtype=bfloat16", "model.reference_dtype=null", "n_examples=8")
+    config, checkpoint = OmegaConf.load(tmp_path / "run" / "config.yaml"), tmp_path / "run" / "LATEST"
+    plan = resolve(config)
+    trained, _ = load_policy(model_loaders(config, plan)[0], config, plan, rank=0, resume_from=checkpoint)
+
+    [snippet] = re.findall(r"```python\n(.*?)```", (checkpoint / "hf" / "README.md").read_text(), re.DOTALL)
+    loaded: dict = {}
+    exec(snippet.replace("PATH_OR_HUB_ID", str(checkpoint / "hf")), loaded)
+
+    assert loaded["tokenizer"].get_vocab()
+    with torch.no_grad():
+        ours, theirs = trained.eval()(IDS).logits, loaded["model"].eval()(IDS).logits
+        assert torch.equal(theirs, ours)
+        base = transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / "tiny-llama", dtype=torch.bfloat16)
+        assert not torch.equal(base.eval()(IDS).logits, ours)
 
 
 def fail_to_export() -> None:

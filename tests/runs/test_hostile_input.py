@@ -138,12 +138,27 @@ def test_secrets_reach_no_file_and_no_log(command, tmp_path):
         ("https://host/x?X-Amz-Signature=abc", "https://host/x?X-Amz-Signature=REDACTED"),
         ("of pg-0123456789 and pat-0123456789", "of REDACTED and REDACTED"),
         ("https://example.org/me@home", "https://example.org/me@home"),
+        ("api_key=abc, aws_access_key_id='a b' and +x.authToken=[a]", "api_key=REDACTED, aws_access_key_id=REDACTED and +x.authToken=REDACTED]"),
+        ("changed: eos_token_id=2 (was 0), pad_token=<pad>", "changed: eos_token_id=2 (was 0), pad_token=<pad>"),
+        ("give wandb.key=VALUE instead", "give wandb.key=VALUE instead"),
+        ("api_key=value-0123 token=VALUE0x", "api_key=REDACTED token=REDACTED"),
     ],
 )
 def test_what_is_redacted(text, redacted, monkeypatch):
     monkeypatch.setenv("PGPASSWORD", "pg-0123456789")
     monkeypatch.setenv("GITHUB_PAT", "pat-0123456789")
     assert redact(text) == redacted
+
+
+@pytest.mark.parametrize("override", ["lora.dropout=0,1", "wandb.tags=a,b", "exp_name=a,b"])
+def test_hydras_hints_on_a_sweep_without_m_are_not_redacted(override, command):
+    key, value = override.split("=")
+    given = {o.split("=")[0]: o for o in (*command("run", "lora=lora"), override)}
+    result = train(*given.values())
+    assert result.returncode == 2
+    assert f"Ambiguous value for argument '{key}={value}'" in result.stderr
+    assert "To use it as a list, use key=[value1,value2]" in result.stderr
+    assert "REDACTED" not in result.stderr
 
 
 def test_no_override_names_code_to_run(command, tmp_path):
@@ -176,12 +191,12 @@ def test_a_checkpoint_cuts_off_no_files_but_its_logs(tmp_path):
     victims = [tmp_path / "a", tmp_path / "b"]
     (tmp_path / "run").mkdir()
     for victim in (*victims, tmp_path / "run" / "metrics.jsonl"):
-        victim.write_text("content")
+        victim.write_text("one\ntwo\n")
     logger = FileLogger(RunContext(OmegaConf.create(), tmp_path / "run", 0, None, print))
-    logger.load_state_dict({"log_bytes": {str(victims[0]): 0, "../b": 0, "metrics.jsonl": 3}})
+    logger.load_state_dict({"log_bytes": {str(victims[0]): 0, "../b": 0, "metrics.jsonl": 4}})
     logger.on_start()
-    assert [victim.read_text() for victim in victims] == ["content"] * 2
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "con"
+    assert [victim.read_text() for victim in victims] == ["one\ntwo\n"] * 2
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "one\n"
 
 
 @pytest.mark.parametrize("asked_for", [False, True])

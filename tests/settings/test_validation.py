@@ -473,8 +473,10 @@ def test_the_files_of_losses_are_read_as_hydra_reads_them(loss):
         (("loss=mix", "~loss.weights"), "loss=mix adds up no loss of pairs"),
         (
             ("loss=mix", "loss.weights.dpo=1", "+loss.weights.aot=1"),
-            "loss.weights.aot=1: a mix has none of that name; ",
+            "loss.weights.aot: aot compares the examples of a batch with each other, so it is trained alone, as loss=aot; ",
         ),
+        (("loss=mix", "+loss.weights.cpo=1"), "loss.weights.cpo: no loss is called cpo; a mix adds up sft, dpo, "),
+        (("loss=mix", "loss.weights.dpo=-1"), "loss.weights.dpo=-1 must be a finite number, 0 or more"),
         (("loss=mix", "loss.weights.orpo=1", "loss.ld_alpha=0"), "loss.ld_alpha=0 needs a loss with a reference"),
         (("loss=mix", "loss.weights.exo=1"), "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
         (("loss=exo", "loss.label_smoothing=0"), "loss.label_smoothing=0 makes the loss infinite: set it above 0"),

@@ -1,0 +1,111 @@
+"""A directory from elsewhere runs no code of its own, whatever its config says: only the command line gives trust."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support.ledgers import row
+from support.runs import GOLDEN, run_script, small_run, train, write_rows
+
+from dpo.analysis.ledger_file import SCHEMA, STREAM, append, begin
+
+CODE = """\
+import pathlib
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+pathlib.Path({proof!r}).touch()
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+PLACES = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+ASKED = "contains Python code, which is not run by default: read it, then set model.trust_remote_code=true, or "
+
+
+def change(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture(scope="module")
+def elsewhere(rows, tmp_path_factory) -> Path:
+    """A run, one of an adapter, and the model of both, whose code touches `proof`; trained by who trusts it."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    home = shutil.copytree(GOLDEN / "tiny-llama", folder / "model")
+    (home / "own.py").write_text(CODE.format(proof=str(folder / "proof")))
+    (home / "custom_generate").mkdir()
+    (home / "custom_generate" / "generate.py").write_text(
+        f"import pathlib\npathlib.Path({str(folder / 'proof')!r}).touch()\n"
+        "def generate(inputs, model, **options):\n    return type(model).generate(model, inputs, **options)\n"
+    )
+    change(home / "config.json", model_type="own", auto_map=PLACES)
+    change(home / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]})
+    for name, lora in (("run", "none"), ("adapter", "lora")):
+        overrides = small_run(rows, folder / name, f"model.name_or_path={home}", f"lora={lora}", "n_examples=8")
+        mine = ("datasets=[mine]", f"dataset_sources.mine={rows / 'hh'}", "model.trust_remote_code=true")
+        result = train(*overrides, *mine, HF_MODULES_CACHE=str(folder / "modules"))
+        assert result.returncode == 0, result.stderr
+        assert f"exported {folder / name}" in result.stdout
+        assert "trust_remote_code: true" in (folder / name / "config.yaml").read_text()
+    begin(folder / "run" / STREAM)
+    wrong = [row("some pair", n, "train", -9.0, 9.0, (5, 5)) | {"dataset": "mine"} for n in (2, 3)]
+    append(folder / "run" / STREAM, {name: [visit[name] for visit in wrong] for name in SCHEMA.names})
+    write_rows(folder / "prompts.jsonl", [{"prompt": "Where?"}])
+    return folder
+
+
+SAMPLE = ("sample", "{run}", "--file", "{folder}/prompts.jsonl", "--out", "{out}", "--max-new-tokens=2")
+TOOLS = {  # and whether they need the code for what they do
+    "export": ("run", ("export", "{run}", "{out}"), True),
+    "export of an adapter": ("adapter", ("export", "{run}", "{out}"), True),
+    "export of a merged adapter": ("adapter", ("export", "{run}", "{out}", "--merge"), True),
+    "sample": ("run", SAMPLE, True),
+    "sample of an adapter": ("adapter", SAMPLE, True),
+    "sample of a model": ("model", SAMPLE, True),
+    "sample of an export": ("run/LATEST/hf", SAMPLE, True),
+    "sample beside a reference": ("run", (*SAMPLE, "--reference", "{folder}/model"), True),
+    "ledger": ("run", ("ledger", "{run}", "--top=100"), False),
+    "report": ("run", ("report", "{run}", "--out", "{out}"), False),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_no_tool_runs_code_that_a_directory_brings_unless_its_command_line_says_so(tool, elsewhere, tmp_path):
+    name, arguments, needs_it = TOOLS[tool]
+    places = {"run": elsewhere / name, "folder": elsewhere, "out": tmp_path / "out"}
+    command = ["-m", f"scripts.{arguments[0]}", *(argument.format(**places) for argument in arguments[1:])]
+    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    proof = elsewhere / "proof"
+    proof.unlink(missing_ok=True)
+
+    refused = run_script(*command, **environment)
+
+    assert not proof.exists()
+    if needs_it:
+        assert refused.returncode == 2
+        assert f"{ASKED}--trust-remote-code for a script" in refused.stderr
+        assert refused.stderr.splitlines()[-1].startswith("error: ")
+        assert not (tmp_path / "out").exists()
+
+    allowed = run_script(*command, "--trust-remote-code", **environment)
+    assert allowed.returncode == 0, allowed.stderr
+    assert proof.exists()
+
+
+def test_what_runs_no_models_verifies_without_trust(elsewhere):
+    (elsewhere / "proof").unlink(missing_ok=True)
+    result = run_script("-m", "scripts.verify", str(elsewhere / "run"), str(elsewhere / "adapter"))
+    assert result.returncode == 0
+    assert not (elsewhere / "proof").exists()
+
+
+def test_a_run_that_continues_is_asked_again(elsewhere, rows, tmp_path):
+    (elsewhere / "proof").unlink(missing_ok=True)
+    overrides = small_run(rows, tmp_path / "run", f"model.name_or_path={elsewhere / 'model'}", "n_examples=16")
+    result = train(*overrides, f"resume={elsewhere / 'run'}", f"dataset_sources.mine={rows / 'hh'}", "datasets=[mine]")
+    assert result.returncode == 2
+    assert not (elsewhere / "proof").exists()
