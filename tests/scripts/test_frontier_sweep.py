@@ -202,6 +202,19 @@ def test_the_tables_of_the_document_are_those_of_its_rows():
 
 @pytest.mark.slow  # minutes
 @pytest.mark.timeout(1800)
+def test_quick_controls_are_written_and_can_be_read(tmp_path):
+    for command in (("--controls", "--quick", "--out", str(tmp_path)), ("--read", str(tmp_path / "controls.json"))):
+        result = subprocess.run(
+            [sys.executable, "-m", "scripts.frontier", *command],
+            cwd=ROOT, env=environment_of(), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        assert "| 5 | 0.01 | " in result.stdout
+        assert "| 3.3 | " in result.stdout
+
+
+@pytest.mark.slow  # minutes
+@pytest.mark.timeout(1800)
 def test_quick_on_one_process_and_two(tmp_path):
     found = []
     for name, more in (("one", ()), ("two", ("trainer=FSDPTrainer", "world_size=2"))):
