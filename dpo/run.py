@@ -56,8 +56,11 @@ def run(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
 def _try_out(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
     """Say what a run would do and need. Raises InputError as the run would, and writes nothing."""
     from dpo.checkpoint.resume import check_inputs, look_at_run
+    from dpo.models.layouts import Padded
     from dpo.models.loading import check_parts, find_model_config
     from dpo.models.scoring import check_scorer
+    from dpo.training.batches import Batches
+    from dpo.training.first_update import FirstUpdate
     from dpo.training.memory import dry_run
     from dpo.training.optimization import notes_on_scaling
 
@@ -72,6 +75,10 @@ def _try_out(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
             print(line)
     for note in notes:
         print(note)
+    if found is None:
+        sizes = Batches(config, data, Padded(), seed=config.seed).test_sizes()  # whatever the layout
+        for line in FirstUpdate.of(config, plan, data, sizes).tell():
+            print(line)
     dry_run(config, plan, data)
 
 

@@ -105,8 +105,14 @@ class Batches:
 
     def test(self) -> Iterator[GlobalBatch]:
         """Evaluation batches, one microbatch per process."""
+        return self._iterate_test(partial(self._prepare, n_microbatches=1))
+
+    def test_sizes(self) -> list[int]:
+        """How many examples each evaluation batch has, without preparing them."""
+        return [*self._iterate_test(len)]
+
+    def _iterate_test(self, prepare: Callable[..., Result]) -> Iterator[Result]:
         limits = {"n_epochs": None, "n_examples": self.config.n_eval_examples}
-        prepare = partial(self._prepare, n_microbatches=1)
         sft_mode = not self.loss.pairwise
         return self._iterate(self.data.test, self.config.eval_batch_size, limits, prepare, sft_mode=sft_mode)
 
