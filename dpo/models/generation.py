@@ -76,7 +76,9 @@ def sample_rows(
     device = next(model.parameters()).device
     rows = {key: batch[key].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
     own_seed = np.random.SeedSequence([*seed, mesh.data_rank]).generate_state(1)[0]
-    return sample(model, rows, tokenizer, max_new_tokens=max_new_tokens, seed=int(own_seed), in_step=mesh.world_size > 1)
+    return sample(
+        model, rows, tokenizer, max_new_tokens=max_new_tokens, seed=int(own_seed), in_step=mesh.world_size > 1
+    )
 
 
 CUT = "[...]"  # replaces the truncated part of a prompt

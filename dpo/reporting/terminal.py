@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -14,7 +13,6 @@ import tqdm
 from omegaconf import DictConfig
 
 from dpo.reporting.events import Callback, Evaluation, Update
-from dpo.settings.files import dotted
 
 # in a log file, for an evaluation, sampling or an update that takes long: between two lines on its progress, and before
 # the first one if it will take longer than that
@@ -25,7 +23,6 @@ SHOWN = {  # metrics of an update that are shown: their label and significant di
     "rewards_train/margins": ("margin", 3),
     "online/score": ("score", 3),
 }
-ABSENT = object()
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -44,14 +41,6 @@ def table(title: str, metrics: Mapping[str, float]) -> str:
     """A title, then a line for each name and value."""
     width = max(map(len, metrics), default=0)
     return "\n".join([f"{title}:", *(f"  {name:<{width}}  {value:>10.5g}" for name, value in metrics.items())])
-
-
-def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """`key=value` for each value that differs from its default; nested keys have dots."""
-
-    before = dict(dotted(defaults))
-    changed = {key: value for key, value in dotted(values) if before.get(key, ABSENT) != value}
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed.items()]
 
 
 def _shows_bars() -> bool:

@@ -70,10 +70,10 @@ class FirstUpdate(NamedTuple):
         if self.samples_wait:
             assert self.samples is not None
             yield (
-                f"warning: sampling before the first update could cost more than a tenth of this run: up to "
-                f"{self.samples.tokens:,} tokens, of which each takes about as long as {SAMPLED_COST} of the "
-                f"{self.trained:,} that it trains on. It waits for the evaluation after {self.next_evaluation:,} "
-                f"examples; do_first_sampling=true samples now, and n_eval_model_samples or n_eval_tokens make it less"
+                f"warning: sampling waits for the evaluation after {self.next_evaluation:,} examples, as before the "
+                f"first update it could cost more than a tenth of the run: up to {self.samples.tokens:,} tokens, each "
+                f"counted as {SAMPLED_COST} of the {self.trained:,} trained ones; do_first_sampling=true samples now, "
+                f"n_eval_model_samples and n_eval_tokens make it less"
             )
 
     def _tell_parts(self) -> Iterator[str]:

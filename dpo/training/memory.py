@@ -253,7 +253,10 @@ HELP = (  # keys, and the value to try; None: nothing
     ("model.autocast", lambda c: "bfloat16"),
     ("cache_reference_logps", lambda c: "all"),
     ("max_length", lambda c: c.max_length // 2),
-    ("eval_batch_size", lambda c: c.eval_batch_size // 2 if c.sample_during_eval or c.online.name == "online" else None),
+    (
+        "eval_batch_size",
+        lambda c: c.eval_batch_size // 2 if c.sample_during_eval or c.online.name == "online" else None,
+    ),
     ("sample_during_eval", lambda c: False),
     ("online.max_new_tokens", lambda c: c.online.max_new_tokens // 2 if c.online.name == "online" else None),
     ("lora", lambda c: None if c.lora.name in ADAPTED else "lora"),

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from dpo.reporting import terminal
 from dpo.reporting.events import Update
-from dpo.reporting.terminal import Progress, differences, duration, number, table
-from dpo.settings.files import CONFIG_DIR
+from dpo.reporting.terminal import Progress, duration, number, table
+from dpo.settings.files import CONFIG_DIR, differences
 
 DPO = {
     "loss/train": 0.689123456,
