@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from dpo.data.preflight import TrainingData
 from dpo.settings.plan import Plan
 
-# trained tokens that take as long as a sampled one. Measured on one CPU core, 16 prompts at a time: 1 with SmolLM2-135M,
-# 3 to 4 with tiny-llama, whose forward takes about as long for a token as for a text, as it may on a GPU
+# trained tokens that take as long as a sampled one: between the 1 of SmolLM2-135M and the 4 of the tests' tiny-llama, both
+# measured on one CPU core (docs/metrics.md)
 SAMPLED_COST = 3
 MOST = 0.1  # of a run that samples before its first update may cost, unless they are asked for
 
@@ -81,20 +81,20 @@ class FirstUpdate(NamedTuple):
             yield f"self-test on {self.tested} examples (self_test=false leaves it out)"
         if self.scored is not None:
             yield (
-                f"the reference scores up to {self.scored:,} pairs (cache_reference_logps=as_needed scores each when it "
-                f"is needed)"
+                f"the reference scores up to {self.scored:,} pairs (cache_reference_logps=as_needed scores each when "
+                f"it is needed)"
             )
         if self.evaluated:
             yield (
                 f"evaluation of {sum(self.evaluated):,} examples in {len(self.evaluated):,} batches (n_eval_examples; "
                 f"do_first_eval=false leaves it out)"
             )
-        if self.draws_samples:
+        if self.samples is not None and not self.samples_wait:
             prompts, models, tokens = self.samples
             who = "policy and reference" if models > 1 else "the policy"
             yield (
-                f"samples of {who} for {prompts:,} prompts, up to {tokens:,} tokens (n_eval_model_samples, n_eval_tokens; "
-                f"do_first_sampling=false leaves them out)"
+                f"samples of {who} for {prompts:,} prompts, up to {tokens:,} tokens (n_eval_model_samples, "
+                f"n_eval_tokens; do_first_sampling=false leaves them out)"
             )
 
 
