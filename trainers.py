@@ -45,6 +45,7 @@ from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
 from dpo.training.batches import GlobalBatch
 from dpo.training.evaluation import Evaluator, find_interval, notes_on_interval
+from dpo.training.first_update import FirstUpdate
 from dpo.training.metrics import REFERENCE, peak_memory_gb
 from dpo.training.objective import Metrics, Prepared, make_objective
 from dpo.training.online import make_batches, metrics_of_drawing
@@ -94,6 +95,7 @@ class Trainer:
         self.stop = StopRequest(self.mesh)
         self.batches = make_batches(config, self.plan, self.data, self.objective, self.stop, self.progress, seed=seed)
         self.eval_batches = list(self.batches.test())
+        self.first_update = FirstUpdate.of(config, self.plan, self.data, [len(b.examples) for b in self.eval_batches])
         self.evaluator = Evaluator(
             config, self.data, self.objective, self.eval_batches, self.progress, self.stop, seed=seed
         )
@@ -169,6 +171,9 @@ class Trainer:
 
         On a stop signal it finishes the update (several processes possibly one more), saves, and raises Stopped.
         """
+        if self.state.batch_counter == 0:
+            for note in self.first_update.tell():
+                self.progress.line(note)
         self.check_and_score_reference()
         total, done = self.data.report.updates, self.state.batch_counter
         with self._ending_in_order():
@@ -190,6 +195,7 @@ class Trainer:
         for i, microbatch in enumerate(batch.microbatches, start=1):
             accumulate(self.policy, last=i == len(batch.microbatches))
             metrics.append(self._backward(microbatch, prepared))
+            self.progress.part(i, len(batch.microbatches), "microbatch")
         release_gathered(self.reference_model)
         norm, stop = self.clip_gradient(), bool(self.stop.signals)
         # sums over the ranks: rank 0 alone gives the norm, which is equal on all, and every rank whether to stop
@@ -270,7 +276,7 @@ class Trainer:
         if state.evaluated_at != state.example_counter and (last or self.evaluation_is_due()):
             evaluated = self.evaluator.metrics()
             metrics, examples = evaluated.means(), [e for batch in self.eval_batches for e in batch.examples]
-            is_wanted = self.config.sample_during_eval
+            is_wanted = self.config.sample_during_eval if state.batch_counter else self.first_update.draws_samples
             samples = self.evaluator.samples(n_examples=state.example_counter) if is_wanted else []
             counters = state.batch_counter, state.example_counter
             evaluation = Evaluation(*counters, metrics, samples, examples, evaluated.examples)

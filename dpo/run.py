@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError, RunError
-from dpo.settings.files import defaults_of, options_in, with_defaults
+from dpo.settings.files import defaults_of, differences, options_in, with_defaults
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_config_problems
 from dpo.system.library_logs import silence_bitsandbytes
@@ -34,11 +34,13 @@ FindClass = Callable[[Plan], Any]
 
 def run(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
     """Train as a validated config says, in as many processes as it asks for."""
+    OmegaConf.resolve(config)
+    config.local_run_dir = os.path.expanduser(config.local_run_dir)
+    if is_rank_0() and not config.dry_run:
+        print(describe(config), flush=True)  # importing torch takes seconds
     with without_collecting_garbage():
         from dpo.system.launching import launch
 
-    OmegaConf.resolve(config)
-    config.local_run_dir = os.path.expanduser(config.local_run_dir)
     if config.dry_run:
         if is_rank_0():
             _try_out(config, plan, find_class)
@@ -56,8 +58,11 @@ def run(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
 def _try_out(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
     """Say what a run would do and need. Raises InputError as the run would, and writes nothing."""
     from dpo.checkpoint.resume import check_inputs, look_at_run
+    from dpo.models.layouts import Padded
     from dpo.models.loading import check_parts, find_model_config
     from dpo.models.scoring import check_scorer
+    from dpo.training.batches import Batches
+    from dpo.training.first_update import FirstUpdate
     from dpo.training.memory import dry_run
     from dpo.training.optimization import notes_on_scaling
 
@@ -72,6 +77,10 @@ def _try_out(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
             print(line)
     for note in notes:
         print(note)
+    if found is None:
+        sizes = Batches(config, data, Padded(), seed=config.seed).test_sizes()  # whatever the layout
+        for line in FirstUpdate.of(config, plan, data, sizes).tell():
+            print(line)
     dry_run(config, plan, data)
 
 
@@ -110,6 +119,8 @@ def work_with_models(
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
     config.local_run_dir = from_rank_0(config.local_run_dir)  # which has the time in it, unless it was given
+    if rank == 0:
+        print(describe(config), flush=True)
     work(rank, world_size, config, plan, find_class, models)
     if joins:
         torch.distributed.destroy_process_group()
@@ -151,8 +162,6 @@ def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, mode
     if models is None:  # given models would not be freed if reference cycles hold them
         never_collect_imports()
 
-    if rank == 0:
-        print(describe(config), flush=True)
     run = open_run(config, LOGS) if rank == 0 else None
     try:
         _work_in(run, rank, config, plan, trainer_class, models)
@@ -268,8 +277,6 @@ def _hide_progress_bars() -> None:
 
 def describe(config: DictConfig) -> str:
     """What a config has that `config/` has not, and where the rest is written down."""
-    from dpo.reporting.terminal import differences
-
     values = redact(OmegaConf.to_container(config))
     run_dir = values.pop("local_run_dir")
     shown = differences(values, defaults_of(**options_in(config)))

@@ -33,6 +33,7 @@ COMMON = [
     "max_length=96",
     "max_prompt_length=72",
     "eval_batch_size=64",
+    "do_first_sampling=true",  # what the page compares with
     "n_eval_examples=256",
     "schedule=cosine",
     "wandb.enabled=false",

@@ -50,6 +50,7 @@ class SplitReport:
     truncated_responses: int = 0  # examples with a truncated response, which loses its EOS
     identical_pairs: int | None = 0  # chosen and rejected are the same tokens after truncation: no gradient under DPO
     longest: int = 0  # prompt and response of one example
+    mean_prompt_tokens: float = 0.0
     mean_chosen_tokens: float = 0.0
     mean_rejected_tokens: float | None = None
     chosen_longer: float | None = None  # fraction of pairs; far from 0.5, length alone predicts the preference
@@ -136,12 +137,13 @@ def inspect_split(
     report.tokenized = len(sample)
     lengths = [_count_tokens(report, example, encode, max_length, max_prompt_length) for example in sample]
     if lengths:
-        report.mean_chosen_tokens = mean(counts[0] for counts in lengths)
+        report.mean_prompt_tokens = mean(counts[0] for counts in lengths)
+        report.mean_chosen_tokens = mean(counts[1] for counts in lengths)
     if sft_mode:
         report.duplicated_pairs = report.contradictory_pairs = report.identical_pairs = None
     elif lengths:
-        report.mean_rejected_tokens = mean(rejected for _, rejected in lengths)
-        report.chosen_longer = mean(chosen > rejected for chosen, rejected in lengths)
+        report.mean_rejected_tokens = mean(rejected for *_, rejected in lengths)
+        report.chosen_longer = mean(chosen > rejected for _, chosen, rejected in lengths)
     return report
 
 
@@ -214,7 +216,7 @@ def _find_example(prompts: Sequence[Prompt], ends: Sequence[int], number: int, s
 def _count_tokens(
     report: SplitReport, example: TextExample, encode: TextEncoder, max_length: int, max_prompt: int
 ) -> tuple[int, ...]:
-    """Add an example's counts to the report. Returns the token counts of its responses as they will be scored."""
+    """Add an example's counts to the report. Returns the tokens of its prompt and responses as the model gets them."""
     prompt, _, texts = example
     eos = encode.tokenizer.eos_token_id
     prompt_ids, full = encode(prompt.text), [encode(text) for text in texts.values()]
@@ -226,7 +228,7 @@ def _count_tokens(
     identical = len(cut) == 2 and cut[0] == cut[1]
     report.identical_pairs += identical  # pyright: ignore[reportOperatorIssue]  # None only at the end
     report.longest = max(report.longest, len(cut_prompt) + max(map(len, cut)))
-    return tuple(len(ids) for ids in cut)
+    return (len(cut_prompt), *map(len, cut))
 
 
 def describe(split: str, report: SplitReport) -> str:
@@ -397,8 +399,14 @@ def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *,
 def doubts(config: DictConfig, report: Preflight) -> list[str]:
     """Warnings about settings that look like mistakes for this amount of data."""
     found, updates = [], report.updates
-    if config.warmup_steps > updates:
-        found.append(f"warmup_steps={config.warmup_steps} of {updates:,} updates: lr stays below {config.lr}")
+    fits = f"; warmup_steps={updates // 10} fits, a tenth of them"
+    if config.warmup_steps >= updates:
+        found.append(
+            f"warmup_steps={config.warmup_steps} is too long for the {updates:,} update{'s' * (updates > 1)} of this "
+            f"run, which would never reach lr={config.lr}{fits}"
+        )
     elif config.schedule != "constant" and config.warmup_steps >= updates - 1:
-        found.append(f"warmup_steps={config.warmup_steps} of {updates:,} updates: none is left for {config.schedule}")
+        found.append(
+            f"warmup_steps={config.warmup_steps} leaves none of the {updates:,} updates for {config.schedule}{fits}"
+        )
     return found

@@ -20,8 +20,10 @@ from dpo.system.arithmetic import for_generation
 
 
 @torch.no_grad()
-def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: int, in_step: bool = False) -> list[str]:
-    """One sampled continuation per prompt, up to `max_length` tokens including the prompt. Keeps the random state.
+def sample(
+    model: Any, batch: Batch, tokenizer: Any, *, max_new_tokens: int, seed: int, in_step: bool = False
+) -> list[str]:
+    """One sampled continuation per prompt, of at most `max_new_tokens`. Keeps the random state.
 
     `in_step`: several processes hold the model's shards, so each continues until the last has finished.
     """
@@ -32,7 +34,7 @@ def sample(model: Any, batch: Batch, tokenizer: Any, *, max_length: int, seed: i
         ids = model.generate(
             prompt_ids,
             attention_mask=batch["prompt_attention_mask"],
-            max_new_tokens=max_length - prompt_ids.shape[1],  # overrides the model's generation config
+            max_new_tokens=max_new_tokens,  # overrides the model's generation config
             do_sample=True,
             synced_gpus=in_step,
             pad_token_id=tokenizer.pad_token_id,
@@ -67,12 +69,16 @@ def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None
         handle.remove()
 
 
-def sample_rows(model: Any, batch: Batch, tokenizer: Any, mesh: Mesh, *, max_length: int, seed: list[int]) -> list[str]:
+def sample_rows(
+    model: Any, batch: Batch, tokenizer: Any, mesh: Mesh, *, max_new_tokens: int, seed: list[int]
+) -> list[str]:
     """A continuation of each prompt of this process's part of a batch; its rank is mixed into `seed`."""
     device = next(model.parameters()).device
     rows = {key: batch[key].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
     own_seed = np.random.SeedSequence([*seed, mesh.data_rank]).generate_state(1)[0]
-    return sample(model, rows, tokenizer, max_length=max_length, seed=int(own_seed), in_step=mesh.world_size > 1)
+    return sample(
+        model, rows, tokenizer, max_new_tokens=max_new_tokens, seed=int(own_seed), in_step=mesh.world_size > 1
+    )
 
 
 CUT = "[...]"  # replaces the truncated part of a prompt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -14,16 +13,16 @@ import tqdm
 from omegaconf import DictConfig
 
 from dpo.reporting.events import Callback, Evaluation, Update
-from dpo.settings.files import dotted
 
-QUIET_SECS = 30  # between progress lines of an evaluation or of sampling in a log file
+# in a log file, for an evaluation, sampling or an update that takes long: between two lines on its progress, and before
+# the first one if it will take longer than that
+QUIET_SECS, SOON_SECS = 10, 2
 SHOWN = {  # metrics of an update that are shown: their label and significant digits
     "loss/train": ("loss", 4),
     "rewards_train/accuracies": ("acc", 2),
     "rewards_train/margins": ("margin", 3),
     "online/score": ("score", 3),
 }
-ABSENT = object()
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -42,14 +41,6 @@ def table(title: str, metrics: Mapping[str, float]) -> str:
     """A title, then a line for each name and value."""
     width = max(map(len, metrics), default=0)
     return "\n".join([f"{title}:", *(f"  {name:<{width}}  {value:>10.5g}" for name, value in metrics.items())])
-
-
-def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """`key=value` for each value that differs from its default; nested keys have dots."""
-
-    before = dict(dotted(defaults))
-    changed = {key: value for key, value in dotted(values) if before.get(key, ABSENT) != value}
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed.items()]
 
 
 def _shows_bars() -> bool:
@@ -73,15 +64,25 @@ class Task:
         self.part, self.note = 0.0, ""  # of the current item
         self.began, self.before = time.monotonic(), done
         self.elsewhere = 0.0  # seconds spent in other tasks meanwhile
-        self.said = self.began
+        self.said: float | None = None  # when there was a line on it
+
+    def seconds_left(self) -> float | None:
+        """At the speed so far; None while that is unknown."""
+        done = self.done + self.part - self.before
+        seconds = time.monotonic() - self.began - self.elsewhere
+        return seconds / done * (self.total - self.done - self.part) if done > 0 else None
 
     def left(self) -> str:
-        """The time left at the speed so far; empty while unknown."""
-        done = self.done + self.part - self.before
-        if done <= 0:
-            return ""
-        seconds = time.monotonic() - self.began - self.elsewhere
-        return f"{duration(seconds / done * (self.total - self.done - self.part))} left"
+        """The time left in words; empty while unknown."""
+        seconds = self.seconds_left()
+        return "" if seconds is None else f"{duration(seconds)} left"
+
+    def is_due(self) -> bool:
+        """Whether a log file should get a line: the first as soon as the task is known to take long."""
+        now = time.monotonic()
+        if self.said is None and now - self.began - self.elsewhere < QUIET_SECS:
+            return now - self.began - self.elsewhere >= SOON_SECS and (self.seconds_left() or 0) >= QUIET_SECS
+        return self.said is None or now - self.said >= QUIET_SECS
 
     def __str__(self) -> str:
         facts = [f"{self.what} {self.done}/{self.total}"]
@@ -91,8 +92,8 @@ class Task:
 
 
 class Progress(Callback):
-    """A bar on a terminal. In a log file, lines: for updates at most one every `interval` seconds, for other long tasks
-    one every half minute. `each` is the number of examples per item of a task, if known."""
+    """A bar on a terminal. In a log file, lines: for updates at most one every `interval` seconds, for whatever else
+    takes long one every ten. `each` is the number of examples per item of a task, if known."""
 
     def __init__(self, *, interval: float, silent: bool, each: Mapping[str, int] | None = None) -> None:
         self.interval, self.silent, self.each = interval, silent, each or {}
@@ -125,11 +126,12 @@ class Progress(Callback):
         metrics = update.metrics
         facts = [f"{name} {number(metrics[key], n)}" for key, (name, n) in SHOWN.items() if key in metrics]
         task, _ = self._open[-1]
-        task.done, task.note = update.number, "  ".join([*facts, f"{number(metrics['examples_per_second'])} ex/s"])
+        task.done, task.part = update.number, 0.0
+        task.note = "  ".join([*facts, f"{number(metrics['examples_per_second'])} ex/s"])
         if self.show_bar:
             self._draw()
         elif time.monotonic() - self._last_update >= self.interval:
-            self._last_update = time.monotonic()
+            self._last_update = task.said = time.monotonic()
             self.line(str(task))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
@@ -182,9 +184,10 @@ class Progress(Callback):
         task, _ = self._open[-1]
         if self.show_bar:
             self._draw()
-        elif time.monotonic() - task.said >= QUIET_SECS:
+        elif task.is_due():
+            rate = "" if task.said is not None or not task.left() else " at the rate so far"
             task.said = time.monotonic()
-            self.line(str(task))
+            self.line(f"{task}{rate}")
 
     def _draw(self) -> None:
         task, bar = self._open[-1]

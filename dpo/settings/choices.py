@@ -5,7 +5,25 @@ What the names stand for is where it is used; tests hold that the tables there h
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from typing import NamedTuple
+
+FEW, NEAR = 12, 5  # names that are all listed; those that may have been meant
+
+
+def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
+    """A sentence on a value that is none of the names: those that may have been meant, and all or where they are."""
+    by_small_letters = {name.lower(): name for name in sorted(names)}
+    lower = value.lower()
+    found = [lower] if lower in by_small_letters else difflib.get_close_matches(lower, by_small_letters, n=NEAR)
+    near = [by_small_letters[name] for name in found]
+    *most, last = near or [""]
+    meant = f": did you mean {', '.join(most)}{' or ' * bool(most)}{last}?" if near else ""
+    if len(names) <= FEW:
+        return f"{key}={value} is not one of {', '.join(sorted(names))}{meant}"
+    all_of_them = f"`ls config/{key.removesuffix('.name')}` shows all {len(names)}"
+    return f"{key}={value} is not there{meant} {all_of_them}" if near else f"{key}={value} is not there; {all_of_them}"
 
 
 class TrainerSpec(NamedTuple):

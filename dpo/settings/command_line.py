@@ -23,7 +23,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpo.errors import InputError
-from dpo.settings.files import CONFIG_DIR, dotted, help_text, keys_in
+from dpo.settings.choices import explain_unknown
+from dpo.settings.files import CONFIG_DIR, dotted, help_text, keys_in, name_in
 from dpo.settings.keys import KEYS
 from dpo.settings.validation import (
     HYDRAS_OWN,
@@ -211,10 +212,13 @@ def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -
     groups = [o for o in overrides if any((place / key_of(o)).is_dir() for place in places)]
     refused = {o: reason for o in groups if (reason := refusal([o]))}
     groups = [o for o in groups if o not in refused]
+    # which keys there are in a group whose option is refused is not known
+    unknown = tuple(f"{key_of(o)}." for o in refused)
+    overrides = [o for o in overrides if not key_of(o).startswith(unknown)]
     refused |= {o: reason for o in overrides if o not in refused and (reason := refusal([*groups, o]))}
     rest = [o for o in overrides if o not in refused]
     # a refused override leaves its key as it was, which is not another problem
-    keys = tuple(f"{o.split('=')[0]} is not set" for o in refused)
+    keys = (*unknown, *(f"{o.split('=')[0]} is not set" for o in refused))
     keys += (NO_PAIRS,) if any(key_of(o).startswith(WEIGHTS.rstrip(".")) for o in refused) else ()
     try:
         problems = find_config_problems(hydra.compose("config", [*search, *rest]))
@@ -302,7 +306,7 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
         return f"{override} is not an override: write NAME=VALUE"
     options = sorted(path.stem for place in places for path in (place / key).glob("*.yaml"))
     if options and value not in options:
-        return f"{key}={value} is not one of {', '.join(options)}"
+        return _explain_place(key, value) or explain_unknown(key, value, options)
     if "is not in struct" in (said := f"{error}{error.__cause__}"):
         key = found[1] if (found := re.search(r"full_key: ([\w.]+)", said)) else key  # may be inside of the value
         if key.startswith(WEIGHTS):
@@ -318,6 +322,20 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
     if value.startswith("~"):
         return f"{override}: ~ is not expanded here; write the whole path"
     return f"{override} is not a valid override: {' '.join(str(error).split())[:300]}"
+
+
+def _explain_place(group: str, value: str) -> str | None:
+    """Where a directory or Hub id belongs that was given as an option of a group; None if it is no such thing."""
+    if "/" not in value and not Path(value).is_dir():
+        return None
+    if group == "lora":
+        return f"lora={value}: an adapter to start from is model.archive={value} lora=lora"
+    if group != "model":
+        return None
+    for file in sorted((CONFIG_DIR / "model").glob("*.yaml")):
+        if name_in(file) == value:
+            return f"model={value}: here it is model={file.stem}"
+    return f"model={value}: model names a file of config/model; a directory or Hub id is model.name_or_path={value}"
 
 
 def _first_of_sweep(override: str) -> str:

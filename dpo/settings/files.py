@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -12,10 +13,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dpo.settings.choices import explain_unknown
+
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 OF_HYDRA = ("defaults", "hydra")
 OPTIONAL = ("loss", "lora", "online")  # groups whose options have different keys
 ANYTHING = ("dataset_sources",)  # mappings of names that are the user's
+ABSENT = object()
 WAITING = object()  # in place of a value made from another key that has a problem of its own
 
 
@@ -39,8 +43,8 @@ def require(config: DictConfig) -> None:
 
     defaults = defaults_of(OmegaConf.select(config, "loss.name"))
     if "loss" not in defaults:
-        losses = ", ".join(sorted(file.stem for file in (CONFIG_DIR / "loss").glob("*.yaml")))
-        raise InputError(f"loss.name={OmegaConf.select(config, 'loss.name')} is not one of {losses}")
+        losses = [file.stem for file in (CONFIG_DIR / "loss").glob("*.yaml")]
+        raise InputError(explain_unknown("loss.name", str(OmegaConf.select(config, "loss.name")), losses))
     needed = [
         f"{group}.{key}" for group in ("model", "loss") for key, value in defaults[group].items() if value == "???"
     ]
@@ -74,6 +78,13 @@ def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
+def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """`key=value` for each value that differs from its default; nested keys have dots."""
+    before = dict(dotted(defaults))
+    changed = {key: value for key, value in dotted(values) if before.get(key, ABSENT) != value}
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed.items()]
+
+
 def flatten(config: DictConfig) -> dict[str, Any]:
     """Dotted keys to plain values, `dataset_sources` left whole; '???' and what cannot be resolved stay as they are."""
     values: Any = OmegaConf.to_container(config, resolve=False)
@@ -92,6 +103,11 @@ def flatten(config: DictConfig) -> dict[str, Any]:
 def keys_in(file: Path) -> list[str]:
     """The keys that a YAML file of ours or of a user sets; '???' counts as a value."""
     return [*_load(file)]
+
+
+def name_in(file: Path) -> str | None:
+    """The `name_or_path` of a file of `config/model`."""
+    return _load(file).get("name_or_path")
 
 
 @cache  # the files do not change while a process runs

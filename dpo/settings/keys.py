@@ -166,6 +166,11 @@ SCORED_BY = {
 SAMPLES = Needs(
     "sample_during_eval=true, or online=online", lambda values, plan: values.get("sample_during_eval") or plan.online
 )
+SAMPLES_OF_EVALUATIONS = Needs("sample_during_eval=true", lambda values, plan: values.get("sample_during_eval"))
+FIRST_SAMPLES = Needs(
+    "do_first_eval=true and sample_during_eval=true",
+    lambda values, plan: values.get("do_first_eval") and values.get("sample_during_eval"),
+)
 NO_DEBUG = Needs("debug=false", lambda values, plan: not values.get("debug"))
 WANDB = Needs(
     "wandb.enabled=true and debug=false", lambda values, plan: values.get("wandb.enabled") and not values.get("debug")
@@ -226,7 +231,9 @@ KEYS: dict[str, Key] = {
     "local_run_dir": Key(PATH, ANEW),
     "sample_during_eval": Key(FLAG, CHANGE),
     "n_eval_model_samples": Key(COUNT, CHANGE, SAMPLES),
+    "n_eval_tokens": Key(_or_null(COUNT), CHANGE, SAMPLES_OF_EVALUATIONS),
     "do_first_eval": Key(FLAG, CHANGE),
+    "do_first_sampling": Key(_or_null(FLAG), CHANGE, FIRST_SAMPLES),
     "lr": Key(FINITE, KEEP),
     "lr_scaling": Key(_one_of(LR_SCALINGS), KEEP, DIFFERENT_ROWS),
     "gradient_accumulation_steps": Key(COUNT, CHANGE),

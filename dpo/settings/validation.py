@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dpo.losses import LOSSES
-from dpo.settings.choices import ADAPTED, NEED_WHOLE_TENSORS, STEPS_OF_LR
+from dpo.settings.choices import ADAPTED, NEED_WHOLE_TENSORS, STEPS_OF_LR, explain_unknown
 from dpo.settings.files import OPTIONAL, WAITING, defaults_of, dotted, flatten
 from dpo.settings.keys import ALIASES, KEYS, SCORED_BY, TEXT, Key, Needs, key_of_option
 from dpo.settings.plan import Plan, resolve
@@ -45,13 +45,6 @@ def did_you_mean(key: str, known: Collection[str]) -> str:
     return f"unknown key {key}" + (
         f": did you mean {by_small_letters[near[0]]}?" if near else "; `python train.py --cfg job` shows all keys"
     )
-
-
-def _listed(value: str, choices: Collection[str]) -> str:
-    """`A, B`, and which of them may have been meant."""
-    by_small_letters = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(value.lower(), by_small_letters, n=1)
-    return ", ".join(sorted(choices)) + (f": did you mean {by_small_letters[near[0]]}?" if near else "")
 
 
 def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[str]:
@@ -111,7 +104,7 @@ def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | N
     if not rule.holds(value):
         return f"{key}={value} must be {rule.wanted}"
     if rule.choices and value is not None and value not in rule.choices:
-        return f"{key}={value} is not one of {_listed(value, rule.choices)}"
+        return explain_unknown(key, value, rule.choices)
     return None
 
 

@@ -116,6 +116,13 @@ class Batches:
 
     def test(self) -> Iterator[GlobalBatch]:
         """Evaluation batches, one microbatch per process: no example is in two of them, and the last may be partial."""
+        return self._iterate_test(partial(self._prepare, n_microbatches=1))
+
+    def test_sizes(self) -> list[int]:
+        """How many examples each evaluation batch has, without preparing them."""
+        return [*self._iterate_test(len)]
+
+    def _iterate_test(self, prepare: Callable[..., Result]) -> Iterator[Result]:
         config = self.config
         batches = iterate_once(
             self.data.test,
@@ -124,7 +131,7 @@ class Batches:
             n_examples=config.n_eval_examples,
             seed=self.seed,
         )
-        return prefetch(batches, partial(self._prepare, n_microbatches=1), workers=config.num_workers)
+        return prefetch(batches, prepare, workers=config.num_workers)
 
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:
         """The examples as token ids, truncated."""

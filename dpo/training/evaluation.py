@@ -97,12 +97,14 @@ class Evaluator:
 
     def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[str]:
         """Continuations of this process's prompts, collated."""
-        seed, max_length = [self.seed, n_examples], self.config.max_length
-        most = max_length - prompts["prompt_input_ids"].shape[1]
+        config = self.config
+        most = config.max_length - prompts["prompt_input_ids"].shape[1]
+        most = min(most, config.n_eval_tokens or most)
 
         def before_token(index: int) -> None:
             self.stop.raise_if_any()
             self.progress.part(index, most, "token")
 
         with before_each_forward(model, before_token):
-            return sample_rows(model, prompts, self.data.tokenizer, self.mesh, max_length=max_length, seed=seed)
+            seed = [self.seed, n_examples]
+            return sample_rows(model, prompts, self.data.tokenizer, self.mesh, max_new_tokens=most, seed=seed)

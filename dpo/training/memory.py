@@ -22,6 +22,7 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, RunError
 from dpo.losses import needs_squares, needs_tails
 from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter
+from dpo.models.answers import Sampling
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
 from dpo.models.loading import find_policy_structure
 from dpo.models.pretrained import DTYPES
@@ -70,7 +71,7 @@ def predict_phases(config: DictConfig, plan: Plan, data: TrainingData) -> dict[s
     forward = layout.forward
     if needs_tails(config.loss) or needs_squares(config.loss):
         forward = partial(layout.forward_details, with_squares=needs_squares(config.loss))
-    trained, evaluated = _largest_microbatches(config, plan, data, layout)
+    trained, evaluated, n_prompt = _largest_microbatches(config, plan, data, layout)
     n_backwards = min(config.gradient_accumulation_steps, 2)
     with fake:
         of_update, of_scoring = (
@@ -86,6 +87,9 @@ def predict_phases(config: DictConfig, plan: Plan, data: TrainingData) -> dict[s
             "scoring the reference": (between_updates._replace(optimizer=0), of_scoring),
             "training": (training._replace(reference=0), at_peak),
         }
+    if config.sample_during_eval:
+        held = between_updates._replace(reference=phases["training"][0].reference)
+        phases["samples"] = _phase_of_samples(config, plan, policy, fake, held, n_prompt=n_prompt)
     if plan.online:
         phases |= _online_phases(config, plan, data, policy, fake, between_updates)
         phases["training"] = training._replace(scorer=phases["sampling"][0].scorer), at_peak
@@ -96,22 +100,42 @@ def _online_phases(
     config: DictConfig, plan: Plan, data: TrainingData, policy: Any, fake: FakeTensorMode, held: MemoryEstimate
 ) -> dict[str, tuple[MemoryEstimate, Counter[str]]]:
     """The phases in which pairs are drawn, with what is held and what comes and goes in each."""
-    rounds, scoring = Rounds.of(config, plan), Counter[str]()
-    if config.online.scorer == "reward_model":
+    rounds, online, scoring = Rounds.of(config, plan), config.online, Counter[str]()
+    if online.scorer == "reward_model":
         reward = find_reward_structure(config)
         weights = (*reward.model.parameters(), *reward.model.buffers())
         held = held._replace(scorer=sum(tensor.nbytes for tensor in weights))
         length = longest_text(reward, config, data)
         scoring = peak_of_scoring(reward, rounds, fake, policy.device.type, length=length)
-    sampling = peak_of_sampling(policy, config, rounds, fake, n_prompt=longest_prompt(config, data))
+    drawing = Sampling(online.max_new_tokens, online.temperature, online.top_p)
+    options = {"rows": rounds.rows, "n_prompt": longest_prompt(config, data), "autocast": config.model.autocast}
+    sampling = peak_of_sampling(policy, drawing, fake, **options)
+    phases = {"sampling": _while_sampling(plan, policy, held, sampling)}
+    return phases | ({"scoring": (held, scoring)} if held.scorer else {})
+
+
+def _phase_of_samples(
+    config: DictConfig, plan: Plan, policy: Any, fake: FakeTensorMode, held: MemoryEstimate, *, n_prompt: int
+) -> tuple[MemoryEstimate, Counter[str]]:
+    """The phase in which an evaluation samples, from prompts of at most `n_prompt` tokens."""
+    n_new = config.max_length - n_prompt
+    sampling = Sampling(min(n_new, config.n_eval_tokens or n_new))
+    rows = config.eval_batch_size // plan.dims.data_size
+    peak = peak_of_sampling(policy, sampling, fake, rows=rows, n_prompt=n_prompt, autocast=None)
+    return _while_sampling(plan, policy, held, peak)
+
+
+def _while_sampling(
+    plan: Plan, policy: Any, held: MemoryEstimate, sampling: Counter[str]
+) -> tuple[MemoryEstimate, Counter[str]]:
+    """What one process has of a phase of sampling."""
     sampling["kv_cache"] //= plan.dims.tensor_size
     gathered = held.gathered
     if plan.dims.shard_size > 1:  # all weights at once, where they fit (`sharding.gathered_weights`)
         gathered = _count(policy.parameters()) * DTYPES[plan.compute_dtype].itemsize // plan.dims.tensor_size
         if gathered > (_device_memory(plan) - held.total) / 2:
             gathered = held.gathered
-    phases = {"sampling": (held._replace(gathered=gathered), sampling)}
-    return phases | ({"scoring": (held, scoring)} if held.scorer else {})
+    return held._replace(gathered=gathered), sampling
 
 
 def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu: bool) -> MemoryEstimate:
@@ -164,12 +188,14 @@ def _with_activations(need: MemoryEstimate, peak: Counter[str], plan: Plan, devi
 
 def _largest_microbatches(
     config: DictConfig, plan: Plan, data: TrainingData, layout: Layout
-) -> tuple[Microbatch, Microbatch]:
-    """The microbatches with the most tokens, of the run's first batches and of its evaluations."""
+) -> tuple[Microbatch, Microbatch, int]:
+    """The microbatches with the most tokens, of the run's first batches and of its evaluations, and the tokens of the
+    longest prompt in the latter."""
     limit = min(config.n_examples or 10**9, LOOKED_AT * config.batch_size)
     first = OmegaConf.merge(config, {"n_examples": limit})
     trained: list[Microbatch] = []
     evaluated: list[Microbatch] = []
+    n_prompt = 2  # what is predicted is a forward of the last token but one, and one of the last
     for rank in range(min(plan.dims.data_size, 4)):
         kind = LongestAnswers if plan.online else Batches
         batches = kind(first, data, layout, seed=config.seed, rank=rank, size=plan.dims.data_size)
@@ -177,7 +203,8 @@ def _largest_microbatches(
             trained += batch.microbatches
         for batch in batches.test():
             evaluated += batch.microbatches
-    return max(trained, key=lambda m: m.n_tokens), max(evaluated, key=lambda m: m.n_tokens)
+            n_prompt = max(n_prompt, *(len(example.prompt) for example in batch.examples))
+    return max(trained, key=lambda m: m.n_tokens), max(evaluated, key=lambda m: m.n_tokens), n_prompt
 
 
 def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:
@@ -226,7 +253,11 @@ HELP = (  # keys, and the value to try; None: nothing
     ("model.autocast", lambda c: "bfloat16"),
     ("cache_reference_logps", lambda c: "all"),
     ("max_length", lambda c: c.max_length // 2),
-    ("eval_batch_size", lambda c: c.eval_batch_size // 2 if c.online.name == "online" else None),
+    (
+        "eval_batch_size",
+        lambda c: c.eval_batch_size // 2 if c.sample_during_eval or c.online.name == "online" else None,
+    ),
+    ("sample_during_eval", lambda c: False),
     ("online.max_new_tokens", lambda c: c.online.max_new_tokens // 2 if c.online.name == "online" else None),
     ("lora", lambda c: None if c.lora.name in ADAPTED else "lora"),
     ("lora", lambda c: None if c.lora.name == "qlora" else "qlora"),

@@ -78,17 +78,14 @@ def longest_text(reward: RewardModel, config: DictConfig, data: TrainingData) ->
 
 
 def peak_of_sampling(
-    policy: Any, config: DictConfig, rounds: Rounds, fake: FakeTensorMode, *, n_prompt: int
+    policy: Any, sampling: Sampling, fake: FakeTensorMode, *, rows: int, n_prompt: int, autocast: str | None
 ) -> Counter[str]:
-    """What a batch of answers to prompts of `n_prompt` tokens needs at its peak: when all prompts are read, or with the
+    """What `rows` answers to prompts of `n_prompt` tokens need at their peak: when all prompts are read, or with the
     last token.
 
     `policy` has fake tensors.
     """
-    online, device, autocast = config.online, policy.device, config.model.autocast
-    n_new, rows = online.max_new_tokens, rounds.rows
-    sampling = Sampling(n_new, online.temperature, online.top_p)
-    peaks = []
+    device, n_new, peaks = policy.device, sampling.max_new_tokens, []
     with (
         fake,
         torch.no_grad(),

@@ -332,11 +332,16 @@ def test_eos_is_found_beyond_the_sample(tokenizer):
 
 def test_settings_that_the_data_makes_look_like_mistakes_are_doubted():
     report = Preflight(SplitReport(examples=64), SplitReport(examples=8), updates=16, dropped_examples=0)
-    config = OmegaConf.create({"warmup_steps": 16, "lr": 1e-3, "schedule": "constant"})
+    config = OmegaConf.create({"warmup_steps": 15, "lr": 1e-3, "schedule": "constant"})
     assert doubts(config, report) == []
-    config.warmup_steps = 150
-    assert doubts(config, report) == ["warmup_steps=150 of 16 updates: lr stays below 0.001"]
+    config.warmup_steps = 16
+    assert doubts(config, report) == [
+        "warmup_steps=16 is too long for the 16 updates of this run, which would never reach lr=0.001; "
+        "warmup_steps=1 fits, a tenth of them",
+    ]
     config.schedule, config.warmup_steps = "cosine", 15
-    assert doubts(config, report) == ["warmup_steps=15 of 16 updates: none is left for cosine"]
+    assert doubts(config, report) == [
+        "warmup_steps=15 leaves none of the 16 updates for cosine; warmup_steps=1 fits, a tenth of them"
+    ]
     config.warmup_steps = 14
     assert doubts(config, report) == []

@@ -34,7 +34,7 @@ class IdsInsteadOfText:
 
 def test_sampling_depends_on_its_seed_alone_and_leaves_the_random_state(tiny_llama, tokenizer, batch):
     def texts(seed: int) -> list[str]:
-        return generation.sample(tiny_llama, batch, tokenizer, max_length=50, seed=seed)
+        return generation.sample(tiny_llama, batch, tokenizer, max_new_tokens=32, seed=seed)
 
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -49,12 +49,11 @@ def test_sampling_depends_on_its_seed_alone_and_leaves_the_random_state(tiny_lla
 
 
 @pytest.mark.parametrize("models_own_limit", [None, 2])
-def test_samples_end_at_max_length_with_the_prompt(models_own_limit, tiny_llama, batch):
+def test_a_sample_has_at_most_so_many_tokens(models_own_limit, tiny_llama, batch):
     model = copy.deepcopy(tiny_llama)
     model.generation_config.max_new_tokens = models_own_limit  # some published models come with one
-    n_prompt = batch["prompt_input_ids"].shape[1]
 
-    ids = generation.sample(model, batch, IdsInsteadOfText(), max_length=n_prompt + 6, seed=0)
+    ids = generation.sample(model, batch, IdsInsteadOfText(), max_new_tokens=6, seed=0)
 
     assert ids.shape == (2, 6)
 

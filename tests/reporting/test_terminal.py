@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from dpo.reporting import terminal
 from dpo.reporting.events import Update
-from dpo.reporting.terminal import Progress, differences, duration, number, table
-from dpo.settings.files import CONFIG_DIR
+from dpo.reporting.terminal import Progress, duration, number, table
+from dpo.settings.files import CONFIG_DIR, differences
 
 DPO = {
     "loss/train": 0.689123456,
@@ -99,25 +99,45 @@ def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
 def test_in_a_log_file_an_evaluation_that_takes_long_says_how_far_it_is(clock, capsys):
     progress = Progress(interval=1.0, silent=False, each={"evaluate": 16})
     for _ in progress.over(range(6), total=6, what="evaluate"):
-        clock.now += 20.0
+        clock.now += 6.0
 
     assert capsys.readouterr().out.splitlines() == [
-        "evaluate 2/6  32/96 examples  1:20 left",
-        "evaluate 4/6  64/96 examples  0:40 left",
-        "evaluate 6/6  96/96 examples  0:00 left",
+        "evaluate 1/6  16/96 examples  0:30 left at the rate so far",  # as soon as a rate is known
+        "evaluate 3/6  48/96 examples  0:18 left",
+        "evaluate 5/6  80/96 examples  0:06 left",
     ]
 
 
 def test_in_a_log_file_a_single_batch_that_takes_long_to_sample_says_how_far_it_is(clock, capsys):
     progress = Progress(interval=1.0, silent=False, each={"sample": 16})
     for _ in progress.over([1], total=1, what="sample"):
-        for token in range(256):
-            progress.part(token, 256, "token")
+        for token in range(128):
+            progress.part(token, 128, "token")
             clock.now += 0.25
 
     assert capsys.readouterr().out.splitlines() == [
-        "sample 0/1  0/16 examples  token 120/256  0:34 left",
-        "sample 0/1  0/16 examples  token 240/256  0:04 left",
+        "sample 0/1  0/16 examples  token 8/128  0:30 left at the rate so far",
+        "sample 0/1  0/16 examples  token 48/128  0:20 left",
+        "sample 0/1  0/16 examples  token 88/128  0:10 left",
+        "sample 1/1  16/16 examples  0:00 left",
+    ]
+
+
+def test_in_a_log_file_an_update_that_takes_long_says_how_far_it_is(clock, capsys):
+    progress = Progress(interval=1.0, silent=False, each={"update": 8})
+    for update in progress.updates([1, 2], total=2, done=0):
+        for microbatch in (1, 2, 3, 4):
+            clock.now += 5.0
+            progress.part(microbatch, 4, "microbatch")
+        progress.on_update(Update(update, 0, [], {}, DPO))
+
+    assert [line.partition("  loss")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "update 0/2  0/16 examples  microbatch 1/4  0:35 left at the rate so far",
+        "update 0/2  0/16 examples  microbatch 3/4  0:25 left",
+        "update 1/2  8/16 examples",
+        "update 1/2  8/16 examples  microbatch 2/4  0:10 left",
+        "update 1/2  8/16 examples  microbatch 4/4  0:00 left",
+        "update 2/2  16/16 examples",
     ]
 
 

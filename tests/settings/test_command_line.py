@@ -37,8 +37,29 @@ def test_options_come_first_and_keep_their_values():
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["loss=1"], f"loss=1 is not one of {', '.join(sorted(LOSSES))}"),
-        (["model=1"], "model=1 is not one of blank_model"),
+        (["loss=1"], f"loss=1 is not there; `ls config/loss` shows all {len(LOSSES)}"),
+        (["loss=dppo"], "loss=dppo is not there: did you mean dpo, sppo or dpop? `ls config/loss` shows all"),
+        (["loss=dppo", "loss.beta=0.1"], "loss=dppo is not there"),  # whether there is a beta is not known
+        (["model=1"], "model=1 is not there; `ls config/model` shows all"),
+        (["model=Pythia28"], "model=Pythia28 is not there: did you mean pythia28? `ls config/model` shows all"),
+        (["model=pythia2.8"], "model=pythia2.8 is not there: did you mean pythia28, "),
+        (
+            ["model=/my/model"],
+            "model=/my/model: model names a file of config/model; a directory or Hub id is "
+            "model.name_or_path=/my/model",
+        ),
+        (
+            ["model=me/my-model"],
+            "model=me/my-model: model names a file of config/model; a directory or Hub id is "
+            "model.name_or_path=me/my-model",
+        ),
+        (
+            ["model=tests"],
+            "model=tests: model names a file of config/model; a directory or Hub id is model.name_or_path=tests",
+        ),
+        (["model=EleutherAI/pythia-2.8b"], "model=EleutherAI/pythia-2.8b: here it is model=pythia28"),
+        (["lora=/my/adapter"], "lora=/my/adapter: an adapter to start from is model.archive=/my/adapter lora=lora"),
+        (["lora=lorra"], "lora=lorra is not one of lora, none, qlora: did you mean lora or qlora?"),
         (["=3"], "NAME =3: write NAME=VALUE, with no spaces around ="),
         (["lr", "=", "3"], "lr =: write lr=VALUE, with no spaces around ="),
         (["lr"], "lr is not an override: write NAME=VALUE"),

@@ -147,7 +147,7 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
             "model.tokenizer_name_or_path='~/no'",
             "model.tokenizer_name_or_path=~/no is not there: no such directory (~ ",
         ),
-        ("loss.name=dpoo", f"loss.name=dpoo is not one of {', '.join(sorted(LOSSES))}"),
+        ("loss.name=dpoo", "loss.name=dpoo is not there: did you mean dpo"),
         ("model.policy_dtype=fp32", "model.policy_dtype=fp32 is not one of bfloat16, float16, float32"),
         ("model.reference_dtype=half", "model.reference_dtype=half is not one of bfloat16, float16, float32"),
         (
@@ -542,6 +542,8 @@ WITHOUT = {  # settings under which a key has no effect
     "wandb.artifacts=false": ("wandb.enabled=false",),
     "tensorboard.enabled=true": ("debug=true",),
     "n_eval_model_samples=5": ("sample_during_eval=false",),
+    "n_eval_tokens=5": ("sample_during_eval=false",),
+    "do_first_sampling=true": ("do_first_eval=false",),
     "lr_scaling=linear": (),
     "min_lr_ratio=0.1": (),
     "cache_reference_logps=all": ("loss=sft",),

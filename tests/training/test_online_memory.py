@@ -109,7 +109,8 @@ def test_the_peak_of_sampling_is_that_of_real_tensors(compose, tokenizer):
     fake, structure = FakeTensorMode(), find_policy_structure(config, plan, "float32")
     with fake:
         structure = on_device(structure, "cpu", None)
-    found = peak_of_sampling(structure, config, Rounds.of(config, plan), fake, n_prompt=8)
+    options = {"rows": Rounds.of(config, plan).rows, "n_prompt": 8, "autocast": None}
+    found = peak_of_sampling(structure, Sampling(config.online.max_new_tokens), fake, **options)
     assert found.total() == pytest.approx(tracker.peak.total(), rel=0.1)
 
 

@@ -1,0 +1,118 @@
+"""Work before the first update: how much there is, said before it begins, and whether samples wait.
+
+Everything is counted from config and data, nothing measured: a run decides alike in every process and every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from omegaconf import DictConfig
+
+from dpo.data.preflight import TrainingData
+from dpo.settings.plan import Plan
+
+# trained tokens that take as long as a sampled one: between the 1 of SmolLM2-135M and the 4 of the tests' tiny-llama, both
+# measured on one CPU core (docs/metrics.md)
+SAMPLED_COST = 3
+MOST = 0.1  # of a run that samples before its first update may cost, unless they are asked for
+
+
+class Samples(NamedTuple):
+    """The samples of an evaluation, at most."""
+
+    prompts: int
+    models: int  # that continue them
+    tokens: int  # of all samples together
+
+
+class FirstUpdate(NamedTuple):
+    """What a run does before its first update."""
+
+    tested: int  # examples of the self-test
+    scored: int | None  # pairs that the reference scores, unless it finds them scored
+    evaluated: Sequence[int]  # examples of each evaluation batch; none without an evaluation
+    samples: Samples | None  # None if none are wanted
+    trained: int  # tokens that the run trains on
+    samples_wait: bool
+    next_evaluation: int  # examples after which it is
+
+    @classmethod
+    def of(cls, config: DictConfig, plan: Plan, data: TrainingData, sizes: Sequence[int]) -> FirstUpdate:
+        """From the sizes of the evaluation batches."""
+        report, examples = data.report, data.report.updates * config.batch_size
+        scores = plan.reference is not None and config.cache_reference_logps == "all"
+        evaluated = sizes if config.do_first_eval else ()
+        wanted = evaluated and config.sample_during_eval and config.do_first_sampling is not False
+        samples = _count_samples(config, plan, data, sizes) if wanted else None
+        trained = _count_trained(config, plan, data)
+        too_much = samples is not None and SAMPLED_COST * samples.tokens > MOST * trained
+        return cls(
+            tested=min(2 * plan.dims.data_size, sizes[0]) if config.self_test else 0,
+            scored=sum(sizes) + min(report.train.examples, examples) if scores else None,
+            evaluated=evaluated,
+            samples=samples,
+            trained=trained,
+            samples_wait=too_much and config.do_first_sampling is None,
+            next_evaluation=min(config.eval_every - config.eval_every % config.batch_size, examples),
+        )
+
+    @property
+    def draws_samples(self) -> bool:
+        return self.samples is not None and not self.samples_wait
+
+    def tell(self) -> Iterator[str]:
+        """The lines to print at the start, each thing with its size and the keys that change it."""
+        parts = [*self._tell_parts()]
+        if parts:
+            yield "\n".join(["before the first update:", *(f"  {part}" for part in parts)])
+        if self.samples_wait:
+            assert self.samples is not None
+            yield (
+                f"warning: sampling waits for the evaluation after {self.next_evaluation:,} examples, as before the "
+                f"first update it could cost more than a tenth of the run: up to {self.samples.tokens:,} tokens, each "
+                f"counted as {SAMPLED_COST} of the {self.trained:,} trained ones; do_first_sampling=true samples now, "
+                f"n_eval_model_samples and n_eval_tokens make it less"
+            )
+
+    def _tell_parts(self) -> Iterator[str]:
+        if self.tested:
+            yield f"self-test on {self.tested} examples (self_test=false leaves it out)"
+        if self.scored is not None:
+            yield (
+                f"the reference scores up to {self.scored:,} pairs (cache_reference_logps=as_needed scores each when "
+                f"it is needed)"
+            )
+        if self.evaluated:
+            yield (
+                f"evaluation of {sum(self.evaluated):,} examples in {len(self.evaluated):,} batches (n_eval_examples; "
+                f"do_first_eval=false leaves it out)"
+            )
+        if self.samples is not None and not self.samples_wait:
+            prompts, models, tokens = self.samples
+            who = "policy and reference" if models > 1 else "the policy"
+            yield (
+                f"samples of {who} for {prompts:,} prompts, up to {tokens:,} tokens (n_eval_model_samples, "
+                f"n_eval_tokens; do_first_sampling=false leaves them out)"
+            )
+
+
+def _count_samples(config: DictConfig, plan: Plan, data: TrainingData, sizes: Sequence[int]) -> Samples:
+    n_batches = max(1, config.n_eval_model_samples // config.eval_batch_size)
+    prompts = sum(sizes[:n_batches])
+    frees_reference = plan.reference == "model" and config.cache_reference_logps == "all"
+    models = 1 if plan.reference is None or frees_reference else 2
+    # a batch goes on up to max_length with its longest prompt, which is at least as long as the mean
+    longest = config.max_length - int(data.report.test.mean_prompt_tokens)
+    return Samples(prompts, models, models * prompts * min(longest, config.n_eval_tokens or longest))
+
+
+def _count_trained(config: DictConfig, plan: Plan, data: TrainingData) -> int:
+    """Tokens that a run trains on, a prompt counted once for its responses; with what is drawn for it."""
+    train = data.report.train
+    of_example = train.mean_prompt_tokens + train.mean_chosen_tokens + (train.mean_rejected_tokens or 0)
+    if plan.online:
+        drawn = config.online.n_samples * config.online.max_new_tokens
+        of_example = train.mean_prompt_tokens + 2 * config.online.max_new_tokens + SAMPLED_COST * drawn
+    return round(data.report.updates * config.batch_size * of_example)

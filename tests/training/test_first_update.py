@@ -1,0 +1,122 @@
+"""Work before the first update is announced with its size, and samples that would cost much of a run wait."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hydra
+import pytest
+from support.runs import GOLDEN, ROOT, small_run, train
+
+from dpo.data.preflight import Preflight, SplitReport, TrainingData
+from dpo.settings.plan import resolve
+from dpo.training.first_update import FirstUpdate
+
+SAMPLED = ("sample_during_eval=true", "n_eval_model_samples=4", "n_eval_tokens=5")
+WAITS = "warning: sampling waits for the evaluation after "
+
+
+def samples_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+
+
+def first_update(*overrides: str, loss: str = "dpo", updates: int = 100) -> FirstUpdate:
+    """Of a run on pairs of 100 tokens: a prompt of 40 and responses of 30."""
+    lengths = {"mean_prompt_tokens": 40.0, "mean_chosen_tokens": 30.0, "mean_rejected_tokens": 30.0}
+    report = Preflight(SplitReport(examples=400, **lengths), SplitReport(examples=40, **lengths), updates, 0)
+    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        overrides = ("exp_name=test", "local_run_dir=run", *overrides)
+        config = hydra.compose("config", [f"loss={loss}", f"model.name_or_path={GOLDEN / 'tiny-llama'}", *overrides])
+    data = TrainingData(tokenizer=None, encode=None, train=None, test=None, report=report)
+    return FirstUpdate.of(config, resolve(config), data, sizes=(16, 16))
+
+
+def test_each_thing_is_announced_with_its_size_and_the_keys_that_change_it():
+    first = first_update("cache_reference_logps=all", "lora=lora", "do_first_sampling=true")
+    assert list(first.tell()) == [
+        "before the first update:\n"
+        "  self-test on 2 examples (self_test=false leaves it out)\n"
+        "  the reference scores up to 432 pairs (cache_reference_logps=as_needed scores each when it is needed)\n"
+        "  evaluation of 32 examples in 2 batches (n_eval_examples; do_first_eval=false leaves it out)\n"
+        "  samples of policy and reference for 16 prompts, up to 4,096 tokens (n_eval_model_samples, n_eval_tokens; "
+        "do_first_sampling=false leaves them out)"
+    ]
+
+
+def test_what_is_not_done_is_not_announced():
+    assert list(first_update("self_test=false", "do_first_eval=false").tell()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        ((), 2 * 16 * 128),
+        (("n_eval_model_samples=32",), 2 * 32 * 128),
+        (("n_eval_tokens=10",), 2 * 16 * 10),
+        (("n_eval_tokens=null",), 2 * 16 * (512 - 40)),  # as in the reference: up to max_length
+        (("max_length=100", "max_prompt_length=50"), 2 * 16 * (100 - 40)),
+        (("cache_reference_logps=all",), 16 * 128),  # whose model is freed
+    ],
+)
+def test_samples_are_counted_before_they_are_drawn(overrides, tokens):
+    assert first_update(*overrides).samples.tokens == tokens
+
+
+def test_without_a_reference_the_policy_alone_samples():
+    first = first_update("do_first_sampling=true", loss="sft")
+    assert first.samples.tokens == 16 * 128
+    assert "samples of the policy for 16 prompts" in next(first.tell())
+
+
+@pytest.mark.parametrize(
+    ("updates", "asked_for", "draws"),
+    [
+        (307, "null", False),  # 3 * 4,096 sampled tokens against a tenth of 307 * 4 * 100
+        (308, "null", True),
+        (307, "true", True),
+        (308, "false", False),
+    ],
+)
+def test_samples_wait_if_they_could_cost_more_than_a_tenth_of_the_run(updates, asked_for, draws):
+    first = first_update(f"do_first_sampling={asked_for}", "eval_every=400", updates=updates)
+    assert first.draws_samples == draws
+    warnings = [line for line in first.tell() if line.startswith("warning")]
+    assert len(warnings) == (asked_for == "null" and not draws)
+    assert all(line.startswith(f"{WAITS}400 examples") and "do_first_sampling=true" in line for line in warnings)
+
+
+def test_online_a_run_costs_what_is_drawn_for_it_too():
+    drawn = ("online=online", "online.scorer=shorter", "online.max_new_tokens=10", "max_prompt_length=40")
+    assert first_update(*drawn, updates=1).trained == 4 * (40 + 2 * 10 + 3 * 2 * 10)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_short_run_samples_at_its_next_evaluation_and_dry_run_says_so(processes, rows, tmp_path):
+    several = ("trainer=FSDPTrainer", f"world_size={processes}") if processes > 1 else ()
+    tried, trained = (
+        train(*small_run(rows, tmp_path / "run", *SAMPLED, *several, f"dry_run={dry}")) for dry in ("true", "false")
+    )
+    assert (tried.returncode, trained.returncode) == (0, 0), tried.stderr + trained.stderr
+
+    announced = trained.stdout[trained.stdout.index("before the first update:") :].splitlines()[:4]
+    assert announced[2].startswith("  evaluation of 4 examples in 1 batches")
+    assert announced[3].startswith(WAITS)
+    assert "\n".join(announced) in tried.stdout
+    assert {sample["examples"] for sample in samples_of(tmp_path / "run")} == {8, 16, 24}
+
+
+def test_samples_before_the_first_update_can_be_asked_for_and_have_at_most_so_many_tokens(rows, tmp_path):
+    settings = ("loss=sft", "n_examples=4", "do_first_sampling=true")
+    texts = {}
+    for most in ("5", "null"):
+        result = train(*small_run(rows, tmp_path / most, *SAMPLED, *settings, f"n_eval_tokens={most}"))
+        assert result.returncode == 0, result.stderr
+        assert WAITS not in result.stdout
+        samples = samples_of(tmp_path / most)
+        assert [sample["examples"] for sample in samples] == [0] * 4 + [4] * 4
+        texts[most] = [sample["policy"] for sample in samples]
+
+    for short, whole in zip(texts["5"], texts["null"], strict=True):
+        assert whole.startswith(short.rstrip("\ufffd"))  # which may be cut within a character
+        assert len(short) < len(whole)
