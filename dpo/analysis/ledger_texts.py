@@ -42,7 +42,7 @@ def find_texts(
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
     if has_own:  # it may be chats, which a tokenizer renders, whose code is not run, whoever's run it is
         name = config.model.tokenizer_name_or_path or config.model.name_or_path
-        options["tokenizer"] = load_tokenizer(name, cache_dir=cache_dir)
+        options |= {"tokenizer": load_tokenizer(name, cache_dir=cache_dir), "sft_mode": True}  # whatever it trained on
     texts = {}
     for (split, name), digests in wanted.items():
         for prompt in iterate_prompts(get_dataset, [name], split, **options):

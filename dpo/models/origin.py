@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,11 +11,11 @@ from dpo.errors import InputError
 from dpo.models.adapters import base_named_by, find_adapter, is_archive
 from dpo.models.weights import find_archive
 from dpo.settings.files import with_defaults
+from dpo.settings.places import HUB_ID
 from dpo.system.plain_files import check_readable
 
 CONFIG = "config.yaml"
 POLICY_FILE = "policy.pt"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Origin(NamedTuple):

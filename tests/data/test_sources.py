@@ -9,8 +9,9 @@ import datasets
 import pytest
 from support.runs import write_rows
 
-from dpo.data.sources import Source, load_rows
+from dpo.data.sources import load_rows
 from dpo.errors import InputError
+from dpo.settings.places import Source
 from preference_datasets import get_dataset
 
 ROWS = [{"chosen": "a\u2028b", "rejected": "é"}, {"chosen": "c", "rejected": "d\nd"}]
@@ -74,7 +75,7 @@ def test_a_file_with_one_prompt_has_nothing_left_to_train_on(tmp_path):
 @pytest.mark.parametrize(
     ("files", "messages"),
     [
-        ({"train.csv": "", "notes.txt": ""}, ["{dir} has no train split", "train.jsonl", "holds notes.txt, train.csv"]),
+        ({"train.txt": "", "notes.md": ""}, ["{dir} has no train split", "train.jsonl", "holds notes.md, train.txt"]),
         ({}, ["{dir} has no train split", "it holds nothing"]),
         (
             {"train.jsonl": "{}", "train.parquet": ""},
@@ -126,7 +127,7 @@ def test_a_source_is_a_place_with_an_optional_revision(value, expected):
 
 @pytest.mark.parametrize("value", ["", 7, {"revision": "v2"}, {"path": "somebody/pairs", "split": "train"}])
 def test_a_source_of_another_shape_is_an_error(value):
-    with pytest.raises(InputError, match=r"dataset_sources\.mine=.*neither a directory, file or Hub id"):
+    with pytest.raises(InputError, match=r"dataset_sources\.mine=.* must be a directory, file or Hub id"):
         Source.parse("mine", value)
 
 
