@@ -407,8 +407,9 @@ def doubts_about_chat(tokenizer: Any, forms: Mapping[str, str]) -> list[str]:
     names = [name for name, form in forms.items() if form != CHAT]
     if not names or not getattr(tokenizer, "chat_template", None):
         return []
+    hold = f"{' and '.join(names)} hold{'s' * (len(names) == 1)}"
     return [
-        f"the tokenizer has a chat template, and {' and '.join(names)} holds text, which is used as it is: a chat "
-        f"model would learn in another form than it is asked in. Give it messages, [{{role: user, content: ...}}], "
-        f"in place of text; a base model may learn from text"
+        f"the tokenizer has a chat template, and {hold} text, which is used as it is: a chat model would learn in "
+        f"another form than it is asked in. Give messages, [{{role: user, content: ...}}], in place of text; a base "
+        f"model may learn from text"
     ]

@@ -163,7 +163,7 @@ def _parse_table(lines: Iterable[str], file: Path, *, dialect: str) -> Iterator[
         if len(fields) != len(header):
             separators = "tabs" if dialect == "excel-tab" else "commas"
             raise InputError(
-                f"record {number} of {file} (up to line {reader.line_num}) has {len(fields)} fields, and the first line "
+                f"record {number} of {file} (line {reader.line_num}) has {len(fields)} fields, and the first line "
                 f"names {len(header)}: put fields with {separators} or newlines in quotes"
             )
         yield dict(zip(header, fields, strict=True))
