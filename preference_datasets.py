@@ -28,9 +28,10 @@ from dpo.data.examples import iterate_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.prompts import Prompt, iterate_prompts
 from dpo.data.schema import PreferenceData, get_field
-from dpo.data.sources import HUB_IDS, Source, load_rows
+from dpo.data.sources import HUB_IDS, load_rows
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
+from dpo.settings.places import Source
 
 if TYPE_CHECKING:
     import datasets
@@ -190,12 +191,13 @@ def get_dataset(
     cache_dir: str | None = None,
     dataset_sources: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
+    sft_mode: bool = False,
 ) -> PreferenceData:
     """`{prompt: {"responses": [str], "pairs": [(better, worse)], "sft_target": str}}` of a dataset's split.
 
     `dataset_sources[name]` redirects a built-in dataset and is required for any other name; `tokenizer` renders own
-    data in chat messages. A source that is one file is split by prompt: a tenth, at least one, drawn with seed 42, is
-    test.
+    data in chat messages, of which `sft_mode` needs no pairs. A source without splits, as one file is, is split by
+    prompt: a tenth, at least one, drawn with seed 42, is test.
     Raises InputError for an unknown name, a missing split, a row without a field, and empty data.
     """
     value = (dataset_sources or {}).get(name)
@@ -214,8 +216,9 @@ def get_dataset(
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
-        data = get_own(load_rows(source, split, cache_dir), f"{source.path} ({split})", tokenizer, source.columns)
-    if source.is_file and name != "se":  # se makes its own test split
+        rows, origin = load_rows(source, split, cache_dir), f"{source.path} ({split})"
+        data = get_own(rows, origin, tokenizer, source.columns, name=name, sft_mode=sft_mode, silent=silent)
+    if source.has_no_splits and name != "se":  # se makes its own test split
         n_prompts, data = len(data), data.hold_out(split)
         if n_prompts == 1 and not data:
             raise InputError(
@@ -223,9 +226,8 @@ def get_dataset(
                 f"test split: add prompts, or give a directory of train and test files"
             )
         if split == "test" and not silent:
-            print(
-                f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {len(data):,} of {n_prompts:,}"
-            )
+            n_test = f"{len(data):,} of {n_prompts:,}"
+            print(f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {n_test}")
     if not data:
         raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split")
     first = next(iter(data.values()))
@@ -267,10 +269,9 @@ def get_batch_iterator(
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")
-    prompts = load_prompts(
-        names, split, silent=silent, cache_dir=cache_dir, dataset_sources=dataset_sources, tokenizer=tokenizer
-    )
-    available = len(prompts) if sft_mode else sum(len(prompt.pairs) for prompt in prompts)
+    options = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
+    prompts = load_prompts(names, split, silent=silent, sft_mode=sft_mode, **options)
+    available = sum(len(prompt.examples(sft_mode)) for prompt in prompts)
     if available < batch_size:
         raise InputError(f"the {split} split has {available} examples, too few for one batch of {batch_size}")
     encode = TextEncoder(tokenizer)

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError, RunError
 from dpo.settings.files import defaults_of, differences, options_in, with_defaults
+from dpo.settings.places import place_datasets
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_config_problems
 from dpo.system.library_logs import silence_bitsandbytes
@@ -35,6 +36,7 @@ FindClass = Callable[[Plan], Any]
 def run(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
     """Train as a validated config says, in as many processes as it asks for."""
     OmegaConf.resolve(config)
+    place_datasets(config)
     config.local_run_dir = os.path.expanduser(config.local_run_dir)
     if is_rank_0() and not config.dry_run:
         print(describe(config), flush=True)  # importing torch takes seconds
@@ -114,6 +116,7 @@ def work_with_models(
     if problems := find_config_problems(config, plan):
         raise InputError("; ".join(problems))
     OmegaConf.resolve(config)
+    place_datasets(config)
     joins = plan.trainer.multi_process and not torch.distributed.is_initialized()
     if joins:
         backend = "nccl" if torch.cuda.is_available() else "gloo"

@@ -139,7 +139,8 @@ def _sample(asked: argparse.Namespace) -> int:
 
 def _read_prompts(file: Path, out: Path) -> list[Any]:
     from dpo.data.schema import get_field
-    from dpo.data.sources import Source, load_rows
+    from dpo.data.sources import load_rows
+    from dpo.settings.places import Source
     from dpo.system.plain_files import check_writable
 
     if not file.is_file():

@@ -49,6 +49,7 @@ def find_texts(
     if has_own:  # it may be chats, which a tokenizer renders
         name = config.model.tokenizer_name_or_path or config.model.name_or_path
         options["tokenizer"] = load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+        options["sft_mode"] = True  # whatever it trained on
     texts = {}
     for (split, name), digests in wanted.items():
         for prompt in iterate_prompts(get_dataset, [name], split, **options):

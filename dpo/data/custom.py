@@ -1,56 +1,70 @@
-"""Custom preference data: records in the standard format (text or chat messages) to prompts and pairs."""
+"""Custom data: records of text or chat messages to prompts with pairs, or with SFT targets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jinja2
 
+from dpo.data.columns import find_columns, recognize_columns
 from dpo.data.schema import Messages, PreferenceData, get_field
 from dpo.errors import InputError
-from dpo.settings.validation import COLUMNS
 
 ASSISTANT = "\n\nAssistant:"
 
 
 def get_own(
-    rows: Iterable[Mapping[str, Any]], origin: str, tokenizer: Any, columns: Mapping[str, str] = MappingProxyType({})
+    rows: Sequence[Mapping[str, Any]],
+    origin: str,
+    tokenizer: Any,
+    columns: Mapping[str, str] = MappingProxyType({}),
+    *,
+    name: str = "mine",
+    sft_mode: bool = False,
+    silent: bool = True,
 ) -> PreferenceData:
-    """Records `{prompt, chosen, rejected}`, or `{chosen, rejected}` with a common beginning, as preference data.
+    """Records `{prompt, chosen, rejected}`, or `{chosen, rejected}` with a common beginning, as preference data; under
+    SFT also `{prompt, completion}` and `{messages}`, of which the last is the target.
 
     Fields are strings, or lists of chat messages `{role, content}` rendered with the tokenizer's chat template; all
-    records must be of one kind. `columns` maps our field names to those of the records. With messages, a prompt that is
-    a string must be the content of a message that chosen and rejected share (UltraFeedback).
+    records must be of one kind. `columns` maps our field names to those of the records; others are recognized. With
+    messages, a prompt that is a string must be the content of a message that chosen and rejected share (UltraFeedback).
     Raises InputError that names the record and `origin`.
     """
     data: PreferenceData | None = None
-    if unknown := columns.keys() - set(COLUMNS):
-        raise InputError(f"columns has unknown names {', '.join(sorted(unknown))}; the names are {', '.join(COLUMNS)}")
+    found = recognize_columns(find_columns(rows), columns, name=name, origin=origin, sft_mode=sft_mode)
+    if found.items() - columns.items() - {(ours, ours) for ours in found} and not silent:
+        print(f"{origin}: columns {', '.join(f'{ours}={theirs}' for ours, theirs in found.items())}")
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"
-        chosen, rejected = (get_field(row, columns.get(key, key), where, (str, list)) for key in ("chosen", "rejected"))
-        key = columns.get("prompt", "prompt")
-        has_prompt = "prompt" in columns or row.get(key) is not None
-        prompt = get_field(row, key, where, (str, list)) if has_prompt else None
-        chat = isinstance(chosen, list)
-        if isinstance(rejected, list) != chat or (isinstance(prompt, list) and not chat):
-            raise InputError(f"{where}: prompt, chosen and rejected must all be text or all be chat messages")
+        fields = {ours: get_field(row, theirs, where, (str, list)) for ours, theirs in found.items()}
+        prompt = fields.pop("prompt", None)
+        responses = list(fields.values())
+        chat = isinstance(responses[0], list)
+        if any(isinstance(response, list) != chat for response in responses) or (isinstance(prompt, list) and not chat):
+            raise InputError(f"{where}: {', '.join(found)} must all be text or all be chat messages")
         if data is None:
             data = PreferenceData(truncation_mode="keep_start", rendered=chat)
         elif data.rendered != chat:
             raise InputError(f"{where}: earlier records hold {'text' if chat else 'chat messages'}; use one kind")
-        texts = prompt, chosen, rejected
         if chat:
-            messages, better, worse = _split_messages(prompt, chosen, rejected, tokenizer, where)
-            texts = _render(messages, better, worse, tokenizer, where)
-            data.messages[texts[0]] = [{key: message[key] for key in ("role", "content")} for message in messages]
-        if texts[0] is None:
-            texts = split_shared_prompt(chosen, rejected)
-        if not texts[0]:
+            messages, answers = _split_messages(prompt, responses, tokenizer, where)
+            if "messages" in found and answers[0][-1]["role"] != "assistant":
+                raise InputError(f"{where}: the last message is of {answers[0][-1]['role']}, and must be of assistant")
+            prompt, *responses = _render(messages, answers, tokenizer, where)
+            data.messages[prompt] = [{key: message[key] for key in ("role", "content")} for message in messages]
+        elif "messages" in found:
+            raise InputError(f"{where}: {found['messages']} must be a list of chat messages and is text")
+        elif prompt is None:
+            prompt, *responses = split_shared_prompt(*responses)
+        if not prompt:
             raise InputError(f"{where}: the prompt is empty, so the first response token has no context")
-        data.add_pair(*texts)
+        if len(responses) == 2:
+            data.add_pair(prompt, *responses)
+        else:
+            data.add_target(prompt, *responses)
     return data if data is not None else PreferenceData(truncation_mode="keep_start")
 
 
@@ -75,49 +89,49 @@ def _common_start(*texts: str) -> str:
 
 
 def _split_messages(
-    prompt: str | Messages | None, chosen: Messages, rejected: Messages, tokenizer: Any, where: str
-) -> tuple[Messages, Messages, Messages]:
-    """The messages of the prompt, and of both responses to it."""
-    for messages in (prompt, chosen, rejected):
+    prompt: str | Messages | None, responses: Sequence[Messages], tokenizer: Any, where: str
+) -> tuple[Messages, list[Messages]]:
+    """The messages of the prompt, and of each response to it."""
+    for messages in (prompt, *responses):
         for message in messages if isinstance(messages, list) else ():
             get_field(message, "role", where)
             if tokenizer.eos_token and tokenizer.eos_token in get_field(message, "content", where):
                 raise InputError(f"{where}: a message contains the EOS token {tokenizer.eos_token!r}: {message!r}")
     if not isinstance(prompt, list):
-        text, whole, prompt = prompt, chosen, _shared_messages(chosen, rejected)
+        text, prompt = prompt, _shared_messages(responses)
         if text is not None and all(message["content"] != text for message in prompt):
-            raise InputError(f"{where}: the prompt is not the content of any message that chosen and rejected share")
-        chosen, rejected = whole[len(prompt) :], rejected[len(prompt) :]
-    if not (prompt and chosen and rejected):
-        raise InputError(f"{where}: prompt, chosen and rejected need at least one message each")
-    return prompt, chosen, rejected
+            raise InputError(f"{where}: the prompt is not the content of any message before the response")
+        responses = [whole[len(prompt) :] for whole in responses]
+    if not (prompt and all(responses)):
+        raise InputError(f"{where}: a prompt and its responses need at least one message each")
+    return prompt, list(responses)
 
 
-def _shared_messages(chosen: Messages, rejected: Messages) -> Messages:
-    """The messages that both dialogues begin with; each keeps at least one of its own."""
+def _shared_messages(dialogues: Sequence[Messages]) -> Messages:
+    """The messages that all dialogues begin with; each keeps at least one of its own."""
     shared = []
-    for a, b in zip(chosen[:-1], rejected[:-1], strict=False):
-        if a != b:
+    for messages in zip(*(dialogue[:-1] for dialogue in dialogues), strict=False):
+        if any(message != messages[0] for message in messages):
             break
-        shared.append(a)
+        shared.append(messages[0])
     return shared
 
 
-def _render(prompt: Messages, chosen: Messages, rejected: Messages, tokenizer: Any, where: str) -> tuple[str, str, str]:
+def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, where: str) -> list[str]:
+    """The texts of the prompt and of each response."""
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{where} holds chat messages, but the tokenizer has no chat template: use text instead")
     try:
         bare = tokenizer.apply_chat_template(prompt, tokenize=False)
         opened = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        dialogues = [tokenizer.apply_chat_template(prompt + r, tokenize=False) for r in (chosen, rejected)]
+        dialogues = [tokenizer.apply_chat_template(prompt + r, tokenize=False) for r in responses]
     except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on odd content
         raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
     # some generation prompts contain more than a finished turn does (a thinking tag, say): keep what they share
     shared = _common_start(opened, *dialogues)
     if not shared.startswith(bare):
         raise InputError(f"{where}: the chat template renders the prompt differently once a response follows it")
-    chosen_text, rejected_text = (_without_final_eos(d[len(shared) :], tokenizer.eos_token) for d in dialogues)
-    return shared, chosen_text, rejected_text
+    return [shared, *(_without_final_eos(d[len(shared) :], tokenizer.eos_token) for d in dialogues)]
 
 
 def _without_final_eos(text: str, eos: str | None) -> str:

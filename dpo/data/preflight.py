@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpo.data.asking import RAW, format_of
+from dpo.data.asking import CHAT, RAW, format_of
 from dpo.data.examples import TextExample, examples_of, prime
 from dpo.data.prompts import Prompt, PromptFile, StoredPrompts, iterate_prompts, store_prompts
 from dpo.data.schema import PreferenceData
@@ -331,7 +331,8 @@ def prepare_data(
     prompts, reports = {}, {}
     for split in ("train", "test"):
         options = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
-        found = iterate_prompts(get_dataset, names, split, with_messages=online, silent=silent, **options)
+        options |= {"sft_mode": sft_mode, "silent": silent}
+        found = iterate_prompts(get_dataset, names, split, with_messages=online, **options)
         prompts[split] = store_prompts(found, folder)
         reports[split] = inspect_split(
             prompts[split], encode, sft_mode=sft_mode, max_length=max_length, max_prompt_length=max_prompt_length
@@ -391,7 +392,9 @@ def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *,
         silence_secs=config.collective_timeout_secs,
     )
     if not silent:
-        for line in (*doubts(config, data.report), *doubts_about_bos(tokenizer, data.train[0].text)):
+        forms = data.report.train.prompt_formats
+        about_tokenizer = *doubts_about_chat(tokenizer, forms), *doubts_about_bos(tokenizer, data.train[0].text)
+        for line in (*doubts(config, data.report), *about_tokenizer):
             print(f"warning: {line}", flush=True)
     return data
 
@@ -410,3 +413,16 @@ def doubts(config: DictConfig, report: Preflight) -> list[str]:
             f"warmup_steps={config.warmup_steps} leaves none of the {updates:,} updates for {config.schedule}{fits}"
         )
     return found
+
+
+def doubts_about_chat(tokenizer: Any, forms: Mapping[str, str]) -> list[str]:
+    """A warning if the tokenizer has a chat template and a dataset, whose form this is, is text."""
+    names = [name for name, form in forms.items() if form != CHAT]
+    if not names or not getattr(tokenizer, "chat_template", None):
+        return []
+    hold = f"{' and '.join(names)} hold{'s' * (len(names) == 1)}"
+    return [
+        f"the tokenizer has a chat template, and {hold} text, which is used as it is: a chat model would learn in "
+        f"another form than it is asked in. Give messages, [{{role: user, content: ...}}], in place of text; a base "
+        f"model may learn from text"
+    ]

@@ -35,9 +35,9 @@ class Prompt(NamedTuple):
     messages: Messages | None = None  # that were rendered
 
     def examples(self, sft_mode: bool) -> list[dict[str, str]]:
-        """The texts of each example: the SFT target, or every pair."""
+        """The texts of each example: every pair, or the SFT target; without pairs every response is one."""
         if sft_mode:
-            return [{"chosen": self.sft_target}]
+            return [{"chosen": target} for target in ([self.sft_target] if self.pairs else self.responses)]
         return [{"chosen": self.responses[a], "rejected": self.responses[b]} for a, b in self.pairs]
 
 

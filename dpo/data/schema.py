@@ -38,6 +38,12 @@ class PreferenceData(dict[str, Entry]):
         entry["pairs"].append((n + better, n + 1 - better))
         entry["sft_target"] = (first, second)[better]
 
+    def add_target(self, prompt: str, target: str) -> None:
+        """Add a response that SFT learns, without one that it is preferred to."""
+        entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
+        entry["responses"].append(target)
+        entry["sft_target"] = target
+
     def hold_out(self, split: str) -> PreferenceData:
         """The train or test split of data without splits: a tenth of the prompts, at least one, is test."""
         prompts = list(self)
@@ -51,9 +57,12 @@ class PreferenceData(dict[str, Entry]):
 
 
 def get_field(row: Mapping[str, Any], key: str, where: str, kind: type | tuple[type, ...] = str) -> Any:
-    """`row[key]`; raises InputError that names the record (`where`) if it is missing, of another type or not
+    """`row[key]`; raises InputError that names the record (`where`) if it is missing, null, of another type or not
     Unicode."""
     value = row.get(key) if isinstance(row, Mapping) else None
+    if key in row and (value is None or value != value):  # NaN is how pandas writes null
+        null = "null" if value is None else "NaN, which is how pandas writes null"
+        raise InputError(f"{where}: {key} is {null}: give it a value, or remove the record")
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         found = f"{type(value).__name__} ({str(value)[:80]!r})" if value is not None else "missing"

@@ -13,12 +13,13 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from omegaconf import OmegaConf
 
 from dpo.data.asking import HH, MEANINGS, common_format
-from dpo.data.sources import HUB_IDS, Source
+from dpo.data.sources import HUB_IDS
 from dpo.errors import InputError
 from dpo.models.loading import source_of
-from dpo.models.origin import HUB_ID, Origin
+from dpo.models.origin import Origin
 from dpo.settings.files import flatten
 from dpo.settings.keys import KEYS, Resume
+from dpo.settings.places import HUB_ID, Source
 from dpo.settings.plan import resolve
 from dpo.system.plain_files import check_readable, read_json
 from dpo.system.redaction import redact

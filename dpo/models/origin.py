@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from dpo.models.adapters import base_named_by, find_adapter, is_archive
 from dpo.models.weights import find_archive
 from dpo.settings.files import flatten, with_defaults
 from dpo.settings.keys import KEYS
+from dpo.settings.places import HUB_ID
 from dpo.settings.validation import find_value_problem
 from dpo.system.plain_files import read_yaml
 
@@ -21,7 +21,6 @@ CONFIG = "config.yaml"
 POLICY_FILE = "policy.pt"
 # the keys of a run's config that are used; what else it has is shown at most
 MATTERS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datasets", "local_dirs", "seed", "trainer")
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Origin(NamedTuple):

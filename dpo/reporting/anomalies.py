@@ -73,7 +73,9 @@ class NonFiniteGuard(Callback):
                 best, worst = example.drawn.pair
                 texts = {"chosen": best.text, "rejected": worst.text}
                 texts |= {"score_chosen": best.score, "score_rejected": worst.score}
-            line = {"prompt": prompt.text, "rejected": "", **texts, "prompt_number": number}
+            if sft_mode:
+                texts = {"completion": texts["chosen"]}
+            line = {"prompt": prompt.text, **texts, "prompt_number": number}
             lines.append(json.dumps(line | {name: column[row] for name, column in columns.items()}) + "\n")
         folder.mkdir(exist_ok=True)
         for split in ("train", "test"):

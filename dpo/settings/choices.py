@@ -68,3 +68,4 @@ SCHEDULES = ("constant", "linear", "cosine")
 LR_SCALINGS = ("none", "linear", "sqrt")
 NAN_POLICIES = ("raise", "skip")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
+COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")  # of own data, in our words

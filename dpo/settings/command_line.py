@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import hydra
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -45,6 +45,8 @@ WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-sc", "--shell-
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
 SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")
 
+TO_QUOTE = re.compile(r"[^\w\s/\\.+$%*@?|:-]|[^\x00-\x7f]")  # what Hydra takes in quotes alone
+MEANT = re.compile(r"""[\[\]{},'"]""")  # lists, mappings, quotes: somebody who writes them knows of Hydra's grammar
 GLOB = re.compile(r"=\s*glob\(")
 RESOLVER = re.compile(r"\$\{[^}]*:")
 # a group's option that is a number, keys inside of what is no mapping, a file that is no YAML
@@ -319,8 +321,12 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
         if having:
             return f"{key} does not exist here: it belongs to any {group} but {', '.join(others)}"
         return did_you_mean(key, [*KEYS, "dataset_sources", *os.listdir(places[0])])
-    if value.startswith("~"):
+    if value.lstrip("[").startswith("~"):
         return f"{override}: ~ is not expanded here; write the whole path"
+    text = value.removeprefix("[").removesuffix("]")
+    if isinstance(error, OverrideParseException) and TO_QUOTE.search(text) and not MEANT.search(text):
+        quoted = value.replace(text, f'"{text}"')
+        return f"{override}: some of its characters mean something to Hydra: write '{key}={quoted}'"
     return f"{override} is not a valid override: {' '.join(str(error).split())[:300]}"
 
 

@@ -87,6 +87,10 @@ NAMES = Rule(
     lambda v: isinstance(v, list) and bool(v) and all(isinstance(n, str) and n for n in v) and len(set(v)) == len(v),
     "a list of different names, such as [hh] or [hh,shp]",
 )
+DATASETS = Rule(
+    lambda v: TEXT.holds(v) or NAMES.holds(v),
+    "a name, a path or a Hub id, or a list of different ones, such as hh, [hh,shp] or data/mine.csv",
+)
 PATHS = Rule(lambda v: isinstance(v, list) and bool(v) and all(map(PATH.holds, v)), "a list of paths")
 RUN_NAME = Rule(
     lambda v: TEXT.holds(v) and not os.path.isabs(v) and ".." not in v.split("/") and "\0" not in v,
@@ -218,7 +222,7 @@ KEYS: dict[str, Key] = {
     "tensor_parallel_size": Key(_or_null(COUNT), CHANGE, CUT_OR_1),
     "tensor_parallel.backend": Key(_one_of(TENSOR_PARALLEL_BACKENDS), CHANGE, CUT_LAYERS),
     "collective_timeout_secs": Key(SECONDS, CHANGE, SEVERAL),
-    "datasets": Key(NAMES, KEEP),
+    "datasets": Key(DATASETS, KEEP),
     "wandb.enabled": Key(FLAG, CHANGE),
     "wandb.entity": Key(_or_null(TEXT), CHANGE, WANDB),
     "wandb.project": Key(PROJECT, CHANGE, WANDB),

@@ -13,10 +13,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from dpo.errors import InputError
 from dpo.losses import LOSSES
-from dpo.settings.choices import ADAPTED, NEED_WHOLE_TENSORS, STEPS_OF_LR, explain_unknown
+from dpo.settings.choices import ADAPTED, COLUMNS, NEED_WHOLE_TENSORS, STEPS_OF_LR, explain_unknown
 from dpo.settings.files import OPTIONAL, WAITING, defaults_of, dotted, flatten
 from dpo.settings.keys import ALIASES, KEYS, SCORED_BY, TEXT, Key, Needs, key_of_option
+from dpo.settings.places import Source, built_in, name_datasets
 from dpo.settings.plan import Plan, resolve
 
 # what of Hydra's own an override may set: by other keys it would import and call what they name
@@ -33,7 +35,6 @@ OF_HYDRAS_PLUGINS = ("hydra.launcher.", "hydra.sweeper.")
 OF_A_CHOICE = tuple(f"{group}." for group in OPTIONAL)  # which of these keys there are depends on the group's option
 WEIGHTS = "loss.weights."
 NO_PAIRS = "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"
-COLUMNS = ("prompt", "chosen", "rejected")  # of own data
 
 
 def did_you_mean(key: str, known: Collection[str]) -> str:
@@ -114,7 +115,7 @@ def find_unused(config: DictConfig, plan: Plan) -> list[str]:
     unused = _find_unused(values, plan)
     lines = [f"{key}={value} has no effect: it needs {needs.what}" for key, value, needs in unused if not needs.refused]
     sources = {name for name, source in values["dataset_sources"].items() if source is not None}
-    unnamed = sorted(sources - set(values["datasets"]))
+    unnamed = sorted(sources - set(name_datasets(values["datasets"], values["dataset_sources"]).names))
     lines += [f"dataset_sources.{name} has no effect: datasets does not name it" for name in unnamed]
     if values["lora.name"] in ADAPTED and values["optimizer"] in STEPS_OF_LR and values["lr"] < 1e-6:
         lines.append(f"lr={values['lr']} is a rate for all weights; adapters take some ten times as much: 5e-6 to 2e-4")
@@ -306,31 +307,24 @@ def _online_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
         )
 
 
-def _dataset_problems(names: list[str], sources: Any) -> Iterator[str]:
-    data_names = (*defaults_of()["dataset_sources"], "demo")  # need no place
+def _dataset_problems(given: str | list[str], sources: Any) -> Iterator[str]:
     if not isinstance(sources, Mapping):
         yield f"dataset_sources={sources} must map names to places, such as dataset_sources.hh=DIR"
         return
-    for name in names:
-        if name not in data_names and not sources.get(name):
-            yield (
-                f"datasets names {name!r}, which is none of {', '.join(data_names)}: "
-                f"say where it is with dataset_sources.{name}=DIR_FILE_OR_HUB_ID"
-            )
-    for name, value in sources.items():
-        allowed = isinstance(value, Mapping) and "path" in value and set(value) <= {"path", "revision", "columns"}
-        if not (value is None or (isinstance(value, str) and value) or allowed):
-            yield (
-                f"dataset_sources.{name}={value} must be a directory, file or Hub id, or "
-                f"{{path: ..., revision: ..., columns: ...}}"
-            )
-        elif allowed and value.get("columns") is not None:
-            yield from _column_problems(name, value["columns"], name in data_names)
+    datasets = name_datasets(given, sources)
+    yield from datasets.problems
+    for name, value in datasets.sources.items():
+        try:
+            columns = {} if value is None else Source.parse(name, value).columns
+        except InputError as error:
+            yield str(error)
+        else:
+            yield from _column_problems(name, columns) if columns else ()
 
 
-def _column_problems(name: str, columns: Any, has_its_own: bool) -> Iterator[str]:
+def _column_problems(name: str, columns: Any) -> Iterator[str]:
     key = f"dataset_sources.{name}.columns"
-    if has_its_own:
+    if name in built_in():
         yield f"{key}={columns}: {name} has columns of its own; name your data otherwise"
     elif (
         not isinstance(columns, Mapping)

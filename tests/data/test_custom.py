@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 
 import pytest
+import yaml
 from support.runs import train, write_rows
 
 from dpo.data.custom import get_own, split_shared_prompt
+from dpo.data.prompts import Prompt
+from dpo.data.sources import load_rows
 from dpo.errors import InputError
+from dpo.settings.places import Source
 from preference_datasets import get_batch_iterator
 
 # "<user>Hi" and "<assistant>Hello" joined, with or without EOS after each turn
@@ -100,13 +105,11 @@ def test_columns_may_have_other_names(tokenizer, chat):
     messages = {RENAMED[key]: value for key, value in HELLO.items()}
     template = chat(ENDS_TURNS_WITH_EOS)
     assert get_own([messages], "mine", template, RENAMED) == get_own([HELLO], "mine", template)
-    with pytest.raises(InputError, match=r"record 1 of mine: field 'best' must be .* missing; the record has question"):
-        get_own([{"question": "Q:"}], "mine", tokenizer, RENAMED)
-    with pytest.raises(InputError, match=r"field 'question' must be .* missing; the record has best, worst"):
+    with pytest.raises(InputError, match=r"columns\.prompt=question: mine has no such column; there are best, worst"):
         get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, RENAMED)
     shared = get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, {"chosen": "best", "rejected": "worst"})
     assert list(shared) == ["a"]
-    with pytest.raises(InputError, match="columns has unknown names promt; the names are prompt, chosen, rejected"):
+    with pytest.raises(InputError, match="columns has unknown names promt; the names are prompt, chosen, rejected, "):
         get_own(rows, "mine", tokenizer, {"promt": "question"})
     sources = {"hh": {"path": "x", "columns": RENAMED}}
     with pytest.raises(InputError, match=r"dataset_sources\.hh renames columns, and hh has its own"):
@@ -132,6 +135,110 @@ def test_columns_are_given_on_the_command_line_beside_or_with_the_place(command,
     assert train(*command("other", *own[:2], whole)).returncode == 0
 
 
+# without pairs, for SFT
+
+QA = [{"question": "Q:", "answer": " yes"}, {"question": "P:", "answer": " no"}, {"question": "Q:", "answer": " sure"}]
+
+
+def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer, capsys):
+    data = get_own(QA, "mine", tokenizer, sft_mode=True, silent=False)
+    assert capsys.readouterr().out == "mine: columns prompt=question, completion=answer\n"
+    assert data == {
+        "Q:": {"responses": [" yes", " sure"], "pairs": [], "sft_target": " sure"},
+        "P:": {"responses": [" no"], "pairs": [], "sft_target": " no"},
+    }
+    kind = {"truncation_mode": data.truncation_mode, "rendered": data.rendered}
+    texts = [texts for text, entry in data.items() for texts in Prompt(text, **entry, **kind).examples(sft_mode=True)]
+    assert texts == [{"chosen": " yes"}, {"chosen": " sure"}, {"chosen": " no"}]
+
+
+def test_nothing_is_said_of_columns_that_have_our_names_or_were_given(tokenizer, capsys):
+    get_own([{"prompt": "Q:", "completion": " yes"}], "mine", tokenizer, sft_mode=True, silent=False)
+    get_own(QA, "mine", tokenizer, {"prompt": "question", "completion": "answer"}, sft_mode=True, silent=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_last_message_of_a_chat_is_the_target_and_the_rest_is_prompt(chat):
+    turns = [user("Hi"), assistant("Hm?"), user("Sing"), assistant("La")]
+    template = chat(ENDS_TURNS_WITH_SEMICOLON)
+    data = get_own([{"messages": turns}], "mine", template, sft_mode=True)
+    assert [*data.items()] == [
+        ("<user>Hi;<assistant>Hm?;<user>Sing;<assistant>", {"responses": ["La;"], "pairs": [], "sft_target": "La;"})
+    ]
+    assert [*data.messages.values()] == [turns[:-1]]
+    # the same as prompt and completion
+    assert get_own([{"prompt": turns[:-1], "completion": turns[-1:]}], "mine", template, sft_mode=True) == data
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (
+            [user("Hi"), assistant("Hm?"), user("Sing")],
+            "record 1 of mine: the last message is of user, and must be of a",
+        ),
+        ([assistant("La")], "record 1 of mine: a prompt and its responses need at least one message each"),
+        ([user("Hi"), {"role": "assistant", "content": None}], "record 1 of mine: content is null"),
+        ("Hi", "record 1 of mine: messages must be a list of chat messages and is text"),
+    ],
+)
+def test_a_chat_without_a_last_answer_is_named(chat, messages, message):
+    with pytest.raises(InputError, match=message):
+        get_own([{"messages": messages}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), sft_mode=True)
+
+
+def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):
+    file = tmp_path / "my.rows.csv"
+    answers = "".join(f'"What is, say, {i % 30}?\n"," It is {i}."\n' for i in range(60))
+    file.write_text(f"\ufeffquestion,answer\n{answers}", encoding="utf-8")
+
+    result = train(*command("run", "loss=sft", f"datasets={file}"))
+
+    assert result.returncode == 0, result.stderr
+    assert f"{file} (train): columns prompt=question, completion=answer\n" in result.stdout
+    assert "train: 54 examples of 27 prompts" in result.stdout  # the held-out tenth is of prompts
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (config["datasets"], config["dataset_sources"]["my_rows"]) == (["my_rows"], str(file))
+    # a loss of pairs is told what is missing, and how columns are given beside a path
+    refused = train(*command("pairs", f"datasets=[{file}]"))
+    assert refused.returncode == 2
+    assert f"{file} (train) has no chosen and rejected, which a loss of pairs needs" in refused.stderr
+    assert "'dataset_sources.my_rows.columns={prompt: question, chosen: COLUMN, rejected: COLUMN}'" in refused.stderr
+    swapped = "dataset_sources.my_rows.columns={prompt: answer, completion: question}"
+    assert "54 examples" in train(*command("swapped", "loss=sft", f"datasets={file}", swapped, "dry_run=true")).stdout
+
+
+# null
+
+
+@pytest.mark.parametrize("null", [None, float("nan")])
+@pytest.mark.parametrize("key", ["prompt", "chosen", "rejected"])
+def test_a_null_is_null_and_neither_missing_nor_replaced(tokenizer, key, null):
+    row = {"prompt": "Q:", "chosen": "Q: yes", "rejected": "Q: no"}
+    with pytest.raises(InputError, match=rf"record 3 of mine: {key} is (null|NaN, which is how pandas writes null):"):
+        get_own([row, row, {**row, key: null}], "mine", tokenizer)
+
+
+def test_a_prompt_that_other_records_have_is_not_taken_from_what_the_responses_share(tokenizer):
+    row = {"prompt": "Q:", "chosen": "Q: yes", "rejected": "Q: no"}
+    without = {key: row[key] for key in ("chosen", "rejected")}
+    with pytest.raises(InputError, match=r"record 2 of mine: field 'prompt' must be .* missing"):
+        get_own([row, without], "mine", tokenizer)
+    assert list(get_own([without], "mine", tokenizer)) == ["Q:"]
+
+
+def test_an_empty_cell_of_a_table_is_an_empty_text_and_is_counted(command, tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text("prompt,chosen,rejected\n" + "".join(f"{i}:, yes,{' no' * (i > 4)}\n" for i in range(40)))
+    result = train(*command("run", f"datasets={file}", "dry_run=true"))
+    train_split, test_split = (line for line in result.stdout.splitlines() if line.startswith(("train: ", "test: ")))
+    counts = [int(n) for n in re.findall(r"(\d+) with an empty response", train_split + test_split)]
+    assert sum(counts) == 5, result.stdout
+    file.write_text("prompt,chosen,rejected\n,a,b\n")
+    with pytest.raises(InputError, match="record 1 of rows: the prompt is empty"):
+        get_own(load_rows(Source(str(file)), "train"), "rows", None)
+
+
 # chat messages
 
 
@@ -149,10 +256,7 @@ def test_a_template_that_ends_turns_with_eos_leaves_the_last_eos_to_tokenization
 
 def test_the_messages_of_a_prompt_are_kept_beside_its_text(chat):
     named = [{**user("Hi"), "name": "Eve"}]  # templates are not given other fields
-    rows = [
-        {**HELLO, "prompt": named},
-        {"chosen": [user("A"), assistant("B")], "rejected": [user("A"), assistant("C")]},
-    ]
+    rows = [{**HELLO, "prompt": named}, {**HELLO, "prompt": [user("A")]}]
     data = get_own(rows, "mine", chat(ENDS_TURNS_WITH_SEMICOLON))
 
     assert [*data.messages] == [*data]

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from dataclasses import asdict
 
 import pytest
 from omegaconf import OmegaConf
-from support.runs import GOLDEN, write_rows
+from support.runs import GOLDEN, train, write_rows
 from tokenizers import processors
 
+from dpo.data.asking import CHAT, HH, RAW
 from dpo.data.examples import iterate_examples
 from dpo.data.preflight import (
     Preflight,
@@ -21,6 +23,7 @@ from dpo.data.preflight import (
     count_updates,
     describe,
     doubts,
+    doubts_about_chat,
     inspect_split,
     prepare_data,
     warn,
@@ -225,6 +228,24 @@ def test_prompts_without_the_bos_that_the_tokenizer_adds_are_worth_a_line(tokeni
     [line] = doubts_about_bos(like_gemma, "Where?")
     assert line.startswith("the tokenizer begins texts with '<bos>', and prompts do not")
     assert doubts_about_bos(like_gemma, "<bos>Where?") == []
+
+
+def test_text_for_a_tokenizer_with_a_chat_template_is_worth_one_line(tokenizer):
+    forms = {"mine": RAW, "hh": HH, "chats": CHAT}
+    assert doubts_about_chat(tokenizer, forms) == []
+    of_a_chat_model = copy.deepcopy(tokenizer)
+    of_a_chat_model.chat_template = "{{ messages[0].content }}"
+    [line] = doubts_about_chat(of_a_chat_model, forms)
+    assert line.startswith("the tokenizer has a chat template, and mine and hh hold text, which is used as it is")
+    assert "Give messages, [{role: user, content: ...}], in place of text" in line
+    assert doubts_about_chat(of_a_chat_model, {"chats": CHAT}) == []
+
+
+def test_the_line_about_chat_models_is_printed_once(command, tmp_path):
+    shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    result = train(*command("run", f"model.name_or_path={tmp_path / 'chat'}", "dry_run=true"))
+    assert result.stdout.count("warning: the tokenizer has a chat template, and hh holds text") == 1, result.stderr
 
 
 # the whole preparation

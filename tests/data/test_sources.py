@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 
 import datasets
 import pytest
 from support.runs import write_rows
 
-from dpo.data.sources import Source, load_rows
+from dpo.data.sources import load_rows
 from dpo.errors import InputError
+from dpo.settings.places import SUFFIXES, Source
 from preference_datasets import get_dataset
 
-ROWS = [{"chosen": "a\u2028b", "rejected": "é"}, {"chosen": "c", "rejected": "d\nd"}]
+ROWS = [{"chosen": 'a\u2028b, "c"', "rejected": "é"}, {"chosen": "c\td", "rejected": "d\nd\r\nd"}]
 
 
 def write(path, rows: list) -> None:
@@ -23,16 +26,82 @@ def write(path, rows: list) -> None:
     if path.name.endswith(".parquet"):
         datasets.Dataset.from_list(rows).to_parquet(path)
         return
-    text = lines if ".jsonl" in path.name else json.dumps(rows, indent=1, ensure_ascii=False)
+    if path.suffix == "":
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+        return
+    if ".csv" in path.name or ".tsv" in path.name:
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, rows[0], dialect="excel" if ".csv" in path.name else "excel-tab")
+        writer.writeheader()
+        writer.writerows(rows)
+        lines = table.getvalue()
+    text = (
+        json.dumps(rows, indent=1, ensure_ascii=False) if ".json" in path.name and ".jsonl" not in path.name else lines
+    )
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet"])
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ""], ids=lambda suffix: suffix or "save_to_disk")
 def test_a_directory_holds_one_file_per_split_in_any_format(tmp_path, suffix):
     write(tmp_path / f"train{suffix}", ROWS)
     write(tmp_path / f"test{suffix}", ROWS[:1])
     assert list(load_rows(Source(str(tmp_path)), "train")) == ROWS
     assert list(load_rows(Source(str(tmp_path)), "test")) == ROWS[:1]
+
+
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ""], ids=lambda suffix: suffix or "save_to_disk")
+def test_every_format_gives_the_same_prompts_and_the_same_held_out_ones(tmp_path, suffix):
+    rows = [{"prompt": f"{i}:", "chosen": f' "{i}",\nyes', "rejected": f" {i}\tno é"} for i in range(20)]
+    expected = {"mine": str(write_rows(tmp_path / "expected.jsonl", rows))}
+    write(tmp_path / f"rows{suffix}", rows)
+
+    for split in ("train", "test"):
+        data = get_dataset("mine", split, dataset_sources={"mine": str(tmp_path / f"rows{suffix}")})
+        assert data == get_dataset("mine", split, dataset_sources=expected)
+
+
+def test_a_saved_dataset_dict_has_its_splits(tmp_path):
+    parts = {"train": datasets.Dataset.from_list(ROWS), "validation": datasets.Dataset.from_list(ROWS[1:])}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert list(load_rows(Source(str(tmp_path)), "train")) == ROWS
+    assert list(load_rows(Source(str(tmp_path)), "test")) == ROWS[1:]
+    assert sorted(tmp_path.rglob("*")) == before  # no cache and no lock
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "val", "dev", "eval"])
+def test_the_test_split_may_have_another_name_if_there_is_no_test(tmp_path, name):
+    write(tmp_path / f"{name}-00000-of-00001.jsonl", ROWS[:1])
+    assert list(load_rows(Source(str(tmp_path)), "test")) == ROWS[:1]
+    write(tmp_path / "test.csv", ROWS[1:])
+    assert list(load_rows(Source(str(tmp_path)), "test")) == ROWS[1:]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    for name in ("a.csv", "a.tsv", "a.jsonl", "a.json"):
+        write(tmp_path / name, ROWS)
+        (tmp_path / name).write_bytes("\ufeff".encode() + (tmp_path / name).read_bytes())
+        assert list(load_rows(Source(str(tmp_path / name)), "train")) == ROWS, name
+
+
+def test_a_field_of_a_table_may_be_long_and_lines_may_be_empty(tmp_path):
+    (tmp_path / "a.csv").write_text(f"prompt,chosen\n\na,{'b' * 200_000}\n\n")
+    assert list(load_rows(Source(str(tmp_path / "a.csv")), "train")) == [{"prompt": "a", "chosen": "b" * 200_000}]
+
+
+@pytest.mark.parametrize(
+    ("content", "records"),
+    [
+        ({"data": ROWS}, ROWS),
+        ({"version": "1.1", "tags": ["a"], "data": ROWS}, ROWS),
+        # one record, as one line of JSON: chats are its fields, and not lists of records
+        ({"messages": [{"role": "user", "content": "a"}]}, [{"messages": [{"role": "user", "content": "a"}]}]),
+    ],
+)
+def test_an_object_may_hold_the_list_of_records(tmp_path, content, records):
+    for indent in (None, 1):
+        (tmp_path / "a.json").write_text(json.dumps(content, indent=indent))
+        assert list(load_rows(Source(str(tmp_path / "a.json")), "train")) == records
 
 
 def test_a_json_file_may_hold_lines_and_only_newlines_end_them(tmp_path):
@@ -83,7 +152,7 @@ def test_what_of_a_file_is_the_test_split_is_said_once(n, held_out, tmp_path, ca
 @pytest.mark.parametrize(
     ("files", "messages"),
     [
-        ({"train.csv": "", "notes.txt": ""}, ["{dir} has no train split", "train.jsonl", "holds notes.txt, train.csv"]),
+        ({"train.txt": "", "notes.md": ""}, ["{dir} has no train split", "train.jsonl", "holds notes.md, train.txt"]),
         ({}, ["{dir} has no train split", "it holds nothing"]),
         (
             {"train.jsonl": "{}", "train.parquet": ""},
@@ -103,10 +172,32 @@ def test_what_of_a_file_is_the_test_split_is_said_once(n, held_out, tmp_path, ca
             ["{dir}/train.jsonl.gz cannot be read"],
         ),
         ({"train.parquet": "not parquet"}, ["{dir}/train.parquet cannot be read"]),
+        ({"train/state.json": "{"}, ["{dir}/train cannot be read"]),  # a saved dataset, cut off
+        (
+            {"train.json": '{"a": [{"b": 1}], "c": [{"b": 1}]}'},
+            ["{dir}/train.json holds 2 lists of records (a, c)"],
+        ),
+        ({"train.json": '{"a": 1}\n{"a": \n'}, ["line 2 of {dir}/train.json is not JSON"]),
+        ({"train.json": '{\n"a": [{"b": 1}],\n"c" 1}'}, ["{dir}/train.json cannot be read", "line 3"]),
+        ({"train.csv": "a,b\n"}, ["{dir}/train.csv holds no records"]),
+        ({"train.csv": ""}, ["{dir}/train.csv holds no records"]),
+        (
+            {"train.csv": "a,b\n1,2\n\n1,2,3\n"},
+            ["record 2 of {dir}/train.csv (line 4) has 3 fields", "names 2", "commas"],
+        ),
+        ({"train.tsv": "a\tb\n1\n"}, ["record 1 of {dir}/train.tsv (line 2) has 1 fields", "names 2", "tabs"]),
+        ({"train.csv": 'a,b\n1,"2\n'}, ["{dir}/train.csv cannot be read", "unexpected end of data"]),
+        ({"train.csv": "a,b,a\n1,2,3\n"}, ["{dir}/train.csv: the first line names a column twice: a, b, a"]),
+        (
+            {"train.csv": "a\ncaf\xe9".encode("latin1")},
+            ["{dir}/train.csv cannot be read: it is not UTF-8 (byte 0xe9)", "iconv"],
+        ),
+        ({"train.csv": "a\nb".encode("utf-16")}, ["{dir}/train.csv cannot be read: it is not UTF-8 (byte 0xff)"]),
     ],
 )
 def test_a_directory_that_cannot_be_read_says_which_file_and_why(tmp_path, files, messages):
     for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InputError) as error:
         load_rows(Source(str(tmp_path)), "train")
@@ -135,7 +226,7 @@ def test_a_source_is_a_place_with_an_optional_revision(value, expected):
 
 @pytest.mark.parametrize("value", ["", 7, {"revision": "v2"}, {"path": "somebody/pairs", "split": "train"}])
 def test_a_source_of_another_shape_is_an_error(value):
-    with pytest.raises(InputError, match=r"dataset_sources\.mine=.*neither a directory, file or Hub id"):
+    with pytest.raises(InputError, match=r"dataset_sources\.mine=.* must be a directory, file or Hub id"):
         Source.parse("mine", value)
 
 
@@ -169,6 +260,19 @@ def test_a_hub_id_is_loaded_with_its_split_revision_and_cache(monkeypatch):
         (("somebody/pairs",), {"split": "test", "cache_dir": "/cache", "revision": "v2"}),
         (("somebody/pairs",), {"split": "train", "cache_dir": None}),
     ]
+
+
+def test_a_hub_datasets_validation_is_its_test_split_if_it_has_no_test(monkeypatch, tmp_path):
+    load_dataset = datasets.load_dataset
+    monkeypatch.setattr(  # a directory, in place of the Hub: its splits are found as the Hub's are
+        datasets, "load_dataset", lambda path, **options: load_dataset(str(tmp_path / path), **options)
+    )
+    write(tmp_path / "somebody" / "pairs" / "train.jsonl", ROWS)
+    with pytest.raises(InputError, match=r"somebody/pairs \(split test\).*Unknown split.*train"):
+        load_rows(Source("somebody/pairs"), "test", str(tmp_path / "cache"))
+    write(tmp_path / "somebody" / "other" / "train.jsonl", ROWS)
+    write(tmp_path / "somebody" / "other" / "validation.jsonl", ROWS[1:])
+    assert list(load_rows(Source("somebody/other"), "test", str(tmp_path / "cache"))) == ROWS[1:]
 
 
 def test_no_network_suggests_a_local_directory(monkeypatch):

@@ -67,6 +67,17 @@ def test_options_come_first_and_keep_their_values():
         (["n_examples=8", "=3"], "NAME =3: write NAME=VALUE, with no spaces around ="),
         (["Lr=1"], "unknown key Lr: did you mean lr?"),
         (["model.name_or_path=~/x"], "model.name_or_path=~/x: ~ is not expanded here; write the whole path"),
+        (["datasets=[~/x.csv]"], "datasets=[~/x.csv]: ~ is not expanded here; write the whole path"),
+        (
+            ["datasets=/data/my rows (1).csv"],
+            "datasets=/data/my rows (1).csv: some of its characters mean something to Hydra: "
+            "write 'datasets=\"/data/my rows (1).csv\"'",
+        ),
+        (
+            ["datasets=[/data/é.csv]"],
+            "datasets=[/data/é.csv]: some of its characters mean something to Hydra: "
+            "write 'datasets=[\"/data/é.csv\"]'",
+        ),
         (["hydra.sweeper.params.x=1"], "hydra.sweeper.params.x=1 is not a valid override"),
         (["loss=sft", "loss.beta=1"], "loss.beta does not exist here: it belongs to any loss but sft"),
         (["loss=sft", "loss.wpo=true"], "loss.wpo does not exist here: it belongs to any loss but orpo, sft, simpo"),

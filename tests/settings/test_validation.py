@@ -75,6 +75,9 @@ def problems(*overrides: str, complete: tuple[str, ...] = COMPLETE, plan: Plan =
         ("wandb.tags=[a,b c]", "wandb.notes=first try", "wandb.group=g"),
         ("exp_name=group/run..1",),
         ("datasets=[hh,mine]", "+dataset_sources.mine=/data"),
+        ("datasets=shp",),
+        ("datasets=me/data",),
+        ("datasets=[me/data]", "+dataset_sources.data={columns: {chosen: best}}"),
         ("datasets=[mine]", "+dataset_sources.mine={path: me/data, revision: main}"),
         ("datasets=[mine]", "+dataset_sources.mine={path: me/data, columns: {chosen: best}}"),
     ],
@@ -116,8 +119,8 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         "max_prompt_length=256 must be below max_length=256, or no token is left for a response",
         "n_epochs and n_examples are both null, so training would never end: give one of them",
         "eval_every=5 (examples) must be at least batch_size=6",
-        "datasets names 'mine', which is none of hh, shp, se, demo: "
-        "say where it is with dataset_sources.mine=DIR_FILE_OR_HUB_ID",
+        "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory: "
+        "give its path or Hub id, or say where it is with dataset_sources.mine=DIR_FILE_OR_HUB_ID",
     ]
 
 
@@ -179,9 +182,14 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         ("wandb.project=a/b", "wandb.project=a/b must be a name of at most 128 characters without / "),
         ("loss.beta=0", "loss.beta=0 must be a number above 0"),
         ("sample_during_eval=1", "sample_during_eval=1 must be true or false"),
-        ("datasets=hh", "datasets=hh must be a list of different names"),
-        ("datasets=[]", "datasets=[] must be a list of different names"),
-        ("datasets=[hh,hh]", "datasets=['hh', 'hh'] must be a list of different names"),
+        ("datasets=3", "datasets=3 must be a name, a path or a Hub id, or a list of different ones"),
+        ("datasets=[]", "datasets=[] must be a name, a path or a Hub id, or a list of different ones"),
+        ("datasets=[hh,hh]", "datasets=['hh', 'hh'] must be a name, a path or a Hub id, or a list of different ones"),
+        ("datasets=mine", "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory"),
+        ("datasets=[no/such/pairs]", f"datasets names no/such/pairs, and there is no such file or directory in {ROOT}"),
+        ("datasets=/no/such.csv", "datasets names /no/such.csv, and there is no such file or directory"),
+        ("datasets=me/hh", "datasets names me/hh, but the name hh is taken: give datasets=[OTHER] dataset_sources."),
+        ("datasets=[me/a,you/a]", "datasets names you/a, but the name a is taken: give datasets=[OTHER] dataset_"),
         ("local_dirs=.cache", "local_dirs=.cache must be a list of paths"),
         ("fsdp_port=65536", "fsdp_port=65536 must be a port from 1 to 65535, or null"),
         ("model.archive=''", "model.archive= must be a path, or null"),
@@ -194,7 +202,7 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         ("dataset_sources.hh={revision: main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
         (
             "+dataset_sources.mine={path: a, columns: {best: chosen}}",
-            "dataset_sources.mine.columns={'best': 'chosen'} must map some of prompt, chosen, rejected to your names",
+            "dataset_sources.mine.columns={'best': 'chosen'} must map some of prompt, chosen, rejected, completion, ",
         ),
         (
             "+dataset_sources.mine={path: a, columns: {chosen: 3}}",

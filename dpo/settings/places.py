@@ -1,0 +1,117 @@
+"""Where datasets are: what `datasets` and `dataset_sources` come to. Opens no file, knows no record."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from dpo.errors import InputError
+from dpo.settings.files import defaults_of
+
+SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz")), ".parquet")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+SAVED = "state.json"  # which `datasets.Dataset.save_to_disk` leaves in its directory
+
+
+@dataclass(frozen=True)
+class Source:
+    """A local path or a Hub id, with an optional Hub revision (branch, tag or commit), and a map from our names of
+    columns to the source's."""
+
+    path: str
+    revision: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, name: str, value: Any) -> Source:
+        """From `dataset_sources.NAME`: a path or Hub id, or `{path: ..., revision: ..., columns: ...}`."""
+        if isinstance(value, str) and value:
+            return cls(value)
+        if isinstance(value, Mapping) and value.get("path") and set(value) <= {"path", "revision", "columns"}:
+            return cls(str(value["path"]), value.get("revision"), value.get("columns") or {})
+        raise InputError(
+            f"dataset_sources.{name}={value} must be a directory, file or Hub id, or "
+            f"{{path: ..., revision: ..., columns: ...}}"
+        )
+
+    @property
+    def local(self) -> Path | None:
+        """The path, if it exists here or can only be a local path; None for a Hub id."""
+        path = Path(os.path.expanduser(self.path))
+        looks_local = self.path.startswith(("/", ".", "~")) or self.path.endswith(SUFFIXES) or self.path.count("/") > 1
+        return path if os.path.exists(path) or looks_local else None
+
+    @property
+    def has_no_splits(self) -> bool:
+        """Whether it is one file, or one saved dataset, with all records."""
+        return self.local is not None and (self.local.is_file() or (self.local / SAVED).is_file())
+
+
+class Datasets(NamedTuple):
+    """The names of the datasets, the place of each that is not built in, and why some have none."""
+
+    names: list[str]
+    sources: dict[str, Any]
+    problems: list[str]
+
+
+def built_in() -> tuple[str, ...]:
+    """The datasets that need no place."""
+    return *defaults_of()["dataset_sources"], "demo"
+
+
+def name_datasets(given: str | Sequence[str], sources: Mapping[str, Any]) -> Datasets:
+    """What `datasets` names, and where; a path or Hub id among them is own data, named after its last part."""
+    names, places, problems = [], dict(sources), []
+    for value in [given] if isinstance(given, str) else given:
+        if value in built_in() or _has_place(places.get(value)):
+            names.append(value)
+            continue
+        source = Source(value)
+        if source.local is None and not HUB_ID.fullmatch(value):
+            problems.append(
+                f"datasets names {value!r}, which is none of {', '.join(built_in())}, and no file or directory: "
+                f"give its path or Hub id, or say where it is with dataset_sources.{value}=DIR_FILE_OR_HUB_ID"
+            )
+        elif source.local is not None and not source.local.exists():
+            problems.append(f"datasets names {value}, and there is no such file or directory{seen_from(source.local)}")
+        elif (name := _name_after(value)) in (*built_in(), *names) or _has_place(places.get(name)):
+            problems.append(
+                f"datasets names {value}, but the name {name} is taken: "
+                f"give datasets=[OTHER] dataset_sources.OTHER={value}"
+            )
+        else:
+            names.append(name)
+            places[name] = {**places[name], "path": value} if isinstance(places.get(name), Mapping) else value
+    return Datasets(names, places, problems)
+
+
+def _has_place(source: Any) -> bool:
+    return bool(source) and not (isinstance(source, Mapping) and "path" not in source)
+
+
+def seen_from(path: Path) -> str:
+    """Where a relative path was looked for."""
+    return "" if path.is_absolute() else f" in {Path.cwd()}"
+
+
+def _name_after(place: str) -> str:
+    """`mine` for `/data/mine.csv.gz` and `somebody/mine`: a name that can be part of a key."""
+    name = os.path.basename(os.path.abspath(os.path.expanduser(place)))
+    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+    return re.sub(r"[^\w-]", "_", name.removesuffix(suffix))
+
+
+def place_datasets(config: DictConfig) -> None:
+    """Make `datasets` a list of names, whose places are in `dataset_sources`."""
+    sources: Any = OmegaConf.to_container(config.dataset_sources)
+    given: Any = config.datasets if isinstance(config.datasets, str) else list(config.datasets)
+    names, sources, _ = name_datasets(given, sources)
+    with open_dict(config):
+        config.datasets, config.dataset_sources = names, sources

@@ -1,0 +1,120 @@
+"""Which column is what: recognized where one name fits, and otherwise said how to say it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpo.data.columns import recognize_columns
+from dpo.errors import InputError
+
+
+def recognize(present: str, sft_mode: bool = False, **given: str) -> dict[str, str]:
+    return recognize_columns(present.split(), given, name="mine", origin="rows.csv", sft_mode=sft_mode)
+
+
+@pytest.mark.parametrize(
+    ("present", "found"),
+    [
+        ("prompt chosen rejected", "prompt chosen rejected"),
+        ("id chosen rejected score", "chosen rejected"),  # the prompt is what they share
+        ("question preferred dispreferred", "question preferred dispreferred"),
+        ("Instruction Chosen-Response REJECTED_RESPONSE", "Instruction Chosen-Response REJECTED_RESPONSE"),
+        ("question prompt best chosen rejected", "prompt chosen rejected"),  # our own names go first
+        ("prompt chosen rejected messages completion", "prompt chosen rejected"),  # pairs before targets
+    ],
+)
+def test_a_pair_is_recognized(present, found):
+    for sft_mode in (False, True):
+        columns = recognize(present, sft_mode)
+        assert list(columns.values()) == found.split()
+        assert list(columns) == ["prompt", "chosen", "rejected"][-len(columns) :]
+
+
+@pytest.mark.parametrize(
+    ("present", "columns"),
+    [
+        ("prompt completion", {"prompt": "prompt", "completion": "completion"}),
+        ("prompt response label", {"prompt": "prompt", "completion": "response"}),
+        ("question answer", {"prompt": "question", "completion": "answer"}),
+        ("messages", {"messages": "messages"}),
+        ("prompt prompt_id messages", {"messages": "messages"}),
+    ],
+)
+def test_a_target_is_recognized_under_sft_alone(present, columns):
+    assert recognize(present, sft_mode=True) == columns
+    with pytest.raises(InputError, match=r"rows\.csv has no chosen and rejected, which a loss of pairs needs"):
+        recognize(present)
+
+
+def test_what_the_config_says_goes_first_and_the_rest_is_recognized():
+    assert recognize("prompt question chosen rejected", prompt="question")["prompt"] == "question"
+    assert recognize("input instruction output", True, prompt="instruction") == {
+        "prompt": "instruction",
+        "completion": "output",
+    }
+    assert recognize("prompt chosen rejected text", True, completion="text") == {
+        "prompt": "prompt",
+        "completion": "text",
+    }
+    # a column that was given is nothing else
+    assert recognize("prompt answer", True, prompt="answer", completion="prompt")["completion"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("present", "sft_mode", "given", "message"),
+    [
+        (
+            "prompt chosen score",
+            False,
+            {},
+            "rows.csv has no rejected, which a loss of pairs needs; the columns are prompt, chosen, score: give "
+            "'dataset_sources.mine.columns={prompt: prompt, chosen: chosen, rejected: COLUMN}'",
+        ),
+        (
+            "question answer",
+            False,
+            {},
+            "rows.csv has no chosen and rejected, which a loss of pairs needs; the columns are question, answer: give "
+            "'dataset_sources.mine.columns={prompt: question, chosen: COLUMN, rejected: COLUMN}', "
+            "or train on what is there with loss=sft",
+        ),
+        (
+            "a b(c)",
+            True,
+            {"completion": "b(c)"},
+            "rows.csv has neither prompt and completion nor messages, one of which SFT needs; the columns are a, b(c): "
+            "give 'dataset_sources.mine.columns={prompt: COLUMN, completion: \"b(c)\"}', or columns={messages: COLUMN}",
+        ),
+        (
+            "instruction input output",
+            True,
+            {},
+            "rows.csv: prompt may be instruction or input: give "
+            "'dataset_sources.mine.columns={prompt: instruction, completion: output}', or another",
+        ),
+        (
+            "query accepted preferred rejected",
+            False,
+            {},
+            "rows.csv: chosen may be accepted or preferred: give "
+            "'dataset_sources.mine.columns={prompt: query, chosen: accepted, rejected: rejected}', or another",
+        ),
+        (
+            "prompt chosen rejected",
+            False,
+            {"chosen": "best"},
+            "dataset_sources.mine.columns.chosen=best: rows.csv has no such column; there are prompt, chosen, rejected",
+        ),
+        (
+            "prompt messages",
+            True,
+            {"prompt": "prompt", "messages": "messages"},
+            "dataset_sources.mine.columns names prompt, messages: give those of pairs (prompt, chosen, rejected), "
+            "of targets (prompt, completion), or messages alone",
+        ),
+    ],
+)
+def test_where_none_or_several_fit_the_override_to_type_is_told(present, sft_mode, given, message):
+    with pytest.raises(InputError) as error:
+        recognize(present, sft_mode, **given)
+    assert str(error.value) == message
