@@ -21,7 +21,6 @@ from dpo.settings.files import flatten
 from dpo.settings.keys import KEYS, Resume
 from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact
-from dpo.system.signals import Stopped
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -271,8 +270,6 @@ def read_metadata(model: str, cache_dir: str | None = None) -> Mapping[str, Any]
             return _read_metadata_of_hub(model, cache_dir)
         check_readable(folder / "README.md")
         return metadata_load(folder / "README.md") or {}
-    except Stopped:
-        raise
     except Exception:  # anything may be there, and nothing depends on it
         return {}
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import tqdm
 
 from dpo.errors import InputError, RunError
+from dpo.system.entry import print_whatever_happens
 from dpo.system.malloc import keep_freed_memory, raise_open_file_limit, return_freed_memory
 from dpo.system.process_group import init_distributed
 from dpo.system.rank_env import RankEnv, _number, find_rank_env
@@ -115,13 +116,13 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
             store=dist.PrefixStore("group", store),
             local_rank=rank_env.local_rank,
         )
-        status = 0
+        status, said = 0, ""
         try:
             worker(rank_env.rank, rank_env.world_size, *args)
         except Stopped as stopped:  # all ranks together
-            status = stopped.status
+            status, said = stopped.status, str(stopped) if rank_env.rank == 0 else ""
         dist.destroy_process_group()
-        return status, ""
+        return status, said
     except InputError as error:
         note, status, message = "failed", BAD_INPUT, str(error)
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -185,6 +186,7 @@ def _leave(status: int) -> None:
 
 
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
+    print_whatever_happens()
     faulthandler.enable()  # a stuck worker is killed by SIGABRT and prints its stack
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # no orphan, however the parent dies
     if os.getppid() != parent:
@@ -232,12 +234,13 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             process.join()
 
 
-def _forward(processes: list, asked: list[int], number: int) -> None:
-    """Ask the workers, which ignore Ctrl-C, to stop, and remember the signal."""
+def _forward(processes: list, asked: list[int], number: int) -> str:
+    """Ask the workers, which ignore Ctrl-C, to stop, and remember the signal; what is done about it."""
     asked.append(number)
     for process in processes:
         if process.is_alive():
             os.kill(process.pid, signal.SIGTERM)
+    return "stopping, and saving what was trained"
 
 
 class End(Enum):
