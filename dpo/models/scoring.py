@@ -98,7 +98,7 @@ class _exit_raising:
 
 def _tell(error: BaseException, file: Path | None) -> str:
     try:
-        said = " ".join(str(error).split())[:300]
+        said = " ".join(str(error).split())[:300].encode(errors="backslashreplace").decode()  # a lone surrogate
     except Exception:  # of a class of theirs
         said = "?"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]

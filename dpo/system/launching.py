@@ -249,11 +249,12 @@ class End(Enum):
     DONE, STOPPED, LOST_CONTACT, FAILED = range(4)
 
 
-def _classify(status: int, *, asked: list[int], timed_out: bool) -> End:
-    """What an exit status means. `asked` are the signals that the parent received; `timed_out`: the run has lasted
-    longer than the collective timeout, so NCCL may have killed a worker whose collective timed out."""
+def _classify(status: int, *, reported: bool, asked: list[int], timed_out: bool) -> End:
+    """What an exit status means. `reported`: the worker had returned before it exited; `asked` are the signals that the
+    parent received; `timed_out`: the run has lasted longer than the collective timeout, so NCCL may have killed a
+    worker whose collective timed out."""
     if status == 0:
-        return End.DONE
+        return End.DONE if reported else End.FAILED
     if status == ASKED or (asked and -status in (signal.SIGTERM, *asked)):  # killed by it, if not training yet
         return End.STOPPED
     if status == LOST_CONTACT or (status == ABORTED and (timed_out or asked)):
@@ -277,7 +278,7 @@ def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int
 
     `asked` are the signals that the parent received, `began` is when the workers started.
     """
-    running, ends, deadline = dict(enumerate(processes)), {}, None
+    running, ends, words, deadline = dict(enumerate(processes)), {}, {}, None
     while running:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ended = wait([p.sentinel for p in running.values()], left)
@@ -287,7 +288,9 @@ def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int
             process = running.pop(rank)
             process.join()
             timed_out = time.monotonic() - began >= timeout_secs
-            ends[rank] = _classify(process.exitcode, asked=asked, timed_out=timed_out)
+            words[rank] = _last_words(pipes[rank])
+            reported = words[rank] is not None
+            ends[rank] = _classify(process.exitcode, reported=reported, asked=asked, timed_out=timed_out)
         aborted = any(processes[rank].exitcode == ABORTED for rank in ends)
         deadline = time.monotonic() + _patience(ends.values(), aborted=aborted, timeout_secs=timeout_secs)
     kinds = {*ends.values()}
@@ -301,34 +304,40 @@ def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int
         wait([p.sentinel for p in running.values()], GRACE_SECS)
     statuses = {rank: processes[rank].exitcode for rank, end in ends.items() if end != End.DONE}
     lost = {rank for rank, end in ends.items() if end == End.LOST_CONTACT}
-    raise _cause(statuses, {rank: _last_words(pipes[rank]) for rank in statuses}, sorted(running), lost, timeout_secs)
+    raise _cause(statuses, words, sorted(running), lost, timeout_secs)
 
 
 def _cause(
-    statuses: Mapping[int, int], messages: Mapping[int, str], stuck: list[int], lost: set[int], timeout_secs: float
+    statuses: Mapping[int, int],
+    messages: Mapping[int, str | None],
+    stuck: list[int],
+    lost: set[int],
+    timeout_secs: float,
 ) -> Exception:
     """The exception that explains why workers did not finish, from their exit statuses and last messages, both in the
     order in which they exited. Ranks in `lost` lost contact."""
     guilty = [rank for rank in statuses if rank not in lost]
     if guilty:
         rank = next((r for r in guilty if statuses[r] == BAD_INPUT), guilty[0])
-        if statuses[rank] == BAD_INPUT:
-            return InputError(messages[rank])
-        return WorkerFailed(messages[rank] or f"rank {rank} {_describe(statuses[rank])}")
+        message = messages[rank]
+        if statuses[rank] == BAD_INPUT and message:
+            return InputError(message)
+        return WorkerFailed(message or f"rank {rank} {_describe(statuses[rank])}")
     blame = [f"{_ranks(stuck)} did not answer within collective_timeout_secs={timeout_secs:g}"] * bool(stuck)
     aborted = "was killed by SIGABRT, as NCCL does when a collective times out"
     return WorkerFailed("\n".join([*blame, *(messages[rank] or f"rank {rank} {aborted}" for rank in statuses)]))
 
 
-def _last_words(pipe: Any) -> str:
+def _last_words(pipe: Any) -> str | None:
+    """What a worker that has exited reported; None if it did not."""
     try:
-        return pipe.recv() if pipe.poll() else ""
+        return pipe.recv() if pipe.poll() else None
     except EOFError:
-        return ""
+        return None
 
 
 def _describe(status: int) -> str:
     if status >= 0:
-        return f"exited with status {status} and no message"
+        return f"exited with status {status} before it was done"
     name = signal.Signals(-status).name
     return f"was killed by {name}" + (", as the kernel does when memory runs out" if name == "SIGKILL" else "")
