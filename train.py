@@ -16,6 +16,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpo.system.entry import open_standard_streams, print_whatever_happens
+from dpo.system.signals import Stopped, abort, end_on_stop_signals, raising_stopped
+
+if __name__ == "__main__":  # before the other imports, which take a while
+    open_standard_streams()
+    print_whatever_happens()
+    end_on_stop_signals()
+
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -31,7 +39,6 @@ from dpo.system.malloc import set_allocators
 from dpo.system.paths import get_local_run_dir
 from dpo.system.rank_env import find_rank_env, is_rank_0
 from dpo.system.redaction import redact
-from dpo.system.signals import Stopped, abort
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,19 +53,20 @@ OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent
 def main(config: DictConfig) -> None:
     sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
-        if sweeps and find_rank_env() is not None:
-            raise InputError(
-                "a sweep (-m) starts its own processes, one job after the other: run it without a launcher"
-            )
-        plan = resolve(config)
-        exit_on(find_config_problems(config, plan))
-        if is_rank_0():
-            for line in find_unused(config, plan):
-                print(f"warning: {line}")
-        if sweeps:
-            SWEEP.begin_job(config, HydraConfig.get())
-        run(config, plan)
-        SWEEP.end_job()
+        with raising_stopped():
+            if sweeps and find_rank_env() is not None:
+                raise InputError(
+                    "a sweep (-m) starts its own processes, one job after the other: run it without a launcher"
+                )
+            plan = resolve(config)
+            exit_on(find_config_problems(config, plan))
+            if is_rank_0():
+                for line in find_unused(config, plan):
+                    print(f"warning: {line}")
+            if sweeps:
+                SWEEP.begin_job(config, HydraConfig.get())
+            run(config, plan)
+            SWEEP.end_job()
     except InputError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
@@ -69,6 +77,7 @@ def main(config: DictConfig) -> None:
         sys.exit(1)
     except Stopped as stopped:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more Ctrl-C changes nothing any more
+        print(stopped, file=sys.stderr)
         sys.exit(stopped.status)
 
 

@@ -23,7 +23,7 @@ from dpo.system.library_logs import silence_bitsandbytes
 from dpo.system.malloc import never_collect_imports, without_collecting_garbage
 from dpo.system.rank_env import is_rank_0
 from dpo.system.redaction import redact
-from dpo.system.signals import Stopped, on_stop_signals
+from dpo.system.signals import raise_if_asked, raising_stopped, saying_how_to_continue
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,14 +47,16 @@ def run(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
         if is_rank_0():
             _try_out(config, plan, find_class)
         return
-    launch(
-        work,
-        plan.dims.world_size,
-        *(config, plan, find_class),
-        process_group=plan.trainer.multi_process,
-        port=config.fsdp_port,
-        timeout_secs=config.collective_timeout_secs,
-    )
+    with saying_how_to_continue(config.local_run_dir):
+        raise_if_asked()
+        launch(
+            work,
+            plan.dims.world_size,
+            *(config, plan, find_class),
+            process_group=plan.trainer.multi_process,
+            port=config.fsdp_port,
+            timeout_secs=config.collective_timeout_secs,
+        )
 
 
 def _try_out(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
@@ -141,19 +143,9 @@ def work(
     given), train."""
     from dpo.system.run_directory import explaining_full_disk
 
-    try:
-        with on_stop_signals(_stop_now), explaining_full_disk(config.local_run_dir):
-            _work(rank, config, plan, find_class, models)
-    except Stopped:
-        if rank == 0:
-            again = f"local_run_dir={config.local_run_dir} resume=auto"
-            print(f"stopped by signal; rerun the same command with {again} to continue", file=sys.stderr, flush=True)
-        raise
-
-
-def _stop_now(number: int) -> None:
-    """Asked to stop while there is nothing to save yet."""
-    raise Stopped(number)
+    run_dir = config.local_run_dir
+    with saying_how_to_continue(run_dir), raising_stopped(), explaining_full_disk(run_dir):
+        _work(rank, config, plan, find_class, models)
 
 
 def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, models: tuple[Any, Any] | None) -> None:
@@ -165,6 +157,7 @@ def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, mode
     if models is None:  # given models would not be freed if reference cycles hold them
         never_collect_imports()
 
+    raise_if_asked()
     run = open_run(config, LOGS) if rank == 0 else None
     try:
         _work_in(run, rank, config, plan, trainer_class, models)
@@ -186,6 +179,7 @@ def _work_in(
     from dpo.system.run_directory import write_record
     from dpo.system.waiting import meet_rank_0
 
+    raise_if_asked()
     meet_rank_0("the run's directory")
     resume_from = from_rank_0(run.checkpoint if run else None)
     set_seed(config.seed)  # Python's, numpy's and torch's
@@ -193,7 +187,9 @@ def _work_in(
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
         _hide_progress_bars()
 
+    raise_if_asked()
     data = trainer_class.load_data(config, silent=rank != 0)
+    raise_if_asked()
     if run is not None:
         check_inputs(run.found, data, models[0].config if models else find_model_config(config))
     if from_rank_0(run is not None and run.is_finished(data.report.updates)):
@@ -258,8 +254,6 @@ def _export(rank: int, config: DictConfig) -> None:
             trusted = config.model.trust_remote_code  # by this run's command line
             out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=trusted, verify=False)
             print(f"exported {out}", flush=True)
-        except Stopped:
-            raise
         except Exception as error:  # whatever it is: the run is complete
             known = isinstance(error, (InputError, RunError))
             reason = " ".join(f"{'' if known else type(error).__name__} {error}".split())

@@ -1,0 +1,3 @@
+from dpo.system.entry import open_standard_streams
+
+open_standard_streams()  # before a script imports what opens files

@@ -23,7 +23,6 @@ from dpo.settings.places import HUB_ID, Source
 from dpo.settings.plan import resolve
 from dpo.system.plain_files import check_readable, read_json
 from dpo.system.redaction import redact
-from dpo.system.signals import Stopped
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -287,8 +286,6 @@ def read_metadata(model: str, cache_dir: str | None = None) -> Mapping[str, Any]
             return _read_metadata_of_hub(model, cache_dir)
         check_readable(folder / "README.md")
         return metadata_load(folder / "README.md") or {}
-    except Stopped:
-        raise
     except Exception:  # anything may be there, and nothing depends on it
         return {}
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import itertools
+import os
 import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from dpo.system.signals import Stopped
 # of prompts and one answer to each, a number for each; higher is better
 Score = Callable[[Sequence[Prompt], Sequence[Answer]], Iterable[float]]
 
+T = TypeVar("T")
 LARGEST = 3.4e38  # of float32
 
 
@@ -48,11 +50,14 @@ class Scorer(NamedTuple):
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         """The scores, as floats. Raises ScorerFailed, which names the scorer, whatever happens in it."""
-        with _raising(ScorerFailed, f"{self.name} failed", self.file):
+
+        def compute() -> list[float]:
             given = self.score(prompts, answers)
             if isinstance(given, (str, bytes)):
                 raise TypeError(f"a number for each answer is expected, not the text {given[:80]!r}")
-            scores = [float(score) for score in itertools.islice(given, len(answers) + 1)]
+            return [float(score) for score in itertools.islice(given, len(answers) + 1)]
+
+        scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
             found = len(scores) if len(scores) < len(answers) else f"more than {len(answers)}"
             raise ScorerFailed(f"{self.name} gave {found} scores for {len(answers)} answers")
@@ -78,24 +83,41 @@ def seeded_generators(*numbers: int) -> Iterator[None]:
             np.random.set_state(numpy_before)
 
 
-@contextmanager
-def _raising(kind: type[Exception], what: str, file: Path | None) -> Iterator[None]:
-    """Inside, the user's code runs without gradients, and what it raises becomes one sentence with its line of `file`.
+def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, file: Path | None) -> T:
+    """What `code()` gives, without gradients; what it raises becomes one sentence with its line of `file`.
 
-    Afterwards gradients are as before, even if the code has switched them.
+    Afterwards gradients are as before, even if the code has switched them. No `@contextmanager`: that takes an error
+    raised from a StopIteration for its own, and lets the StopIteration through.
     """
     try:
-        with torch.no_grad():
-            yield
+        with torch.no_grad(), _exit_raising():
+            return code()
     except (KeyboardInterrupt, Stopped, kind):
         raise
     except BaseException as error:  # even if it would exit
         raise kind(f"{what}: {_tell(error, file)}") from error
 
 
+class _exit_raising:
+    """Inside, `os._exit` of this process raises SystemExit: a run that has not finished must not end with status 0."""
+
+    def __enter__(self) -> None:
+        self.exit, own = os._exit, os.getpid()
+
+        def leave(status: int) -> NoReturn:
+            if os.getpid() != own:  # a process that the code has forked
+                self.exit(status)
+            raise SystemExit(f"os._exit({status})")
+
+        os._exit = leave
+
+    def __exit__(self, *_: object) -> None:
+        os._exit = self.exit
+
+
 def _tell(error: BaseException, file: Path | None) -> str:
     try:
-        said = " ".join(str(error).split())[:300]
+        said = " ".join(str(error).split())[:300].encode(errors="backslashreplace").decode()  # a lone surrogate
     except Exception:  # of a class of theirs
         said = "?"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
@@ -129,8 +151,8 @@ def load_function(place: str) -> Score:
     sys.modules.setdefault(spec.name, module)  # which dataclasses and pickle look for
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    with _raising(InputError, f"online.function={place}: {path} cannot be run", path):
-        spec.loader.exec_module(module)
+    what = f"online.function={place}: {path} cannot be run"
+    _run_users_code(lambda: spec.loader.exec_module(module), InputError, what, path)
     function: Any = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"online.function={place}: {path} has no function {name}")

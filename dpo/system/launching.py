@@ -23,6 +23,7 @@ import torch.distributed as dist
 import tqdm
 
 from dpo.errors import InputError, RunError
+from dpo.system.entry import print_whatever_happens
 from dpo.system.malloc import keep_freed_memory, raise_open_file_limit, return_freed_memory
 from dpo.system.process_group import init_distributed
 from dpo.system.rank_env import RankEnv, _number, find_rank_env
@@ -115,13 +116,13 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
             store=dist.PrefixStore("group", store),
             local_rank=rank_env.local_rank,
         )
-        status = 0
+        status, said = 0, ""
         try:
             worker(rank_env.rank, rank_env.world_size, *args)
         except Stopped as stopped:  # all ranks together
-            status = stopped.status
+            status, said = stopped.status, str(stopped) if rank_env.rank == 0 else ""
         dist.destroy_process_group()
-        return status, ""
+        return status, said
     except InputError as error:
         note, status, message = "failed", BAD_INPUT, str(error)
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -185,6 +186,7 @@ def _leave(status: int) -> None:
 
 
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
+    print_whatever_happens()
     faulthandler.enable()  # a stuck worker is killed by SIGABRT and prints its stack
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # no orphan, however the parent dies
     if os.getppid() != parent:
@@ -232,12 +234,13 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             process.join()
 
 
-def _forward(processes: list, asked: list[int], number: int) -> None:
-    """Ask the workers, which ignore Ctrl-C, to stop, and remember the signal."""
+def _forward(processes: list, asked: list[int], number: int) -> str:
+    """Ask the workers, which ignore Ctrl-C, to stop, and remember the signal; what is done about it."""
     asked.append(number)
     for process in processes:
         if process.is_alive():
             os.kill(process.pid, signal.SIGTERM)
+    return "stopping, and saving what was trained"
 
 
 class End(Enum):
@@ -246,11 +249,12 @@ class End(Enum):
     DONE, STOPPED, LOST_CONTACT, FAILED = range(4)
 
 
-def _classify(status: int, *, asked: list[int], timed_out: bool) -> End:
-    """What an exit status means. `asked` are the signals that the parent received; `timed_out`: the run has lasted
-    longer than the collective timeout, so NCCL may have killed a worker whose collective timed out."""
+def _classify(status: int, *, reported: bool, asked: list[int], timed_out: bool) -> End:
+    """What an exit status means. `reported`: the worker had returned before it exited; `asked` are the signals that the
+    parent received; `timed_out`: the run has lasted longer than the collective timeout, so NCCL may have killed a
+    worker whose collective timed out."""
     if status == 0:
-        return End.DONE
+        return End.DONE if reported else End.FAILED
     if status == ASKED or (asked and -status in (signal.SIGTERM, *asked)):  # killed by it, if not training yet
         return End.STOPPED
     if status == LOST_CONTACT or (status == ABORTED and (timed_out or asked)):
@@ -274,7 +278,7 @@ def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int
 
     `asked` are the signals that the parent received, `began` is when the workers started.
     """
-    running, ends, deadline = dict(enumerate(processes)), {}, None
+    running, ends, words, deadline = dict(enumerate(processes)), {}, {}, None
     while running:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ended = wait([p.sentinel for p in running.values()], left)
@@ -284,7 +288,9 @@ def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int
             process = running.pop(rank)
             process.join()
             timed_out = time.monotonic() - began >= timeout_secs
-            ends[rank] = _classify(process.exitcode, asked=asked, timed_out=timed_out)
+            words[rank] = _last_words(pipes[rank])
+            reported = words[rank] is not None
+            ends[rank] = _classify(process.exitcode, reported=reported, asked=asked, timed_out=timed_out)
         aborted = any(processes[rank].exitcode == ABORTED for rank in ends)
         deadline = time.monotonic() + _patience(ends.values(), aborted=aborted, timeout_secs=timeout_secs)
     kinds = {*ends.values()}
@@ -298,34 +304,40 @@ def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int
         wait([p.sentinel for p in running.values()], GRACE_SECS)
     statuses = {rank: processes[rank].exitcode for rank, end in ends.items() if end != End.DONE}
     lost = {rank for rank, end in ends.items() if end == End.LOST_CONTACT}
-    raise _cause(statuses, {rank: _last_words(pipes[rank]) for rank in statuses}, sorted(running), lost, timeout_secs)
+    raise _cause(statuses, words, sorted(running), lost, timeout_secs)
 
 
 def _cause(
-    statuses: Mapping[int, int], messages: Mapping[int, str], stuck: list[int], lost: set[int], timeout_secs: float
+    statuses: Mapping[int, int],
+    messages: Mapping[int, str | None],
+    stuck: list[int],
+    lost: set[int],
+    timeout_secs: float,
 ) -> Exception:
     """The exception that explains why workers did not finish, from their exit statuses and last messages, both in the
     order in which they exited. Ranks in `lost` lost contact."""
     guilty = [rank for rank in statuses if rank not in lost]
     if guilty:
         rank = next((r for r in guilty if statuses[r] == BAD_INPUT), guilty[0])
-        if statuses[rank] == BAD_INPUT:
-            return InputError(messages[rank])
-        return WorkerFailed(messages[rank] or f"rank {rank} {_describe(statuses[rank])}")
+        message = messages[rank]
+        if statuses[rank] == BAD_INPUT and message:
+            return InputError(message)
+        return WorkerFailed(message or f"rank {rank} {_describe(statuses[rank])}")
     blame = [f"{_ranks(stuck)} did not answer within collective_timeout_secs={timeout_secs:g}"] * bool(stuck)
     aborted = "was killed by SIGABRT, as NCCL does when a collective times out"
     return WorkerFailed("\n".join([*blame, *(messages[rank] or f"rank {rank} {aborted}" for rank in statuses)]))
 
 
-def _last_words(pipe: Any) -> str:
+def _last_words(pipe: Any) -> str | None:
+    """What a worker that has exited reported; None if it did not."""
     try:
-        return pipe.recv() if pipe.poll() else ""
+        return pipe.recv() if pipe.poll() else None
     except EOFError:
-        return ""
+        return None
 
 
 def _describe(status: int) -> str:
     if status >= 0:
-        return f"exited with status {status} and no message"
+        return f"exited with status {status} before it was done"
     name = signal.Signals(-status).name
     return f"was killed by {name}" + (", as the kernel does when memory runs out" if name == "SIGKILL" else "")

@@ -4,12 +4,15 @@ fault on the way. For `test_faults.py`."""
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import os
 import re
 import resource
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +72,26 @@ def run_out_of_memory_at(number: int) -> None:
     BasicTrainer.clip_gradient = greedy
 
 
-def ask_to_stop_while_loading(number: int) -> None:
-    """The signal comes while the models are loaded."""
-    from dpo.models import loading
+def swallow_signal_in(place: str, number: int) -> None:
+    """The signal comes when `MODULE:NAME` is called, which goes on whatever is raised."""
+    call_before(place, partial(signal.raise_signal, number))
 
-    model_loaders = loading.model_loaders
 
-    def slow(*arguments: Any, **options: Any) -> Any:
-        os.kill(os.getpid(), number)
-        return model_loaders(*arguments, **options)
+def call_before(place: str, act: Callable[[], Any]) -> None:
+    """Before the first call of `MODULE:NAME` this is called, and what it raises swallowed."""
+    module, _, names = place.partition(":")
+    *path, name = names.split(".")
+    owner = reduce(getattr, path, importlib.import_module(module))
+    original, calls = getattr(owner, name), []
 
-    loading.model_loaders = slow
+    def acting(*arguments: Any, **options: Any) -> Any:
+        if not calls:
+            calls.append(place)
+            with contextlib.suppress(BaseException):
+                act()
+        return original(*arguments, **options)
+
+    setattr(owner, name, staticmethod(acting) if inspect.ismethod(original) else acting)
 
 
 def limit_file_size(n_bytes: int) -> None:
@@ -113,6 +125,7 @@ def _train(overrides: list[str], log: Path, fault: Callable | None, arguments: t
         print(error)
         status = 2 if isinstance(error, InputError) else 1
     except Stopped as stopped:
+        print(stopped)
         status = stopped.status
     with contextlib.suppress(OSError):
         file.flush()

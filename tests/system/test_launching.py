@@ -63,7 +63,7 @@ def fail_on_rank_1(rank, world_size, folder, how):
     note_pid(folder, rank)
     dist.barrier()
     if rank == 1:
-        {"raise": divide_by_zero, "bad input": refuse, "kill": kill_self, "hang": hang}[how]()
+        {"raise": divide_by_zero, "bad input": refuse, "kill": kill_self, "leave": leave_quietly, "hang": hang}[how]()
     dist.barrier()  # where rank 0 waits for it
 
 
@@ -77,6 +77,10 @@ def refuse():
 
 def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_quietly():
+    os._exit(0)
 
 
 def hang():
@@ -257,6 +261,12 @@ def test_a_worker_that_is_killed_ends_all_and_is_named(tmp_path):
     assert_all_gone(tmp_path)
 
 
+def test_a_worker_that_exits_with_status_0_before_it_is_done_has_failed(tmp_path):
+    with pytest.raises(WorkerFailed, match="rank 1 exited with status 0 before it was done"):
+        warm.launch(fail_on_rank_1, 2, tmp_path, "leave", process_group=True)
+    assert_all_gone(tmp_path)
+
+
 @pytest.mark.slow  # 19 s of waiting; the same where NCCL aborts the victims is quicker
 def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(tmp_path, capfd):
     start = time.monotonic()
@@ -300,7 +310,7 @@ def test_a_worker_that_aborts_before_a_collective_can_time_out_has_crashed(tmp_p
     ],
 )
 def test_what_an_exit_status_means(status, asked, timed_out, end):
-    assert launching._classify(status, asked=asked, timed_out=timed_out) == end
+    assert launching._classify(status, reported=True, asked=asked, timed_out=timed_out) == end
 
 
 def test_a_signal_while_one_rank_loads_ends_those_that_cannot_hear_it(tmp_path, monkeypatch):

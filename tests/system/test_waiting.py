@@ -18,7 +18,6 @@ from support.warm import launch
 
 import train as main
 from benchmarks.step_overhead import compose
-from dpo import run
 from dpo.checkpoint import resume, saver
 from dpo.checkpoint.checksums import HashedFile
 from dpo.checkpoint.files import check_complete
@@ -26,7 +25,7 @@ from dpo.errors import RunError
 from dpo.parallel.mesh import Mesh
 from dpo.settings.plan import ParallelDims
 from dpo.system.host_memory import HostMemory
-from dpo.system.signals import Stopped, on_stop_signals
+from dpo.system.signals import Stopped, raising_stopped
 from dpo.system.waiting import made_progress, meet_rank_0
 from trainers import BasicTrainer
 
@@ -144,5 +143,5 @@ def test_a_signal_is_heard_while_waiting(monkeypatch):
     monkeypatch.setattr("dpo.system.waiting.default_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    with on_stop_signals(run._stop_now), pytest.raises(Stopped):
+    with pytest.raises(Stopped), raising_stopped():
         meet_rank_0("a place")
