@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from dpo.data.asking import AUTO, FORMS, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.settings.keys import COUNT, FINITE, SEED, TOP_P, Rule
+from dpo.wording import count
 
 if TYPE_CHECKING:
     from dpo.models.answers import Sampling
@@ -173,7 +174,7 @@ def _answer_all(panel: Panel, sampling: Sampling, records: list[Any], asked: arg
         f"; mean reward of the {name} {fmean(values):.4g}" + f" over {len(values)}" * (len(values) < len(prompts))
         for name, values in finite.items()
     )
-    print(f"{len(prompts)} prompts answered in {asked.out}{means}")
+    print(f"{count(len(prompts), 'prompt')} answered in {asked.out}{means}")
 
 
 def _finite(rewards: Rewards) -> Rewards:

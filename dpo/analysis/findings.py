@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dpo.analysis.runs import Run, number
-from dpo.analysis.wording import count, figure, percent
 from dpo.losses import LOSSES
+from dpo.wording import count, figure, percent
 
 WARNING, NOTE = "warning", "note"
 

@@ -10,7 +10,7 @@ import numpy as np
 from dpo.analysis.cost import seconds_of_updates
 from dpo.analysis.findings import NOTE, WARNING, Finding
 from dpo.analysis.runs import Run, number
-from dpo.analysis.wording import count, figure, percent
+from dpo.wording import count, figure, percent
 
 FEWEST = 20  # updates, before what comes first is compared with what came last
 CUT_OFF = 0.1  # of the answers end, or fewer

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dpo.analysis.findings import NOTE, WARNING, Finding
 from dpo.analysis.margin import Change, MarginParts, change_of, margin_parts
 from dpo.analysis.runs import Run
-from dpo.analysis.wording import count, figure, percent, signed
+from dpo.wording import count, figure, percent, signed
 
 LENGTH_SHARE = 0.5  # of the margin, that comes from length
 LONGER = 1.5  # times the reference's words, in samples of the policy

@@ -22,6 +22,7 @@ from dpo.errors import InputError
 from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact
 from dpo.system.run_directory import PARQUET, STREAM, is_locked
+from dpo.wording import count
 
 RECORDS = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of them
 MOST = 1e100  # sums and pictures of larger numbers overflow
@@ -209,7 +210,7 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
 def find_state(run: Run, *, locked: bool, ended: bool = False) -> State:
     """How a run stands; `locked` by a process that trains, or `ended` in order, as it says itself."""
     done, total = run.updates, run.total_updates
-    of = f"{done:,} of {total:,} updates" if total else f"{done:,} updates"
+    of = f"{done:,} of {count(total, 'update')}" if total else count(done, "update")
     evaluated = _largest(run.eval.updates)
     if total and done >= total and evaluated >= total:
         return State("complete", f"complete after {of}")
@@ -225,7 +226,7 @@ def find_state(run: Run, *, locked: bool, ended: bool = False) -> State:
         return State("stopped", f"stopped after {of}, and saved there: resume=auto continues it")
     if total is None:
         return State("ended", f"ended after {of}; of how many, preflight.json would say")
-    lost = f", the last checkpoint is of {run.saved[-1]:,} examples" if run.saved else ", without a checkpoint"
+    lost = f", the last checkpoint is of {count(run.saved[-1], 'example')}" if run.saved else ", without a checkpoint"
     return State("ended", f"crashed or killed after {of}{lost}")
 
 
@@ -290,7 +291,9 @@ def _read_lines(run: Run, name: str, is_one: Any) -> list[dict[str, Any]]:
             odd.append(i)
     if odd:
         shown = ", ".join(map(str, odd[:5])) + (", ..." if len(odd) > 5 else "")
-        run.problems.append(f"{name}: {len(odd)} of {len(rows) - 1} lines cannot be read, and are left out ({shown})")
+        are = "is" if len(odd) == 1 else "are"
+        of = f"{len(odd)} of {count(len(rows) - 1, 'line')}"
+        run.problems.append(f"{name}: {of} cannot be read, and {are} left out ({shown})")
     return lines
 
 

@@ -28,6 +28,7 @@ from dpo.losses import LOSSES
 from dpo.system.host_memory import give_back_freed_memory
 from dpo.system.paths import get_cache_dir, get_local_dir
 from dpo.system.sharing import once_per_machine
+from dpo.wording import count
 
 
 @dataclass
@@ -76,8 +77,9 @@ class Preflight:
         lines = [describe(split, report) for split, report in splits.items()]
         lines += [warning for split, report in splits.items() if (warning := warn(split, report))]
         lines.append(
-            f"{self.updates:,} updates of {batch_size} examples will run; {self.dropped_examples:,} examples in "
-            f"partial batches are dropped"
+            f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run; "
+            f"{count(self.dropped_examples, 'example')} in partial batches "
+            f"{'is' if self.dropped_examples == 1 else 'are'} dropped"
         )
         return "\n".join(lines)
 
@@ -230,21 +232,21 @@ def _count_tokens(
 
 def describe(split: str, report: SplitReport) -> str:
     """One paragraph to print: the size of the split, then the counts that are not 0."""
-    of_texts = {
-        "with an empty response": report.empty_responses,
-        "duplicated pairs": report.duplicated_pairs,
-        "contradictory pairs": report.contradictory_pairs,
-    }
-    of_tokens = {
-        "with a truncated prompt": report.truncated_prompts,
-        "with a truncated response": report.truncated_responses,
-        "identical pairs": report.identical_pairs,
-    }
-    text = f"{split}: {report.examples:,} examples of {report.prompts:,} prompts"
-    text += "".join(f", {count:,} {what}" for what, count in of_texts.items() if count)
+    of_texts = [
+        (report.empty_responses, "with an empty response", "with an empty response"),
+        (report.duplicated_pairs, "duplicated pair", "duplicated pairs"),
+        (report.contradictory_pairs, "contradictory pair", "contradictory pairs"),
+    ]
+    of_tokens = [
+        (report.truncated_prompts, "with a truncated prompt", "with a truncated prompt"),
+        (report.truncated_responses, "with a truncated response", "with a truncated response"),
+        (report.identical_pairs, "identical pair", "identical pairs"),
+    ]
+    text = f"{split}: {count(report.examples, 'example')} of {count(report.prompts, 'prompt')}"
+    text += "".join(f", {count(n, *what)}" for n, *what in of_texts if n)
     if report.tokenized < report.examples:
         text += f"; in a random sample of {report.tokenized:,}"
-    text += "".join(f", {count:,} {what}" for what, count in of_tokens.items() if count)
+    text += "".join(f", {count(n, *what)}" for n, *what in of_tokens if n)
     text += f"; {report.mean_chosen_tokens:.1f} tokens per chosen response"
     if report.mean_rejected_tokens is not None:
         gap = report.mean_chosen_tokens - report.mean_rejected_tokens
@@ -258,9 +260,9 @@ def warn(split: str, report: SplitReport) -> str | None:
     if not report.joined_words:
         return None
     return (
-        f"warning: {split}: in {report.joined_words:,} of {report.examples:,} examples a response follows its prompt "
-        f"without a space, as in {report.joined_example!r}; texts are used verbatim: begin responses with a space, "
-        f"or end prompts with one"
+        f"warning: {split}: in {report.joined_words:,} of {count(report.examples, 'example')} a response follows its "
+        f"prompt without a space, as in {report.joined_example!r}; texts are used verbatim: begin responses with a "
+        f"space, or end prompts with one"
     )
 
 
@@ -336,8 +338,8 @@ def prepare_data(
             reports[split].examples = reports[split].prompts
         if reports[split].examples < size:
             raise InputError(
-                f"the {split} split of {', '.join(names)} has {reports[split].examples} examples, too few for one "
-                f"batch of {key}={size}: lower {key} or add data"
+                f"the {split} split of {', '.join(names)} has {count(reports[split].examples, 'example')}, too few for "
+                f"one batch of {key}={size}: lower {key} or add data"
             )
     give_back_freed_memory()  # of the texts as Python strings
     updates, dropped = count_updates(
@@ -390,10 +392,11 @@ def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *,
 def doubts(config: DictConfig, report: Preflight) -> list[str]:
     """Warnings about settings that look like mistakes for this amount of data."""
     found, updates, test = [], report.updates, report.test.examples
+    warmup = f"warmup_steps={config.warmup_steps} of {count(updates, 'update')}"
     if config.warmup_steps > updates:
-        found.append(f"warmup_steps={config.warmup_steps} of {updates:,} updates: lr stays below {config.lr}")
+        found.append(f"{warmup}: lr stays below {config.lr}")
     elif config.schedule != "constant" and config.warmup_steps >= updates - 1:
-        found.append(f"warmup_steps={config.warmup_steps} of {updates:,} updates: none is left for {config.schedule}")
+        found.append(f"{warmup}: none is left for {config.schedule}")
     if config.n_eval_examples > test:
-        found.append(f"n_eval_examples={config.n_eval_examples} of {test:,} test examples: some count again")
+        found.append(f"n_eval_examples={config.n_eval_examples} of {count(test, 'test example')}: some count again")
     return found

@@ -22,6 +22,7 @@ from dpo.settings.keys import KEYS, Resume
 from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact
 from dpo.system.signals import Stopped
+from dpo.wording import count
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -236,7 +237,8 @@ def _counts(run_dir: Path | None) -> str:
     train = _read_training_data(run_dir)
     if not train:
         return ""
-    return f"\n{train.get('examples', 0):,} examples of {train.get('prompts', 0):,} prompts in the training split."
+    examples, prompts = count(train.get("examples", 0), "example"), count(train.get("prompts", 0), "prompt")
+    return f"\n{examples} of {prompts} in the training split."
 
 
 def _code(run_dir: Path | None) -> dict[str, Any]:

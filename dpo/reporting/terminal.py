@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from dpo.reporting.events import Callback, Evaluation, Update
 from dpo.settings.files import dotted
+from dpo.wording import count
 
 QUIET_SECS = 30  # between progress lines of an evaluation or of sampling in a log file
 SHOWN = {  # metrics of an update that are shown: their label and significant digits
@@ -84,7 +85,7 @@ class Task:
     def __str__(self) -> str:
         facts = [f"{self.what} {self.done}/{self.total}"]
         if self.each:
-            facts.append(f"{self.done * self.each:,}/{self.total * self.each:,} examples")
+            facts.append(f"{self.done * self.each:,}/{count(self.total * self.each, 'example')}")
         return "  ".join(filter(None, [*facts, self.note, self.left()]))
 
 
@@ -131,7 +132,7 @@ class Progress(Callback):
             self.line(str(task))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self.line(table(f"evaluation after {evaluation.n_examples:,} examples", evaluation.metrics))
+        self.line(table(f"evaluation after {count(evaluation.n_examples, 'example')}", evaluation.metrics))
 
     def part(self, done: int, total: int, what: str) -> None:
         """Report progress within the current item, for instance in tokens."""
