@@ -19,6 +19,7 @@ import numpy as np
 import yaml
 
 from dpo.errors import InputError
+from dpo.losses import LOSSES, Loss, find_loss
 from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact
 from dpo.system.run_directory import PARQUET, STREAM, is_locked
@@ -95,6 +96,7 @@ class Run:
     drawn: list[dict[str, Any]] = field(default_factory=list)  # prompts with scored answers, by the last updates
     nonfinite: list[int] = field(default_factory=list)  # updates whose examples were put aside
     saved: list[int] = field(default_factory=list)  # examples, of the checkpoints
+    best: int | None = None  # of that which BEST names
     ledger: Any = None  # a pyarrow.Table, if the run has one
     problems: list[str] = field(default_factory=list)
     state: State = NOTHING
@@ -122,6 +124,20 @@ class Run:
             else "sft"
         )
         return str(self.setting("loss.name") or kind)
+
+    @property
+    def objective(self) -> Loss | None:
+        """What the table of losses says of the run's; None if its settings are lost or name no loss that is known."""
+        config = self.setting("loss")
+        if not isinstance(config, Mapping) or str(config.get("name")) not in LOSSES:
+            return None
+        parts = config.get("weights", {})
+        return find_loss(config) if isinstance(parts, Mapping) and parts.keys() <= LOSSES.keys() else None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether rewards are relative to a reference, as far as is known."""
+        return self.objective is not None and self.objective.reference
 
     @property
     def has_pairs(self) -> bool:
@@ -190,6 +206,8 @@ def _read(path: Path, *, ended: bool) -> Run:
     folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
     run.nonfinite = sorted(int(found[1]) for name in folders if (found := NONFINITE.fullmatch(name)))
     run.saved = sorted(int(found[1]) for name in folders if (found := STEP.fullmatch(name)))
+    best = STEP.fullmatch((run.path / "BEST").resolve().name)
+    run.best = int(best[1]) if best and int(best[1]) in run.saved else None
     name = run.setting("exp_name")
     run.name = redact(name if isinstance(name, str) and name.strip() else run.path.name)
     run.state = find_state(run, locked=not ended and is_locked(run.path), ended=ended)

@@ -185,7 +185,7 @@ class Bar(NamedTuple):
 class Bars(NamedTuple):
     zero: float  # where 0 is, in percent
     bars: list[Bar]
-    tokens: str
+    text: str
 
 
 def margin_bars(parts: MarginParts | None) -> Bars | None:
@@ -195,7 +195,7 @@ def margin_bars(parts: MarginParts | None) -> Bars | None:
     values = [
         ("chosen rising" if parts.chosen >= 0 else "chosen falling", parts.chosen, "chosen"),
         ("rejected falling" if parts.rejected <= 0 else "rejected rising", -parts.rejected, "rejected"),
-        ("the margin", parts.margin, "margin"),
+        ("the margin's change" if parts.since_start else "the margin", parts.margin, "margin"),
     ]
     if math.isfinite(parts.length):
         tiny = abs(parts.length) < 0.001 * abs(parts.margin)
@@ -206,12 +206,11 @@ def margin_bars(parts: MarginParts | None) -> Bars | None:
         Bar(label, signed(value), kind, round(100 * (min(value, 0) - low) / span, 2), round(100 * abs(value) / span, 2))
         for label, value, kind in values
     ]
-    tokens = (
-        ""
-        if math.isnan(parts.length)
-        else (f"Mean tokens: {figure(parts.chosen_tokens)} chosen, {figure(parts.rejected_tokens)} rejected.")
-    )
-    return Bars(round(-100 * low / span, 2), bars, tokens)
+    text = f"Mean rewards, {'since the start' if parts.since_start else 'relative to the reference'}."
+    if math.isfinite(parts.length):
+        tokens = f"{figure(parts.chosen_tokens)} chosen, {figure(parts.rejected_tokens)} rejected"
+        text += f" Mean tokens: {tokens}."
+    return Bars(round(-100 * low / span, 2), bars, text)
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
