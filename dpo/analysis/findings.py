@@ -12,6 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from dpo.analysis.collapse import WHAT_TO_TRY, Means, find_collapse, updates_at_start, window_of
 from dpo.analysis.noise import interval_of
@@ -100,13 +101,17 @@ def spikes_of(values: np.ndarray) -> list[tuple[int, float]]:
     """(index, times the median of the 100 numbers before it) of each value above SPIKE times that median."""
     places = np.flatnonzero(np.isfinite(values))
     there = values[places]
-    found = []
-    for i in np.flatnonzero(there > SPIKE * there.min()) if len(there) else ():  # no median is below the least
-        before = there[max(0, i - 100) : i]
-        usual = float(np.median(before)) if len(before) >= 20 else math.inf
-        if there[i] > SPIKE * usual > 0:
-            found.append((int(places[i]), float(there[i]) / usual))
-    return found
+    if len(there) <= 20:
+        return []
+    after = np.flatnonzero(there > SPIKE * there.min())  # no median is below the least
+    after = after[after >= 20]
+    usual = np.array([np.median(there[:i]) for i in after[after < 100]])
+    if len(there) > 100:
+        before = sliding_window_view(there, 100)
+        for part in np.array_split(after[after >= 100], 1 + len(after) // 10_000):  # of limited size in memory
+            usual = np.concatenate([usual, np.median(before[part - 100], axis=1)])
+    times = there[after] / np.where(usual > 0, usual, np.inf)
+    return [(int(places[i]), float(by)) for i, by in zip(after, times, strict=True) if by > SPIKE]
 
 
 def spikes(run: Run) -> Iterator[Finding]:
