@@ -188,6 +188,11 @@ class Trainer:
                 self.checkpoints.check()
                 self.stop.raise_if_agreed()
             self.evaluate_and_save_if_due(last=True)
+        found, (name, sign) = self.checkpoints, self.loss.best
+        if found.best > found.latest:
+            best, latest = sign * found.best, sign * found.latest
+            step = self.run_dir / f"step-{found.best_at}"
+            self.progress.line(f"BEST is {step}, with {name} {best:.4g}; that of LATEST is {latest:.4g}")
 
     def train_step(self, batch: GlobalBatch) -> Update:
         """One update on a global batch, the same on every process."""

@@ -4,8 +4,9 @@
 
 RUN is the directory of a run that is complete, still trains, or crashed. The page has the curves, what they mean and
 what looks wrong, samples of policy and reference, what differs between the runs, hardware, time and cost. Without
---out it is in RUN/report, or, of several runs, in report. The texts of a ledger's pairs are in it if the run's data is
-on this machine. Exit status: 0 written, 2 bad input. Changes nothing else, and uses no network.
+--out it is in RUN/report, or, of several runs, in report. The texts of a ledger's pairs are in the report of one run
+if its data is on this machine; a comparison loads no data, which can take minutes. Exit status: 0 written, 2 bad input.
+Changes nothing else, and uses no network.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = [run.expanduser() for run in asked.runs]
     find = partial(find_texts, trust_remote_code=asked.trust_remote_code)
     default = (runs[0] / REPORT if len(runs) == 1 else REPORT).parent
+    texts = find if len(runs) == 1 else None
     try:
-        page = write_report(runs, (asked.out or default).expanduser(), find_texts=find)
+        page = write_report(runs, (asked.out or default).expanduser(), find_texts=texts)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from dpo.data.asking import AUTO, FORMS, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.settings.keys import COUNT, FINITE, SEED, TOP_P, Rule
+from dpo.wording import count
 from scripts.trust import add_trust_option
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def _answer_all(panel: Panel, sampling: Sampling, records: list[Any], asked: arg
         f"; mean reward of the {name} {fmean(values):.4g}" + f" over {len(values)}" * (len(values) < len(prompts))
         for name, values in finite.items()
     )
-    print(f"{len(prompts)} prompts answered in {asked.out}{means}")
+    print(f"{count(len(prompts), 'prompt')} answered in {asked.out}{means}")
 
 
 def _finite(rewards: Rewards) -> Rewards:

@@ -12,6 +12,7 @@ from support.runs import ROOT, run_python
 
 ROOMS = (
     "errors",
+    "wording",
     "losses",
     "system",
     "settings",

@@ -277,7 +277,7 @@ def test_debug_writes_metrics_and_no_checkpoints_and_no_wandb(make_trainer):
     trainer = make_trainer(*SFT, "debug=true", "wandb.enabled=true", "eval_every=8", "n_examples=12")
     trainer.train()
 
-    assert trainer.callbacks.callbacks.keys() == {"terminal", "nonfinite", "files", "spikes"}
+    assert trainer.callbacks.callbacks.keys() == {"terminal", "nonfinite", "files", "course"}
     assert os.listdir(trainer.run_dir) == ["metrics.jsonl"]
     assert [e["examples"] for e in metrics_of(trainer.run_dir, "eval")] == [0, 8, 12]
 

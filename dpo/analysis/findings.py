@@ -12,15 +12,20 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
+from dpo.analysis.collapse import WHAT_TO_TRY, Means, find_collapse, updates_at_start, window_of
+from dpo.analysis.noise import interval_of
 from dpo.analysis.runs import Run, number
-from dpo.analysis.wording import count, figure, percent
 from dpo.losses import LOSSES
+from dpo.wording import count, figure, percent
 
 WARNING, NOTE = "warning", "note"
 
 SATURATED = 0.99  # accuracy of training pairs
-WIDE = 2.0  # a mean margin of which the gradient of DPO has 12 %
+SPENT = 0.1  # of the first gradients' norm
+TELL_60 = 400  # pairs: an accuracy of 0.60 is then four standard errors above chance
+USEFUL = 0.55  # an accuracy below which nothing was learned that is of use
 TURNED = 0.05  # of its best value, that the loss of an evaluation has risen
 LOST = 0.02  # accuracy that an evaluation has lost, if chance explains less
 SPIKE = 10.0  # times the median of the 100 values before, of which there must be 20
@@ -36,16 +41,26 @@ class Finding(NamedTuple):
     text: str
 
 
+def start_of(run: Run) -> Means | None:
+    """Loss and margin before the first update; of a run that was not evaluated then, of its first updates."""
+    for split, log, n in (("eval", run.eval, 1), ("train", run.train, updates_at_start(run.has_reference))):
+        values = np.stack([log[f"loss/{split}"], log[f"rewards_{split}/margins"]])[:, :n]
+        first = log.updates[:n]
+        if len(first) == n and first[-1] == (0 if split == "eval" else n) and np.isfinite(values).all():
+            return Means(*map(float, values.mean(1)))
+    return None
+
+
 def chance(accuracy: float, n: float) -> float:
     """Two standard errors of an accuracy that was measured on n examples."""
     return 2 * math.sqrt(max(accuracy * (1 - accuracy), 0.0) / n) if n > 0 else 0.0
 
 
 def n_evaluated(run: Run) -> float:
-    """Examples of an evaluation."""
-    n, available = number(run.setting("n_eval_examples", 256)), run.count("test.examples")
+    """Different examples of an evaluation: no more than there are."""
+    n, there = number(run.setting("n_eval_examples", 256)), run.count("test.examples")
     n = n if n > 0 else 256.0
-    return min(n, available) if available > 0 else n
+    return min(n, there) if there > 0 else n
 
 
 # --- numbers that are none, and spikes --------------------------------------------------------------------------------
@@ -86,13 +101,17 @@ def spikes_of(values: np.ndarray) -> list[tuple[int, float]]:
     """(index, times the median of the 100 numbers before it) of each value above SPIKE times that median."""
     places = np.flatnonzero(np.isfinite(values))
     there = values[places]
-    found = []
-    for i in np.flatnonzero(there > SPIKE * there.min()) if len(there) else ():  # no median is below the least
-        before = there[max(0, i - 100) : i]
-        usual = float(np.median(before)) if len(before) >= 20 else math.inf
-        if there[i] > SPIKE * usual > 0:
-            found.append((int(places[i]), float(there[i]) / usual))
-    return found
+    if len(there) <= 20:
+        return []
+    after = np.flatnonzero(there > SPIKE * there.min())  # no median is below the least
+    after = after[after >= 20]
+    usual = np.array([np.median(there[:i]) for i in after[after < 100]])
+    if len(there) > 100:
+        before = sliding_window_view(there, 100)
+        for part in np.array_split(after[after >= 100], 1 + len(after) // 10_000):  # of limited size in memory
+            usual = np.concatenate([usual, np.median(before[part - 100], axis=1)])
+    times = there[after] / np.where(usual > 0, usual, np.inf)
+    return [(int(places[i]), float(by)) for i, by in zip(after, times, strict=True) if by > SPIKE]
 
 
 def spikes(run: Run) -> Iterator[Finding]:
@@ -100,6 +119,9 @@ def spikes(run: Run) -> Iterator[Finding]:
     for name, what in (("grad_norm", "Gradient"), ("loss/train", "Loss")):
         values = run.train[name]
         found = spikes_of(values)
+        if name == "loss/train" and run.has_reference and (start := start_of(run)):
+            # where nearly all pairs are learned, one that is not stands far out
+            found = [(place, times) for place, times in found if values[place] > start.loss]
         if not found:
             continue
         place, times = max(found, key=lambda spike: spike[1])
@@ -114,6 +136,67 @@ def spikes(run: Run) -> Iterator[Finding]:
             f"{figure(times, 2)} times its median before; {count(len(found), 'spike')} in all",
             f"One batch was far from what the model had seen just before.{note} If the loss does not come back after a "
             "spike, lower lr or lengthen the warmup.",
+        )
+
+
+def collapse(run: Run) -> Iterator[Finding]:
+    """A loss far above its start, with margins that show no preference."""
+    start, width = start_of(run), window_of(number(run.setting("batch_size", 1)))
+    columns = np.stack([run.train[name] for name in ("loss/train", "rewards_train/margins")])
+    there = np.isfinite(columns).all(0)
+    (losses, margins), updates = columns[:, there], run.train.updates[there]
+    if start is None or len(losses) < width:
+        return
+    for end in range(width, len(losses) + 1, max(1, len(losses) // 1000)):
+        found = find_collapse(losses[end - width : end], margins[end - width : end], start)
+        if found:
+            then = f"over the {count(width, 'update')} up to {updates[end - 1]:,.0f}"
+            now = f"{figure(losses[-width:].mean())} over the last {width}"
+            yield Finding(
+                WARNING,
+                "The run has collapsed",
+                f"loss/train {figure(found.loss)} {then}, {now}, {figure(start.loss)} at the start; "
+                f"rewards_train/margins {figure(found.margin)} {then}, {figure(start.margin)} at the start",
+                WHAT_TO_TRY,
+            )
+            return
+
+
+def worse_than_reference(run: Run) -> Iterator[Finding]:
+    """A held-out loss above that of the reference itself."""
+    examples, values = run.eval.points("loss/eval")
+    start, losses = start_of(run), run.train.points("loss/train")[1]
+    if not run.has_reference or start is None or len(losses) < 20 or examples[-1:].sum() <= 0:
+        return
+    # the spread of a pair's loss where it was widest, as that of batches shows it: training pairs may be learned by now
+    batch = max(1.0, number(run.setting("batch_size", 1)))
+    spread = max(float(part.std(ddof=1)) for part in np.array_split(losses, 10)) * math.sqrt(batch)
+    error = 2 * spread / math.sqrt(n_evaluated(run))
+    if values[-1] > start.loss + error:
+        yield Finding(
+            WARNING,
+            "By its own loss the policy is worse than the reference",
+            f"loss/eval {figure(float(values[-1]))}, before training {figure(start.loss)}; two standard errors "
+            f"{figure(error, 2)}",
+            "On held-out pairs it would be better not to have trained at all: it is surer of pairs that it ranks wrong "
+            "than right ones make up for. Take an earlier checkpoint, or use a smaller lr or a larger loss.beta.",
+        )
+
+
+def best_checkpoint(run: Run) -> Iterator[Finding]:
+    """A checkpoint that is better than the last one."""
+    if run.best is None or run.objective is None:
+        return
+    name, sign = run.objective.best
+    examples, values = run.eval.points(name)
+    at_best = values[examples == run.best]
+    if len(at_best) and sign * (at_best[-1] - values[-1]) > 0:
+        yield Finding(
+            NOTE,
+            "BEST is better than the last evaluation",
+            f"{name} {figure(at_best[-1])} at {count(run.best, 'example')}, {figure(values[-1])} at the last",
+            f"The link BEST names step-{run.best}. On few held-out examples the best of many evaluations is in part "
+            "luck.",
         )
 
 
@@ -135,30 +218,53 @@ def saturation(run: Run) -> Iterator[Finding]:
         "Accuracy is saturated",
         f"rewards_train/accuracies {figure(accuracy)} over the last {min(length, len(values))} updates",
         f"Nearly every training pair is ranked right{held}, from about {count(since, 'example')} on: accuracy can "
-        f"tell nothing more. {_what_is_left(run.tail('train', 'rewards_train/margins'))}",
+        f"tell nothing more. {_what_is_left(run)}",
     )
 
 
-def _what_is_left(margin: float) -> str:
-    """To be learned from pairs with this mean margin, of which DPO's gradient has sigmoid(-margin)."""
-    if margin < WIDE:
-        return f"The mean margin is {figure(margin)}, so updates still move the policy: go by margins and samples."
-    return "Such pairs give little gradient, and more updates mostly widen margins: stop earlier, or use harder pairs."
+def _what_is_left(run: Run) -> str:
+    """To be learned, by how much of the first gradients is left: the loss of every kind tells it by that."""
+    norms = run.train.points("grad_norm")[1]
+    if not len(norms):
+        return ""
+    length = max(10, len(norms) // 10)
+    first, now = float(np.mean(norms[:length])), float(np.mean(norms[-length:]))
+    what = f"grad_norm was {figure(first)} over the first {count(length, 'update')} and is {figure(now)} now"
+    if now >= SPENT * first:
+        return f"But {what}, so updates still move the policy: go by margins and samples."
+    return f"And {what}: more updates mostly widen margins. Stop earlier, or use harder pairs."
 
 
 def no_better_than_chance(run: Run) -> Iterator[Finding]:
-    """Pairs that are ranked as a coin would."""
+    """Held-out pairs that are ranked as a coin would, or too few of them to tell."""
     examples, values = run.eval.points("rewards_eval/accuracies")
-    if len(values) and examples[-1] > 0 and run.updates >= 20:
-        accuracy = float(values[-1])
-        if accuracy <= 0.5 + chance(0.5, n_evaluated(run)):
-            yield Finding(
-                WARNING,
-                "Held-out pairs are ranked no better than by chance",
-                f"rewards_eval/accuracies {figure(accuracy)} on {n_evaluated(run):,.0f} pairs",
-                "The policy has not learned a preference that carries over: lr may be too low, the run too short, or "
-                "the preferences noise.",
-            )
+    if not len(values) or examples[-1] <= 0 or run.updates < 20:
+        return
+    accuracy, n = float(values[-1]), n_evaluated(run)
+    low, high = interval_of(accuracy, n)
+    interval = f"95 % interval {figure(low)} to {figure(high)}"
+    value = f"rewards_eval/accuracies {figure(accuracy)} on {count(n, 'pair')}, {interval}"
+    if high < USEFUL:
+        yield Finding(
+            WARNING,
+            "Held-out pairs are ranked no better than by chance",
+            value,
+            "The policy has not learned a preference that carries over: lr may be too low, the run too short, or the "
+            "preferences noise.",
+        )
+    elif low <= 0.5:
+        yield Finding(
+            NOTE,
+            "Held-out accuracy cannot be told from chance",
+            value,
+            f"{count(n, 'pair')} cannot tell whether anything was learned."
+            + (
+                f" To tell an accuracy of 0.60 from chance takes about {TELL_60}: raise n_eval_examples, if the test "
+                "split has them."
+                if n < TELL_60
+                else " If so, it is little."
+            ),
+        )
 
 
 def near(run: Run, name: str, examples: float) -> float:
@@ -183,15 +289,32 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
         then, now = near(run, stem.format("train"), examples[place]), near(run, stem.format("train"), examples[-1])
         if worse > least and sign * (now - then) > 0:
             name = "loss" if sign < 0 else "accuracy"
+            value = (
+                f"{stem.format('eval')} {figure(best)} at {count(examples[place], 'example')}, {figure(last)} at "
+                f"{examples[-1]:,.0f}; {stem.format('train')} {figure(then)}, then {figure(now)}"
+            )
+            if sign < 0 and _accuracy_rose(run, examples[place]):
+                text = (
+                    "Accuracy did not fall meanwhile: the policy became surer of pairs that it ranks wrong, the usual "
+                    "course of a long run. Go by accuracy and samples; if the rewards themselves matter, stop earlier."
+                )
+                yield Finding(NOTE, "Evaluation loss rose while accuracy did not fall", value, text)
+                continue
             ranked = run.loss in LOSSES and LOSSES[run.loss].best[0] == stem.format("eval")
             yield Finding(
                 WARNING,
                 f"Evaluation {name} turned while training {name} improved",
-                f"{stem.format('eval')} {figure(best)} at {examples[place]:,.0f} examples, {figure(last)} at "
-                f"{examples[-1]:,.0f}; {stem.format('train')} {figure(then)}, then {figure(now)}",
+                value,
                 "From there on the policy learned its training examples rather than what they have in common. Take the "
                 f"checkpoint of that evaluation{' (BEST)' if ranked else ''}, or train for fewer epochs.",
             )
+
+
+def _accuracy_rose(run: Run, since: float) -> bool:
+    """Whether held-out accuracy is no lower than in an evaluation; false without pairs."""
+    examples, values = run.eval.points("rewards_eval/accuracies")
+    then = values[examples == since]
+    return bool(len(then)) and bool(values[-1] >= then[0])
 
 
 def gap(run: Run) -> Iterator[Finding]:
@@ -256,17 +379,17 @@ def data(run: Run) -> Iterator[Finding]:
     """Counts of the preflight that are worth a look."""
     n, tokenized = run.count("train.examples"), run.count("train.tokenized")
     kinds = (
-        ("joined_words", n, 0.0, "responses follow their prompt without a space"),
-        ("contradictory_pairs", n, 0.01, "pairs contradict an earlier one of their prompt"),
-        ("identical_pairs", tokenized, 0.01, "pairs are identical after truncation, and give no gradient"),
-        ("truncated_responses", tokenized, 0.1, "examples have a truncated response, which loses its end"),
+        ("joined_words", n, 0.0, "response follows its", "responses follow their", "prompt without a space"),
+        ("contradictory_pairs", n, 0.01, "pair contradicts", "pairs contradict", "an earlier one of the same prompt"),
+        ("identical_pairs", tokenized, 0.01, "pair is", "pairs are", "identical after truncation, without a gradient"),
+        ("truncated_responses", tokenized, 0.1, "example has", "examples have", "a response that lost its end"),
     )
-    for key, of, least, text in kinds:
+    for key, of, least, one, many, text in kinds:
         found = run.count(f"train.{key}")
         if found > 0 and of > 0 and found / of >= least:
             yield Finding(
                 NOTE,
                 "Worth a look in the data",
                 f"{key} {found:,.0f} of {of:,.0f} ({percent(found / of)})",
-                f"In the training split, {found:,.0f} {text}.",
+                f"In the training split, {count(found, one, many)} {text}.",
             )

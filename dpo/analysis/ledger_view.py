@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpo.analysis.runs import Run
-from dpo.analysis.wording import count, figure, percent, shortened, signed
 from dpo.errors import InputError
+from dpo.wording import count, figure, percent, shortened, signed
 
 if TYPE_CHECKING:
     from dpo.analysis.ledger import LedgerSummary, Pair
@@ -75,14 +75,14 @@ def texts_of(run: Run, found: LedgerSummary, find_texts: FindTexts | None) -> tu
     except (InputError, OSError) as error:
         return drawn, f"Texts are not shown: {error}"
     missing = {pair.example for pair in asked} - texts.keys()
-    note = f"Its datasets have changed, and lack {len(missing)} of these pairs" if missing else ""
+    note = f"Its datasets have changed, and lack {len(missing)} of these {len(asked)}" if missing else ""
     return {**drawn, **texts}, note
 
 
 def view_summary(found: LedgerSummary, texts: Texts, note: str) -> LedgerView:
     """What a ledger says, in words and tables."""
     visits, examples = count(found.rows, "visit"), count(found.examples, "example")
-    text = f"{visits} of {examples}, of which {found.truncated:,} are truncated."
+    text = f"{visits} of {examples}, of which {count(found.truncated, 'is', 'are')} truncated."
     return LedgerView(text, _lists(found, texts), [*_lengths(found), *_drift(found)], note)
 
 
@@ -90,8 +90,8 @@ def _lists(found: LedgerSummary, texts: Texts) -> list[PairList]:
     if not found.lengths:
         return []  # nothing of pairs, or nothing after the first update
     never = (
-        f"{found.n_never_flipped:,} of {count(found.n_seen_again, 'pair')} that were seen at least twice were wrong "
-        "each time: their margin was never above 0."
+        f"{found.n_never_flipped:,} of {count(found.n_seen_again, 'pair')} that were seen at least twice "
+        f"{'was' if found.n_never_flipped == 1 else 'were'} wrong each time: with a margin never above 0."
     )
     drawn = any(pair.texts is not None for pair in found.suspected_noise)
     advice = " Look whether the scorer is right about those that were drawn." if drawn else ""

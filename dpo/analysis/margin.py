@@ -14,14 +14,16 @@ COLUMNS = (
 
 
 class MarginParts(NamedTuple):
-    """Mean rewards, as docs/metrics.md has them: margin = chosen - rejected. NaN where something is not known."""
+    """What each side gives to a margin = chosen - rejected: mean rewards relative to the reference, or, under a loss
+    without one, how far they have moved since the start. NaN where something is not known."""
 
     split: str
     chosen: float
     rejected: float
-    chosen_tokens: float
-    rejected_tokens: float
+    chosen_tokens: float = math.nan  # as `rejected_tokens` NaN also where rewards are per token: none is length then
+    rejected_tokens: float = math.nan
     length_by_pair: float = math.nan  # what length gives, worked out in each pair of the ledger
+    since_start: bool = False  # not relative to a reference
 
     @property
     def margin(self) -> float:
@@ -66,12 +68,19 @@ def length_by_pair(run: Run) -> float:
 
 
 def margin_parts(run: Run) -> MarginParts | None:
-    """Of the last evaluation after an update; without one, of the last training updates. None without pairs."""
+    """Of the last evaluation after an update; without one, of the last training updates. None without pairs, and
+    without a reference if there is nothing to compare with."""
     examples = run.eval.points("rewards_eval/chosen")[0]
     split = "eval" if len(examples) and examples[-1] > 0 else "train"
-    chosen, rejected = (run.tail(split, f"rewards_{split}/{side}") for side in ("chosen", "rejected"))
+    names = [f"rewards_{split}/{side}" for side in ("chosen", "rejected")]
+    chosen, rejected = (run.tail(split, name) for name in names)
     if not (math.isfinite(chosen) and math.isfinite(rejected)):
         return None
+    if not run.has_reference:
+        moved = _moves(run, "rewards")
+        return moved and MarginParts(moved.split, moved.chosen, moved.rejected, since_start=True)
+    if run.objective is None or run.objective.per_token:
+        return MarginParts(split, chosen, rejected)
     counted = "test" if split == "eval" else "train"
     m, n = (run.count(f"{counted}.mean_{side}_tokens") for side in ("chosen", "rejected"))
     by_pair = length_by_pair(run) if split == "eval" else math.nan
@@ -79,25 +88,36 @@ def margin_parts(run: Run) -> MarginParts | None:
 
 
 class Change(NamedTuple):
-    """Summed log-probabilities of chosen responses, at first and now; and how far the sides have parted since."""
+    """Means of chosen and rejected responses, at first and now."""
 
-    name: str  # the metric
-    before: float
-    after: float
-    margin: float  # in log-probability, not reward
+    split: str
+    stem: str  # of the metrics: logps, rewards
+    chosen_before: float
+    chosen_after: float
+    rejected: float  # how far it has moved
 
     @property
     def chosen(self) -> float:
-        return self.after - self.before
+        return self.chosen_after - self.chosen_before
+
+    @property
+    def margin(self) -> float:
+        """How far the sides have parted."""
+        return self.chosen - self.rejected
 
 
 def change_of(run: Run) -> Change | None:
+    """Of summed log-probabilities: in these units, not in rewards."""
+    return _moves(run, "logps")
+
+
+def _moves(run: Run, stem: str) -> Change | None:
     """From the first evaluation to the last; without two, from the first updates to the last."""
     for split, log in (("eval", run.eval), ("train", run.train)):
-        sides = [log.points(f"logps_{split}/{side}")[1] for side in ("chosen", "rejected")]
+        sides = [log.points(f"{stem}_{split}/{side}")[1] for side in ("chosen", "rejected")]
         length = 1 if split == "eval" else max(10, len(sides[0]) // 10)
         if min(map(len, sides)) < 2 * length:
             continue
         (before, after), (low, high) = ((float(v[:length].mean()), float(v[-length:].mean())) for v in sides)
-        return Change(f"logps_{split}/chosen", before, after, (after - before) - (high - low))
+        return Change(split, stem, before, after, high - low)
     return None

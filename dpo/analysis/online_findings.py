@@ -10,10 +10,11 @@ import numpy as np
 from dpo.analysis.cost import seconds_of_updates
 from dpo.analysis.findings import NOTE, WARNING, Finding
 from dpo.analysis.runs import Run, number
-from dpo.analysis.wording import count, figure, percent
+from dpo.wording import count, figure, percent
 
 FEWEST = 20  # updates, before what comes first is compared with what came last
-CUT_OFF = 0.1  # of the answers end, or fewer
+ENDED = 0.9  # of the answers, or more, should end
+CUT_OFF = 0.5  # fewer are wrong
 TIED = 0.5  # of the prompts, or more
 LONGER = 1.5  # times the length at first
 TOGETHER = 0.5  # correlation of score and length
@@ -35,7 +36,7 @@ def end(run: Run, name: str) -> np.ndarray:
 def cut_off(run: Run) -> Iterator[Finding]:
     """Answers that have no end."""
     ended = run.tail("train", "online/eos")
-    if ended <= CUT_OFF:
+    if ended < ENDED:
         most, penalty = run.setting("online.max_new_tokens"), number(run.setting("online.missing_eos_penalty"))
         advice = (
             "Raise online.max_new_tokens, or begin with a model that was trained (loss=sft) to end its answers"
@@ -44,8 +45,8 @@ def cut_off(run: Run) -> Iterator[Finding]:
             "(loss=sft) to end its answers"
         )
         yield Finding(
-            WARNING,
-            "Nearly all answers are cut off",
+            WARNING if ended < CUT_OFF else NOTE,
+            "Most answers are cut off" if ended < CUT_OFF else "Some answers are cut off",
             f"online/eos {figure(ended)}: so many end within online.max_new_tokens={most}",
             "The scorer sees texts without an end, and the policy does not learn where to stop. " + advice + ".",
         )
@@ -77,7 +78,7 @@ def scores(run: Run) -> Iterator[Finding]:
     if len(run.train.points("online/score")[0]) < FEWEST:
         return
     before, after = float(first.mean()), float(last.mean())
-    error = math.sqrt(first.var(ddof=1) / len(first) + last.var(ddof=1) / len(last))
+    error = _error(first, last)
     value = f"online/score {figure(before)} over the first {count(len(first), 'update')}, {figure(after)} over the last"
     if after <= before + 2 * error:
         yield Finding(
@@ -111,18 +112,38 @@ def length_of_scores(run: Run) -> Iterator[Finding]:
 
 
 def divergence(run: Run) -> Iterator[Finding]:
-    """A policy that has left the reference."""
+    """A policy that has left the reference: a fault if its answers have become worse on the way."""
     nats, tokens = run.tail("train", "online/kl"), run.tail("train", "online/length")
-    if nats > FAR:
-        each = f", {figure(nats / tokens)} a token" if tokens > 0 else ""
-        yield Finding(
-            WARNING,
-            "The policy has gone far from the reference",
-            f"online/kl {figure(nats)} nats{each}",
-            f"By the geometric mean, the pairs' answers are e^{figure(nats)} times as likely under the policy as under "
-            "the reference. That far away scores often rise by what the scorer overlooks: read what was drawn, and "
-            "consider a larger loss.beta, a smaller lr or fewer updates.",
-        )
+    if not nats > FAR:
+        return
+    each = f", {figure(nats / tokens)} a token" if tokens > 0 else ""
+    worse = {
+        name: (float(first.mean()), float(last.mean()))
+        for name in ("online/score", "online/eos")
+        if len(first := beginning(run, name)) > 1 and len(last := end(run, name)) > 1 and _has_fallen(first, last)
+    }
+    fell = "".join(
+        f"; {name} {figure(before)} at first, {figure(after)} now" for name, (before, after) in worse.items()
+    )
+    yield Finding(
+        WARNING if worse else NOTE,
+        "The policy has gone far from the reference",
+        f"online/kl {figure(nats)} nats{each}{fell}",
+        f"By the geometric mean, the pairs' answers are e^{figure(nats)} times as likely under the policy as under "
+        "the reference; for long answers that is ordinary. That far away scores often rise by what the scorer "
+        "overlooks: read what was drawn"
+        + (", and consider a larger loss.beta, a smaller lr or fewer updates." if worse else "."),
+    )
+
+
+def _has_fallen(first: np.ndarray, last: np.ndarray) -> bool:
+    """Whether a mean is lower, by more than two standard errors of the difference."""
+    return float(last.mean()) < float(first.mean()) - 2 * _error(first, last)
+
+
+def _error(first: np.ndarray, last: np.ndarray) -> float:
+    """The standard error of a difference of means."""
+    return math.sqrt(first.var(ddof=1) / len(first) + last.var(ddof=1) / len(last))
 
 
 def accuracies(run: Run) -> Iterator[Finding]:

@@ -4,40 +4,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from statistics import fmean
 from typing import NamedTuple
+
+import numpy as np
 
 from dpo.analysis.findings import NOTE, WARNING, Finding
 from dpo.analysis.margin import Change, MarginParts, change_of, margin_parts
+from dpo.analysis.noise import chance_of_heads, mean_and_bound
 from dpo.analysis.runs import Run
-from dpo.analysis.wording import count, figure, percent, signed
+from dpo.wording import count, figure, percent, signed
 
 LENGTH_SHARE = 0.5  # of the margin, that comes from length
 LONGER = 1.5  # times the reference's words, in samples of the policy
 FEW_SAMPLES = 8
+EMPTY = 0.05  # of the samples
 LENGTH_TELLS = 0.8  # of the pairs, in which one side is the longer
 
 
 def margin_story(run: Run) -> Iterator[Finding]:
     """Which side moved, and why chosen responses may have become less likely."""
-    parts, change = margin_parts(run), change_of(run)
+    parts = margin_parts(run)
     if parts is None:
         return
-    falls = change is not None and change.chosen < 0
-    if not falls or parts.margin <= 0:
+    per_token = run.objective is None or run.objective.per_token  # sums over unequal lengths would tell something else
+    change = None if per_token else change_of(run)
+    chosen, margin = (parts.chosen, parts.margin) if change is None else (change.chosen, change.margin)
+    if chosen >= 0 or parts.margin <= 0:
         yield Finding(NOTE, "Where the margin comes from", _margin_value(parts), _sides(parts))
         return
-    runs_off = change.chosen < -change.margin  # both fall by more than they part
+    runs_off = chosen < -margin  # both fall by more than they part
+    beta = "" if parts.since_start else "a larger loss.beta, "
     advice = (
-        "Here both fall by more than they part, which often shows in the samples: read them, and consider a larger "
-        "loss.beta, a smaller lr or fewer epochs."
+        "Here both fall by more than they part, which often shows in the samples: read them, and consider "
+        f"{beta}a smaller lr, fewer epochs, or what holds chosen responses up: loss.sft_weight, loss=dpop, "
+        "loss=apo_zero."
         if runs_off
         else "By itself this is usual, and no fault as long as the samples stay good."
     )
     yield Finding(
         WARNING if runs_off else NOTE,
         "Chosen responses become less likely while margins grow",
-        f"{_change_value(change)}; {_margin_value(parts)}",
+        f"{_change_value(change)}; {_margin_value(parts)}" if change else _margin_value(parts),
         f"{_sides(parts)} The loss sees only the difference of the two sides: lowering rejected responses also lowers "
         "what chosen ones share with them, and nothing holds chosen ones up. The probability goes to texts that are in "
         f"neither. {advice}",
@@ -45,39 +52,42 @@ def margin_story(run: Run) -> Iterator[Finding]:
 
 
 def _change_value(change: Change) -> str:
-    return f"{change.name} {figure(change.before, 4)}, then {figure(change.after, 4)} ({signed(change.chosen)})"
+    before, after = figure(change.chosen_before, 4), figure(change.chosen_after, 4)
+    return f"{change.stem}_{change.split}/chosen {before}, then {after} ({signed(change.chosen)})"
 
 
 def _margin_value(parts: MarginParts) -> str:
-    return f"margin {figure(parts.margin)} = chosen {signed(parts.chosen)} minus rejected {signed(parts.rejected)}"
+    margin = f"margin {signed(parts.margin)} since the start" if parts.since_start else f"margin {figure(parts.margin)}"
+    return f"{margin} = chosen {signed(parts.chosen)} minus rejected {signed(parts.rejected)}"
 
 
 def _sides(parts: MarginParts) -> str:
     """What share of the margin each side gives."""
     chosen, rejected = parts.chosen, parts.rejected
+    since = "Since the start" if parts.since_start else "Against the reference"
     if parts.margin <= 0:
-        return "Rejected responses gained at least as much as chosen ones over the reference: there is no margin."
+        return f"{since}, rejected responses gained at least as much as chosen ones: the margin has not grown."
     rising, falling = percent(abs(chosen) / parts.margin), percent(abs(rejected) / parts.margin)
     if chosen >= 0 and rejected <= 0:
         return (
-            f"Against the reference, chosen responses became more likely and rejected ones less: {rising} of the "
-            f"margin is chosen rising, {falling} is rejected falling."
+            f"{since}, chosen responses became more likely and rejected ones less: {rising} of the margin is chosen "
+            f"rising, {falling} is rejected falling."
         )
     if chosen < 0:
         return (
-            f"Against the reference, both became less likely: rejected falling gives {falling} of the margin, and "
-            f"chosen falling takes {rising} away."
+            f"{since}, both became less likely: rejected falling gives {falling} of the margin, and chosen falling "
+            f"takes {rising} away."
         )
     return (
-        f"Against the reference, both became more likely: chosen rising gives {rising} of the margin, and rejected "
-        f"rising takes {falling} away."
+        f"{since}, both became more likely: chosen rising gives {rising} of the margin, and rejected rising takes "
+        f"{falling} away."
     )
 
 
 def length_in_margin(run: Run) -> Iterator[Finding]:
-    """How much of the margin there is because one side is longer."""
+    """How much of the margin there is because one side is longer; none of it is where rewards are per token."""
     parts = margin_parts(run)
-    if parts is None or parts.margin <= 0:
+    if run.objective is None or run.objective.per_token or parts is None or parts.margin <= 0:
         return
     if not math.isfinite(parts.length):
         yield Finding(
@@ -123,39 +133,80 @@ def lengths_in_data(run: Run) -> Iterator[Finding]:
         )
 
 
-class SampleLengths(NamedTuple):
-    """Mean words of the newest samples, and of what they are compared with."""
+class SamplePairs(NamedTuple):
+    """The newest samples of the policy, each with what it is compared with: a sample of the same prompt."""
 
-    n: int
-    policy: float
-    other: float
-    whose: str
+    texts: list[tuple[str, str]]  # (policy, other)
+    whose: str  # the others are
 
 
-def sample_lengths(run: Run) -> SampleLengths | None:
-    """Of the policy against the reference, or, without its samples, against the policy's first."""
-    if not run.samples:
-        return None
+def sample_pairs(run: Run) -> SamplePairs | None:
+    """Of the policy with the reference, or, without its samples, with the policy's first; None without either."""
     times = [sample["examples"] for sample in run.samples]
     newest = [sample for sample in run.samples if sample["examples"] == times[-1]]
-    policy = fmean(len(sample["policy"].split()) for sample in newest)
-    by_reference = [sample["reference"] for sample in newest if sample["reference"] is not None]
-    if by_reference:
-        return SampleLengths(len(newest), policy, fmean(len(text.split()) for text in by_reference), "the reference's")
-    first = [sample["policy"] for sample in run.samples if sample["examples"] == times[0]]
-    if times[0] == times[-1]:
+    with_reference = [(s["policy"], s["reference"]) for s in newest if s["reference"] is not None]
+    if with_reference:
+        return SamplePairs(with_reference, "the reference's")
+    first = [sample for sample in run.samples if sample["examples"] == times[0]]
+    if times[:1] == times[-1:]:
         return None
-    return SampleLengths(len(newest), policy, fmean(len(text.split()) for text in first), "its first")
+    same = [(s["policy"], f["policy"]) for s, f in zip(newest, first, strict=False) if s["prompt"] == f["prompt"]]
+    return SamplePairs(same, "its first")
+
+
+def empty_samples(run: Run) -> Iterator[Finding]:
+    """A policy that says nothing."""
+    newest = [sample["policy"] for sample in run.samples if sample["examples"] == run.samples[-1]["examples"]]
+    empty = sum(not text.strip() for text in newest)
+    if not newest or empty / len(newest) <= EMPTY:
+        return
+    pairs, value = sample_pairs(run), f"{empty} of {count(len(newest), 'sample')}"
+    heads = tosses = empty
+    if pairs is not None:
+        others = sum(not other.strip() for _, other in pairs.texts)
+        if empty / len(newest) < 2 * others / len(pairs.texts):
+            return
+        # prompts after which one alone is empty: by chance it is the policy in half of them
+        alone = [not policy.strip() for policy, other in pairs.texts if bool(policy.strip()) != bool(other.strip())]
+        heads, tosses, value = sum(alone), len(alone), f"{value}, {pairs.whose} {others} of {len(pairs.texts)}"
+    cause = "Probability that training takes from rejected responses often goes there: take an earlier checkpoint, or "
+    yield Finding(
+        WARNING if chance_of_heads(heads, tosses) <= 0.05 else NOTE,
+        "The policy says nothing" if empty == len(newest) else "Some of the policy's samples are empty",
+        value,
+        "There the policy ends its answer at once. "
+        + (
+            f"{cause}train with a smaller lr, fewer epochs, or what holds chosen responses up: loss.sft_weight, "
+            "loss=dpop, loss=apo_zero."
+            if run.has_pairs
+            else "Look for empty targets in the data, and take an earlier checkpoint."
+        ),
+    )
 
 
 def lengths_of_samples(run: Run) -> Iterator[Finding]:
-    """A policy that answers at much greater or smaller length."""
-    found = sample_lengths(run)
-    if not run.has_pairs or found is None or found.n < FEW_SAMPLES or not found.other or not found.policy:
+    """A policy that answers at much greater or smaller length, where it answers at all."""
+    pairs = sample_pairs(run)
+    if not run.has_pairs or pairs is None:
         return
-    ratio = found.policy / found.other
-    value = f"{figure(found.policy)} words on average, {found.whose} {figure(found.other)} ({count(found.n, 'sample')})"
-    if ratio >= LONGER and found.policy - found.other >= 5:
+    words = np.array([(len(policy.split()), len(other.split())) for policy, other in pairs.texts], dtype=float)
+    words = words.reshape(-1, 2)
+    words = words[(words > 0).all(1)]
+    if len(words) < FEW_SAMPLES:
+        return
+    policy, other = words.mean(0)
+    difference, by_chance = mean_and_bound(np.log(words[:, 0]) - np.log(words[:, 1]))
+    ratio = policy / other
+    if max(ratio, 1 / ratio) < LONGER or abs(policy - other) < 5 or difference * (ratio - 1) <= 0:
+        return
+    if abs(difference) <= by_chance:
+        return
+    low, high = (figure(math.exp(difference + sign * by_chance), 2) for sign in (-1, +1))
+    value = (
+        f"{figure(policy)} words on average, {pairs.whose} {figure(other)} ({count(len(words), 'sample')}); after the "
+        f"same prompt {figure(math.exp(difference), 2)} times as many, 98 % interval {low} to {high}"
+    )
+    if ratio > 1:
         yield Finding(
             WARNING,
             "The policy's samples have become long",
@@ -163,7 +214,7 @@ def lengths_of_samples(run: Run) -> Iterator[Finding]:
             "Rewards of summed log-probabilities can be won by length. Read the samples: if they say the same in more "
             f"words, the {'scorer' if run.online else 'data'} rewards length.",
         )
-    elif ratio <= 1 / LONGER and found.other - found.policy >= 5:
+    else:
         yield Finding(
             WARNING,
             "The policy's samples have become short",

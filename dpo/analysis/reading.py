@@ -10,7 +10,10 @@ from dpo.analysis.runs import Run
 
 OF_ALL: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     findings.nan_skips,
+    findings.collapse,
+    findings.best_checkpoint,
     findings.spikes,
+    pair_findings.empty_samples,
     pair_findings.lengths_of_samples,
     findings.learning_rate,
     findings.clipping,
@@ -18,6 +21,7 @@ OF_ALL: tuple[Callable[[Run], Iterator[Finding]], ...] = (
 )
 OF_GIVEN_EXAMPLES = (  # what is drawn changes with the policy, and follows the scorer, not the labels of held-out pairs
     findings.no_better_than_chance,
+    findings.worse_than_reference,
     findings.saturation,
     findings.evaluation_turns,
     pair_findings.margin_story,

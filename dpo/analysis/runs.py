@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpo.errors import InputError
+from dpo.losses import LOSSES, Loss, find_loss
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.redaction import redact
 from dpo.system.run_directory import PARQUET, STREAM, is_locked
+from dpo.wording import count
 
 RECORDS = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of them
 MOST = 1e100  # sums and pictures of larger numbers overflow
@@ -93,6 +95,7 @@ class Run:
     drawn: list[dict[str, Any]] = field(default_factory=list)  # prompts with scored answers, by the last updates
     nonfinite: list[int] = field(default_factory=list)  # updates whose examples were put aside
     saved: list[int] = field(default_factory=list)  # examples, of the checkpoints
+    best: int | None = None  # of that which BEST names
     ledger: Any = None  # a pyarrow.Table, if the run has one
     problems: list[str] = field(default_factory=list)
     state: State = NOTHING
@@ -120,6 +123,20 @@ class Run:
             else "sft"
         )
         return str(self.setting("loss.name") or kind)
+
+    @property
+    def objective(self) -> Loss | None:
+        """What the table of losses says of the run's; None if its settings are lost or name no loss that is known."""
+        config = self.setting("loss")
+        if not isinstance(config, Mapping) or str(config.get("name")) not in LOSSES:
+            return None
+        parts = config.get("weights", {})
+        return find_loss(config) if isinstance(parts, Mapping) and parts.keys() <= LOSSES.keys() else None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether rewards are relative to a reference, as far as is known."""
+        return self.objective is not None and self.objective.reference
 
     @property
     def has_pairs(self) -> bool:
@@ -188,6 +205,8 @@ def _read(path: Path, *, ended: bool) -> Run:
     folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
     run.nonfinite = sorted(int(found[1]) for name in folders if (found := NONFINITE.fullmatch(name)))
     run.saved = sorted(int(found[1]) for name in folders if (found := STEP.fullmatch(name)))
+    best = STEP.fullmatch((run.path / "BEST").resolve().name)
+    run.best = int(best[1]) if best and int(best[1]) in run.saved else None
     name = run.setting("exp_name")
     run.name = redact(name if isinstance(name, str) and name.strip() else run.path.name)
     run.state = find_state(run, locked=not ended and is_locked(run.path), ended=ended)
@@ -208,7 +227,7 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
 def find_state(run: Run, *, locked: bool, ended: bool = False) -> State:
     """How a run stands; `locked` by a process that trains, or `ended` in order, as it says itself."""
     done, total = run.updates, run.total_updates
-    of = f"{done:,} of {total:,} updates" if total else f"{done:,} updates"
+    of = f"{done:,} of {count(total, 'update')}" if total else count(done, "update")
     evaluated = _largest(run.eval.updates)
     if total and done >= total and evaluated >= total:
         return State("complete", f"complete after {of}")
@@ -224,7 +243,7 @@ def find_state(run: Run, *, locked: bool, ended: bool = False) -> State:
         return State("stopped", f"stopped after {of}, and saved there: resume=auto continues it")
     if total is None:
         return State("ended", f"ended after {of}; of how many, preflight.json would say")
-    lost = f", the last checkpoint is of {run.saved[-1]:,} examples" if run.saved else ", without a checkpoint"
+    lost = f", the last checkpoint is of {count(run.saved[-1], 'example')}" if run.saved else ", without a checkpoint"
     return State("ended", f"crashed or killed after {of}{lost}")
 
 
@@ -288,7 +307,9 @@ def _read_lines(run: Run, name: str, is_one: Any) -> list[dict[str, Any]]:
             odd.append(i)
     if odd:
         shown = ", ".join(map(str, odd[:5])) + (", ..." if len(odd) > 5 else "")
-        run.problems.append(f"{name}: {len(odd)} of {len(rows) - 1} lines cannot be read, and are left out ({shown})")
+        are = "is" if len(odd) == 1 else "are"
+        of = f"{len(odd)} of {count(len(rows) - 1, 'line')}"
+        run.problems.append(f"{name}: {of} cannot be read, and {are} left out ({shown})")
     return lines
 
 

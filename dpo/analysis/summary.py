@@ -14,10 +14,10 @@ from dpo.analysis.findings import Finding
 from dpo.analysis.margin import MarginParts
 from dpo.analysis.reading import warnings_in
 from dpo.analysis.runs import Run, number, ranked
-from dpo.analysis.wording import count, duration, figure, hours, large, percent, shortened, signed
 from dpo.losses import LOSSES
 from dpo.settings.files import defaults_of, dotted
 from dpo.system.redaction import redact
+from dpo.wording import count, duration, figure, hours, large, percent, shortened, signed
 
 ABSENT = "\N{EN DASH}"
 BLANK_LINES = re.compile(r"\n\s*\n")  # between the turns of a dialogue
@@ -142,7 +142,7 @@ def _quality(run: Run) -> list[Tile]:
             before = "a tie" if values[0] == 0 and examples[0] == 0 and sign > 0 else say(values[0])
             detail = f"best so far, from {before}" if len(values) > 1 else "the first evaluation"
         else:
-            detail = f"best {say(values[place])} at {examples[place]:,.0f} examples"
+            detail = f"best {say(values[place])} at {count(examples[place], 'example')}"
         last = float(values[-1])
         scale = ("loss",) if name == "loss/eval" else ()  # a loss depends on its options: DPO's on beta
         found.append(Tile(label, say(last), detail, sign * last if sign else math.nan, scale))
@@ -150,18 +150,20 @@ def _quality(run: Run) -> list[Tile]:
 
 
 def _extent(run: Run, cost: Cost) -> list[Tile]:
-    of = f"of {run.total_updates:,} updates" if run.total_updates else "updates"
+    total = run.total_updates
+    updates = f"{run.updates:,} of {count(total, 'update')}" if total else count(run.updates, "update")
     epochs = run.examples / run.count("train.examples")
     passes = f", {figure(epochs)} epoch{'' if epochs == 1 else 's'}" if math.isfinite(epochs) else ""
     speed = cost.tokens / cost.updating_secs if cost.updating_secs > 0 else math.nan
-    found = [Tile("Examples", f"{run.examples:,}", f"{run.updates:,} {of}{passes}")]
+    found = [Tile("Examples", f"{run.examples:,}", f"{updates}{passes}")]
     if cost.secs > 0:
         spent = f"{hours(cost.device_hours)} {cost.kind}-hours" if math.isfinite(cost.devices) else ""
         alone = "in updates alone" if cost.updates_alone else ""
         found.append(Tile("Time", duration(cost.secs), ", ".join(filter(None, (alone, spent)))))
-    trainable, total = run.parameters
-    if trainable < total:  # false for NaN
-        found.append(Tile("Trainable parameters", large(trainable), f"{_share(trainable, total)} of {large(total)}"))
+    trainable, everything = run.parameters
+    if trainable < everything:  # false for NaN
+        part = f"{_share(trainable, everything)} of {large(everything)}"
+        found.append(Tile("Trainable parameters", large(trainable), part))
     if math.isfinite(cost.tokens):
         found.append(Tile("Tokens", large(cost.tokens), f"{figure(speed)} per second"))
     return found
@@ -183,7 +185,7 @@ class Bar(NamedTuple):
 class Bars(NamedTuple):
     zero: float  # where 0 is, in percent
     bars: list[Bar]
-    tokens: str
+    text: str
 
 
 def margin_bars(parts: MarginParts | None) -> Bars | None:
@@ -193,7 +195,7 @@ def margin_bars(parts: MarginParts | None) -> Bars | None:
     values = [
         ("chosen rising" if parts.chosen >= 0 else "chosen falling", parts.chosen, "chosen"),
         ("rejected falling" if parts.rejected <= 0 else "rejected rising", -parts.rejected, "rejected"),
-        ("the margin", parts.margin, "margin"),
+        ("the margin's change" if parts.since_start else "the margin", parts.margin, "margin"),
     ]
     if math.isfinite(parts.length):
         tiny = abs(parts.length) < 0.001 * abs(parts.margin)
@@ -204,12 +206,11 @@ def margin_bars(parts: MarginParts | None) -> Bars | None:
         Bar(label, signed(value), kind, round(100 * (min(value, 0) - low) / span, 2), round(100 * abs(value) / span, 2))
         for label, value, kind in values
     ]
-    tokens = (
-        ""
-        if math.isnan(parts.length)
-        else (f"Mean tokens: {figure(parts.chosen_tokens)} chosen, {figure(parts.rejected_tokens)} rejected.")
-    )
-    return Bars(round(-100 * low / span, 2), bars, tokens)
+    text = f"Mean rewards, {'since the start' if parts.since_start else 'relative to the reference'}."
+    if math.isfinite(parts.length):
+        tokens = f"{figure(parts.chosen_tokens)} chosen, {figure(parts.rejected_tokens)} rejected"
+        text += f" Mean tokens: {tokens}."
+    return Bars(round(-100 * low / span, 2), bars, text)
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ class Checkpoints:
         self.run_dir, self.mesh, self.keep, self.log = run_dir, mesh, keep, log
         self.best_at = -1  # examples
         self.best = -math.inf  # quality of the checkpoint that BEST names
+        self.latest = math.nan  # of that which LATEST names, if it was evaluated
         self._writer = BackgroundWriter()
         self._n_meetings = 0
 
@@ -99,7 +100,7 @@ class Checkpoints:
         self._writer.wait()  # hold at most one copy in memory
         links = []
         if elsewhere is None:
-            links = ["LATEST"]
+            links, self.latest = ["LATEST"], math.nan if quality is None else quality
             if quality is not None and quality > self.best:  # false for NaN
                 self.best, self.best_at = quality, step_idx
                 links.append("BEST")

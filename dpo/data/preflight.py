@@ -29,6 +29,7 @@ from dpo.settings.plan import resolve
 from dpo.system.host_memory import give_back_freed_memory
 from dpo.system.paths import get_cache_dir, get_local_dir
 from dpo.system.sharing import once_per_machine
+from dpo.wording import count
 
 
 @dataclass
@@ -78,8 +79,9 @@ class Preflight:
         lines = [describe(split, report) for split, report in splits.items()]
         lines += [warning for split, report in splits.items() if (warning := warn(split, report))]
         lines.append(
-            f"{self.updates:,} updates of {batch_size} examples will run; {self.dropped_examples:,} examples in "
-            f"partial batches are dropped"
+            f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run; "
+            f"{count(self.dropped_examples, 'example')} in partial batches "
+            f"{'is' if self.dropped_examples == 1 else 'are'} dropped"
         )
         return "\n".join(lines)
 
@@ -233,21 +235,21 @@ def _count_tokens(
 
 def describe(split: str, report: SplitReport) -> str:
     """One paragraph to print: the size of the split, then the counts that are not 0."""
-    of_texts = {
-        "with an empty response": report.empty_responses,
-        "duplicated pairs": report.duplicated_pairs,
-        "contradictory pairs": report.contradictory_pairs,
-    }
-    of_tokens = {
-        "with a truncated prompt": report.truncated_prompts,
-        "with a truncated response": report.truncated_responses,
-        "identical pairs": report.identical_pairs,
-    }
-    text = f"{split}: {report.examples:,} examples of {report.prompts:,} prompts"
-    text += "".join(f", {count:,} {what}" for what, count in of_texts.items() if count)
+    of_texts = [
+        (report.empty_responses, "with an empty response", "with an empty response"),
+        (report.duplicated_pairs, "duplicated pair", "duplicated pairs"),
+        (report.contradictory_pairs, "contradictory pair", "contradictory pairs"),
+    ]
+    of_tokens = [
+        (report.truncated_prompts, "with a truncated prompt", "with a truncated prompt"),
+        (report.truncated_responses, "with a truncated response", "with a truncated response"),
+        (report.identical_pairs, "identical pair", "identical pairs"),
+    ]
+    text = f"{split}: {count(report.examples, 'example')} of {count(report.prompts, 'prompt')}"
+    text += "".join(f", {count(n, *what)}" for n, *what in of_texts if n)
     if report.tokenized < report.examples:
         text += f"; in a random sample of {report.tokenized:,}"
-    text += "".join(f", {count:,} {what}" for what, count in of_tokens.items() if count)
+    text += "".join(f", {count(n, *what)}" for n, *what in of_tokens if n)
     text += f"; {report.mean_chosen_tokens:.1f} tokens per chosen response"
     if report.mean_rejected_tokens is not None:
         gap = report.mean_chosen_tokens - report.mean_rejected_tokens
@@ -261,9 +263,9 @@ def warn(split: str, report: SplitReport) -> str | None:
     if not report.joined_words:
         return None
     return (
-        f"warning: {split}: in {report.joined_words:,} of {report.examples:,} examples a response follows its prompt "
-        f"without a space, as in {report.joined_example!r}; texts are used verbatim: begin responses with a space, "
-        f"or end prompts with one"
+        f"warning: {split}: in {report.joined_words:,} of {count(report.examples, 'example')} a response follows its "
+        f"prompt without a space, as in {report.joined_example!r}; texts are used verbatim: begin responses with a "
+        f"space, or end prompts with one"
     )
 
 
@@ -346,7 +348,7 @@ def prepare_data(
         if n < batch_parts:
             fix = f"add data, for it is a multiple of gradient_accumulation_steps * processes = {batch_parts}"
         raise InputError(
-            f"the train split of {', '.join(names)} has {n} example{'s' * (n > 1)}, too few for one batch of "
+            f"the train split of {', '.join(names)} has {count(n, 'example')}, too few for one batch of "
             f"batch_size={batch_size}: {fix}"
         )
     give_back_freed_memory()  # of the texts as Python strings
@@ -405,12 +407,13 @@ def doubts(config: DictConfig, report: Preflight) -> list[str]:
     fits = f"; warmup_steps={updates // 10} fits, a tenth of them"
     if config.warmup_steps >= updates:
         found.append(
-            f"warmup_steps={config.warmup_steps} is too long for the {updates:,} update{'s' * (updates > 1)} of this "
-            f"run, which would never reach lr={config.lr}{fits}"
+            f"warmup_steps={config.warmup_steps} is too long for the {count(updates, 'update')} of this run, which "
+            f"would never reach lr={config.lr}{fits}"
         )
     elif config.schedule != "constant" and config.warmup_steps >= updates - 1:
         found.append(
-            f"warmup_steps={config.warmup_steps} leaves none of the {updates:,} updates for {config.schedule}{fits}"
+            f"warmup_steps={config.warmup_steps} leaves none of the {count(updates, 'update')} for {config.schedule}"
+            f"{fits}"
         )
     return found
 

@@ -41,6 +41,7 @@ class Loss:
     of_batch: Callable[..., Any] | None = None  # (scores of the global batch, **options) -> `Scores.of_batch`
     averaged: Callable[[float, float, float], float] | None = None  # of mean rewards and beta, for `Scores.average`
     smoothed: bool = False  # is infinite without label_smoothing
+    per_token: bool | str = False  # rewards are means over tokens, not sums; the name of an option: if it is on
 
     def __post_init__(self) -> None:
         if self.reference and not self.pairwise:
@@ -101,28 +102,33 @@ def find_loss(loss_config: Mapping[str, Any]) -> Loss:
     """The loss that `config.loss` asks for; a mix needs what its parts need."""
     loss = LOSSES[loss_config["name"]]
     if loss.fn is not _mix:
-        return loss
+        return replace(loss, per_token=_is_per_token(loss, loss_config)) if isinstance(loss.per_token, str) else loss
     parts = _parts(loss_config["weights"]).values()
     return replace(
         loss,
         reference=any(p.reference for p in parts),
         of_margin=all(p.of_margin for p in parts if p.pairwise),
         smoothed=any(p.smoothed for p in parts),
+        per_token=not any(p.reference for p in parts),
     )
+
+
+def _is_per_token(loss: Loss, loss_config: Mapping[str, Any]) -> bool:
+    return bool(loss_config.get(loss.per_token)) if isinstance(loss.per_token, str) else loss.per_token
 
 
 LOSSES = {
     "sft": Loss(formulas.sft, pairwise=False, reference=False, best=("loss/eval", -1)),
     "dpo": Loss(formulas.dpo),
-    "ipo": Loss(formulas.ipo),
+    "ipo": Loss(formulas.ipo, per_token="average"),
     "hinge": Loss(formulas.hinge),
     "robust": Loss(formulas.robust),
-    "dpo_norm": Loss(formulas.dpo_norm),
+    "dpo_norm": Loss(formulas.dpo_norm, per_token=True),
     "exo": Loss(formulas.exo, smoothed=True),
     "discopop": Loss(formulas.discopop),
     "beta_dpo": Loss(formulas.beta_dpo, of_batch=formulas.beta_of_batch, averaged=formulas.mean_gap),
-    "simpo": Loss(formulas.simpo, reference=False),
-    "orpo": Loss(formulas.orpo, reference=False),
+    "simpo": Loss(formulas.simpo, reference=False, per_token=True),
+    "orpo": Loss(formulas.orpo, reference=False, per_token=True),
     "apo_zero": Loss(formulas.apo_zero, of_margin=False),
     "apo_down": Loss(formulas.apo_down, of_margin=False),
     "nca": Loss(formulas.nca, of_margin=False),

@@ -23,6 +23,7 @@ from dpo.settings.places import HUB_ID, Source
 from dpo.settings.plan import resolve
 from dpo.system.plain_files import check_readable, read_json
 from dpo.system.redaction import redact
+from dpo.wording import count
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -251,7 +252,7 @@ def _counts(run_dir: Path | None) -> str:
     examples, prompts = train.get("examples"), train.get("prompts")
     if not isinstance(examples, int) or not isinstance(prompts, int):
         return ""
-    return f"\n{examples:,} examples of {prompts:,} prompts in the training split."
+    return f"\n{count(examples, 'example')} of {count(prompts, 'prompt')} in the training split."
 
 
 def _code(run_dir: Path | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""NaN or infinite losses and gradients, and spikes."""
+"""NaN or infinite losses and gradients, spikes, and runs that collapse."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dpo.analysis.collapse import WHAT_TO_TRY, Means, find_collapse, updates_at_start, window_of
 from dpo.analysis.findings import SPIKE
 from dpo.data.examples import examples_of
 from dpo.errors import RunError
-from dpo.losses import LOSSES
-from dpo.reporting.events import Callback, RunContext, Update
+from dpo.losses import LOSSES, find_loss
+from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 
 MAX_SKIPPED = 10  # updates that a run skips before it aborts
 
@@ -88,19 +89,65 @@ class NonFiniteGuard(Callback):
         self.skipped = state["skipped"]
 
 
-class SpikeWarner(Callback):
-    """Warns about a loss or gradient norm above `SPIKE` times the median of the last 100, after the first 20
-    updates."""
+class CourseWarner(Callback):
+    """Warns about a gradient norm or loss above `SPIKE` times the median of the last 100, after the first 20 updates,
+    and once if the run collapses.
+
+    A loss below its start is no spike: where nearly all pairs are learned, one that is not stands far out.
+    """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
+        loss = find_loss(context.config.loss)
+        self._pairwise, self._reference = loss.pairwise, loss.reference
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
+        self._window: deque[Means] = deque(maxlen=window_of(context.config.batch_size))
+        self._start: Means | None = None
+        self._warned = False
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        if evaluation.n_updates == 0 and self._pairwise:
+            self._start = Means(evaluation.metrics["loss/eval"], evaluation.metrics["rewards_eval/margins"])
 
     def on_update(self, update: Update) -> None:
+        self._look_for_spikes(update)
+        if self._pairwise:
+            self._look_for_collapse(update)
+
+    def _look_for_spikes(self, update: Update) -> None:
         for name, before in self._before.items():
             value, usual = update.metrics[name], median(before) if len(before) >= 20 else float("inf")
-            if value > SPIKE * usual > 0:
+            learned = name == "loss/train" and self._reference and self._start and value <= self._start.loss
+            if value > SPIKE * usual > 0 and not learned:
                 times = f"{value / usual:.0f} times its median before"
                 self.context.log(f"warning: update {update.number}: {name} {value:.4g} is {times}")
             if math.isfinite(value):
                 before.append(value)
+
+    def _look_for_collapse(self, update: Update) -> None:
+        now = Means(update.metrics["loss/train"], update.metrics["rewards_train/margins"])
+        if not all(map(math.isfinite, now)):
+            return
+        self._window.append(now)
+        n = updates_at_start(self._reference)
+        if self._start is None and update.number == len(self._window) == n:
+            self._start = Means(*(sum(values) / n for values in zip(*self._window, strict=True)))
+        if self._warned or self._start is None or len(self._window) < (self._window.maxlen or 0):
+            return
+        losses, margins = zip(*self._window, strict=True)
+        if found := find_collapse(losses, margins, self._start):
+            self._warned = True
+            start = self._start
+            self.context.log(
+                f"warning: update {update.number}: the run has collapsed: over the last {len(losses)} updates "
+                f"loss/train is {found.loss:.4g} (at the start {start.loss:.4g}) and rewards_train/margins "
+                f"{found.margin:.3g} (at the start {start.margin:.3g}). {WHAT_TO_TRY}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": list(self._start or ()), "warned": self._warned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict()`. Without one, of an older run, its start is not known."""
+        self._start = Means(*state["start"]) if state.get("start") else None
+        self._warned = state.get("warned", False)

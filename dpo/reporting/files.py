@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from dpo.analysis.runs import ranked
-from dpo.analysis.wording import count
 from dpo.data.examples import Example
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.plain_files import move_aside
 from dpo.system.run_directory import add_to_record, create_run_dir, now
+from dpo.wording import count
 
 
 class Appender(Callback):
@@ -142,12 +142,12 @@ class FileLogger(LogWriter):
         self.append("samples.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
         lines = []
         for sample in evaluation.samples:
-            lines += [f"{'=' * 30} after {examples} examples {'=' * 30}", sample.prompt.strip()]
+            lines += [f"{'=' * 30} after {count(examples, 'example')} {'=' * 30}", sample.prompt.strip()]
             lines += ["--- policy ---", sample.policy.strip()]
             lines += ["--- reference ---", sample.reference.strip()] if sample.reference is not None else []
             lines.append("")
         for record in self._drawn:
-            lines += [f"{'=' * 30} after {examples} examples, drawn by the last update {'=' * 30}"]
+            lines += [f"{'=' * 30} after {count(examples, 'example')}, drawn by the last update {'=' * 30}"]
             lines += _as_lines(record)
         self.append("samples.txt", lines)
 

@@ -13,6 +13,7 @@ import tqdm
 from omegaconf import DictConfig
 
 from dpo.reporting.events import Callback, Evaluation, Update
+from dpo.wording import count
 
 # in a log file, for an evaluation, sampling or an update that takes long: between two lines on its progress, and before
 # the first one if it will take longer than that
@@ -87,7 +88,7 @@ class Task:
     def __str__(self) -> str:
         facts = [f"{self.what} {self.done}/{self.total}"]
         if self.each:
-            facts.append(f"{min(self.done * self.each, self.examples):,}/{self.examples:,} examples")
+            facts.append(f"{min(self.done * self.each, self.examples):,}/{count(self.examples, 'example')}")
         return "  ".join(filter(None, [*facts, self.note, self.left()]))
 
 
@@ -135,7 +136,7 @@ class Progress(Callback):
             self.line(str(task))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self.line(table(f"evaluation after {evaluation.n_examples:,} examples", evaluation.metrics))
+        self.line(table(f"evaluation after {count(evaluation.n_examples, 'example')}", evaluation.metrics))
 
     def part(self, done: int, total: int, what: str) -> None:
         """Report progress within the current item, for instance in tokens."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from dpo.settings.command_line import key_of
 from dpo.system.redaction import redact
+from dpo.wording import count
 
 LONGEST_GROUP = 128  # characters, of W&B
 LONGEST_NAME = 100  # characters; file systems take 255, of which W&B and others append some
@@ -103,7 +104,7 @@ def as_table(summaries: Sequence[dict[str, Any]]) -> str:
     for found in summaries:
         best = "none"
         if found["best"] is not None:
-            best = f"{found['metric']} {found['best']:.4g} after {found['examples']:,} examples"
+            best = f"{found['metric']} {found['best']:.4g} after {count(found['examples'], 'example')}"
         ending = "" if found["finished"] else " (not finished)"
         rows.append((str(found["job"]), " ".join(found["overrides"]), best, found["directory"] + ending))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -26,6 +26,7 @@ from dpo.settings.plan import Plan
 from dpo.training.batches import GlobalBatch
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_metrics
 from dpo.training.reference import LogpTable, Reference, read_logps
+from dpo.wording import count
 
 Metrics = dict[str, torch.Tensor]  # per example, each (B,)
 SIDES = ("chosen", "rejected")
@@ -291,7 +292,7 @@ class Objective:
         n_scored = self.reference.logps.score_all(batches, self.score, read, seed=seed)
         if self.mesh.rank == 0:
             self.reference.logps.save(path)
-        return f"{n_scored:,} pairs scored by the reference, {len(read):,} responses read from {path}"
+        return f"{count(n_scored, 'pair')} scored by the reference, {count(len(read), 'response')} read from {path}"
 
 
 def make_objective(

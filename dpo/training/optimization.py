@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from torch.optim.lr_scheduler import LambdaLR
 
 from dpo.settings import choices
+from dpo.wording import count
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in choices.OPTIMIZERS}
 SCHEDULES = {  # what is left of the decay when this fraction of it is done
@@ -80,6 +81,6 @@ class Schedule(LambdaLR):
             now, then = f"{self._last_lr[0]:.4g}", f"{before[0]:.4g}"
             change = f", not {then}" if now != then else ", as before"
             self.notes.append(
-                f"schedule={self.kind} now ends after {self.updates:,} updates, not {former:,}: the next has learning "
-                f"rate {now}{change}"
+                f"schedule={self.kind} now ends after {count(self.updates, 'update')}, not {former:,}: the next has "
+                f"learning rate {now}{change}"
             )

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from support.records import CONFIG, evaluation, rewards, sample, update
 
-from dpo.analysis.findings import Finding, spikes_of
+from dpo.analysis.findings import USEFUL, Finding, spikes_of
 from dpo.analysis.margin import MarginParts, change_of, margin_parts
+from dpo.analysis.noise import interval_of
+from dpo.analysis.pair_findings import lengths_of_samples
 from dpo.analysis.reading import find_all
 from dpo.analysis.runs import Log, Run, State
 
@@ -55,9 +57,10 @@ def test_saturated_accuracy():
     assert warning.level == "warning"
     assert warning.value == "rewards_train/accuracies 1 over the last 10 updates"
     assert "from about 164 examples on" in warning.text  # the first ten that are all right begin with update 41
-    assert "The mean margin is 0.2, so updates still move the policy" in warning.text
-    wide = [{**line, "rewards_train/margins": 2.5} for line in lines]
-    assert "little gradient" in find("Accuracy is saturated", wide).text
+    assert "grad_norm was 1 over the first 10 updates and is 1 now, so updates still move the policy" in warning.text
+    # hinge and IPO have no gradient left at margins where DPO has most of it: the measured one tells
+    spent = [{**line, "grad_norm": 1.0 if line["updates"] < 50 else 0.05} for line in lines]
+    assert "is 0.05 now: more updates mostly widen margins" in find("Accuracy is saturated", spent).text
     assert find("Accuracy is saturated", [pairs(k, accuracy=0.98) for k in range(1, 101)]) is None
 
 
@@ -95,9 +98,40 @@ def test_no_better_than_chance():
     def lines(accuracy: float) -> list[dict]:
         return [pairs(k, 0.5) for k in range(1, 31)] + [evaluation(30, 0.69, **rewards("eval", 0.1, 0.0, accuracy))]
 
-    title = "Held-out pairs are ranked no better than by chance"  # two standard errors of 0.5 on 256 pairs: 0.0625
-    assert find(title, lines(0.55)).value == "rewards_eval/accuracies 0.55 on 256 pairs"
-    assert find(title, lines(0.5626)) is None
+    title = "Held-out pairs are ranked no better than by chance"
+    warning = find(title, lines(0.45))
+    assert (warning.level, warning.value) == (
+        "warning",
+        "rewards_eval/accuracies 0.45 on 256 pairs, 95 % interval 0.39 to 0.511",
+    )
+    note = find("Held-out accuracy cannot be told from chance", lines(0.55))
+    assert (note.level, note.value) == (
+        "note",
+        "rewards_eval/accuracies 0.55 on 256 pairs, 95 % interval 0.489 to 0.61",
+    )
+    assert note.text.startswith("256 pairs cannot tell whether anything was learned. To tell an accuracy of 0.60 from")
+    few = {"preflight": {"test": {"examples": 64}}}  # n_eval_examples is 256
+    assert "64 pairs cannot tell" in find("Held-out accuracy cannot be told from chance", lines(0.6), **few).text
+    assert not {title, "Held-out accuracy cannot be told from chance"} & {
+        f.title for f in find_all(run_of(lines(0.57)))
+    }
+
+
+def test_learning_is_denied_to_a_policy_that_has_learned_in_less_than_one_run_of_twenty(capsys):
+    rng = np.random.default_rng(0)
+    rates = {}
+    for n in (64, 128, 256, 512, 1024):
+        for accuracy in (0.55, 0.60, 0.65):
+            found = [interval_of(share, n) for share in rng.binomial(n, accuracy, 4000) / n]
+            denied, unsure = (
+                np.mean([f(i) for i in found]) for f in (lambda i: i.high < USEFUL, lambda i: i.low <= 0.5)
+            )
+            rates[n, accuracy] = denied
+            with capsys.disabled():
+                print(f"\n{n} pairs, true accuracy {accuracy}: denied {denied:.1%}, left open {unsure:.1%}", end="")
+    assert max(rates.values()) <= 0.05
+    coin = [interval_of(share, 1024).high < USEFUL for share in rng.binomial(1024, 0.5, 4000) / 1024]
+    assert np.mean(coin) > 0.8  # and said of a coin, where there are pairs enough
 
 
 def test_training_pairs_ranked_better_than_held_out_ones():
@@ -177,7 +211,7 @@ def test_without_two_evaluations_the_first_updates_are_compared_with_the_last():
         update(k, **{"logps_train/chosen": -50.0 - k, "logps_train/rejected": -50.0 - 3 * k}) for k in range(1, 41)
     ]
     change = change_of(run_of(lines))
-    assert (change.name, change.before, change.after) == ("logps_train/chosen", -55.5, -85.5)
+    assert (change.split, change.chosen_before, change.chosen_after) == ("train", -55.5, -85.5)
     assert change.margin == -30 + 90
 
 
@@ -199,6 +233,107 @@ def test_a_margin_that_is_mostly_length_is_a_warning():
     assert "What length gives cannot be told" in [f.title for f in with_margin(1.0, 0.4, preflight={})]
 
 
+def without_length_or_reference(loss: dict) -> dict[str, Finding]:
+    """Of a run whose chosen responses are shorter, and whose rewards are means over tokens."""
+    lines = [evaluation(0, 1.0, **rewards("eval", -2.6, -2.7, 0.55), **{"logps_eval/chosen": -53.0})]
+    lines += [update(k, **rewards("train", -2.4, -2.6, 0.6), **{"loss/train": 0.9}) for k in range(1, 101)]
+    lines += [evaluation(100, 0.9, **rewards("eval", -2.4, -2.6, 0.66), **{"logps_eval/chosen": -49.0})]
+    tokens = {"mean_chosen_tokens": 41.0, "mean_rejected_tokens": 51.6}
+    run = run_of(lines, config={**CONFIG, "loss": loss}, preflight={"train": tokens, "test": tokens})
+    return {finding.title: finding for finding in find_all(run)}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"name": "simpo", "beta": 2.0, "gamma": 1.0},
+        {"name": "orpo", "beta": 0.1},
+        {"name": "mix", "beta": 2.0, "weights": {"simpo": 1.0, "sft": 0.5}},
+    ],
+)
+def test_without_a_reference_sides_are_compared_with_their_start_and_nothing_is_length(loss):
+    found = without_length_or_reference(loss)
+    assert not {"Much of the margin is length", "What length gives"} & found.keys()
+    story = found["Where the margin comes from"]
+    assert story.value == "margin +0.1 since the start = chosen +0.2 minus rejected +0.1"
+    assert story.text.startswith("Since the start, both became more likely")
+    assert "reference" not in story.text
+
+
+@pytest.mark.parametrize("loss", [{"name": "dpo_norm", "beta": 5.0}, {"name": "ipo", "beta": 0.1, "average": True}])
+def test_of_rewards_per_token_nothing_is_length(loss):
+    found = without_length_or_reference(loss)
+    assert not {"Much of the margin is length", "What length gives"} & found.keys()
+    assert "Against the reference" in found["Chosen responses become less likely while margins grow"].text
+
+
+def test_sums_of_ipo_and_unknown_losses():
+    assert "Much of the margin is length" in without_length_or_reference({"name": "ipo", "beta": 0.1, "average": False})
+    found = without_length_or_reference({"name": "another"})
+    assert "Much of the margin is length" not in found
+    assert "Since the start" in found["Where the margin comes from"].text
+
+
+# --- collapse, and BEST
+
+
+def test_a_run_that_collapses():
+    title = "The run has collapsed"
+    start = [evaluation(0, 0.693, **rewards("eval", 0.0, 0.0, 0.0))]
+    lines = [update(k, **rewards("train", -20.0, 10.0, 0.3), **{"loss/train": 30.0}) for k in range(1, 101)]
+    assert find(title, start + lines).value == (
+        "loss/train 30 over the 64 updates up to 64, 30 over the last 64, 0.693 at the start; "
+        "rewards_train/margins −30 over the 64 updates up to 64, 0 at the start"
+    )
+    assert find(title, start + lines[:63]) is None
+    rejected_fall_further = [{**line, **rewards("train", -10.0, -20.0)} for line in lines]
+    assert find(title, start + rejected_fall_further) is None
+    unevaluated = [update(1, **rewards("train", 0.0, 0.0, 0.0), **{"loss/train": 0.693}), *lines[1:]]
+    assert "0.693 at the start" in find(title, unevaluated).value
+
+
+def test_a_policy_worse_than_its_reference():
+    title = "By its own loss the policy is worse than the reference"
+    rng = np.random.default_rng(0)
+
+    def lines(last: float) -> list[dict]:
+        losses = 0.7 + rng.normal(0, 0.05, 100)  # of 4 pairs: 0.1 of a pair, 2 * 0.1 / 16 of 256
+        first = evaluation(0, 0.693, **rewards("eval", 0.0, 0.0, 0.0))
+        between = [update(k, **rewards("train", 0.1, 0.0), **{"loss/train": v}) for k, v in enumerate(losses, 1)]
+        return [first, *between, evaluation(100, last, **rewards("eval", 0.1, 0.0))]
+
+    warning = find(title, lines(0.72))
+    assert warning.value.startswith("loss/eval 0.72, before training 0.693; two standard errors 0.01")
+    assert find(title, lines(0.70)) is None
+
+
+def test_best_is_named_where_it_is_better_than_the_last_evaluation():
+    lines = [update(k, **rewards("train", 0.1, 0.0)) for k in range(1, 11)]
+    lines += [evaluation(n, 0.6, **rewards("eval", 0.1, 0.0, accuracy)) for n, accuracy in ((5, 0.8), (10, 0.75))]
+    note = find("BEST is better than the last evaluation", lines, best=20)
+    assert note.value == "rewards_eval/accuracies 0.8 at 20 examples, 0.75 at the last"
+    assert "step-20" in note.text
+    assert find("BEST is better than the last evaluation", lines, best=40) is None
+    assert find("BEST is better than the last evaluation", lines) is None
+
+
+def test_a_loss_that_rises_while_accuracy_does_not_fall_is_a_note():
+    lines = [pairs(k, accuracy=0.6, loss=0.7 - k / 1000) for k in range(1, 201)]
+    lines += [
+        evaluation(n, loss, **rewards("eval", 0.1, 0.0, 0.7)) for n, loss in ((0, 0.69), (100, 0.60), (200, 0.66))
+    ]
+    assert find("Evaluation loss rose while accuracy did not fall", lines).level == "note"
+    assert find("Evaluation loss turned while training loss improved", lines) is None
+
+
+def test_a_pair_that_is_not_learned_among_many_that_are_is_no_spike():
+    first = [evaluation(0, 0.693, **rewards("eval", 0.0, 0.0, 0.0))]
+    learned = [update(k, **rewards("train", 2.0, -3.0), **{"loss/train": 0.01}) for k in range(1, 61)]
+    learned[39]["loss/train"] = 0.5
+    assert find("Loss spikes", first + learned) is None
+    assert find("Loss spikes", [*learned[:39], {**learned[39], "loss/train": 0.8}, *learned[40:]]) is not None
+
+
 def test_parts_are_of_the_last_evaluation_or_of_the_last_updates():
     lines = [evaluation(0, 0.69, **rewards("eval", 0.0, 0.0))]
     lines += [update(k, **rewards("train", 0.1 * k, 0.0)) for k in range(1, 31)]
@@ -215,7 +350,9 @@ def test_samples_that_become_long_or_short(words, level):
     finding = find(f"The policy's samples have become {kind}", lines, samples=samples)
     assert (finding and finding.level) == level
     if finding:
-        assert finding.value == f"{words} words on average, the reference's 10 (8 samples)"
+        assert finding.value.startswith(
+            f"{words} words on average, the reference's 10 (8 samples); after the same prompt"
+        )
     assert find(f"The policy's samples have become {kind}", lines, samples=samples[-7:]) is None  # too few
 
 
@@ -224,6 +361,52 @@ def test_samples_without_a_reference_are_compared_with_the_first():
     lines = [update(10, **rewards("train", 0.1, 0.0))]
     assert "its first 10" in find("The policy's samples have become long", lines, samples=samples).value
     assert find("The policy's samples have become long", [update(10)], samples=samples) is None  # SFT: they should
+
+
+LAWS = {  # numbers of words with a mean of about 60 and 45
+    "geometric": lambda rng, shape: rng.geometric(1 / 60, shape),
+    "lognormal": lambda rng, shape: np.exp(rng.normal(3.6, 0.6, shape)).astype(int) + 1,
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_lengths_of_one_law_are_seldom_called_different_and_twice_the_length_is_seen(law, capsys):
+    rng, lines = np.random.default_rng(0), [update(10, **rewards("train", 0.1, 0.0))]
+
+    def share_with_a_warning(n: int, times: int, runs: int = 1000) -> float:
+        found = 0
+        for _ in range(runs):
+            lengths = LAWS[law](rng, (n, 2)) * (times, 1)
+            samples = [sample(40, "a " * policy, "a " * other) for policy, other in lengths]
+            found += any("samples have become" in f.title for f in lengths_of_samples(run_of(lines, samples=samples)))
+        return found / runs
+
+    false, power = ({n: share_with_a_warning(n, times) for n in (8, 16, 32, 64)} for times in (1, 2))
+    with capsys.disabled():
+        print(f"\n{law}: false alarms {false}, seen at twice the length {power}", end="")
+    assert max(false.values()) <= 0.05
+    assert power[64] > 0.7
+
+
+def test_a_policy_that_says_nothing():
+    def lines(policy, reference=None, first=None):
+        before = [sample(0, text, None, f"prompt {i}") for i, text in enumerate(first or [])]
+        others = reference or [None] * len(policy)
+        now = [sample(40, p, r, f"prompt {i}") for i, (p, r) in enumerate(zip(policy, others, strict=True))]
+        return {"samples": before + now}
+
+    ran, words = [update(10, **rewards("train", 0.1, 0.0))], ["some words"] * 16
+    all_empty = find("The policy says nothing", ran, **lines([" \n"] * 16, words))
+    assert (all_empty.level, all_empty.value) == ("warning", "16 of 16 samples, the reference's 0 of 16")
+    assert find("The policy says nothing", ran, **lines([""] * 16)).value == "16 of 16 samples"  # nothing to compare
+    title = "Some of the policy's samples are empty"
+    assert find(title, ran, **lines(["", *words[1:]], words)).level == "note"  # as chance has it in one prompt of two
+    half = [""] * 8 + words[8:]
+    assert find(title, ran, **lines(half, words)).level == "warning"
+    assert find(title, ran, **lines(half, first=words)).value == "8 of 16 samples, its first 0 of 16"
+    assert find(title, ran, **lines(half, half)) is None
+    assert find(title, ran, **lines(half[::-1], half)) is None  # others, and as many
+    assert find("The policy says nothing", [update(10)], **lines([""] * 16)) is not None  # under SFT too
 
 
 def test_data_in_which_length_tells_the_better_one():

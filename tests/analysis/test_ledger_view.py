@@ -46,7 +46,7 @@ def test_suspected_noise_is_shown_with_its_texts_escaped(tmp_path):
 
     assert asked == ["bad", "bad"]  # it never flips either
     never, noise = view.lists
-    assert never.text.startswith("1 of 5 pairs that were seen at least twice were wrong each time")
+    assert never.text.startswith("1 of 5 pairs that were seen at least twice was wrong each time")
     assert [pair.texts[1] for pair in noise.pairs] == [("chosen", "<b>no</b>")]
     page = render([run], [], find_texts=find_texts)
     assert "&lt;b&gt;no&lt;/b&gt;" in page

@@ -46,7 +46,7 @@ def test_a_run_as_it_should_be_has_no_warning_though_held_out_labels_are_not_the
 
 
 def test_answers_that_are_cut_off():
-    title = "Nearly all answers are cut off"
+    title = "Most answers are cut off"
     warning = found_in(eos=lambda k: 0.05)[title]
     assert (warning.level, warning.value) == (
         "warning",
@@ -54,7 +54,8 @@ def test_answers_that_are_cut_off():
     )
     assert "online.missing_eos_penalty" in warning.text
     assert "penalty" not in found_in(eos=lambda k: 0.0, settings={"missing_eos_penalty": 1.0})[title].text
-    assert title not in found_in(eos=lambda k: 0.11)
+    assert title not in found_in(eos=lambda k: 0.51)
+    assert found_in(eos=lambda k: 0.51)["Some answers are cut off"].level == "note"
 
 
 def test_ties():
@@ -98,8 +99,12 @@ def test_scores_that_are_won_by_length(score, length, is_found):
 
 def test_a_policy_far_from_the_reference():
     title = "The policy has gone far from the reference"
-    assert found_in(kl=lambda k: 20.0)[title].value == "online/kl 20 nats, 2 a token"
+    note = found_in(kl=lambda k: 20.0, score=lambda k: k)[title]
+    assert (note.level, note.value) == ("note", "online/kl 20 nats, 2 a token")
     assert title not in found_in(kl=lambda k: 9.9)
+    warning = found_in(kl=lambda k: 20.0, eos=lambda k: 1 - 0.05 * k)[title]  # its answers no longer end
+    assert warning.level == "warning"
+    assert warning.value.endswith("; online/eos 0.993 at first, 0.956 now")
 
 
 def test_shares_of_the_time_are_of_the_whole_time():

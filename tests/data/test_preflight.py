@@ -288,7 +288,7 @@ def test_what_will_run_is_printed_and_written_before_it_starts(three_pairs, tmp_
 
     printed = capsys.readouterr().out
     assert "train: 3 examples of 2 prompts" in printed
-    assert "test: 1 examples of 1 prompts" in printed
+    assert "test: 1 example of 1 prompt" in printed
     assert "2 updates of 2 examples will run; 2 examples in partial batches are dropped" in printed
     data.report.write(tmp_path / "preflight.json")
     written = json.loads((tmp_path / "preflight.json").read_text())
@@ -366,3 +366,8 @@ def test_settings_that_the_data_makes_look_like_mistakes_are_doubted():
     ]
     config.warmup_steps = 14
     assert doubts(config, report) == []
+
+
+def test_one_of_a_kind_is_told_in_the_singular(tokenizer):
+    report = inspect(tokenizer, prompt_of("a", (" b", " c"), (" c", " b")))
+    assert describe("train", report).startswith("train: 2 examples of 1 prompt, 1 contradictory pair; ")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 
+import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from support.runs import metrics_of, train
 
 from dpo.checkpoint.files import read_state
 from dpo.errors import RunError
-from dpo.reporting.anomalies import MAX_SKIPPED, SpikeWarner
-from dpo.reporting.events import RunContext, Update
+from dpo.reporting.anomalies import MAX_SKIPPED, CourseWarner
+from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.training.objective import Objective
 
 SPOILT = ("optimizer=SGD", "lr=1e30", "warmup_steps=0", "max_grad_norm=1e30")  # after one update
@@ -107,9 +110,71 @@ def test_every_rank_stops(command, tmp_path):
     assert len((tmp_path / "run" / "nonfinite-2" / "train.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_spike_is_a_warning():
+def watching(loss: str, batch_size: int) -> tuple[CourseWarner, list[str]]:
+    """What watches a run, and what it logs."""
     logged = []
-    warner = SpikeWarner(RunContext(None, None, 0, None, logged.append))
+    config = OmegaConf.create({"loss": {"name": loss, "beta": 0.1}, "batch_size": batch_size})
+    return CourseWarner(RunContext(config, None, 0, None, logged.append)), logged
+
+
+def feed(warner: CourseWarner, losses, margins, *, first: int = 1) -> None:
+    for number, (loss, margin) in enumerate(zip(losses, margins, strict=True), first):
+        metrics = {"loss/train": float(loss), "rewards_train/margins": float(margin), "grad_norm": 1.0}
+        warner.on_update(Update(number, number, [], {}, metrics))
+
+
+def test_a_run_that_collapses_is_told_once_with_what_to_try():
+    warner, logged = watching("dpo", batch_size=4)
+    warner.on_evaluation(Evaluation(0, 0, {"loss/eval": math.log(2), "rewards_eval/margins": 0.0}, []))
+    feed(warner, [20.0] * 200, [-10.0] * 200)
+    assert logged == [
+        "warning: update 64: the run has collapsed: over the last 64 updates loss/train is 20 (at the start 0.6931) "
+        "and rewards_train/margins -10 (at the start 0). By its own loss the policy is worse than before training, and "
+        "seldom comes back by itself: stop, and start again with a tenth of lr, more warmup_steps or a larger "
+        "batch_size."
+    ]
+
+
+def test_a_run_that_continues_knows_its_start_and_what_it_said():
+    before, _ = watching("dpo", batch_size=4)
+    feed(before, [math.log(2), 0.7], [0.0, 0.0])  # the first update shows the start of a run that was not evaluated
+    after, logged = watching("dpo", batch_size=4)
+    after.load_state_dict(before.state_dict())
+    feed(after, [20.0] * 64, [-10.0] * 64, first=3)
+    assert "at the start 0.6931" in logged[0]
+    again, logged = watching("dpo", batch_size=4)
+    again.load_state_dict(after.state_dict())
+    feed(again, [20.0] * 64, [-10.0] * 64, first=67)
+    assert logged == []
+
+
+LOSSES_OF = {  # of a reward margin, and at equal models
+    "dpo": (lambda m: np.logaddexp(0, -m), math.log(2)),
+    "ipo": (lambda m: (m / 0.1 - 5) ** 2, 25.0),
+    "hinge": (lambda m: np.maximum(0, 1 - m), 1.0),
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, pytest.param(4, marks=pytest.mark.slow), 16])
+def test_good_runs_are_not_called_collapsed(batch_size, capsys):
+    """600 updates whose margins grow to a mean and a spread, with a few pairs far out (Student's t, 3)."""
+    rng, called, n = np.random.default_rng(0), 0, 0
+    for loss, mean, spread in [("dpo", 0.2, 0.5), ("dpo", 1, 2), ("dpo", 1, 3), ("ipo", 0.3, 0.5), ("hinge", 0.5, 1)]:
+        of_margin, at_start = LOSSES_OF[loss]
+        for _ in range(40):
+            grown = 1 - np.exp(-np.arange(600) / 100)[:, None]
+            pairs = grown * (mean + spread * rng.standard_t(3, (600, batch_size)) / math.sqrt(3))
+            warner, logged = watching(loss, batch_size)
+            warner.on_evaluation(Evaluation(0, 0, {"loss/eval": at_start, "rewards_eval/margins": 0.0}, []))
+            feed(warner, of_margin(pairs).mean(1), pairs.mean(1))
+            called, n = called + any("collapsed" in line for line in logged), n + 1
+    with capsys.disabled():
+        print(f"\nbatches of {batch_size}: {called} of {n} good runs are called collapsed", end="")
+    assert called / n < 0.01
+
+
+def test_a_spike_is_a_warning():
+    warner, logged = watching("sft", batch_size=4)
 
     def update(number: int, grad_norm: float) -> None:
         warner.on_update(Update(number, 4 * number, [], {}, {"loss/train": 0.7, "grad_norm": grad_norm}))

@@ -271,7 +271,7 @@ def test_wandbs_record_of_the_terminal_has_the_preflight(command, tmp_path):
     assert result.returncode == 0, result.stderr
     [record] = (tmp_path / "run" / "wandb").glob("offline-run-*/files/output.log")
     text = record.read_text()
-    order = ["train: 22 examples of 11 prompts", "1 updates of 4 examples will run", "evaluation after 0 examples"]
+    order = ["train: 22 examples of 11 prompts", "1 update of 4 examples will run", "evaluation after 0 examples"]
     assert [text.index(line) for line in order] == sorted(text.index(line) for line in order)
 
 

@@ -40,6 +40,19 @@ def test_several_are_reported_in_report_or_where_it_is_said(tmp_path, capsys, mo
     assert "2 runs compared" in (tmp_path / "deep" / "er" / "report.html").read_text()
 
 
+def test_a_comparison_loads_no_data_and_says_where_the_texts_are(tmp_path):
+    """Loading it takes minutes, and what is compared does not need it."""
+    wrong = [row("bad", n, "train", -9.0, 9.0, (5, 5)) for n in (2, 3)]
+    runs = [str(with_ledger(tmp_path / name, wrong)) for name in "ab"]
+    program = (
+        "import sys; from dpo.analysis import page; page.draw_all = lambda runs: []; import scripts.report;"
+        "assert scripts.report.main(sys.argv[1:]) == 0; assert 'torch' not in sys.modules"
+    )
+    result = run_python("-c", program, *runs, "--out", str(tmp_path / "out"))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"python -m scripts.ledger {runs[0]} shows texts" in (tmp_path / "out" / "report.html").read_text("utf-8")
+
+
 @pytest.mark.parametrize("what", ["nowhere", "junk", "run/metrics.jsonl"])
 def test_junk_is_one_sentence_and_status_2(tmp_path, what, capsys):
     run = write_run(tmp_path / "run", LINES)

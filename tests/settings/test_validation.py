@@ -481,7 +481,7 @@ def test_the_files_of_losses_are_read_as_hydra_reads_them(loss):
         (("loss=mix", "~loss.weights"), "loss=mix adds up no loss of pairs"),
         (
             ("loss=mix", "loss.weights.dpo=1", "+loss.weights.aot=1"),
-            "loss.weights.aot: aot compares the examples of a batch with each other, so it is trained alone, as loss=aot; ",
+            "loss.weights.aot: aot compares the examples of a batch with each other, so it is trained alone",
         ),
         (("loss=mix", "+loss.weights.cpo=1"), "loss.weights.cpo: no loss is called cpo; a mix adds up sft, dpo, "),
         (("loss=mix", "loss.weights.dpo=-1"), "loss.weights.dpo=-1 must be a finite number, 0 or more"),

@@ -86,7 +86,7 @@ def test_what_was_heard_before_is_heard_again_afterwards():
 
 
 def test_a_signal_that_was_swallowed_is_raised_when_asked_for_and_at_the_end():
-    with pytest.raises(Stopped, match="stopped by SIGUSR1: nothing to save"), raising_stopped():
+    with pytest.raises(Stopped, match="stopped by SIGUSR1: nothing to save"), raising_stopped():  # noqa: PT012
         with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGUSR1)
         with pytest.raises(Stopped):
@@ -95,7 +95,7 @@ def test_a_signal_that_was_swallowed_is_raised_when_asked_for_and_at_the_end():
 
 
 def test_an_error_that_a_library_made_of_it_is_still_a_stop():
-    with pytest.raises(Stopped), raising_stopped():
+    with pytest.raises(Stopped), raising_stopped():  # noqa: PT012
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except BaseException as error:
@@ -104,7 +104,7 @@ def test_an_error_that_a_library_made_of_it_is_still_a_stop():
 
 def test_whoever_listens_later_learns_of_a_signal_that_was_swallowed_before(capfd):
     heard = []
-    with pytest.raises(Stopped), raising_stopped():
+    with pytest.raises(Stopped), raising_stopped():  # noqa: PT012
         with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
         with on_stop_signals(noting(heard)):

@@ -43,22 +43,21 @@ def large(n: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`8 s`, `1 min 33 s`, `25 min`, `2 h 5 min`, `3 d 4 h`."""
+    """`8.4 s`, `1 min 33 s`, `25 min 10 s`, `2 h 5 min`, `3 d 4 h`."""
     if not math.isfinite(seconds):
         return "unknown"
-    if seconds < 1:
-        return f"{seconds:.2g} s"
-    whole = round(seconds) if seconds < 600 else 60 * round(seconds / 60)
-    for size, name, part, rest in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            below = whole % size // part
-            return f"{whole // size} {name}" + (f" {below} {rest}" if below else "")
-    return f"{whole} s"
+    if seconds < 59.95:
+        return f"{figure(seconds)} s"
+    whole = round(seconds) if seconds < 3600 else 60 * round(seconds / 60)
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    size, name, part, rest = next(unit for unit in units if whole >= unit[0])
+    below = whole % size // part
+    return f"{whole // size} {name}" + (f" {below} {rest}" if below else "")
 
 
 def hours(value: float) -> str:
     """Device hours, with two digits below ten."""
-    return "under 0.01" if 0 <= value < 0.01 else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
+    return f"{value:.2g}" if 0 <= value < 0.1 else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
 
 
 def shortened(text: str) -> str:
