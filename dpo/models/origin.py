@@ -155,6 +155,11 @@ def _read_config(path: Path) -> DictConfig:
     if not isinstance(config, DictConfig) or not isinstance(name, str):
         raise InputError(f"{path} is not the config of a run: it has no model.name_or_path")
     for key, value in flatten(config).items():
-        if key in KEYS and key.startswith(MATTERS) and value != "???" and (problem := find_value_problem(key, value, KEYS)):
+        if (
+            key in KEYS
+            and key.startswith(MATTERS)
+            and value != "???"
+            and (problem := find_value_problem(key, value, KEYS))
+        ):
             raise InputError(f"{path}: {problem}")
     return config

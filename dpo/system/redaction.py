@@ -7,14 +7,17 @@ import re
 from typing import Any
 
 SECRET_KEY = re.compile(
-    r"(^|_)(api_?key|key|key_id|token|pat|credentials?|bearer|auth)$|(secret|password|passwd|passphrase)$", re.IGNORECASE
+    r"(^|_)(api_?key|key|key_id|token|pat|credentials?|bearer|auth)$|(secret|password|passwd|passphrase)$",
+    re.IGNORECASE,
 )
 OF_TOKENIZER = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask)_token$", re.IGNORECASE)
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may hold @ and /
 URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
 ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be unclosed
-PLACEHOLDER = re.compile(r"""[\[\\'"]*value\d*(,value\d*)*[\]\\'"]*""", re.IGNORECASE)  # of a hint: key=[value1,value2], KEY=VALUE
+PLACEHOLDER = re.compile(
+    r"""[\[\\'"]*value\d*(,value\d*)*[\]\\'"]*""", re.IGNORECASE
+)  # of a hint: key=[value1,value2], KEY=VALUE
 KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # of an override
 REFERENCE = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # in an override's value

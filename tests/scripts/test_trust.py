@@ -43,7 +43,11 @@ def elsewhere(rows, tmp_path_factory) -> Path:
         "def generate(inputs, model, **options):\n    return type(model).generate(model, inputs, **options)\n"
     )
     change(home / "config.json", model_type="own", auto_map=PLACES)
-    change(home / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]})
+    change(
+        home / "tokenizer_config.json",
+        tokenizer_class="OwnTokenizer",
+        auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]},
+    )
     for name, lora in (("run", "none"), ("adapter", "lora")):
         overrides = small_run(rows, folder / name, f"model.name_or_path={home}", f"lora={lora}", "n_examples=8")
         mine = ("datasets=[mine]", f"dataset_sources.mine={rows / 'hh'}", "model.trust_remote_code=true")
