@@ -63,7 +63,10 @@ def _one_of(names: Iterable[str]) -> Rule:
 SEED = Rule(lambda v: _is_int(v) and 0 <= v < 2**32, "an integer from 0 to 2**32 - 1")
 COUNT = Rule(lambda v: _is_int(v) and v > 0, "an integer >= 1")
 AT_LEAST_2 = Rule(lambda v: _is_int(v) and v >= 2, "an integer >= 2 (the newest may be corrupt)")
-SEVERAL_SAMPLES = Rule(lambda v: _is_int(v) and v >= 2, "an integer >= 2: a best and a worst")
+SEVERAL_SAMPLES = Rule(
+    lambda v: _is_int(v) and 2 <= v <= 1024,
+    "an integer from 2, a best and a worst, to 1024: all answers to eval_batch_size prompts are drawn as one batch",
+)
 NATURAL = Rule(lambda v: _is_int(v) and v >= 0, "an integer >= 0")
 NUMBER = Rule(lambda v: _is_number(v) and math.isfinite(v), "a number")
 FINITE = Rule(lambda v: _is_number(v) and 0 < v <= sys.float_info.max, "a number above 0")

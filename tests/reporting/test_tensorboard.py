@@ -86,7 +86,7 @@ def test_a_run_that_was_stopped_or_killed_and_continued_shows_nothing_twice(run,
     assert_shows_the_log(tmp_path / "run")
 
 
-def test_a_run_that_starts_over_hides_all_of_before(tmp_path):
+def test_a_run_that_starts_over_moves_all_of_before_aside(tmp_path):
     for value in (1.0, 2.0):
         logger = TensorBoardLogger(context(tmp_path))
         logger.load_state_dict({})  # no checkpoint, or one of before TensorBoard was on
@@ -94,6 +94,7 @@ def test_a_run_that_starts_over_hides_all_of_before(tmp_path):
         logger.on_evaluation(Evaluation(0, 0, {"loss/eval": value}, []))
         logger.on_end()
     assert scalars(tmp_path) == {"loss/eval": [(0, 2.0)]}
+    assert len(list((tmp_path / "tensorboard.old").iterdir())) == 1
 
 
 def context(run_dir: Path, **settings: bool) -> RunContext:
