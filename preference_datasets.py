@@ -226,8 +226,8 @@ def get_dataset(
                 f"test split: add prompts, or give a directory of train and test files"
             )
         if split == "test" and not silent:
-            n_test = f"{len(data):,} of {n_prompts:,}"
-            print(f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {n_test}")
+            of_all = f"{len(data):,} of {n_prompts:,}"
+            print(f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {of_all}")
     if not data:
         raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split")
     first = next(iter(data.values()))

@@ -111,6 +111,7 @@ def sample_batches(
     with gathered_weights(model):
         for batch in batches:
             own = np.array_split(np.arange(len(batch["prompt_input_ids"])), mesh.data_size)[mesh.data_rank]
-            rows: Any = {key: values[own if len(own) else [0]] for key, values in batch.items()}
+            fed = own if len(own) else [0]
+            rows: Any = {key: batch[key][fed] for key in ("prompt_input_ids", "prompt_attention_mask")}
             texts += mesh.gather_list(sample_batch(model, rows)[: len(own)])
     return texts

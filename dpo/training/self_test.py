@@ -24,8 +24,9 @@ ULPS = 8  # by which two forwards of the same inputs may differ
 def self_test(objective: Objective, examples: Sequence[Example], config: DictConfig, plan: Plan) -> list[str]:
     """`check_models` on the first two examples per process, without the adapter's dropout; a line says so."""
     mesh = objective.mesh
-    examples = [*examples[: 2 * mesh.data_size], *examples[:1] * (mesh.data_size - len(examples))]  # one for each
-    [microbatch] = objective.layout.split(examples, 1, rank=mesh.data_rank, size=mesh.data_size)
+    few = list(examples[: 2 * mesh.data_size])
+    few += few[:1] * (mesh.data_size - len(few))  # every process has one
+    [microbatch] = objective.layout.split(few, 1, rank=mesh.data_rank, size=mesh.data_size)
     microbatch = microbatch.to(objective.device)
     notes = check_models(
         objective.policy,

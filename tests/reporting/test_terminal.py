@@ -106,6 +106,12 @@ def test_in_a_log_file_an_evaluation_that_takes_long_says_how_far_it_is(clock, c
         "evaluate 3/6  48/96 examples  0:18 left",
         "evaluate 5/6  80/96 examples  0:06 left",
     ]
+    for _ in progress.over(range(2), total=2, what="evaluate", examples=20):  # the last batch is partial
+        clock.now += 40.0
+    assert [line.split("  ")[1] for line in capsys.readouterr().out.splitlines()] == [
+        "16/20 examples",
+        "20/20 examples",
+    ]
 
 
 def test_in_a_log_file_a_single_batch_that_takes_long_to_sample_says_how_far_it_is(clock, capsys):
