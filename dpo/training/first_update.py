@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from dpo.data.preflight import TrainingData
 from dpo.settings.plan import Plan
 
-# trained tokens that take as long as a sampled one: between the 1 of SmolLM2-135M and the 4 of the tests' tiny-llama, both
-# measured on one CPU core (docs/metrics.md)
+# trained tokens that take as long as a sampled one: between the 1 of SmolLM2-135M and the 4 of the tests' tiny-llama,
+# both measured on one CPU core (docs/metrics.md)
 SAMPLED_COST = 3
 MOST = 0.1  # of a run that samples before its first update may cost, unless they are asked for
 
