@@ -222,6 +222,8 @@ def _train(
 
     with explaining_out_of_memory(config, plan, data):
         if models is None:
+            if rank == 0:
+                print(f"loading the weights of {config.model.name_or_path}", flush=True)
             policy, reference = model_loaders(config, plan, rank=rank, resume_from=resume_from)
         else:
             policy, reference = models

@@ -29,6 +29,7 @@ from trainers import BasicTrainer
 
 DPO = ("loss=dpo", "loss.beta=0.1")
 SFT = ("loss=sft",)
+SAMPLED = ("sample_during_eval=true", "n_eval_model_samples=1", "do_first_sampling=true")
 IN_PLAIN_SIGHT = ("warmup_steps=0", "optimizer=SGD", "lr=1.0", "max_grad_norm=1e9")  # an update is minus the gradient
 
 
@@ -341,7 +342,7 @@ OURS = {"lr", "tokens_per_second", "memory/peak_gb"}
     ],
 )
 def test_metrics_have_the_references_names_and_samples_are_written(loss, names, make_trainer):
-    trainer = make_trainer(*loss, "n_examples=4", "max_length=36", "sample_during_eval=true", "n_eval_model_samples=1")
+    trainer = make_trainer(*loss, "n_examples=4", "max_length=36", *SAMPLED)
     trainer.train()
 
     (trained,) = metrics_of(trainer.run_dir, "train")

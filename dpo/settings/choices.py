@@ -21,7 +21,7 @@ def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
     *most, last = near or [""]
     meant = f": did you mean {', '.join(most)}{' or ' * bool(most)}{last}?" if near else ""
     if len(names) <= FEW:
-        return f"{key}={value} is not one of {', '.join(sorted(names))}{meant}"
+        return f"{key}={value} is not one of {', '.join(sorted({*names}))}{meant}"
     all_of_them = f"`ls config/{key.removesuffix('.name')}` shows all {len(names)}"
     return f"{key}={value} is not there{meant} {all_of_them}" if near else f"{key}={value} is not there; {all_of_them}"
 

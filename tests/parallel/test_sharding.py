@@ -454,6 +454,7 @@ def test_two_processes_sample_save_what_one_can_load_and_compute_in_the_dtype_as
     sharded = train(
         *TINY, *TWO, "loss=dpo", "loss.beta=0.1", "n_examples=8", "model.fsdp_policy_mp=bfloat16",
         "model.reference_dtype=float32", "n_eval_model_samples=16", f"local_run_dir={tmp_path / 'two'}",
+        "do_first_sampling=true",
     )  # fmt: skip
     assert sharded.returncode == 0, sharded.stderr
     assert "in another dtype" in sharded.stdout  # bfloat16 against a float32 reference

@@ -88,7 +88,13 @@ def test_each_way_to_compute_gives_the_same_run(way, run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
 def test_two_processes_compute_as_one(layout, run, command, tmp_path):
-    settings = (*QLORA, f"layout={layout}", "sample_during_eval=true", "n_eval_model_samples=4")
+    settings = (
+        *QLORA,
+        f"layout={layout}",
+        "sample_during_eval=true",
+        "n_eval_model_samples=4",
+        "do_first_sampling=true",
+    )
     run("one", *settings)
     result = train(*command("two", *settings, "trainer=FSDPTrainer", "world_size=2"))
     assert result.returncode == 0, result.stderr

@@ -109,7 +109,7 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         "debug=maybe must be true or false",
         "lr=-1 must be a number above 0",
         "trainer=BasicTrainr is not one of BasicTrainer, FSDPTrainer, TensorParallelTrainer: "
-        "did you mean BasicTrainer?",
+        "did you mean BasicTrainer or FSDPTrainer?",
         "model.name_or_path is not set: choose model=pythia28 or another of config/model, "
         "or give model.name_or_path=DIR_OR_HUB_ID",
         "loss.beta is not set: loss.beta=0.1 is the DPO paper's choice",
@@ -350,6 +350,8 @@ def test_every_key_has_a_comment_above_it_or_on_its_line(file):
 def test_defaults_are_the_references():
     values = flatten(compose("exp_name=x", "local_run_dir=/run"))
     ours = {
+        "n_eval_tokens": 128,
+        "do_first_sampling": None,
         "self_test": True,
         "resume": None,
         "save_every": None,
