@@ -156,7 +156,7 @@ def collapse(run: Run) -> Iterator[Finding]:
                 WARNING,
                 "The run has collapsed",
                 f"loss/train {figure(found.loss)} {then}, {now}, {figure(start.loss)} at the start; "
-                f"rewards_train/margins {figure(found.margin)} {then}, {figure(start.margin)} at the start",
+                f"rewards_train/margins {figure(found.margin)} {then}, {figure(round(start.margin, 3) + 0.0)} at the start",
                 WHAT_TO_TRY,
             )
             return
@@ -311,9 +311,9 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
 
 
 def _accuracy_rose(run: Run, since: float) -> bool:
-    """Whether held-out accuracy is no lower than in an evaluation; false without pairs."""
+    """Whether held-out accuracy is no lower than in an evaluation after the first update; false without pairs."""
     examples, values = run.eval.points("rewards_eval/accuracies")
-    then = values[examples == since]
+    then = values[(examples == since) & (examples > 0)]  # equal models have an accuracy of 0
     return bool(len(then)) and bool(values[-1] >= then[0])
 
 

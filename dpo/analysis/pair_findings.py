@@ -203,7 +203,7 @@ def lengths_of_samples(run: Run) -> Iterator[Finding]:
         return
     low, high = (figure(math.exp(difference + sign * by_chance), 2) for sign in (-1, +1))
     value = (
-        f"{figure(policy)} words on average, {pairs.whose} {figure(other)} ({count(len(words), 'sample')}); after the "
+        f"{figure(policy)} word{'' if policy == 1 else 's'} on average, {pairs.whose} {figure(other)} ({count(len(words), 'sample')}); after the "
         f"same prompt {figure(math.exp(difference), 2)} times as many, 98 % interval {low} to {high}"
     )
     if ratio > 1:

@@ -141,7 +141,7 @@ class CourseWarner(Callback):
             self.context.log(
                 f"warning: update {update.number}: the run has collapsed: over the last {len(losses)} updates "
                 f"loss/train is {found.loss:.4g} (at the start {start.loss:.4g}) and rewards_train/margins "
-                f"{found.margin:.3g} (at the start {start.margin:.3g}). {WHAT_TO_TRY}"
+                f"{found.margin:.3g} (at the start {round(start.margin, 3) + 0.0:.3g}). {WHAT_TO_TRY}"
             )
 
     def state_dict(self) -> dict[str, Any]:

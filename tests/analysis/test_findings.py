@@ -279,7 +279,7 @@ def test_sums_of_ipo_and_unknown_losses():
 
 def test_a_run_that_collapses():
     title = "The run has collapsed"
-    start = [evaluation(0, 0.693, **rewards("eval", 0.0, 0.0, 0.0))]
+    start = [evaluation(0, 0.693, **rewards("eval", 0.0, 8e-7, 0.0))]  # rounding
     lines = [update(k, **rewards("train", -20.0, 10.0, 0.3), **{"loss/train": 30.0}) for k in range(1, 101)]
     assert find(title, start + lines).value == (
         "loss/train 30 over the 64 updates up to 64, 30 over the last 64, 0.693 at the start; "
