@@ -5,8 +5,8 @@
 RUN is the directory of a run that is complete, still trains, or crashed. The page has the curves, what they mean and
 what looks wrong, samples of policy and reference, what differs between the runs, hardware, time and cost. Without
 --out it is in RUN/report, or, of several runs, in report. The texts of a ledger's pairs are in the report of one run
-if its data is on this machine; a comparison loads no data, which can take minutes. Exit status: 0 written, 2 bad
-input. Changes nothing else, and uses no network.
+if its data is on this machine; a comparison loads no data, which can take minutes. Exit status: 0 written, 2 bad input.
+Changes nothing else, and uses no network.
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from dpo.errors import InputError
 from dpo.system.run_directory import REPORT
+from scripts.trust import add_trust_option
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.report", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; of several runs: report")
+    add_trust_option(parser)
     asked = parser.parse_args(arguments)
     from dpo.analysis.page import write_report  # here: matplotlib takes a second, which --help need not pay
     from scripts.ledger import find_texts
 
     runs = [run.expanduser() for run in asked.runs]
+    find = partial(find_texts, trust_remote_code=asked.trust_remote_code)
     default = (runs[0] / REPORT if len(runs) == 1 else REPORT).parent
-    texts = find_texts if len(runs) == 1 else None
+    texts = find if len(runs) == 1 else None
     try:
         page = write_report(runs, (asked.out or default).expanduser(), find_texts=texts)
     except InputError as error:

@@ -122,7 +122,7 @@ class Callbacks:
         answers = [callback.allows(update) for callback in self.callbacks.values()]  # every one is asked
         return all(answers)
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> dict[str, Mapping[str, Any]]:
         """The states of those that have one, and of those that are switched off but were not always."""
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         for name, state in states.items():
