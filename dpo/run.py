@@ -18,6 +18,7 @@ from dpo.errors import InputError, RunError
 from dpo.settings.files import defaults_of, options_in, with_defaults
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_config_problems
+from dpo.system.launching import launch
 from dpo.system.library_logs import silence_bitsandbytes
 from dpo.system.malloc import never_collect_imports, without_collecting_garbage
 from dpo.system.rank_env import is_rank_0
@@ -34,9 +35,6 @@ FindClass = Callable[[Plan], Any]
 
 def run(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
     """Train as a validated config says, in as many processes as it asks for."""
-    with without_collecting_garbage():
-        from dpo.system.launching import launch
-
     OmegaConf.resolve(config)
     config.local_run_dir = os.path.expanduser(config.local_run_dir)
     if config.dry_run:
