@@ -19,6 +19,7 @@ from dpo.settings.files import defaults_of, differences, options_in, with_defaul
 from dpo.settings.places import place_datasets
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_config_problems
+from dpo.system.launching import launch
 from dpo.system.library_logs import silence_bitsandbytes
 from dpo.system.malloc import never_collect_imports, without_collecting_garbage
 from dpo.system.rank_env import is_rank_0
@@ -40,9 +41,6 @@ def run(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
     config.local_run_dir = os.path.expanduser(config.local_run_dir)
     if is_rank_0() and not config.dry_run:
         print(describe(config), flush=True)  # importing torch takes seconds
-    with without_collecting_garbage():
-        from dpo.system.launching import launch
-
     if config.dry_run:
         if is_rank_0():
             _try_out(config, plan, find_class)

@@ -1,4 +1,7 @@
-"""Starts the processes of a run, or joins those of torchrun or Slurm, and ends them all when one fails."""
+"""Starts the processes of a run, or joins those of torchrun or Slurm, and ends them all when one fails.
+
+torch is imported inside functions: a parent starts its workers first, and imports it while they do.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,22 @@ from datetime import timedelta
 from enum import Enum
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any
-
-import torch
-import torch.distributed as dist
-import tqdm
+from typing import TYPE_CHECKING, Any
 
 from dpo.errors import InputError, RunError
 from dpo.system.entry import print_whatever_happens
-from dpo.system.malloc import keep_freed_memory, raise_open_file_limit, return_freed_memory
-from dpo.system.process_group import init_distributed
+from dpo.system.malloc import (
+    keep_freed_memory,
+    raise_open_file_limit,
+    return_freed_memory,
+    without_collecting_garbage,
+)
 from dpo.system.rank_env import RankEnv, _number, find_rank_env
 from dpo.system.redaction import redact
 from dpo.system.signals import ASKED, Stopped, ctrl_c_ignored, on_stop_signals
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 START_METHOD = "spawn"  # of workers: CUDA works in no forked process
 BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
@@ -83,6 +89,8 @@ def launch(
 
 def _backend(local_rank: int) -> str:
     """NCCL on this rank's GPU, else gloo. Raises InputError if this machine has fewer GPUs than processes."""
+    import torch
+
     if not torch.cuda.is_available():
         return "gloo"
     gpus = torch.cuda.device_count()
@@ -103,6 +111,12 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
     Each rank records in the store that it failed, or that it lost contact. A rank that lost contact waits, so that the
     rank that caused it exits first, then reads the records to name it.
     """
+    with without_collecting_garbage():
+        import torch.distributed as dist
+        import tqdm
+
+        from dpo.system.process_group import init_distributed
+
     return_freed_memory()
     tqdm.tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore that outlives a killed worker
     store = None
@@ -142,6 +156,8 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
 
 def _meet(rank_env: RankEnv, timeout_secs: float) -> dist.Store:
     """The rendezvous store of this run's ranks; a new one for every restart by torchrun."""
+    import torch.distributed as dist
+
     store = dist.TCPStore(
         rank_env.address,
         rank_env.port,
@@ -154,6 +170,8 @@ def _meet(rank_env: RankEnv, timeout_secs: float) -> dist.Store:
 
 def _compare_notes(store: dist.Store, rank_env: RankEnv, note: str, timeout_secs: float) -> str:
     """Record in the store how this rank ended; if it lost contact, wait and name the ranks that did not."""
+    import torch.distributed as dist
+
     try:
         store.set(f"{note} {rank_env.rank}", "")
         if note != "lost":
@@ -188,6 +206,8 @@ def _leave(status: int) -> None:
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
     print_whatever_happens()
     faulthandler.enable()  # a stuck worker is killed by SIGABRT and prints its stack
+    with without_collecting_garbage():
+        import torch.multiprocessing
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # no orphan, however the parent dies
     if os.getppid() != parent:
         os._exit(FAILED)
@@ -221,6 +241,9 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             sender.close()
             pipes.append(receiver)
             processes.append(process)
+        with without_collecting_garbage():
+            import torch.distributed as dist
+
         # a thread serves the store: it starts after the workers, which may be forked
         store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
         asked: list[int] = []

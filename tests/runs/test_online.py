@@ -387,6 +387,13 @@ def test_a_function_gets_texts_and_its_numbers_rank(run, drawn, tmp_path):
         ("import itertools; return itertools.count()", "rewards.py:score gave more than 8 scores for 8 answers"),
         ("return [1e308] * len(completions)", "rewards.py:score gave the score 1e[+]308 to the answer"),
         ("raise SystemExit(0)", r"rewards.py:score failed: SystemExit: 0 \(.*rewards.py, line 2\)"),
+        ("next(iter([]))", "rewards.py:score failed: StopIteration: "),
+        (
+            "return (next(iter([])) for c in completions)",
+            "rewards.py:score failed: RuntimeError: generator raised Stop",
+        ),
+        ("import os; os._exit(0)", r"rewards.py:score failed: SystemExit: os._exit\(0\) \(.*rewards.py, line 2\)"),
+        ("raise ValueError('half \\ud800')", r"rewards.py:score failed: ValueError: half \\ud800 \("),
         ("raise MemoryError('mine')", "rewards.py:score failed: MemoryError: mine"),
         ("raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})", r"rewards.py:score failed: E: \?"),
     ],
@@ -394,6 +401,20 @@ def test_a_function_gets_texts_and_its_numbers_rank(run, drawn, tmp_path):
 def test_a_function_that_fails_ends_the_run_with_a_sentence(body, said, run, tmp_path):
     with pytest.raises(ScorerFailed, match=said):
         run("run", *ONLINE, *write_scorer(tmp_path, body))
+
+
+def test_a_function_that_stops_iterating_costs_nothing_that_was_trained(run, tmp_path):
+    stop = "score.calls = getattr(score, 'calls', 0) + 1; return [next(iter([0] * (3 - score.calls)))] * len(prompts)"
+    with pytest.raises(ScorerFailed, match="StopIteration"):
+        run("run", *ONLINE, *write_scorer(tmp_path, stop))
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-8"]
+
+
+def test_a_function_may_print_any_text_and_fork(command, tmp_path):
+    fork = "import os; print('half \\ud800'); child = os.fork(); child or os._exit(0); os.waitpid(child, 0)"
+    result = train(*command("run", *ONLINE, *write_scorer(tmp_path, f"{fork}; return [*map(len, completions)]")))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("half \\ud800\n") == 3
 
 
 def test_out_of_memory_in_a_scorer_is_the_scorers(command, tmp_path):

@@ -29,6 +29,11 @@ def noting(heard: list[int]) -> Callable[[int], str]:
     return act
 
 
+def swallow_signal(number: int) -> None:
+    with suppress(BaseException):
+        os.kill(os.getpid(), number)
+
+
 @pytest.mark.parametrize("number", signals.SIGNALS)
 def test_a_signal_is_acknowledged_in_one_line_and_acted_on(number, capfd):
     heard = []
@@ -86,29 +91,38 @@ def test_what_was_heard_before_is_heard_again_afterwards():
 
 
 def test_a_signal_that_was_swallowed_is_raised_when_asked_for_and_at_the_end():
-    with pytest.raises(Stopped, match="stopped by SIGUSR1: nothing to save"), raising_stopped():  # noqa: PT012
-        with suppress(BaseException):
-            os.kill(os.getpid(), signal.SIGUSR1)
-        with pytest.raises(Stopped):
-            raise_if_asked()
+    def start() -> None:
+        with raising_stopped():
+            swallow_signal(signal.SIGUSR1)
+            with pytest.raises(Stopped):
+                raise_if_asked()
+
+    with pytest.raises(Stopped, match="stopped by SIGUSR1: nothing to save"):
+        start()
     raise_if_asked()  # nobody listens any more
 
 
 def test_an_error_that_a_library_made_of_it_is_still_a_stop():
-    with pytest.raises(Stopped), raising_stopped():  # noqa: PT012
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-        except BaseException as error:
-            raise ImportError("numpy failed to import") from error
+    def import_library() -> None:
+        with raising_stopped():
+            swallow_signal(signal.SIGTERM)
+            raise ImportError("numpy failed to import")
+
+    with pytest.raises(Stopped):
+        import_library()
 
 
 def test_whoever_listens_later_learns_of_a_signal_that_was_swallowed_before(capfd):
     heard = []
-    with pytest.raises(Stopped), raising_stopped():  # noqa: PT012
-        with suppress(BaseException):
-            os.kill(os.getpid(), signal.SIGTERM)
-        with on_stop_signals(noting(heard)):
-            assert heard == [signal.SIGTERM]
+
+    def start() -> None:
+        with raising_stopped():
+            swallow_signal(signal.SIGTERM)
+            with on_stop_signals(noting(heard)):
+                assert heard == [signal.SIGTERM]
+
+    with pytest.raises(Stopped):
+        start()
     assert capfd.readouterr().out == "SIGTERM: stopping after saving\n"
 
 
