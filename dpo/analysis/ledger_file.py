@@ -146,7 +146,7 @@ def _schema_in(stream: Path) -> pa.Schema:
 
 
 def find_end(stream: Path, size: int) -> int:
-    """Where the last whole append within the first `size` bytes of a stream ends; 0 if it does not begin as a ledger."""
+    """Where the last whole append within the first `size` bytes of a stream ends; 0 if it begins as no ledger."""
     end = 0
     with suppress(InputError):
         _schema_in(stream)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from dpo.errors import InputError
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.redaction import redact

@@ -67,7 +67,7 @@ def check_models(
     loss, scores = find_loss(loss_config), make_scores(in_train, lengths, of_reference)
     equal = make_scores(in_train, lengths, in_train[: len(of_reference)])
     name, beta = loss_config["name"], loss_config.get("beta", 1.0)
-    of_equal, *rewards_of_equal = loss(equal, loss_config)
+    of_equal, *own_rewards = loss(equal, loss_config)
     expected = of_equal.mean().item()
     if not math.isfinite(expected):
         raise InputError(
@@ -76,7 +76,8 @@ def check_models(
         )
     losses, *rewards = loss(scores, loss_config)
     # 0 for equal models, but for the parts of a mix that have no reference, whose rewards are the policy's alone
-    reward = max((r - e).abs().max().item() for r, e in zip(rewards, rewards_of_equal, strict=True))
+    pairs: Any = zip(rewards, own_rewards, strict=True)
+    reward = max((of_both - own).abs().max().item() for of_both, own in pairs)
     if not same_dtype:
         return [
             f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "

@@ -474,7 +474,7 @@ def test_the_files_of_losses_are_read_as_hydra_reads_them(loss):
         (("loss=mix", "~loss.weights"), "loss=mix adds up no loss of pairs"),
         (
             ("loss=mix", "loss.weights.dpo=1", "+loss.weights.aot=1"),
-            "loss.weights.aot: aot compares the examples of a batch with each other, so it is trained alone, as loss=aot; ",
+            "loss.weights.aot: aot compares the examples of a batch with each other, so it is trained alone, as",
         ),
         (("loss=mix", "+loss.weights.cpo=1"), "loss.weights.cpo: no loss is called cpo; a mix adds up sft, dpo, "),
         (("loss=mix", "loss.weights.dpo=-1"), "loss.weights.dpo=-1 must be a finite number, 0 or more"),
@@ -654,3 +654,19 @@ def test_a_rate_for_all_weights_gets_a_line_with_an_adapter():
     [line] = find_unused(compose(*COMPLETE, "lora=lora", "lr=5e-7"), resolve(compose(*COMPLETE, "lora=lora")))
     assert line.startswith("lr=5e-07 is a rate for all weights")
     assert find_unused(compose(*COMPLETE, "lora=lora", "lr=1e-5", "model.policy_dtype=bfloat16"), ONE) == []
+
+
+def test_answers_that_no_memory_could_hold_are_refused_with_the_bound():
+    [found] = find_config_problems(
+        compose(
+            *COMPLETE[:2],
+            "loss=dpo",
+            "loss.beta=0.1",
+            "online=online",
+            "online.scorer=shorter",
+            "online.n_samples=1000000000",
+        )
+    )
+    assert found.startswith(
+        "online.n_samples=1000000000 must be an integer from 2, a best and a worst, to 1024: all ans"
+    )
