@@ -104,7 +104,7 @@ class Callbacks:
 
     def __init__(self, callbacks: Mapping[str, Callback]) -> None:
         self.callbacks = dict(callbacks)
-        self._idle: dict[str, Mapping[str, Any]] = {}  # states of callbacks that this run has not, for one that has
+        self._idle: dict[str, dict[str, Any]] = {}  # states of callbacks that this run has not, for one that has
 
     @classmethod
     def of(cls, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> Callbacks:

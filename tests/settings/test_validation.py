@@ -665,3 +665,19 @@ def test_a_rate_for_all_weights_gets_a_line_with_an_adapter():
     [line] = find_unused(compose(*COMPLETE, "lora=lora", "lr=5e-7"), resolve(compose(*COMPLETE, "lora=lora")))
     assert line.startswith("lr=5e-07 is a rate for all weights")
     assert find_unused(compose(*COMPLETE, "lora=lora", "lr=1e-5", "model.policy_dtype=bfloat16"), ONE) == []
+
+
+def test_answers_that_no_memory_could_hold_are_refused_with_the_bound():
+    [found] = find_config_problems(
+        compose(
+            *COMPLETE[:2],
+            "loss=dpo",
+            "loss.beta=0.1",
+            "online=online",
+            "online.scorer=shorter",
+            "online.n_samples=1000000000",
+        )
+    )
+    assert found.startswith(
+        "online.n_samples=1000000000 must be an integer from 2, a best and a worst, to 1024: all ans"
+    )
