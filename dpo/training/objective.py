@@ -212,7 +212,7 @@ class Objective:
         scores, reference = self._score_all(batches)
         found = self.loss(scores, self.loss_config)
         if self.loss.averaged and self.loss_config["momentum"] < 1:
-            chosen, rejected = (values.double().mean().item() for values in found[1:])
+            chosen, rejected = (values.mean().item() for values in found[1:])
             average = self.loss.averaged(chosen, rejected, self.loss_config["beta"])
             found = self.loss(scores._replace(average=average), self.loss_config)
         return Reduced(self._metrics(scores, reference, found, split="eval"), {})
