@@ -294,7 +294,10 @@ def test_debug_writes_metrics_and_no_checkpoints_and_no_wandb(make_trainer):
 def test_best_points_to_the_best_evaluation_and_latest_to_the_last(loss, name, values, make_trainer, monkeypatch):
     trainer = make_trainer(*loss, "eval_every=4", "n_examples=12", "self_test=false")
     scripted = iter(values)
-    monkeypatch.setattr(trainer.evaluator, "metrics", lambda: Reduced({name: torch.tensor([next(scripted)])}, {}))
+    others = {"loss/eval": torch.tensor([0.7]), "rewards_eval/margins": torch.tensor([0.0])}
+    monkeypatch.setattr(
+        trainer.evaluator, "metrics", lambda: Reduced({**others, name: torch.tensor([next(scripted)])}, {})
+    )
 
     trainer.train()
 

@@ -152,11 +152,12 @@ def collapse(run: Run) -> Iterator[Finding]:
         if found:
             then = f"over the {count(width, 'update')} up to {updates[end - 1]:,.0f}"
             now = f"{figure(losses[-width:].mean())} over the last {width}"
+            margin = figure(round(start.margin, 3) + 0.0)  # equal models have rounding errors
             yield Finding(
                 WARNING,
                 "The run has collapsed",
                 f"loss/train {figure(found.loss)} {then}, {now}, {figure(start.loss)} at the start; "
-                f"rewards_train/margins {figure(found.margin)} {then}, {figure(round(start.margin, 3) + 0.0)} at the start",
+                f"rewards_train/margins {figure(found.margin)} {then}, {margin} at the start",
                 WHAT_TO_TRY,
             )
             return

@@ -202,9 +202,10 @@ def lengths_of_samples(run: Run) -> Iterator[Finding]:
     if abs(difference) <= by_chance:
         return
     low, high = (figure(math.exp(difference + sign * by_chance), 2) for sign in (-1, +1))
+    words_of_policy = f"{figure(policy)} word{'' if policy == 1 else 's'} on average"
     value = (
-        f"{figure(policy)} word{'' if policy == 1 else 's'} on average, {pairs.whose} {figure(other)} ({count(len(words), 'sample')}); after the "
-        f"same prompt {figure(math.exp(difference), 2)} times as many, 98 % interval {low} to {high}"
+        f"{words_of_policy}, {pairs.whose} {figure(other)} ({count(len(words), 'sample')}); after the same prompt "
+        f"{figure(math.exp(difference), 2)} times as many, 98 % interval {low} to {high}"
     )
     if ratio > 1:
         yield Finding(
