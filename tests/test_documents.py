@@ -57,17 +57,20 @@ def compose(arguments: list[str]) -> DictConfig:
 
 @pytest.fixture
 def filled_in(tmp_path):
-    """A command with what only the user knows: run of SFT, config files, code, processes; `...` left out."""
+    """A command with what only the user knows: run of SFT, data, config files, code, processes; `...` left out."""
     (tmp_path / "MINE" / "experiment").mkdir(parents=True)
     (tmp_path / "MINE" / "experiment" / "NAME.yaml").write_text("# @package _global_\nlr: 1e-6\n")
     (tmp_path / "RUN_OF_SFT").mkdir()
     (tmp_path / "rewards.py").touch()
+    (tmp_path / "data.csv").touch()
 
     def fill_in(command: str) -> list[str]:
         for placeholder, value in {
             "RUN_OF_SFT": str(tmp_path / "RUN_OF_SFT"),
             "MINE": str(tmp_path / "MINE"),
             "rewards.py": str(tmp_path / "rewards.py"),
+            "DIR_FILE_OR_HUB_ID": str(tmp_path / "data.csv"),
+            "data/mine.csv": str(tmp_path / "data.csv"),
             "=N": "=2",
             "$SLURM_JOB_ID": "1",
         }.items():

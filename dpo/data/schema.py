@@ -11,6 +11,7 @@ from dpo.data.tokenization import TruncationMode
 from dpo.errors import InputError
 
 SURROGATE = re.compile("[\ud800-\udfff]")
+MISSING = object()
 Messages = list[dict[str, str]]  # of a chat, with role and content
 
 
@@ -59,13 +60,13 @@ class PreferenceData(dict[str, Entry]):
 def get_field(row: Mapping[str, Any], key: str, where: str, kind: type | tuple[type, ...] = str) -> Any:
     """`row[key]`; raises InputError that names the record (`where`) if it is missing, null, of another type or not
     Unicode."""
-    value = row.get(key) if isinstance(row, Mapping) else None
-    if key in row and (value is None or value != value):  # NaN is how pandas writes null
+    value = row.get(key, MISSING) if isinstance(row, Mapping) else MISSING
+    if value is None or value != value:
         null = "null" if value is None else "NaN, which is how pandas writes null"
         raise InputError(f"{where}: {key} is {null}: give it a value, or remove the record")
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        found = f"{type(value).__name__} ({str(value)[:80]!r})" if value is not None else "missing"
+        found = f"{type(value).__name__} ({str(value)[:80]!r})" if value is not MISSING else "missing"
         present = ", ".join(map(str, row)) if isinstance(row, Mapping) else repr(row)[:80]
         raise InputError(f"{where}: field {key!r} must be {wanted} but is {found}; the record has {present}")
     if isinstance(value, str) and SURROGATE.search(value):

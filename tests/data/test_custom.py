@@ -342,6 +342,7 @@ COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
         ([{**HELLO, "chosen": []}], ENDS_TURNS_WITH_EOS, "need at least one message each"),
         ([{**HELLO, "chosen": [{"role": "assistant"}]}], ENDS_TURNS_WITH_EOS, "field 'content' must be str"),
         ([{**HELLO, "chosen": ["Hello"]}], ENDS_TURNS_WITH_EOS, "field 'role' must be str"),
+        ([{**HELLO, "chosen": [7]}], ENDS_TURNS_WITH_EOS, "field 'role' must be str"),
     ],
 )
 def test_messages_that_cannot_be_rendered_are_named(chat, rows, template, message):
