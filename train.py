@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpo.system.entry import open_standard_streams, print_whatever_happens
-from dpo.system.signals import Stopped, abort, end_on_stop_signals, raising_stopped
+from dpo.system.signals import Stopped, abort, before_end, end_on_stop_signals
 
 if __name__ == "__main__":  # before the other imports, which take a while
     open_standard_streams()
@@ -53,20 +53,19 @@ OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent
 def main(config: DictConfig) -> None:
     sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
-        with raising_stopped():
-            if sweeps and find_rank_env() is not None:
-                raise InputError(
-                    "a sweep (-m) starts its own processes, one job after the other: run it without a launcher"
-                )
-            plan = resolve(config)
-            exit_on(find_config_problems(config, plan))
-            if is_rank_0():
-                for line in find_unused(config, plan):
-                    print(f"warning: {line}")
-            if sweeps:
-                SWEEP.begin_job(config, HydraConfig.get())
-            run(config, plan)
-            SWEEP.end_job()
+        if sweeps and find_rank_env() is not None:
+            raise InputError(
+                "a sweep (-m) starts its own processes, one job after the other: run it without a launcher"
+            )
+        plan = resolve(config)
+        exit_on(find_config_problems(config, plan))
+        if is_rank_0():
+            for line in find_unused(config, plan):
+                print(f"warning: {line}")
+        if sweeps:
+            SWEEP.begin_job(config, HydraConfig.get())
+        run(config, plan)
+        SWEEP.end_job()
     except InputError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
@@ -107,6 +106,7 @@ def worker_main(
 
 if __name__ == "__main__":
     set_allocators(os.environ)
+    before_end.append(SWEEP.report)
     try:
         sys.argv[1:] = check_command_line(sys.argv[1:])
         try:

@@ -41,7 +41,7 @@ from dpo.settings.choices import TrainerSpec
 from dpo.settings.files import require, with_defaults
 from dpo.settings.plan import resolve
 from dpo.system.paths import get_local_dir
-from dpo.system.signals import Stopped, on_stop_signals, raise_if_asked
+from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
 from dpo.training.batches import GlobalBatch
 from dpo.training.evaluation import Evaluator, find_interval, notes_on_interval
@@ -86,7 +86,6 @@ class Trainer:
         self.progress = Progress.of(config, silent=rank != 0)
         self.policy, frozen = self._place_policy(policy, resume_from)
         self.reference = self._make_reference(reference_model, frozen)
-        raise_if_asked()  # loading may have swallowed what the signal raised
         self.optimizer = self.make_optimizer()
         self.scheduler = Schedule.of(config, self.optimizer, updates=self.data.report.updates, size=self.mesh.data_size)
         longest = config.max_length if self.plan.online else self.data.report.longest(config.max_length)
@@ -110,7 +109,6 @@ class Trainer:
             self.checkpoints.restore(resume_from, self._stateful())
         for note in self.notes():
             self.progress.line(note)
-        raise_if_asked()
         self.train_iterator = self.batches.train(skip=self.state.batch_counter)
         self.callbacks.emit("start")
 
@@ -179,7 +177,6 @@ class Trainer:
         self.check_and_score_reference()
         total, done = self.data.report.updates, self.state.batch_counter
         with self._ending_in_order():
-            self.stop.raise_if_any()  # a signal may have come to one process alone, and before this
             for item in self.progress.updates(self.train_iterator, total=total, done=done):
                 self.evaluate_and_save_if_due()
                 batch = self.batches.draw(item, update=self.state.batch_counter)  # may fail, so after the save

@@ -24,7 +24,7 @@ from dpo.system.library_logs import silence_bitsandbytes
 from dpo.system.malloc import never_collect_imports, without_collecting_garbage
 from dpo.system.rank_env import is_rank_0
 from dpo.system.redaction import redact
-from dpo.system.signals import raise_if_asked, raising_stopped, saying_how_to_continue
+from dpo.system.signals import ending_on_stop_signals
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,8 +45,7 @@ def run(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
         if is_rank_0():
             _try_out(config, plan, find_class)
         return
-    with saying_how_to_continue(config.local_run_dir):
-        raise_if_asked()
+    with ending_on_stop_signals(config.local_run_dir):
         launch(
             work,
             plan.dims.world_size,
@@ -142,7 +141,7 @@ def work(
     from dpo.system.run_directory import explaining_full_disk
 
     run_dir = config.local_run_dir
-    with saying_how_to_continue(run_dir), raising_stopped(), explaining_full_disk(run_dir):
+    with ending_on_stop_signals(run_dir), explaining_full_disk(run_dir):
         _work(rank, config, plan, find_class, models)
 
 
@@ -155,7 +154,6 @@ def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, mode
     if models is None:  # given models would not be freed if reference cycles hold them
         never_collect_imports()
 
-    raise_if_asked()
     run = open_run(config, LOGS) if rank == 0 else None
     try:
         _work_in(run, rank, config, plan, trainer_class, models)
@@ -177,7 +175,6 @@ def _work_in(
     from dpo.system.run_directory import write_record
     from dpo.system.waiting import meet_rank_0
 
-    raise_if_asked()
     meet_rank_0("the run's directory")
     resume_from = from_rank_0(run.checkpoint if run else None)
     set_seed(config.seed)  # Python's, numpy's and torch's
@@ -185,9 +182,7 @@ def _work_in(
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
         _hide_progress_bars()
 
-    raise_if_asked()
     data = trainer_class.load_data(config, silent=rank != 0)
-    raise_if_asked()
     if run is not None:
         check_inputs(run.found, data, models[0].config if models else find_model_config(config))
     if from_rank_0(run is not None and run.is_finished(data.report.updates)):

@@ -1,7 +1,7 @@
 """Stop signals: Ctrl-C, SIGTERM and SIGUSR1 end a run with a checkpoint; a second Ctrl-C ends it without one.
 
-A signal is remembered beside what is done about it: an exception that a handler raises may reach a library that goes
-on without a word, as one that tries an import does.
+While a run starts they end the process at once, as nothing can be lost. An exception, raised wherever the signal
+comes, might reach a library that goes on without a word, as one that tries an import does, or C++ that aborts.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from dpo.system.rank_env import is_rank_0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ABORTED = 128 + signal.SIGINT  # exit status after Ctrl-C, saved or not, as shells expect
 ASKED = 128 + signal.SIGTERM  # exit status after SIGTERM or SIGUSR1
+before_end: list[Callable[[], object]] = []  # to call when a signal ends this process at once
 SAME_SECS = 1  # a second SIGINT within this time is the same Ctrl-C: terminal and launcher may both send it
-
-_heard: dict[int, float] = {}  # the signals of this process since somebody listens, and when each came first
-_n_listening = 0
 
 
 class Stopped(BaseException):
-    """The run stopped on signal `number`; what was trained is saved.
+    """The run stopped on signal `number`; what was trained is saved. `run_dir` is where, if it is known.
 
-    Not an Exception: libraries go on after those. `way_on` says what is saved and how to continue.
+    Not an Exception: libraries go on after those.
     """
 
-    def __init__(self, number: int = signal.SIGTERM) -> None:
+    def __init__(self, number: int = signal.SIGTERM, run_dir: str | Path | None = None) -> None:
         super().__init__(number)
-        self.number, self.way_on = number, ""
+        self.number, self.run_dir = number, run_dir
 
     def __str__(self) -> str:
-        return f"stopped by {_name(self.number)}: {self.way_on or 'nothing to save'}"
+        has_checkpoint = self.run_dir is not None and any(Path(self.run_dir).glob("step-*"))
+        way_on = f"rerun the same command with local_run_dir={self.run_dir} resume=auto to continue"
+        return f"stopped by {_name(self.number)}: {way_on if has_checkpoint else 'nothing to save'}"
 
     @property
     def status(self) -> int:
@@ -51,11 +51,14 @@ def abort() -> NoReturn:
     _end("aborted: nothing more is saved", ABORTED)
 
 
-def end_on_stop_signals() -> None:
-    """From now on a signal ends this process at once, with a sentence: for imports, where nothing can be lost."""
+def end_on_stop_signals(run_dir: str | Path | None = None) -> None:
+    """End this process at once on a signal, with a sentence."""
 
     def end(number: int, _: object) -> None:
-        stopped = Stopped(number)
+        for act in before_end:
+            with suppress(Exception):  # which must not keep it from ending
+                act()
+        stopped = Stopped(number, run_dir)
         _end(str(stopped) if _speaks() else "", stopped.status)
 
     for number in _heeded():
@@ -63,91 +66,66 @@ def end_on_stop_signals() -> None:
 
 
 @contextmanager
+def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
+    """Inside, a signal ends this process at once, unless somebody listens; Stopped learns of the run's directory."""
+    with _handlers_restored():
+        if _in_main_thread():
+            end_on_stop_signals(run_dir)
+        try:
+            yield
+        except Stopped as stopped:
+            stopped.run_dir = run_dir
+            raise
+
+
+@contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
     """Inside, a signal calls `act` with its number, and what that says is done about it is printed; a second Ctrl-C
-    raises KeyboardInterrupt. `act` also learns of a signal that came while others listened outside.
-
-    Ctrl-C stays ignored if it was. Only the main thread can handle signals.
-    """
-    global _n_listening
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    raises KeyboardInterrupt. Ctrl-C stays ignored if it was."""
+    heard: dict[int, float] = {}  # when each came first
 
     def hear(number: int, _: object) -> None:
-        now, first = time.monotonic(), _heard.get(number)
-        _heard.setdefault(number, now)
+        now, first = time.monotonic(), heard.get(number)
+        heard.setdefault(number, now)
         if number == signal.SIGINT and first is not None:
             if now - first > SAME_SECS:
                 raise KeyboardInterrupt
             return
-        _acknowledge(number, act(number), first=len(_heard) == 1)
+        done = act(number)
+        if len(heard) == 1 and _speaks():
+            _acknowledge(number, done)
 
-    formers = {number: signal.getsignal(number) for number in _heeded()}
-    _n_listening += 1
+    with _handlers_restored():
+        if _in_main_thread():
+            for number in _heeded():
+                signal.signal(number, hear)
+        yield
+
+
+@contextmanager
+def _handlers_restored() -> Iterator[None]:
+    formers = {number: former for number in SIGNALS if (former := signal.getsignal(number)) is not None}
     try:
-        for number in formers:
-            signal.signal(number, hear)
-        for number in tuple(_heard):
-            _acknowledge(number, act(number), first=True)
         yield
     finally:
-        for number, former in formers.items():
-            signal.signal(number, former)
-        _n_listening -= 1
-        if _n_listening == 0:
-            _heard.clear()
+        if _in_main_thread():
+            for number, former in formers.items():
+                signal.signal(number, former)
 
 
-@contextmanager
-def raising_stopped() -> Iterator[None]:
-    """Inside, a signal raises Stopped: at once, at the next `raise_if_asked`, and at the end if it was swallowed."""
-    raised: list[int] = []
-
-    def raise_stopped(number: int) -> NoReturn:
-        raised.append(number)
-        raise Stopped(number)
-
-    with on_stop_signals(raise_stopped):
-        try:
-            yield
-        except Exception as error:
-            if raised:  # which a library has made this error of
-                raise Stopped(raised[0]) from error
-            raise
-        if raised:
-            raise Stopped(raised[0])
-
-
-def raise_if_asked() -> None:
-    """Raise Stopped if this process had a stop signal, whatever became of the exception that it raised then."""
-    for number in _heard:
-        raise Stopped(number)
-
-
-@contextmanager
-def saying_how_to_continue(run_dir: str | Path) -> Iterator[None]:
-    """Inside, Stopped gets the way on for a run in this directory: there is none without a checkpoint."""
-    try:
-        yield
-    except Stopped as stopped:
-        if any(Path(run_dir).glob("step-*")):
-            stopped.way_on = f"rerun the same command with local_run_dir={run_dir} resume=auto to continue"
-        raise
+def _in_main_thread() -> bool:
+    """Whether this thread may set handlers."""
+    return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def ctrl_c_ignored() -> Iterator[None]:
     """Processes started inside ignore Ctrl-C from the start: a terminal sends it to all of them, and only their parent
     should handle it and forward it."""
-    if threading.current_thread() is not threading.main_thread():
+    with _handlers_restored():
+        if _in_main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         yield
-        return
-    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, former)
 
 
 def _heeded() -> list[int]:
@@ -164,9 +142,7 @@ def _name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
-def _acknowledge(number: int, done: str, *, first: bool) -> None:
-    if not first or not _speaks():
-        return
+def _acknowledge(number: int, done: str) -> None:
     again = "; press Ctrl-C again to exit immediately without saving" if number == signal.SIGINT else ""
     line = f"{_name(number)}: {done}{again}"
     if os.isatty(1):

@@ -1,4 +1,4 @@
-"""A run that is asked to stop stops, at every step of its start, even if a library swallows what the signal raises.
+"""A run that is asked to stop stops, at every step of its start, even inside a library that swallows exceptions.
 
 With nothing to save it says that in one sentence; where there is a checkpoint, how to continue.
 """
@@ -48,7 +48,7 @@ def assert_stopped_before_training(number: int, status: int, said: str, run_dir:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_signal_that_is_swallowed_at_a_step_of_the_start_ends_the_run_there(step, rows, tmp_path):
+def test_a_signal_at_a_step_of_the_start_ends_the_run_there(step, rows, tmp_path):
     number = list(STATUS)[len(step) % 3]
     run_dir = tmp_path / "run"
     run = Run(small_run(rows, run_dir), tmp_path / "log", swallow_signal_in, STEPS[step], number)
@@ -100,7 +100,7 @@ def test_a_signal_during_imports_is_one_sentence(module, number, fate, rows, tmp
     assert process.returncode == STATUS[number]
 
 
-# both ranks are asked, by their parent, while each is in a call that swallows what the signal raises
+# both ranks are asked, by their parent, while each is in a call that swallows exceptions
 ASKED_TOGETHER = """
 import os, runpy, signal, sys, time
 from support.faults import call_before
@@ -119,7 +119,7 @@ SHARDED = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_e
 
 
 @pytest.mark.parametrize("step", ["seed", "model", pytest.param("self-test", marks=pytest.mark.slow)])
-def test_of_several_processes_none_forgets_it(step, rows, tmp_path):
+def test_of_several_processes_none_goes_on(step, rows, tmp_path):
     run_dir = tmp_path / "run"
     environment = environment_of(PLACE=STEPS[step], PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     process = Python(

@@ -1,16 +1,16 @@
-"""A signal is acknowledged once, in one line, acted on, and remembered; a second Ctrl-C is not."""
+"""A signal is acknowledged once, in one line, and acted on; while a run starts it ends the process at once."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
+from support.runs import run_python
 
 from dpo.system import signals
-from dpo.system.signals import Stopped, ctrl_c_ignored, on_stop_signals, raise_if_asked, raising_stopped
+from dpo.system.signals import Stopped, ctrl_c_ignored, ending_on_stop_signals, on_stop_signals
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +27,6 @@ def noting(heard: list[int]) -> Callable[[int], str]:
         return "stopping after saving"
 
     return act
-
-
-def swallow_signal(number: int) -> None:
-    with suppress(BaseException):
-        os.kill(os.getpid(), number)
 
 
 @pytest.mark.parametrize("number", signals.SIGNALS)
@@ -90,40 +85,44 @@ def test_what_was_heard_before_is_heard_again_afterwards():
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_signal_that_was_swallowed_is_raised_when_asked_for_and_at_the_end():
-    def start() -> None:
-        with raising_stopped():
-            swallow_signal(signal.SIGUSR1)
-            with pytest.raises(Stopped):
-                raise_if_asked()
+ENDING = """
+import os, signal, sys
+from dpo.system.signals import before_end, ending_on_stop_signals
 
-    with pytest.raises(Stopped, match="stopped by SIGUSR1: nothing to save"):
-        start()
-    raise_if_asked()  # nobody listens any more
+class Closing:
+    def __del__(self):  # where Python prints an exception and goes on
+        os.kill(os.getpid(), int(sys.argv[2]))
 
-
-def test_an_error_that_a_library_made_of_it_is_still_a_stop():
-    def import_library() -> None:
-        with raising_stopped():
-            swallow_signal(signal.SIGTERM)
-            raise ImportError("numpy failed to import")
-
-    with pytest.raises(Stopped):
-        import_library()
+before_end.append(lambda: print("table"))
+with ending_on_stop_signals(sys.argv[1]):
+    try:
+        Closing()
+    except BaseException:
+        pass
+    print("goes on")
+"""
 
 
-def test_whoever_listens_later_learns_of_a_signal_that_was_swallowed_before(capfd):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_while_a_run_starts_a_signal_ends_it_wherever_it_comes(number, status, tmp_path):
+    ended = run_python("-c", ENDING, str(tmp_path), str(int(number)))
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert (ended.returncode, ended.stdout) == (status, "table\n")
+    assert ended.stderr == f"stopped by {name}: nothing to save\n"
+
+
+def test_who_listens_is_called_instead_and_stopped_learns_of_the_directory(tmp_path):
     heard = []
+    (tmp_path / "step-8").mkdir()
 
-    def start() -> None:
-        with raising_stopped():
-            swallow_signal(signal.SIGTERM)
+    def stop() -> None:
+        with ending_on_stop_signals(tmp_path):
             with on_stop_signals(noting(heard)):
-                assert heard == [signal.SIGTERM]
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise Stopped(*heard)
 
-    with pytest.raises(Stopped):
-        start()
-    assert capfd.readouterr().out == "SIGTERM: stopping after saving\n"
+    with pytest.raises(Stopped, match=f"rerun the same command with local_run_dir={tmp_path} resume=auto to continue"):
+        stop()
 
 
 def test_the_exit_status_is_the_signals_as_shells_expect():

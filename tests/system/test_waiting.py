@@ -25,7 +25,7 @@ from dpo.errors import RunError
 from dpo.parallel.mesh import Mesh
 from dpo.settings.plan import ParallelDims
 from dpo.system.host_memory import HostMemory
-from dpo.system.signals import Stopped, raising_stopped
+from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import made_progress, meet_rank_0
 from trainers import BasicTrainer
 
@@ -143,5 +143,9 @@ def test_a_signal_is_heard_while_waiting(monkeypatch):
     monkeypatch.setattr("dpo.system.waiting.default_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    with pytest.raises(Stopped), raising_stopped():
+
+    def stop(number: int) -> str:
+        raise Stopped(number)
+
+    with pytest.raises(Stopped), on_stop_signals(stop):
         meet_rank_0("a place")
