@@ -76,8 +76,8 @@ def check_models(
         )
     losses, *rewards = loss(scores, loss_config)
     # 0 for equal models, but for the parts of a mix that have no reference, whose rewards are the policy's alone
-    pairs: Any = zip(rewards, own_rewards, strict=True)
-    reward = max((of_both - own).abs().max().item() for of_both, own in pairs)
+    both: Any = zip(rewards, own_rewards, strict=True)
+    reward = max((found - own).abs().max().item() for found, own in both)
     if not same_dtype:
         return [
             f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
