@@ -64,8 +64,8 @@ def test_equal_models_pass_with_the_loss_that_agreement_gives(name, options, fir
 
 
 def test_a_mix_with_a_part_that_has_no_reference_passes_and_other_weights_are_still_found(policy, tiny_llama, batch):
-    """SimPO's rewards are the policy's alone, and not 0 for equal models."""
-    options = {"beta": 0.1, "gamma": 1.0, "weights": {"dpo": 1, "simpo": 1, "sft": 0.1}}
+    """The rewards of a mix with a reference are log-ratios, whatever its parts have."""
+    options = DPO | {"gamma": 1.0, "weights": {"dpo": 1, "simpo": 1, "sft": 0.1}}
     assert check(policy, tiny_llama, batch, "mix", options).startswith("self-test passed: ")
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.1)
