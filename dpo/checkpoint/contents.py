@@ -122,6 +122,7 @@ PARTS = {
             "ledger": Maybe({"log_bytes": Each(TEXT, COUNT)}),
             "tensorboard": Maybe({"examples": FROM_MINUS_1}),
             "wandb": Maybe({"wandb_id": TEXT, "run_dir": TEXT, "best": Maybe(NUMBER)}),
+            "course": Maybe({"warned": FLAG, "start": Maybe({"loss": NUMBER, "margin": NUMBER})}),
         },
     },
     "random": {"states": [{"python": OF_PYTHON, "numpy": OF_NUMPY, "torch": OF_TORCH, "cuda": [BYTES]}]},

@@ -107,7 +107,8 @@ class CourseWarner(Callback):
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         if evaluation.n_updates == 0 and self._pairwise:
-            self._start = Means(evaluation.metrics["loss/eval"], evaluation.metrics["rewards_eval/margins"])
+            start = Means(evaluation.metrics["loss/eval"], evaluation.metrics["rewards_eval/margins"])
+            self._start = start if all(map(math.isfinite, start)) else None
 
     def on_update(self, update: Update) -> None:
         self._look_for_spikes(update)
@@ -145,9 +146,10 @@ class CourseWarner(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"start": list(self._start or ()), "warned": self._warned}
+        return {"warned": self._warned, **({"start": self._start._asdict()} if self._start else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`. Without one, of an older run, its start is not known."""
-        self._start = Means(*state["start"]) if state.get("start") else None
+        start = state.get("start")
+        self._start = Means(start["loss"], start["margin"]) if start else None
         self._warned = state.get("warned", False)
