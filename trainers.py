@@ -35,7 +35,7 @@ from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.anomalies import NonFinite
 from dpo.reporting.events import Callbacks, Evaluation, RunContext, Update
 from dpo.reporting.table import CALLBACKS
-from dpo.reporting.terminal import Progress
+from dpo.reporting.terminal import Progress, duration
 from dpo.settings import choices
 from dpo.settings.choices import TrainerSpec
 from dpo.settings.files import require, with_defaults
@@ -54,6 +54,9 @@ from dpo.training.reference import Reference
 from dpo.training.self_test import self_test
 from dpo.training.stop import StopRequest
 from preference_datasets import load_data
+
+
+LONG_SECS = 5  # an evaluation that takes longer is announced with its time
 
 
 class Trainer:
@@ -239,7 +242,9 @@ class Trainer:
     def check_and_score_reference(self) -> None:
         """The step-0 checks before the first update; with `cache_reference_logps=all`, all that the reference gives."""
         if self.state.batch_counter == 0 and self.config.self_test:  # later the policy is not the reference any more
+            start = time.perf_counter()
             self.self_test()
+            self._predict_evaluation(time.perf_counter() - start)
         if self.loss.reference and self.config.cache_reference_logps == "all":
             path = Path(get_local_dir(self.config.local_dirs)) / "reference_logps" / f"{self.reference.digest}.npz"
             batches = itertools.chain(self.eval_batches, self.batches.train())
@@ -251,6 +256,17 @@ class Trainer:
         """The step-0 checks, on the first two evaluation examples per process."""
         for note in self_test(self.objective, self.eval_batches[0].examples, self.config, self.plan):
             self.progress.line(note)
+
+    def _predict_evaluation(self, seconds: float) -> None:
+        """Say how long the evaluation before the first update takes, given the seconds of the self-test."""
+        examples = [example for batch in self.eval_batches for example in batch.examples]
+        n_tokens, n_tested = (
+            sum(e.n_tokens for e in some) for some in (examples, examples[: self.first_update.tested])
+        )
+        n_forwards = 2 if self.loss.reference else 1  # beside one more of the policy in the self-test
+        predicted = seconds * n_forwards / (n_forwards + 1) * n_tokens / n_tested
+        if self.first_update.evaluated and predicted > LONG_SECS:
+            self.progress.line(f"the evaluation takes about {duration(predicted)}, at the speed of the self-test")
 
     @contextmanager
     def _ending_in_order(self) -> Iterator[None]:

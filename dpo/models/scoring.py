@@ -24,7 +24,7 @@ from dpo.errors import InputError, RunError
 from dpo.models.answers import Answer
 from dpo.models.reward_model import find_reward_structure, load_reward_model, notes_on
 from dpo.parallel.mesh import from_rank_0
-from dpo.system.signals import Stopped
+from dpo.system.signals import PressedAgain, Stopped
 
 # of prompts and one answer to each, a number for each; higher is better
 Score = Callable[[Sequence[Prompt], Sequence[Answer]], Iterable[float]]
@@ -92,9 +92,9 @@ def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, fil
     try:
         with torch.no_grad(), _exit_raising():
             return code()
-    except (KeyboardInterrupt, Stopped, kind):
+    except (PressedAgain, Stopped, kind):
         raise
-    except BaseException as error:  # even if it would exit
+    except BaseException as error:  # even if it would exit or interrupt
         raise kind(f"{what}: {_tell(error, file)}") from error
 
 

@@ -229,25 +229,29 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
     address, port = server.getsockname()
     context = multiprocessing.get_context(START_METHOD)
     pipes, processes = [], []
+    asked: list[int] = []
     try:
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            rank_env = RankEnv(rank, world_size, local_rank=rank, address=address, port=port)
-            process = context.Process(
-                target=_run_worker, args=(rank_env, os.getpid(), sender, worker, args, timeout_secs)
-            )
-            with ctrl_c_ignored():
-                process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
-        with without_collecting_garbage():
-            import torch.distributed as dist
-
-        # a thread serves the store: it starts after the workers, which may be forked
-        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
-        asked: list[int] = []
         with on_stop_signals(partial(_forward, processes, asked)):
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                rank_env = RankEnv(rank, world_size, local_rank=rank, address=address, port=port)
+                process = context.Process(
+                    target=_run_worker, args=(rank_env, os.getpid(), sender, worker, args, timeout_secs)
+                )
+                with ctrl_c_ignored():
+                    process.start()
+                sender.close()
+                pipes.append(receiver)
+                processes.append(process)
+            with without_collecting_garbage():
+                import torch.distributed as dist
+
+            # a thread serves the store: it starts after the workers, which may be forked
+            store = dist.TCPStore(
+                address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+            )
+            if asked:  # while a worker was started, which was not told
+                _terminate(processes)
             _wait_for(processes, pipes, timeout_secs, asked, began=time.monotonic())
         del store  # until here
     finally:
@@ -260,10 +264,14 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
 def _forward(processes: list, asked: list[int], number: int) -> str:
     """Ask the workers, which ignore Ctrl-C, to stop, and remember the signal; what is done about it."""
     asked.append(number)
+    _terminate(processes)
+    return "stopping; what was trained is saved"
+
+
+def _terminate(processes: list) -> None:
     for process in processes:
         if process.is_alive():
             os.kill(process.pid, signal.SIGTERM)
-    return "stopping, and saving what was trained"
 
 
 class End(Enum):

@@ -26,6 +26,10 @@ before_end: list[Callable[[], object]] = []  # to call when a signal ends this p
 SAME_SECS = 1  # a second SIGINT within this time is the same Ctrl-C: terminal and launcher may both send it
 
 
+class PressedAgain(KeyboardInterrupt):
+    """A second Ctrl-C, which ends a run without saving."""
+
+
 class Stopped(BaseException):
     """The run stopped on signal `number`; what was trained is saved. `run_dir` is where, if it is known.
 
@@ -81,7 +85,7 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
 @contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
     """Inside, a signal calls `act` with its number, and what that says is done about it is printed; a second Ctrl-C
-    raises KeyboardInterrupt. Ctrl-C stays ignored if it was."""
+    raises PressedAgain. Ctrl-C stays ignored if it was."""
     heard: dict[int, float] = {}  # when each came first
 
     def hear(number: int, _: object) -> None:
@@ -89,7 +93,7 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
         heard.setdefault(number, now)
         if number == signal.SIGINT and first is not None:
             if now - first > SAME_SECS:
-                raise KeyboardInterrupt
+                raise PressedAgain
             return
         done = act(number)
         if len(heard) == 1 and _speaks():

@@ -386,6 +386,7 @@ def test_a_function_gets_texts_and_its_numbers_rank(run, drawn, tmp_path):
         ("return '1' * len(completions)", "rewards.py:score failed: TypeError: a number for each answer is expected"),
         ("import itertools; return itertools.count()", "rewards.py:score gave more than 8 scores for 8 answers"),
         ("return [1e308] * len(completions)", "rewards.py:score gave the score 1e[+]308 to the answer"),
+        ("raise KeyboardInterrupt", r"rewards.py:score failed: KeyboardInterrupt: "),
         ("raise SystemExit(0)", r"rewards.py:score failed: SystemExit: 0 \(.*rewards.py, line 2\)"),
         ("next(iter([]))", "rewards.py:score failed: StopIteration: "),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import hydra
@@ -120,3 +121,11 @@ def test_samples_before_the_first_update_can_be_asked_for_and_have_at_most_so_ma
     for short, whole in zip(texts["5"], texts["null"], strict=True):
         assert whole.startswith(short.rstrip("\ufffd"))  # which may be cut within a character
         assert len(short) < len(whole)
+
+
+def test_a_long_evaluation_is_announced_with_its_time(rows, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("trainers.LONG_SECS", 0)
+    train(small_run(rows, tmp_path / "run", "do_first_eval=true", "self_test=true"))
+    assert re.search(r"the evaluation takes about \d:\d\d, at the speed of the self-test", capfd.readouterr().out)
+    train(small_run(rows, tmp_path / "without", "do_first_eval=false", "self_test=true"))
+    assert "the evaluation takes" not in capfd.readouterr().out
