@@ -55,7 +55,6 @@ from dpo.training.self_test import self_test
 from dpo.training.stop import StopRequest
 from preference_datasets import load_data
 
-
 LONG_SECS = 5  # an evaluation that takes longer is announced with its time
 
 
@@ -260,9 +259,8 @@ class Trainer:
     def _predict_evaluation(self, seconds: float) -> None:
         """Say how long the evaluation before the first update takes, given the seconds of the self-test."""
         examples = [example for batch in self.eval_batches for example in batch.examples]
-        n_tokens, n_tested = (
-            sum(e.n_tokens for e in some) for some in (examples, examples[: self.first_update.tested])
-        )
+        tested = examples[: self.first_update.tested]
+        n_tokens, n_tested = (sum(example.n_tokens for example in some) for some in (examples, tested))
         n_forwards = 2 if self.loss.reference else 1  # beside one more of the policy in the self-test
         predicted = seconds * n_forwards / (n_forwards + 1) * n_tokens / n_tested
         if self.first_update.evaluated and predicted > LONG_SECS:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.faults import Run, swallow_signal_in
+from support.faults import Run
 from support.runs import ROOT, environment_of, metrics_of, small_run
 from support.warm import Python
 
@@ -22,7 +22,6 @@ from dpo.checkpoint.files import find_checkpoints
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 NAME = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1", signal.SIGINT: "Ctrl-C"}
 STEPS = {
-    "imports": "train:find_class",
     "directory": "dpo.checkpoint.resume:open_run",
     "seed": "transformers:set_seed",
     "tokenizer": "transformers:AutoTokenizer.from_pretrained",
@@ -47,13 +46,33 @@ def assert_stopped_before_training(number: int, status: int, said: str, run_dir:
     assert find_checkpoints(run_dir) == []
 
 
+# the call goes on whatever the signal raises
+SWALLOWED = """
+import runpy, signal, sys
+from support.faults import swallow_signal_in
+
+place, number = sys.argv[1:3]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # wherever the tests run
+swallow_signal_in(place, int(number))
+sys.argv[:] = ["train.py", *sys.argv[3:]]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def run_swallowing(step: str, number: int, *overrides: str) -> tuple[int, str]:
+    """The status of a run in which the signal comes at this step, and all that it printed."""
+    environment = environment_of(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    arguments = "-c", SWALLOWED, STEPS[step], str(int(number)), *overrides
+    process = Python(*arguments, environment=environment, merge=True, session=True)
+    said, _ = process.communicate(timeout=200)
+    return process.returncode, said
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_a_signal_at_a_step_of_the_start_ends_the_run_there(step, rows, tmp_path):
-    number = list(STATUS)[len(step) % 3]
-    run_dir = tmp_path / "run"
-    run = Run(small_run(rows, run_dir), tmp_path / "log", swallow_signal_in, STEPS[step], number)
-    status = run.wait()
-    assert_stopped_before_training(number, status, run.log.read_text(), run_dir)
+    number, run_dir = list(STATUS)[len(step) % 3], tmp_path / "run"
+    status, said = run_swallowing(step, number, *small_run(rows, run_dir))
+    assert_stopped_before_training(number, status, said, run_dir)
 
 
 INTERPRETER = """
@@ -135,10 +154,8 @@ def test_of_several_processes_none_goes_on(step, rows, tmp_path):
 def test_a_run_that_has_a_checkpoint_says_how_to_continue(rows, tmp_path):
     run_dir = tmp_path / "run"
     assert Run(small_run(rows, run_dir, "n_examples=8"), tmp_path / "log").wait() == 0
-    again = small_run(rows, run_dir, "resume=auto")
-    run = Run(again, tmp_path / "log2", swallow_signal_in, STEPS["model"], signal.SIGINT)
-    assert run.wait() == 130
-    said = run.log.read_text()
+    status, said = run_swallowing("model", signal.SIGINT, *small_run(rows, run_dir, "resume=auto"))
+    assert status == 130
     way_on = f"stopped by Ctrl-C: rerun the same command with local_run_dir={run_dir} resume=auto to continue\n"
     assert said.endswith(way_on)
     assert len(metrics_of(run_dir, "train")) == 2
