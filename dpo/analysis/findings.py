@@ -23,7 +23,7 @@ from dpo.wording import count, figure, percent
 WARNING, NOTE = "warning", "note"
 
 SATURATED = 0.99  # accuracy of training pairs
-SPENT = 0.1  # of the first gradients' norm
+SPENT = 0.1  # of the first gradients or losses
 TELL_60 = 400  # pairs: an accuracy of 0.60 is then four standard errors above chance
 USEFUL = 0.55  # an accuracy below which nothing was learned that is of use
 TURNED = 0.05  # of its best value, that the loss of an evaluation has risen
@@ -98,12 +98,14 @@ def _folders(run: Run) -> str:
 
 
 def spikes_of(values: np.ndarray) -> list[tuple[int, float]]:
-    """(index, times the median of the 100 numbers before it) of each value above SPIKE times that median."""
+    """(index, times the median of the 100 numbers before it) of each value above SPIKE times that median, unless it is
+    below SPENT of the median of the first 20: where hardly any gradient is left, what stands out is no shock."""
     places = np.flatnonzero(np.isfinite(values))
     there = values[places]
     if len(there) <= 20:
         return []
-    after = np.flatnonzero(there > SPIKE * there.min())  # no median is below the least
+    # no median is below the least
+    after = np.flatnonzero((there > SPIKE * there.min()) & (there > SPENT * np.median(there[:20])))
     after = after[after >= 20]
     usual = np.array([np.median(there[:i]) for i in after[after < 100]])
     if len(there) > 100:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from dpo.analysis.collapse import WHAT_TO_TRY, Means, find_collapse, updates_at_start, window_of
-from dpo.analysis.findings import SPIKE
+from dpo.analysis.findings import SPENT, SPIKE
 from dpo.data.examples import examples_of
 from dpo.errors import RunError
 from dpo.losses import LOSSES, find_loss
@@ -93,7 +93,8 @@ class CourseWarner(Callback):
     """Warns about a gradient norm or loss above `SPIKE` times the median of the last 100, after the first 20 updates,
     and once if the run collapses.
 
-    A loss below its start is no spike: where nearly all pairs are learned, one that is not stands far out.
+    A loss below its start is no spike: where nearly all pairs are learned, one that is not stands far out. Nor is a
+    value below `SPENT` of the median of the first 20.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -101,6 +102,7 @@ class CourseWarner(Callback):
         loss = find_loss(context.config.loss)
         self._pairwise, self._reference = loss.pairwise, loss.reference
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
+        self._first: dict[str, float] = {}  # medians of the first 20
         self._window: deque[Means] = deque(maxlen=window_of(context.config.batch_size))
         self._start: Means | None = None
         self._warned = False
@@ -119,7 +121,9 @@ class CourseWarner(Callback):
         for name, before in self._before.items():
             value, usual = update.metrics[name], median(before) if len(before) >= 20 else float("inf")
             learned = name == "loss/train" and self._reference and self._start and value <= self._start.loss
-            if value > SPIKE * usual > 0 and not learned:
+            if len(before) == 20:
+                self._first.setdefault(name, usual)
+            if value > SPIKE * usual > 0 and value > SPENT * self._first[name] and not learned:
                 times = f"{value / usual:.0f} times its median before"
                 self.context.log(f"warning: update {update.number}: {name} {value:.4g} is {times}")
             if math.isfinite(value):
@@ -146,10 +150,11 @@ class CourseWarner(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"warned": self._warned, **({"start": self._start._asdict()} if self._start else {})}
+        return {"warned": self._warned, "first": self._first, **({"start": self._start._asdict()} if self._start else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`. Without one, of an older run, its start is not known."""
         start = state.get("start")
         self._start = Means(start["loss"], start["margin"]) if start else None
         self._warned = state.get("warned", False)
+        self._first = dict(state.get("first", {}))

@@ -177,6 +177,12 @@ def test_a_gradient_spike_is_a_warning_with_its_value():
     assert find("Loss spikes", [update(k, **{"loss/train": 9.0 if k == 30 else 0.6}) for k in range(1, 61)]) is not None
 
 
+def test_where_gradients_are_spent_none_is_a_spike():
+    norms = [5.0] * 20 + [2e-17] * 100 + [1e-15] + [2e-17] * 20
+    assert spikes_of(np.array(norms)) == []
+    assert [place for place, _ in spikes_of(np.array([*norms, 1.0]))] == [141]
+
+
 # --- chosen, rejected, length
 
 

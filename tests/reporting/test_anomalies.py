@@ -184,3 +184,21 @@ def test_a_spike_is_a_warning():
     assert logged == []
     update(30, 25.0)
     assert logged == ["warning: update 30: grad_norm 25 is 22 times its median before"]
+
+
+def test_where_gradients_are_spent_none_is_a_spike():
+    """Of a run that has learned its pairs by heart: rounding noise, here and there 40 times its median."""
+    before, logged = watching("sft", batch_size=4)
+
+    def updates(warner: CourseWarner, first: int, norms: list[float]) -> None:
+        for number, norm in enumerate(norms, first):
+            warner.on_update(Update(number, 4 * number, [], {}, {"loss/train": 0.7, "grad_norm": norm}))
+
+    updates(before, 1, [5.0] * 20 + [2e-17] * 40 + [1e-15])
+    assert logged == []
+    after, logged = watching("sft", batch_size=4)  # a run that continues knows its first gradients
+    after.load_state_dict(before.state_dict())
+    updates(after, 62, [2e-17] * 20 + [1e-15])
+    assert logged == []
+    updates(after, 83, [1.0])
+    assert len(logged) == 1
