@@ -56,6 +56,12 @@ def chance(accuracy: float, n: float) -> float:
     return 2 * math.sqrt(max(accuracy * (1 - accuracy), 0.0) / n) if n > 0 else 0.0
 
 
+def is_untold(accuracy: float, n: float) -> bool:
+    """Whether an accuracy on n pairs is neither told from chance nor from one that is of use."""
+    low, high = interval_of(accuracy, n)
+    return low <= 0.5 and high >= USEFUL
+
+
 def n_evaluated(run: Run) -> float:
     """Different examples of an evaluation: no more than there are."""
     n, there = number(run.setting("n_eval_examples", 256)), run.count("test.examples")
@@ -247,7 +253,14 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
     low, high = interval_of(accuracy, n)
     interval = f"95 % interval {figure(low)} to {figure(high)}"
     value = f"rewards_eval/accuracies {figure(accuracy)} on {count(n, 'pair')}, {interval}"
-    if high < USEFUL:
+    if 0.5 < low and high < USEFUL:
+        yield Finding(
+            NOTE,
+            "Held-out pairs are ranked little better than by chance",
+            value,
+            f"That is above chance, but by less than {figure(USEFUL - 0.5)}: what was learned carries over, and is little.",
+        )
+    elif high < USEFUL:
         yield Finding(
             WARNING,
             "Held-out pairs are ranked no better than by chance",
@@ -255,19 +268,27 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
             "The policy has not learned a preference that carries over: lr may be too low, the run too short, or the "
             "preferences noise.",
         )
-    elif low <= 0.5:
+    elif is_untold(accuracy, n):
         yield Finding(
             NOTE,
             "Held-out accuracy cannot be told from chance",
             value,
             f"{count(n, 'pair')} cannot tell whether anything was learned."
             + (
-                f" To tell an accuracy of 0.60 from chance takes about {TELL_60}: raise n_eval_examples, if the test "
-                "split has them."
+                f" To tell an accuracy of 0.60 from chance takes about {TELL_60}: {_how_to_evaluate_more(run)}."
                 if n < TELL_60
                 else " If so, it is little."
             ),
         )
+
+
+def _how_to_evaluate_more(run: Run) -> str:
+    there = run.count("test.examples")
+    if not there > 0:
+        return "raise n_eval_examples, if the test split has them"
+    if n_evaluated(run) < there:
+        return f"raise n_eval_examples, for the test split has {there:,.0f}"
+    return f"the test split has no more than these {there:,.0f}, so put more pairs into it"
 
 
 def near(run: Run, name: str, examples: float) -> float:
@@ -323,12 +344,14 @@ def _accuracy_rose(run: Run, since: float) -> bool:
 def gap(run: Run) -> Iterator[Finding]:
     """Training pairs that are ranked much better than held-out ones."""
     train, held_out = run.tail("train", "rewards_train/accuracies"), run.tail("eval", "rewards_eval/accuracies")
-    if run.eval.points("rewards_eval/accuracies")[0][-1:].sum() > 0 and train - held_out > GAP:
+    if run.eval.points("rewards_eval/accuracies")[0][-1:].sum() > 0 and train - held_out > max(
+        GAP, chance(held_out, n_evaluated(run))
+    ):
         yield Finding(
             NOTE,
             "Training pairs are ranked better than held-out ones",
             f"accuracy {figure(train)} against {figure(held_out)}",
-            "Part of what was learned holds for the training pairs only. A second epoch would widen this.",
+            "Part of what was learned holds for the training pairs only. More epochs would widen this.",
         )
 
 
@@ -385,6 +408,7 @@ def data(run: Run) -> Iterator[Finding]:
         ("joined_words", n, 0.0, "response follows its", "responses follow their", "prompt without a space"),
         ("contradictory_pairs", n, 0.01, "pair contradicts", "pairs contradict", "an earlier one of the same prompt"),
         ("identical_pairs", tokenized, 0.01, "pair is", "pairs are", "identical after truncation, without a gradient"),
+        ("empty_responses", n, 0.01, "example has", "examples have", "an empty response"),
         ("truncated_responses", tokenized, 0.1, "example has", "examples have", "a response that lost its end"),
     )
     for key, of, least, one, many, text in kinds:

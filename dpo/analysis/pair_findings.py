@@ -66,7 +66,7 @@ def _sides(parts: MarginParts) -> str:
     chosen, rejected = parts.chosen, parts.rejected
     since = "Since the start" if parts.since_start else "Against the reference"
     if parts.margin <= 0:
-        return f"{since}, rejected responses gained at least as much as chosen ones: the margin has not grown."
+        return f"{since}, rejected responses did at least as well as chosen ones: the margin has not grown."
     rising, falling = percent(abs(chosen) / parts.margin), percent(abs(rejected) / parts.margin)
     if chosen >= 0 and rejected <= 0:
         return (
@@ -129,7 +129,7 @@ def lengths_in_data(run: Run) -> Iterator[Finding]:
             "Length predicts the preference in the data",
             f"chosen is {side} in {percent(max(longer, 1 - longer))} of the training pairs",
             "A policy can rank such pairs right by learning a length. Compare the lengths of its samples with those of "
-            "the reference.",
+            f"{'the reference' if run.has_reference else 'its first ones'}.",
         )
 
 
@@ -162,13 +162,15 @@ def empty_samples(run: Run) -> Iterator[Finding]:
         return
     pairs, value = sample_pairs(run), f"{empty} of {count(len(newest), 'sample')}"
     heads = tosses = empty
-    if pairs is not None:
+    others = 0
+    if pairs is not None and pairs.texts:
         others = sum(not other.strip() for _, other in pairs.texts)
-        if empty / len(newest) < 2 * others / len(pairs.texts):
+        if len(newest) > empty < 2 * len(newest) * others / len(pairs.texts):
             return
         # prompts after which one alone is empty: by chance it is the policy in half of them
         alone = [not policy.strip() for policy, other in pairs.texts if bool(policy.strip()) != bool(other.strip())]
-        heads, tosses, value = sum(alone), len(alone), f"{value}, {pairs.whose} {others} of {len(pairs.texts)}"
+        heads, tosses = (sum(alone), len(alone)) if others < len(pairs.texts) else (empty, empty)
+        value = f"{value}, {pairs.whose} {others} of {len(pairs.texts)}"
     cause = "Probability that training takes from rejected responses often goes there: take an earlier checkpoint, or "
     yield Finding(
         WARNING if chance_of_heads(heads, tosses) <= 0.05 else NOTE,
@@ -176,7 +178,10 @@ def empty_samples(run: Run) -> Iterator[Finding]:
         value,
         "There the policy ends its answer at once. "
         + (
-            f"{cause}train with a smaller lr, fewer epochs, or what holds chosen responses up: loss.sft_weight, "
+            "So do the others: the model says nothing after these prompts whatever it is trained on. Look at the data "
+            "and the archive that it started from."
+            if others == empty == len(newest)
+            else f"{cause}train with a smaller lr, fewer epochs, or what holds chosen responses up: loss.sft_weight, "
             "loss=dpop, loss=apo_zero."
             if run.has_pairs
             else "Look for empty targets in the data, and take an earlier checkpoint."

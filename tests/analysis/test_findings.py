@@ -45,10 +45,29 @@ def test_a_run_as_it_should_be_has_no_warning():
 
 def test_chance_is_that_of_the_examples_that_there_are():
     lines = [pairs(k, accuracy=0.9) for k in range(1, 31)] + [evaluation(30, 0.7, **rewards("eval", 0.1, -0.1, 0.8))]
-    few = {"preflight": {"train": TOKENS, "test": {**TOKENS, "examples": 6}}}
-    warning = find("Held-out pairs are ranked no better than by chance", lines, **few)
-    assert "on 6 pairs" in warning.value  # of the 256 that the config allows
-    assert find("Held-out pairs are ranked no better than by chance", lines) is None
+    title = "Held-out accuracy cannot be told from chance"
+
+    def of(n: int) -> dict:
+        return {"preflight": {"train": TOKENS, "test": {**TOKENS, "examples": n}}}
+
+    note = find(title, lines, **of(6))
+    assert "on 6 pairs" in note.value  # of the 256 that the config allows: raising that would give no more
+    assert "the test split has no more than these 6, so put more pairs into it" in note.text
+    assert find(title, lines) is None
+    lines[-1] = evaluation(30, 0.7, **rewards("eval", 0.1, -0.1, 0.53))
+    assert "raise n_eval_examples, for the test split has 9,000" in find(title, lines, **of(9000)).text
+
+
+def test_little_better_than_by_chance_is_no_denial():
+    lines = [pairs(k, 0.5) for k in range(1, 31)] + [evaluation(30, 0.69, **rewards("eval", 0.1, 0.0, 0.535))]
+    many = {"config": CONFIG | {"n_eval_examples": 5000}}
+    note = find("Held-out pairs are ranked little better than by chance", lines, **many)
+    assert (note.level, note.value) == (
+        "note",
+        "rewards_eval/accuracies 0.535 on 5,000 pairs, 95 % interval 0.521 to 0.549",
+    )
+    assert "above chance, but by less than 0.05" in note.text
+    assert find("Held-out pairs are ranked no better than by chance", lines, **many) is None
 
 
 def test_saturated_accuracy():
@@ -415,10 +434,40 @@ def test_a_policy_that_says_nothing():
     assert find("The policy says nothing", [update(10)], **lines([""] * 16)) is not None  # under SFT too
 
 
+def test_a_policy_and_its_reference_that_say_nothing():
+    """As after SFT on empty targets: training on pairs is not the cause."""
+    lines = [update(1, **rewards("train", 0.1, 0.0))]
+    finding = find("The policy says nothing", lines, samples=[sample(0, "", "")] * 6)
+    assert (finding.level, finding.value) == ("warning", "6 of 6 samples, the reference's 6 of 6")
+    assert "the archive that it started from" in finding.text
+
+
+def test_empty_responses_are_worth_a_look():
+    counted = {"preflight": {"train": {"examples": 54, "empty_responses": 54}}}
+    assert find("Worth a look in the data", [update(1)], **counted).value == "empty_responses 54 of 54 (100 %)"
+
+
+def test_sides_that_fall_alike_are_not_said_to_gain():
+    lines = [update(k, **rewards("train", -0.17, -0.121)) for k in range(1, 31)]
+    assert "rejected responses did at least as well as chosen ones" in find("Where the margin comes from", lines).text
+
+
+def test_of_few_held_out_pairs_no_gap_is_told():
+    lines = [pairs(k, 0.5) for k in range(1, 31)] + [evaluation(30, 0.7, **rewards("eval", -0.2, -0.1, 1 / 3))]
+    title = "Training pairs are ranked better than held-out ones"
+    assert find(title, lines, preflight={"train": TOKENS, "test": {**TOKENS, "examples": 6}}) is None
+    assert find(title, lines) is not None
+
+
 def test_data_in_which_length_tells_the_better_one():
     lines = [update(1, **rewards("train", 0.1, 0.0))]
     note = find("Length predicts the preference in the data", lines, preflight={"train": {"chosen_longer": 0.85}})
     assert note.value == "chosen is longer in 85 % of the training pairs"
+    assert "with those of the reference." in note.text
+    simpo = {"config": CONFIG | {"loss": {"name": "simpo", "beta": 2.0, "gamma": 1.0}}}
+    told = [f for f in find_all(run_of(lines, preflight={"train": {"chosen_longer": 0.85}}, **simpo))]
+    assert "Length predicts the preference in the data" in [f.title for f in told]
+    assert not [f for f in told if "reference" in f.text]
     assert (
         find("Length predicts the preference in the data", lines, preflight={"train": {"chosen_longer": 0.6}}) is None
     )
