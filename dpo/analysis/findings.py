@@ -14,7 +14,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from dpo.analysis.collapse import WHAT_TO_TRY, Means, find_collapse, updates_at_start, window_of
+from dpo.analysis.collapse import (
+    FEW,
+    WHAT_TO_TRY,
+    Means,
+    find_collapse,
+    is_collapsed,
+    updates_at_start,
+    window_of,
+)
 from dpo.analysis.noise import interval_of
 from dpo.analysis.runs import Run, number
 from dpo.losses import LOSSES
@@ -150,22 +158,37 @@ def spikes(run: Run) -> Iterator[Finding]:
 def collapse(run: Run) -> Iterator[Finding]:
     """A loss far above its start, with margins that show no preference."""
     start, width = start_of(run), window_of(number(run.setting("batch_size", 1)))
+    if start is None or run.setting("loss.wpo"):  # whose weights move with the policy
+        return
     columns = np.stack([run.train[name] for name in ("loss/train", "rewards_train/margins")])
     there = np.isfinite(columns).all(0)
     (losses, margins), updates = columns[:, there], run.train.updates[there]
-    if start is None or len(losses) < width:
-        return
-    for end in range(width, len(losses) + 1, max(1, len(losses) // 1000)):
-        found = find_collapse(losses[end - width : end], margins[end - width : end], start)
+    title, margin_at_start = "The run has collapsed", figure(round(start.margin, 3) + 0.0)  # without rounding errors
+    for end in range(FEW, len(losses) + 1, max(1, len(losses) // 1000)):
+        before = slice(max(0, end - width), end)
+        found = find_collapse(losses[before], margins[before], start, width)
         if found:
-            then = f"over the {count(width, 'update')} up to {updates[end - 1]:,.0f}"
-            now = f"{figure(losses[-width:].mean())} over the last {width}"
-            margin = figure(round(start.margin, 3) + 0.0)  # equal models have rounding errors
+            then = f"over the {count(found.updates, 'update')} up to {updates[end - 1]:,.0f}"
+            now = f"{figure(losses[-found.updates :].mean())} over the last {found.updates}"
             yield Finding(
                 WARNING,
-                "The run has collapsed",
+                title,
                 f"loss/train {figure(found.loss)} {then}, {now}, {figure(start.loss)} at the start; "
-                f"rewards_train/margins {figure(found.margin)} {then}, {margin} at the start",
+                f"rewards_train/margins {figure(found.margin)} {then}, {margin_at_start} at the start",
+                WHAT_TO_TRY,
+            )
+            return
+    if run.online:  # follows its scorer, which held-out labels may contradict
+        return
+    for k, examples in enumerate(run.eval.examples):
+        at = Means(*(float(run.eval[name][k]) for name in ("loss/eval", "rewards_eval/margins")))
+        if examples > 0 and is_collapsed(at, start):
+            yield Finding(
+                WARNING,
+                title,
+                f"loss/eval {figure(at.loss)} at {count(examples, 'example')}, {figure(run.eval.last('loss/eval'))} at "
+                f"the last evaluation, {figure(start.loss)} at the start; rewards_eval/margins {figure(at.margin)}, "
+                f"{margin_at_start} at the start",
                 WHAT_TO_TRY,
             )
             return
@@ -175,7 +198,7 @@ def worse_than_reference(run: Run) -> Iterator[Finding]:
     """A held-out loss above that of the reference itself."""
     examples, values = run.eval.points("loss/eval")
     start, losses = start_of(run), run.train.points("loss/train")[1]
-    if not run.has_reference or start is None or len(losses) < 20 or examples[-1:].sum() <= 0:
+    if run.setting("loss.wpo") or not run.has_reference or start is None or len(losses) < 20 or examples[-1:].sum() <= 0:
         return
     # the spread of a pair's loss where it was widest, as that of batches shows it: training pairs may be learned by now
     batch = max(1.0, number(run.setting("batch_size", 1)))

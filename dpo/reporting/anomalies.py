@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dpo.analysis.collapse import WHAT_TO_TRY, Means, find_collapse, updates_at_start, window_of
+from dpo.analysis.collapse import WHAT_TO_TRY, Means, find_collapse, is_collapsed, updates_at_start, window_of
 from dpo.analysis.findings import SPENT, SPIKE
 from dpo.data.examples import examples_of
 from dpo.errors import RunError
@@ -100,21 +100,29 @@ class CourseWarner(Callback):
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         loss = find_loss(context.config.loss)
-        self._pairwise, self._reference = loss.pairwise, loss.reference
+        self._reference = loss.reference
+        # weights of wpo move with the policy, and the loss with them: it is not held against its start
+        self._may_collapse = loss.pairwise and not context.config.loss.get("wpo")
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
         self._first: dict[str, float] = {}  # medians of the first 20
-        self._window: deque[Means] = deque(maxlen=window_of(context.config.batch_size))
+        self._width = window_of(context.config.batch_size)
+        self._window: deque[Means] = deque(maxlen=self._width)
         self._start: Means | None = None
         self._warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        if evaluation.n_updates == 0 and self._pairwise:
-            start = Means(evaluation.metrics["loss/eval"], evaluation.metrics["rewards_eval/margins"])
-            self._start = start if all(map(math.isfinite, start)) else None
+        if not self._may_collapse:
+            return
+        now = Means(evaluation.metrics["loss/eval"], evaluation.metrics["rewards_eval/margins"])
+        if evaluation.n_updates == 0:
+            self._start = now if all(map(math.isfinite, now)) else None
+        # an online run follows its scorer, which held-out labels may contradict
+        elif self._start and self.context.config.online.name != "online" and is_collapsed(now, self._start):
+            self._warn_of_collapse(f"evaluation after {evaluation.n_examples} examples", "", "eval", now)
 
     def on_update(self, update: Update) -> None:
         self._look_for_spikes(update)
-        if self._pairwise:
+        if self._may_collapse:
             self._look_for_collapse(update)
 
     def _look_for_spikes(self, update: Update) -> None:
@@ -137,17 +145,23 @@ class CourseWarner(Callback):
         n = updates_at_start(self._reference)
         if self._start is None and update.number == len(self._window) == n:
             self._start = Means(*(sum(values) / n for values in zip(*self._window, strict=True)))
-        if self._warned or self._start is None or len(self._window) < (self._window.maxlen or 0):
+        if self._warned or self._start is None:
             return
         losses, margins = zip(*self._window, strict=True)
-        if found := find_collapse(losses, margins, self._start):
-            self._warned = True
-            start = self._start
-            self.context.log(
-                f"warning: update {update.number}: the run has collapsed: over the last {len(losses)} updates "
-                f"loss/train is {found.loss:.4g} (at the start {start.loss:.4g}) and rewards_train/margins "
-                f"{found.margin:.3g} (at the start {round(start.margin, 3) + 0.0:.3g}). {WHAT_TO_TRY}"
-            )
+        if found := find_collapse(losses, margins, self._start, self._width):
+            over, means = f"over the last {found.updates} updates ", Means(found.loss, found.margin)
+            self._warn_of_collapse(f"update {update.number}", over, "train", means)
+
+    def _warn_of_collapse(self, when: str, over: str, split: str, now: Means) -> None:
+        start = self._start
+        if self._warned or start is None:
+            return
+        self._warned = True
+        self.context.log(
+            f"warning: {when}: the run has collapsed: {over}loss/{split} is {now.loss:.4g} (at the start "
+            f"{start.loss:.4g}) and rewards_{split}/margins {now.margin:.3g} (at the start "
+            f"{round(start.margin, 3) + 0.0:.3g}). {WHAT_TO_TRY}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"warned": self._warned, "first": self._first, **({"start": self._start._asdict()} if self._start else {})}

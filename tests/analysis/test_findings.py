@@ -305,9 +305,9 @@ def test_sums_of_ipo_and_unknown_losses():
 def test_a_run_that_collapses():
     title = "The run has collapsed"
     start = [evaluation(0, 0.693, **rewards("eval", 0.0, 8e-7, 0.0))]  # rounding
-    lines = [update(k, **rewards("train", -20.0, 10.0, 0.3), **{"loss/train": 30.0}) for k in range(1, 101)]
+    lines = [update(k, **rewards("train", -20.0, 10.0, 0.3), **{"loss/train": 3.0}) for k in range(1, 101)]
     assert find(title, start + lines).value == (
-        "loss/train 30 over the 64 updates up to 64, 30 over the last 64, 0.693 at the start; "
+        "loss/train 3 over the 64 updates up to 64, 3 over the last 64, 0.693 at the start; "
         "rewards_train/margins −30 over the 64 updates up to 64, 0 at the start"
     )
     assert find(title, start + lines[:63]) is None
@@ -315,6 +315,22 @@ def test_a_run_that_collapses():
     assert find(title, start + rejected_fall_further) is None
     unevaluated = [update(1, **rewards("train", 0.0, 0.0, 0.0), **{"loss/train": 0.693}), *lines[1:]]
     assert "0.693 at the start" in find(title, unevaluated).value
+
+
+def test_a_short_run_that_collapses_is_told_by_its_evaluations_or_by_few_updates():
+    title = "The run has collapsed"
+    start = [evaluation(0, 0.693, **rewards("eval", 0.0, 0.0, 0.0))]
+    lines = [update(k, **rewards("train", -20.0, 10.0, 0.3), **{"loss/train": 30.0}) for k in range(1, 17)]
+    assert "over the 16 updates up to 16" in find(title, start + lines).value
+    bad = [evaluation(13, 55.8, **rewards("eval", -40.0, -12.1, 0.33))]
+    assert find(title, start + lines[:13] + bad).value == (
+        "loss/eval 55.8 at 52 examples, 55.8 at the last evaluation, 0.693 at the start; rewards_eval/margins −27.9, "
+        "0 at the start"
+    )
+    online = {"config": CONFIG | {"online": {"name": "online"}}}  # may follow a scorer that the labels contradict
+    assert find(title, start + lines[:13] + bad, **online) is None
+    weighted = {"config": CONFIG | {"loss": {"name": "dpo", "beta": 0.1, "wpo": True}}}
+    assert find(title, start + lines + bad, **weighted) is None
 
 
 def test_a_policy_worse_than_its_reference():
