@@ -15,7 +15,7 @@ import numpy as np
 FEWEST_UPDATES, FEWEST_PAIRS = 50, 256  # that are looked at together
 SURE = 4.0  # standard errors by which the loss is too high
 FEW = 16  # updates that tell a collapse by losses that are huge
-HUGE, HUGE_EVALUATED = 5.0, 10.0  # times the start: half of the losses of these updates; the loss of one evaluation
+HUGE, HUGE_EVALUATED = 5.0, 20.0  # times the start: half of the losses of these updates; the loss of one evaluation
 LEAST = 0.5  # stands for a start nearer to 0 than that
 FIRST = 10  # updates that stand for the start of a loss without a reference, whose first pairs are like any others
 

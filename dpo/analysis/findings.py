@@ -194,24 +194,35 @@ def collapse(run: Run) -> Iterator[Finding]:
             return
 
 
+def error_of_evaluation(run: Run) -> float:
+    """Two standard errors of `loss/eval`; NaN after fewer than 20 updates.
+
+    From the spread of an example's loss where it was widest, as that of batches shows it: training examples may be
+    learned by now.
+    """
+    losses = run.train.points("loss/train")[1]
+    if len(losses) < 20:
+        return math.nan
+    batch = max(1.0, number(run.setting("batch_size", 1)))
+    spread = max(float(part.std(ddof=1)) for part in np.array_split(losses, 10)) * math.sqrt(batch)
+    return 2 * spread / math.sqrt(n_evaluated(run))
+
+
 def worse_than_reference(run: Run) -> Iterator[Finding]:
     """A held-out loss above that of the reference itself."""
     examples, values = run.eval.points("loss/eval")
-    start, losses = start_of(run), run.train.points("loss/train")[1]
-    if run.setting("loss.wpo") or not run.has_reference or start is None or len(losses) < 20 or examples[-1:].sum() <= 0:
+    start = start_of(run)
+    if run.setting("loss.wpo") or not run.has_reference or start is None or examples[-1:].sum() <= 0:
         return
-    # the spread of a pair's loss where it was widest, as that of batches shows it: training pairs may be learned by now
-    batch = max(1.0, number(run.setting("batch_size", 1)))
-    spread = max(float(part.std(ddof=1)) for part in np.array_split(losses, 10)) * math.sqrt(batch)
-    error = 2 * spread / math.sqrt(n_evaluated(run))
-    if values[-1] > start.loss + error:
+    error = error_of_evaluation(run)
+    if values[-1] > start.loss + error:  # false for NaN
         yield Finding(
             WARNING,
             "By its own loss the policy is worse than the reference",
             f"loss/eval {figure(float(values[-1]))}, before training {figure(start.loss)}; two standard errors "
             f"{figure(error, 2)}",
-            "On held-out pairs it would be better not to have trained at all: it is surer of pairs that it ranks wrong "
-            "than right ones make up for. Take an earlier checkpoint, or use a smaller lr or a larger loss.beta.",
+            "On held-out pairs it would be better, by this loss, not to have trained at all. "
+            "Take an earlier checkpoint, or use a smaller lr or a larger loss.beta.",
         )
 
 
@@ -276,12 +287,13 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
     low, high = interval_of(accuracy, n)
     interval = f"95 % interval {figure(low)} to {figure(high)}"
     value = f"rewards_eval/accuracies {figure(accuracy)} on {count(n, 'pair')}, {interval}"
-    if 0.5 < low and high < USEFUL:
+    if low > 0.5 and high < USEFUL:
         yield Finding(
             NOTE,
             "Held-out pairs are ranked little better than by chance",
             value,
-            f"That is above chance, but by less than {figure(USEFUL - 0.5)}: what was learned carries over, and is little.",
+            f"That is above chance, but by less than {figure(USEFUL - 0.5)}: what was learned carries over, but is "
+            "little.",
         )
     elif high < USEFUL:
         yield Finding(
@@ -332,9 +344,16 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
         place = int(np.argmax(sign * values))
         best, last = float(values[place]), float(values[-1])
         worse = sign * (best - last)
-        least = max(TURNED * abs(best), 0.005) if sign < 0 else max(LOST, chance(best, n_evaluated(run)))
+        error = error_of_evaluation(run)
+        least = (
+            max(TURNED * abs(best), 0.005, *([error] if error > 0 else []))
+            if sign < 0
+            else max(LOST, chance(best, n_evaluated(run)))
+        )
         then, now = near(run, stem.format("train"), examples[place]), near(run, stem.format("train"), examples[-1])
-        if worse > least and sign * (now - then) > 0:
+        start = start_of(run)
+        learned = sign > 0 or now < (start.loss if start is not None else run.train.first("loss/train"))
+        if worse > least and sign * (now - then) > 0 and learned:
             name = "loss" if sign < 0 else "accuracy"
             value = (
                 f"{stem.format('eval')} {figure(best)} at {count(examples[place], 'example')}, {figure(last)} at "
@@ -347,13 +366,16 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
                 )
                 yield Finding(NOTE, "Evaluation loss rose while accuracy did not fall", value, text)
                 continue
-            ranked = run.loss in LOSSES and LOSSES[run.loss].best[0] == stem.format("eval")
+            take = ""
+            if examples[place] > 0:  # before the first update there is no checkpoint
+                ranked = run.loss in LOSSES and LOSSES[run.loss].best[0] == stem.format("eval")
+                take = f"Take the checkpoint of that evaluation{' (BEST)' if ranked else ''}, or train"
             yield Finding(
                 WARNING,
                 f"Evaluation {name} turned while training {name} improved",
                 value,
-                "From there on the policy learned its training examples rather than what they have in common. Take the "
-                f"checkpoint of that evaluation{' (BEST)' if ranked else ''}, or train for fewer epochs.",
+                "From there on the policy learned its training examples rather than what they have in common. "
+                f"{take or 'Train with a smaller lr, or'} for fewer epochs.",
             )
 
 

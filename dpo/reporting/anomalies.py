@@ -164,7 +164,11 @@ class CourseWarner(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"warned": self._warned, "first": self._first, **({"start": self._start._asdict()} if self._start else {})}
+        return {
+            "warned": self._warned,
+            "first": self._first,
+            **({"start": self._start._asdict()} if self._start else {}),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`. Without one, of an older run, its start is not known."""

@@ -96,6 +96,24 @@ def test_evaluation_that_turns_while_training_improves():
     assert find("Evaluation loss turned while training loss improved", worse + turned) is None
 
 
+def test_a_turn_is_told_of_a_policy_that_learned_its_training_examples():
+    title = "Evaluation loss turned while training loss improved"
+    start = [evaluation(0, 0.693, **rewards("eval", 0.0, 0.0, 0.0))]
+    last = [evaluation(26, 10.8, **rewards("eval", -5.0, 0.4, 0.33))]
+
+    def lines(end: float) -> list[dict]:
+        return start + [pairs(k, 0.5, loss=end + 26 - k) for k in range(1, 27)] + last
+
+    assert find(title, lines(19.0)) is None  # its training loss is far above the start too
+    warning = find(title, lines(-9.0))
+    assert "checkpoint" not in warning.text  # there is none from before the first update
+    few = {"config": CONFIG | {"loss": {"name": "sft"}}, "preflight": {"test": {"examples": 6}}}
+    noisy = [update(k, **{"loss/train": 150 - k + 60 * (k % 2)}) for k in range(1, 61)]
+    evaluated = [evaluation(0, 250.0), evaluation(30, 101.0), evaluation(60, 138.0)]
+    assert find(title, noisy + evaluated, **few) is None  # chance explains it on 6 examples
+    assert find(title, noisy + evaluated, config=few["config"]) is not None
+
+
 @pytest.mark.parametrize(("loss", "is_best"), [("sft", True), ("dpo", False), ("another", False)])
 def test_best_is_named_where_it_is_ranked_by_what_turned(loss, is_best):
     lines = [pairs(k, accuracy=0.6, loss=0.7 - k / 1000) for k in range(1, 201)]
@@ -450,6 +468,22 @@ def test_a_policy_that_says_nothing():
     assert find("The policy says nothing", [update(10)], **lines([""] * 16)) is not None  # under SFT too
 
 
+@pytest.mark.parametrize("loss", [{"name": "dpop"}, {"name": "apo_down"}, {"name": "dpo", "sft_weight": 0.5}])
+def test_of_a_loss_that_sees_each_side_it_is_not_said_that_it_sees_only_their_difference(loss):
+    config = {"config": CONFIG | {"loss": {"beta": 0.1, **loss}}}
+    title = "Chosen responses become less likely while margins grow"
+    [story] = [f for f in with_margin(-1.5, -2.0, logps=(-65.0, -70.0), **config) if f.title == title]
+    assert story.level == "note"
+    assert "difference" not in story.text
+    assert "dpop" not in story.text
+
+
+def test_sides_that_moved_alike_give_no_shares_of_the_margin():
+    [story] = [f for f in with_margin(0.483, 0.479, logps=(-45.0, -45.0)) if f.title == "Where the margin comes from"]
+    assert "both moved by nearly as much" in story.text
+    assert "%" not in story.text
+
+
 def test_a_policy_and_its_reference_that_say_nothing():
     """As after SFT on empty targets: training on pairs is not the cause."""
     lines = [update(1, **rewards("train", 0.1, 0.0))]
@@ -481,7 +515,7 @@ def test_data_in_which_length_tells_the_better_one():
     assert note.value == "chosen is longer in 85 % of the training pairs"
     assert "with those of the reference." in note.text
     simpo = {"config": CONFIG | {"loss": {"name": "simpo", "beta": 2.0, "gamma": 1.0}}}
-    told = [f for f in find_all(run_of(lines, preflight={"train": {"chosen_longer": 0.85}}, **simpo))]
+    told = find_all(run_of(lines, preflight={"train": {"chosen_longer": 0.85}}, **simpo))
     assert "Length predicts the preference in the data" in [f.title for f in told]
     assert not [f for f in told if "reference" in f.text]
     assert (

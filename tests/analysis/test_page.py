@@ -225,7 +225,11 @@ def test_what_depends_on_the_reference_is_compared_under_one_reference_alone(tmp
         runs = []
         for name, loss, held_out, config in (("a", "dpo", 0.5, {}), ("b", "dpo", 0.4, model)):
             last = evaluation(2, held_out, **rewards("eval", 0.1, -0.1, 0.7 + held_out / 10))
-            config = {"exp_name": name, "loss": {"name": loss, "beta": 0.1}, "model": {"name_or_path": "tiny", **config}}
+            config = {
+                "exp_name": name,
+                "loss": {"name": loss, "beta": 0.1},
+                "model": {"name_or_path": "tiny", **config},
+            }
             runs.append(write_run(tmp_path / name, [update(1), update(2), last], config=config))
         return re.findall(r'class="number best">([^<]*)', render(read_runs(runs), []))
 
