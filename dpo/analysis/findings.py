@@ -31,12 +31,13 @@ from dpo.wording import count, figure, percent
 WARNING, NOTE = "warning", "note"
 
 SATURATED = 0.99  # accuracy of training pairs
-SPENT = 0.1  # of the first gradients or losses
+SPENT = 0.1  # of the first gradients' norm
 TELL_60 = 400  # pairs: an accuracy of 0.60 is then four standard errors above chance
 USEFUL = 0.55  # an accuracy below which nothing was learned that is of use
 TURNED = 0.05  # of its best value, that the loss of an evaluation has risen
 LOST = 0.02  # accuracy that an evaluation has lost, if chance explains less
 SPIKE = 10.0  # times the median of the 100 values before, of which there must be 20
+FAINT = 0.01  # of the mean of the first 20 values: what is below is no spike
 GAP = 0.15  # between accuracy on training and evaluation pairs
 SLOWER = 0.7  # of the speed of the first quarter of the updates
 CLIPPED = 0.5  # of the updates
@@ -113,13 +114,13 @@ def _folders(run: Run) -> str:
 
 def spikes_of(values: np.ndarray) -> list[tuple[int, float]]:
     """(index, times the median of the 100 numbers before it) of each value above SPIKE times that median, unless it is
-    below SPENT of the median of the first 20: where hardly any gradient is left, what stands out is no shock."""
+    below FAINT of the mean of the first 20: where hardly any gradient is left, what stands out is no shock."""
     places = np.flatnonzero(np.isfinite(values))
     there = values[places]
     if len(there) <= 20:
         return []
     # no median is below the least
-    after = np.flatnonzero((there > SPIKE * there.min()) & (there > SPENT * np.median(there[:20])))
+    after = np.flatnonzero((there > SPIKE * there.min()) & (there > FAINT * there[:20].mean()))
     after = after[after >= 20]
     usual = np.array([np.median(there[:i]) for i in after[after < 100]])
     if len(there) > 100:

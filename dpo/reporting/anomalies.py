@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from dpo.analysis.collapse import WHAT_TO_TRY, Means, find_collapse, is_collapsed, updates_at_start, window_of
-from dpo.analysis.findings import SPENT, SPIKE
+from dpo.analysis.findings import FAINT, SPIKE
 from dpo.data.examples import examples_of
 from dpo.errors import RunError
 from dpo.losses import LOSSES, find_loss
@@ -94,7 +94,7 @@ class CourseWarner(Callback):
     and once if the run collapses.
 
     A loss below its start is no spike: where nearly all pairs are learned, one that is not stands far out. Nor is a
-    value below `SPENT` of the median of the first 20.
+    value below `FAINT` of the mean of the first 20.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -104,7 +104,7 @@ class CourseWarner(Callback):
         # weights of wpo move with the policy, and the loss with them: it is not held against its start
         self._may_collapse = loss.pairwise and not context.config.loss.get("wpo")
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
-        self._first: dict[str, float] = {}  # medians of the first 20
+        self._first: dict[str, float] = {}  # means of the first 20
         self._width = window_of(context.config.batch_size)
         self._window: deque[Means] = deque(maxlen=self._width)
         self._start: Means | None = None
@@ -130,8 +130,8 @@ class CourseWarner(Callback):
             value, usual = update.metrics[name], median(before) if len(before) >= 20 else float("inf")
             learned = name == "loss/train" and self._reference and self._start and value <= self._start.loss
             if len(before) == 20:
-                self._first.setdefault(name, usual)
-            if value > SPIKE * usual > 0 and value > SPENT * self._first[name] and not learned:
+                self._first.setdefault(name, sum(before) / 20)
+            if value > SPIKE * usual > 0 and value > FAINT * self._first[name] and not learned:
                 times = f"{value / usual:.0f} times its median before"
                 self.context.log(f"warning: update {update.number}: {name} {value:.4g} is {times}")
             if math.isfinite(value):
