@@ -14,7 +14,9 @@ import numpy as np
 
 FEWEST_UPDATES, FEWEST_PAIRS = 50, 256  # that are looked at together
 SURE = 4.0  # standard errors by which the loss is too high
-LEAST = 0.5  # by which a loss is far above a start near 0
+FEW = 16  # updates that tell a collapse by losses that are huge
+HUGE, HUGE_EVALUATED = 5.0, 20.0  # times the start: half of the losses of these updates; the loss of one evaluation
+LEAST = 0.5  # stands for a start nearer to 0 than that
 FIRST = 10  # updates that stand for the start of a loss without a reference, whose first pairs are like any others
 
 WHAT_TO_TRY = (
@@ -40,18 +42,40 @@ def window_of(batch_size: float) -> int:
     return max(FEWEST_UPDATES, math.ceil(FEWEST_PAIRS / batch_size)) if batch_size > 0 else FEWEST_PAIRS
 
 
-def find_collapse(losses: Sequence[float], margins: Sequence[float], start: Means) -> Means | None:
-    """The means over a window of updates, if they are those of a collapse: the loss is above twice its start by `SURE`
-    standard errors, while the margin is not above its start by more than 2."""
-    loss, loss_error = _mean(losses)
-    margin, margin_error = _mean(margins)
-    too_high = start.loss + max(abs(start.loss), LEAST)
-    if loss - SURE * loss_error > too_high and margin - 2 * margin_error <= start.margin:
-        return Means(loss, margin)
+class Collapse(NamedTuple):
+    """The means of so many updates."""
+
+    loss: float
+    margin: float
+    updates: int
+
+
+def find_collapse(losses: Sequence[float], margins: Sequence[float], start: Means, width: int) -> Collapse | None:
+    """The means over the last updates, if they are those of a collapse: over the last `width` the loss is above twice
+    its start by `SURE` standard errors, or of the last `FEW` half are above `HUGE` times it; and the mean margin is
+    not above its start."""
+    for n, is_too_high in ((FEW, _most_are_huge), (width, _mean_is_high)):
+        loss, margin = (np.asarray(values[-n:], dtype=float) for values in (losses, margins))
+        if len(loss) == n and margin.mean() <= start.margin and is_too_high(loss, start.loss):
+            return Collapse(float(loss.mean()), float(margin.mean()), n)
     return None
 
 
-def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """A mean and its standard error."""
-    array = np.asarray(values, dtype=float)
-    return float(array.mean()), float(array.std(ddof=1)) / math.sqrt(len(array))
+def is_collapsed(evaluation: Means, start: Means) -> bool:
+    """Whether an evaluation, which may have few pairs, shows a collapse."""
+    return evaluation.loss > _times(start.loss, HUGE_EVALUATED) and evaluation.margin <= start.margin
+
+
+def _times(loss: float, factor: float) -> float:
+    """So many times the loss at the start, or that far above one near 0."""
+    return loss + (factor - 1) * max(abs(loss), LEAST)
+
+
+def _most_are_huge(losses: np.ndarray, start: float) -> bool:
+    """By the median: one batch of a few that are far out makes the mean of these few uncertain."""
+    return float(np.median(losses)) > _times(start, HUGE)
+
+
+def _mean_is_high(losses: np.ndarray, start: float) -> bool:
+    error = float(losses.std(ddof=1)) / math.sqrt(len(losses))
+    return float(losses.mean()) - SURE * error > _times(start, 2)

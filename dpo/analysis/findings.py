@@ -14,7 +14,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from dpo.analysis.collapse import WHAT_TO_TRY, Means, find_collapse, updates_at_start, window_of
+from dpo.analysis.collapse import (
+    FEW,
+    WHAT_TO_TRY,
+    Means,
+    find_collapse,
+    is_collapsed,
+    updates_at_start,
+    window_of,
+)
 from dpo.analysis.noise import interval_of
 from dpo.analysis.runs import Run, number
 from dpo.losses import LOSSES
@@ -29,6 +37,7 @@ USEFUL = 0.55  # an accuracy below which nothing was learned that is of use
 TURNED = 0.05  # of its best value, that the loss of an evaluation has risen
 LOST = 0.02  # accuracy that an evaluation has lost, if chance explains less
 SPIKE = 10.0  # times the median of the 100 values before, of which there must be 20
+FAINT = 0.01  # of the mean of the first 20 values: what is below is no spike
 GAP = 0.15  # between accuracy on training and evaluation pairs
 SLOWER = 0.7  # of the speed of the first quarter of the updates
 CLIPPED = 0.5  # of the updates
@@ -54,6 +63,12 @@ def start_of(run: Run) -> Means | None:
 def chance(accuracy: float, n: float) -> float:
     """Two standard errors of an accuracy that was measured on n examples."""
     return 2 * math.sqrt(max(accuracy * (1 - accuracy), 0.0) / n) if n > 0 else 0.0
+
+
+def is_untold(accuracy: float, n: float) -> bool:
+    """Whether an accuracy on n pairs is neither told from chance nor from one that is of use."""
+    low, high = interval_of(accuracy, n)
+    return low <= 0.5 and high >= USEFUL
 
 
 def n_evaluated(run: Run) -> float:
@@ -98,12 +113,14 @@ def _folders(run: Run) -> str:
 
 
 def spikes_of(values: np.ndarray) -> list[tuple[int, float]]:
-    """(index, times the median of the 100 numbers before it) of each value above SPIKE times that median."""
+    """(index, times the median of the 100 numbers before it) of each value above SPIKE times that median, unless it is
+    below FAINT of the mean of the first 20: where hardly any gradient is left, what stands out is no shock."""
     places = np.flatnonzero(np.isfinite(values))
     there = values[places]
     if len(there) <= 20:
         return []
-    after = np.flatnonzero(there > SPIKE * there.min())  # no median is below the least
+    # no median is below the least
+    after = np.flatnonzero((there > SPIKE * there.min()) & (there > FAINT * there[:20].mean()))
     after = after[after >= 20]
     usual = np.array([np.median(there[:i]) for i in after[after < 100]])
     if len(there) > 100:
@@ -142,45 +159,71 @@ def spikes(run: Run) -> Iterator[Finding]:
 def collapse(run: Run) -> Iterator[Finding]:
     """A loss far above its start, with margins that show no preference."""
     start, width = start_of(run), window_of(number(run.setting("batch_size", 1)))
+    if start is None or run.setting("loss.wpo"):  # whose weights move with the policy
+        return
     columns = np.stack([run.train[name] for name in ("loss/train", "rewards_train/margins")])
     there = np.isfinite(columns).all(0)
     (losses, margins), updates = columns[:, there], run.train.updates[there]
-    if start is None or len(losses) < width:
-        return
-    for end in range(width, len(losses) + 1, max(1, len(losses) // 1000)):
-        found = find_collapse(losses[end - width : end], margins[end - width : end], start)
+    title, margin_at_start = "The run has collapsed", figure(round(start.margin, 3) + 0.0)  # without rounding errors
+    for end in range(FEW, len(losses) + 1, max(1, len(losses) // 1000)):
+        before = slice(max(0, end - width), end)
+        found = find_collapse(losses[before], margins[before], start, width)
         if found:
-            then = f"over the {count(width, 'update')} up to {updates[end - 1]:,.0f}"
-            now = f"{figure(losses[-width:].mean())} over the last {width}"
-            margin = figure(round(start.margin, 3) + 0.0)  # equal models have rounding errors
+            then = f"over the {count(found.updates, 'update')} up to {updates[end - 1]:,.0f}"
+            now = f"{figure(losses[-found.updates :].mean())} over the last {found.updates}"
             yield Finding(
                 WARNING,
-                "The run has collapsed",
+                title,
                 f"loss/train {figure(found.loss)} {then}, {now}, {figure(start.loss)} at the start; "
-                f"rewards_train/margins {figure(found.margin)} {then}, {margin} at the start",
+                f"rewards_train/margins {figure(found.margin)} {then}, {margin_at_start} at the start",
+                WHAT_TO_TRY,
+            )
+            return
+    if run.online:  # follows its scorer, which held-out labels may contradict
+        return
+    for k, examples in enumerate(run.eval.examples):
+        at = Means(*(float(run.eval[name][k]) for name in ("loss/eval", "rewards_eval/margins")))
+        if examples > 0 and is_collapsed(at, start):
+            yield Finding(
+                WARNING,
+                title,
+                f"loss/eval {figure(at.loss)} at {count(examples, 'example')}, {figure(run.eval.last('loss/eval'))} at "
+                f"the last evaluation, {figure(start.loss)} at the start; rewards_eval/margins {figure(at.margin)}, "
+                f"{margin_at_start} at the start",
                 WHAT_TO_TRY,
             )
             return
 
 
+def error_of_evaluation(run: Run) -> float:
+    """Two standard errors of `loss/eval`; NaN after fewer than 20 updates.
+
+    From the spread of an example's loss where it was widest, as that of batches shows it: training examples may be
+    learned by now.
+    """
+    losses = run.train.points("loss/train")[1]
+    if len(losses) < 20:
+        return math.nan
+    batch = max(1.0, number(run.setting("batch_size", 1)))
+    spread = max(float(part.std(ddof=1)) for part in np.array_split(losses, 10)) * math.sqrt(batch)
+    return 2 * spread / math.sqrt(n_evaluated(run))
+
+
 def worse_than_reference(run: Run) -> Iterator[Finding]:
     """A held-out loss above that of the reference itself."""
     examples, values = run.eval.points("loss/eval")
-    start, losses = start_of(run), run.train.points("loss/train")[1]
-    if not run.has_reference or start is None or len(losses) < 20 or examples[-1:].sum() <= 0:
+    start = start_of(run)
+    if run.setting("loss.wpo") or not run.has_reference or start is None or examples[-1:].sum() <= 0:
         return
-    # the spread of a pair's loss where it was widest, as that of batches shows it: training pairs may be learned by now
-    batch = max(1.0, number(run.setting("batch_size", 1)))
-    spread = max(float(part.std(ddof=1)) for part in np.array_split(losses, 10)) * math.sqrt(batch)
-    error = 2 * spread / math.sqrt(n_evaluated(run))
-    if values[-1] > start.loss + error:
+    error = error_of_evaluation(run)
+    if values[-1] > start.loss + error:  # false for NaN
         yield Finding(
             WARNING,
             "By its own loss the policy is worse than the reference",
             f"loss/eval {figure(float(values[-1]))}, before training {figure(start.loss)}; two standard errors "
             f"{figure(error, 2)}",
-            "On held-out pairs it would be better not to have trained at all: it is surer of pairs that it ranks wrong "
-            "than right ones make up for. Take an earlier checkpoint, or use a smaller lr or a larger loss.beta.",
+            "On held-out pairs it would be better, by this loss, not to have trained at all. "
+            "Take an earlier checkpoint, or use a smaller lr or a larger loss.beta.",
         )
 
 
@@ -245,7 +288,15 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
     low, high = interval_of(accuracy, n)
     interval = f"95 % interval {figure(low)} to {figure(high)}"
     value = f"rewards_eval/accuracies {figure(accuracy)} on {count(n, 'pair')}, {interval}"
-    if high < USEFUL:
+    if low > 0.5 and high < USEFUL:
+        yield Finding(
+            NOTE,
+            "Held-out pairs are ranked little better than by chance",
+            value,
+            f"That is above chance, but by less than {figure(USEFUL - 0.5)}: what was learned carries over, but is "
+            "little.",
+        )
+    elif high < USEFUL:
         yield Finding(
             WARNING,
             "Held-out pairs are ranked no better than by chance",
@@ -253,19 +304,27 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
             "The policy has not learned a preference that carries over: lr may be too low, the run too short, or the "
             "preferences noise.",
         )
-    elif low <= 0.5:
+    elif is_untold(accuracy, n):
         yield Finding(
             NOTE,
             "Held-out accuracy cannot be told from chance",
             value,
             f"{count(n, 'pair')} cannot tell whether anything was learned."
             + (
-                f" To tell an accuracy of 0.60 from chance takes about {TELL_60}: raise n_eval_examples, if the test "
-                "split has them."
+                f" To tell an accuracy of 0.60 from chance takes about {TELL_60}: {_how_to_evaluate_more(run)}."
                 if n < TELL_60
                 else " If so, it is little."
             ),
         )
+
+
+def _how_to_evaluate_more(run: Run) -> str:
+    there = run.count("test.examples")
+    if not there > 0:
+        return "raise n_eval_examples, if the test split has them"
+    if n_evaluated(run) < there:
+        return f"raise n_eval_examples, for the test split has {there:,.0f}"
+    return f"the test split has no more than these {there:,.0f}, so put more pairs into it"
 
 
 def near(run: Run, name: str, examples: float) -> float:
@@ -286,9 +345,16 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
         place = int(np.argmax(sign * values))
         best, last = float(values[place]), float(values[-1])
         worse = sign * (best - last)
-        least = max(TURNED * abs(best), 0.005) if sign < 0 else max(LOST, chance(best, n_evaluated(run)))
+        error = error_of_evaluation(run)
+        least = (
+            max(TURNED * abs(best), 0.005, *([error] if error > 0 else []))
+            if sign < 0
+            else max(LOST, chance(best, n_evaluated(run)))
+        )
         then, now = near(run, stem.format("train"), examples[place]), near(run, stem.format("train"), examples[-1])
-        if worse > least and sign * (now - then) > 0:
+        start = start_of(run)
+        learned = sign > 0 or now < (start.loss if start is not None else run.train.first("loss/train"))
+        if worse > least and sign * (now - then) > 0 and learned:
             name = "loss" if sign < 0 else "accuracy"
             value = (
                 f"{stem.format('eval')} {figure(best)} at {count(examples[place], 'example')}, {figure(last)} at "
@@ -301,13 +367,16 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
                 )
                 yield Finding(NOTE, "Evaluation loss rose while accuracy did not fall", value, text)
                 continue
-            ranked = run.loss in LOSSES and LOSSES[run.loss].best[0] == stem.format("eval")
+            take = ""
+            if examples[place] > 0:  # before the first update there is no checkpoint
+                ranked = run.loss in LOSSES and LOSSES[run.loss].best[0] == stem.format("eval")
+                take = f"Take the checkpoint of that evaluation{' (BEST)' if ranked else ''}, or train"
             yield Finding(
                 WARNING,
                 f"Evaluation {name} turned while training {name} improved",
                 value,
-                "From there on the policy learned its training examples rather than what they have in common. Take the "
-                f"checkpoint of that evaluation{' (BEST)' if ranked else ''}, or train for fewer epochs.",
+                "From there on the policy learned its training examples rather than what they have in common. "
+                f"{take or 'Train with a smaller lr, or'} for fewer epochs.",
             )
 
 
@@ -321,12 +390,14 @@ def _accuracy_rose(run: Run, since: float) -> bool:
 def gap(run: Run) -> Iterator[Finding]:
     """Training pairs that are ranked much better than held-out ones."""
     train, held_out = run.tail("train", "rewards_train/accuracies"), run.tail("eval", "rewards_eval/accuracies")
-    if run.eval.points("rewards_eval/accuracies")[0][-1:].sum() > 0 and train - held_out > GAP:
+    if run.eval.points("rewards_eval/accuracies")[0][-1:].sum() > 0 and train - held_out > max(
+        GAP, chance(held_out, n_evaluated(run))
+    ):
         yield Finding(
             NOTE,
             "Training pairs are ranked better than held-out ones",
             f"accuracy {figure(train)} against {figure(held_out)}",
-            "Part of what was learned holds for the training pairs only. A second epoch would widen this.",
+            "Part of what was learned holds for the training pairs only. More epochs would widen this.",
         )
 
 
@@ -383,6 +454,7 @@ def data(run: Run) -> Iterator[Finding]:
         ("joined_words", n, 0.0, "response follows its", "responses follow their", "prompt without a space"),
         ("contradictory_pairs", n, 0.01, "pair contradicts", "pairs contradict", "an earlier one of the same prompt"),
         ("identical_pairs", tokenized, 0.01, "pair is", "pairs are", "identical after truncation, without a gradient"),
+        ("empty_responses", n, 0.01, "example has", "examples have", "an empty response"),
         ("truncated_responses", tokenized, 0.1, "example has", "examples have", "a response that lost its end"),
     )
     for key, of, least, one, many, text in kinds:

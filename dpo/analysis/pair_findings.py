@@ -11,13 +11,15 @@ import numpy as np
 from dpo.analysis.findings import NOTE, WARNING, Finding
 from dpo.analysis.margin import Change, MarginParts, change_of, margin_parts
 from dpo.analysis.noise import chance_of_heads, mean_and_bound
-from dpo.analysis.runs import Run
+from dpo.analysis.runs import Run, number
+from dpo.losses import LOSSES
 from dpo.wording import count, figure, percent, signed
 
 LENGTH_SHARE = 0.5  # of the margin, that comes from length
 LONGER = 1.5  # times the reference's words, in samples of the policy
 FEW_SAMPLES = 8
 EMPTY = 0.05  # of the samples
+NEARLY_ALIKE = 0.2  # of what either side moved, that the margin is
 LENGTH_TELLS = 0.8  # of the pairs, in which one side is the longer
 
 
@@ -34,21 +36,35 @@ def margin_story(run: Run) -> Iterator[Finding]:
         return
     runs_off = chosen < -margin  # both fall by more than they part
     beta = "" if parts.since_start else "a larger loss.beta, "
-    advice = (
-        "Here both fall by more than they part, which often shows in the samples: read them, and consider "
-        f"{beta}a smaller lr, fewer epochs, or what holds chosen responses up: loss.sft_weight, loss=dpop, "
-        "loss=apo_zero."
-        if runs_off
-        else "By itself this is usual, and no fault as long as the samples stay good."
-    )
+    if not _sees_the_difference_alone(run):
+        mechanism, advice = "", "By itself that is no fault: read the samples, and compare them with earlier ones."
+    else:
+        mechanism = (
+            "The loss sees only the difference of the two sides: lowering rejected responses also lowers what chosen "
+            "ones share with them, and nothing holds chosen ones up. "
+        )
+        advice = (
+            "Here both fall by more than they part, which often shows in the samples: read them, and consider "
+            f"{beta}a smaller lr, fewer epochs, or what holds chosen responses up: loss.sft_weight, loss=dpop, "
+            "loss=apo_zero."
+            if runs_off
+            else "By itself this is usual, and no fault as long as the samples stay good."
+        )
     yield Finding(
-        WARNING if runs_off else NOTE,
+        WARNING if runs_off and mechanism else NOTE,
         "Chosen responses become less likely while margins grow",
         f"{_change_value(change)}; {_margin_value(parts)}" if change else _margin_value(parts),
-        f"{_sides(parts)} The loss sees only the difference of the two sides: lowering rejected responses also lowers "
-        "what chosen ones share with them, and nothing holds chosen ones up. The probability goes to texts that are in "
-        f"neither. {advice}",
+        f"{_sides(parts)} {mechanism}The probability goes to texts that are in neither. {advice}",
     )
+
+
+def _sees_the_difference_alone(run: Run) -> bool:
+    """Whether nothing in the loss holds chosen responses where they are."""
+    if run.objective is None:
+        return False
+    weights = run.setting("loss.weights", {})
+    parts = [LOSSES[name] for name, weight in weights.items() if weight] or [run.objective]
+    return all(part.pairwise and part.of_margin for part in parts) and not number(run.setting("loss.sft_weight")) > 0
 
 
 def _change_value(change: Change) -> str:
@@ -66,7 +82,9 @@ def _sides(parts: MarginParts) -> str:
     chosen, rejected = parts.chosen, parts.rejected
     since = "Since the start" if parts.since_start else "Against the reference"
     if parts.margin <= 0:
-        return f"{since}, rejected responses gained at least as much as chosen ones: the margin has not grown."
+        return f"{since}, rejected responses did at least as well as chosen ones: the margin has not grown."
+    if parts.margin < NEARLY_ALIKE * min(abs(chosen), abs(rejected)):
+        return f"{since}, both moved by nearly as much: the margin is the little by which they differ."
     rising, falling = percent(abs(chosen) / parts.margin), percent(abs(rejected) / parts.margin)
     if chosen >= 0 and rejected <= 0:
         return (
@@ -129,7 +147,7 @@ def lengths_in_data(run: Run) -> Iterator[Finding]:
             "Length predicts the preference in the data",
             f"chosen is {side} in {percent(max(longer, 1 - longer))} of the training pairs",
             "A policy can rank such pairs right by learning a length. Compare the lengths of its samples with those of "
-            "the reference.",
+            f"{'the reference' if run.has_reference else 'its first ones'}.",
         )
 
 
@@ -162,13 +180,15 @@ def empty_samples(run: Run) -> Iterator[Finding]:
         return
     pairs, value = sample_pairs(run), f"{empty} of {count(len(newest), 'sample')}"
     heads = tosses = empty
-    if pairs is not None:
+    others = 0
+    if pairs is not None and pairs.texts:
         others = sum(not other.strip() for _, other in pairs.texts)
-        if empty / len(newest) < 2 * others / len(pairs.texts):
+        if len(newest) > empty < 2 * len(newest) * others / len(pairs.texts):
             return
         # prompts after which one alone is empty: by chance it is the policy in half of them
         alone = [not policy.strip() for policy, other in pairs.texts if bool(policy.strip()) != bool(other.strip())]
-        heads, tosses, value = sum(alone), len(alone), f"{value}, {pairs.whose} {others} of {len(pairs.texts)}"
+        heads, tosses = (sum(alone), len(alone)) if others < len(pairs.texts) else (empty, empty)
+        value = f"{value}, {pairs.whose} {others} of {len(pairs.texts)}"
     cause = "Probability that training takes from rejected responses often goes there: take an earlier checkpoint, or "
     yield Finding(
         WARNING if chance_of_heads(heads, tosses) <= 0.05 else NOTE,
@@ -176,7 +196,10 @@ def empty_samples(run: Run) -> Iterator[Finding]:
         value,
         "There the policy ends its answer at once. "
         + (
-            f"{cause}train with a smaller lr, fewer epochs, or what holds chosen responses up: loss.sft_weight, "
+            "So do the others: the model says nothing after these prompts whatever it is trained on. Look at the data "
+            "and the archive that it started from."
+            if others == empty == len(newest)
+            else f"{cause}train with a smaller lr, fewer epochs, or what holds chosen responses up: loss.sft_weight, "
             "loss=dpop, loss=apo_zero."
             if run.has_pairs
             else "Look for empty targets in the data, and take an earlier checkpoint."

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dpo.analysis.cost import Cost
-from dpo.analysis.findings import Finding
+from dpo.analysis.findings import Finding, is_untold, n_evaluated
 from dpo.analysis.margin import MarginParts
 from dpo.analysis.reading import warnings_in
 from dpo.analysis.runs import Run, number, ranked
@@ -23,6 +23,7 @@ ABSENT = "\N{EN DASH}"
 BLANK_LINES = re.compile(r"\n\s*\n")  # between the turns of a dialogue
 MOST_SAMPLES = 32
 MOST_DRAWN = 4  # prompts of each run
+REFERENCE = ("model.name_or_path", "model.archive", "model.random_init", "lora.reference")  # which the reference is
 
 
 class Tile(NamedTuple):
@@ -47,7 +48,7 @@ def about(run: Run) -> str:
     """What was trained on what."""
     beta, datasets = run.setting("loss.beta"), run.setting("datasets")
     told = [
-        f"{run.loss.upper()}{f' with beta {beta}' if beta is not None else ''}",
+        f"loss={run.loss}{f' with beta {beta}' if beta is not None else ''}",
         _adapter(run),
         f"online, {run.setting('online.n_samples')} answers scored by {run.setting('online.scorer')}"
         if run.online
@@ -72,7 +73,9 @@ def _adapter(run: Run) -> str:
 def verdict(run: Run, findings: list[Finding]) -> str:
     """The run in a few short sentences."""
     n = warnings_in(findings)
-    looks = f"{count(n, 'warning')} below." if n else "Nothing looks wrong."
+    accuracy = run.eval.last("rewards_eval/accuracies")
+    untold = math.isfinite(accuracy) and is_untold(accuracy, n_evaluated(run))
+    looks = f"{count(n, 'warning')} below." if n else "No warnings." if untold else "Nothing looks wrong."
     return " ".join([f"{run.state.text.capitalize()}.", _result(run), looks if len(run.train) or len(run.eval) else ""])
 
 
@@ -91,7 +94,10 @@ def _result(run: Run) -> str:
     loss = figure(losses[-1]) if len(losses) == 1 else f"{figure(losses[0])} to {figure(losses[-1])}"
     if math.isfinite(accuracy):
         margin = run.eval.last("rewards_eval/margins")
-        return f"{percent(accuracy)} of held-out pairs are ranked right, by a mean reward margin of {figure(margin)}."
+        n = n_evaluated(run)
+        few = ", too few to tell from chance," if is_untold(accuracy, n) else ""
+        right = f"{percent(accuracy)} of {count(n, 'held-out pair')} are ranked right"
+        return f"{right}{few} by a mean reward margin of {figure(margin)}."
     return f"The held-out loss {moved} {loss}."
 
 
@@ -140,11 +146,13 @@ def _quality(run: Run) -> list[Tile]:
             detail = f"chosen {signed(sides[0])}, rejected {signed(sides[1])}"
         elif values[place] == values[-1]:
             before = "a tie" if values[0] == 0 and examples[0] == 0 and sign > 0 else say(values[0])
-            detail = f"best so far, from {before}" if len(values) > 1 else "the first evaluation"
+            best = "best" if run.state.word == "complete" else "best so far"
+            detail = f"{best}, from {before}" if len(values) > 1 else "the first evaluation"
         else:
             detail = f"best {say(values[place])} at {count(examples[place], 'example')}"
         last = float(values[-1])
-        scale = ("loss",) if name == "loss/eval" else ()  # a loss depends on its options: DPO's on beta
+        # a loss depends on its options, DPO's on beta; rewards on the reference that they are relative to
+        scale = ("loss",) * (name == "loss/eval") + REFERENCE * run.has_reference
         found.append(Tile(label, say(last), detail, sign * last if sign else math.nan, scale))
     return found
 

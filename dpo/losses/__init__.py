@@ -107,7 +107,7 @@ def find_loss(loss_config: Mapping[str, Any]) -> Loss:
     return replace(
         loss,
         reference=any(p.reference for p in parts),
-        of_margin=all(p.of_margin for p in parts if p.pairwise),
+        of_margin=all(p.of_margin for p in parts if p.reference),
         smoothed=any(p.smoothed for p in parts),
         per_token=not any(p.reference for p in parts),
     )
@@ -128,7 +128,7 @@ LOSSES = {
     "discopop": Loss(formulas.discopop),
     "beta_dpo": Loss(formulas.beta_dpo, of_batch=formulas.beta_of_batch, averaged=formulas.mean_gap),
     "simpo": Loss(formulas.simpo, reference=False, per_token=True),
-    "orpo": Loss(formulas.orpo, reference=False, per_token=True),
+    "orpo": Loss(formulas.orpo, reference=False, per_token=True, of_margin=False),
     "apo_zero": Loss(formulas.apo_zero, of_margin=False),
     "apo_down": Loss(formulas.apo_down, of_margin=False),
     "nca": Loss(formulas.nca, of_margin=False),

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dpo.analysis.collapse import WHAT_TO_TRY, Means, find_collapse, updates_at_start, window_of
-from dpo.analysis.findings import SPIKE
+from dpo.analysis.collapse import WHAT_TO_TRY, Means, find_collapse, is_collapsed, updates_at_start, window_of
+from dpo.analysis.findings import FAINT, SPIKE
 from dpo.data.examples import examples_of
 from dpo.errors import RunError
 from dpo.losses import LOSSES, find_loss
@@ -93,33 +93,45 @@ class CourseWarner(Callback):
     """Warns about a gradient norm or loss above `SPIKE` times the median of the last 100, after the first 20 updates,
     and once if the run collapses.
 
-    A loss below its start is no spike: where nearly all pairs are learned, one that is not stands far out.
+    A loss below its start is no spike: where nearly all pairs are learned, one that is not stands far out. Nor is a
+    value below `FAINT` of the mean of the first 20.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         loss = find_loss(context.config.loss)
-        self._pairwise, self._reference = loss.pairwise, loss.reference
+        self._reference = loss.reference
+        # weights of wpo move with the policy, and the loss with them: it is not held against its start
+        self._may_collapse = loss.pairwise and not context.config.loss.get("wpo")
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
-        self._window: deque[Means] = deque(maxlen=window_of(context.config.batch_size))
+        self._first: dict[str, float] = {}  # means of the first 20
+        self._width = window_of(context.config.batch_size)
+        self._window: deque[Means] = deque(maxlen=self._width)
         self._start: Means | None = None
         self._warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        if evaluation.n_updates == 0 and self._pairwise:
-            start = Means(evaluation.metrics["loss/eval"], evaluation.metrics["rewards_eval/margins"])
-            self._start = start if all(map(math.isfinite, start)) else None
+        if not self._may_collapse:
+            return
+        now = Means(evaluation.metrics["loss/eval"], evaluation.metrics["rewards_eval/margins"])
+        if evaluation.n_updates == 0:
+            self._start = now if all(map(math.isfinite, now)) else None
+        # an online run follows its scorer, which held-out labels may contradict
+        elif self._start and self.context.config.online.name != "online" and is_collapsed(now, self._start):
+            self._warn_of_collapse(f"evaluation after {evaluation.n_examples} examples", "", "eval", now)
 
     def on_update(self, update: Update) -> None:
         self._look_for_spikes(update)
-        if self._pairwise:
+        if self._may_collapse:
             self._look_for_collapse(update)
 
     def _look_for_spikes(self, update: Update) -> None:
         for name, before in self._before.items():
             value, usual = update.metrics[name], median(before) if len(before) >= 20 else float("inf")
             learned = name == "loss/train" and self._reference and self._start and value <= self._start.loss
-            if value > SPIKE * usual > 0 and not learned:
+            if len(before) == 20:
+                self._first.setdefault(name, sum(before) / 20)
+            if value > SPIKE * usual > 0 and value > FAINT * self._first[name] and not learned:
                 times = f"{value / usual:.0f} times its median before"
                 self.context.log(f"warning: update {update.number}: {name} {value:.4g} is {times}")
             if math.isfinite(value):
@@ -133,23 +145,34 @@ class CourseWarner(Callback):
         n = updates_at_start(self._reference)
         if self._start is None and update.number == len(self._window) == n:
             self._start = Means(*(sum(values) / n for values in zip(*self._window, strict=True)))
-        if self._warned or self._start is None or len(self._window) < (self._window.maxlen or 0):
+        if self._warned or self._start is None:
             return
         losses, margins = zip(*self._window, strict=True)
-        if found := find_collapse(losses, margins, self._start):
-            self._warned = True
-            start = self._start
-            self.context.log(
-                f"warning: update {update.number}: the run has collapsed: over the last {len(losses)} updates "
-                f"loss/train is {found.loss:.4g} (at the start {start.loss:.4g}) and rewards_train/margins "
-                f"{found.margin:.3g} (at the start {round(start.margin, 3) + 0.0:.3g}). {WHAT_TO_TRY}"
-            )
+        if found := find_collapse(losses, margins, self._start, self._width):
+            over, means = f"over the last {found.updates} updates ", Means(found.loss, found.margin)
+            self._warn_of_collapse(f"update {update.number}", over, "train", means)
+
+    def _warn_of_collapse(self, when: str, over: str, split: str, now: Means) -> None:
+        start = self._start
+        if self._warned or start is None:
+            return
+        self._warned = True
+        self.context.log(
+            f"warning: {when}: the run has collapsed: {over}loss/{split} is {now.loss:.4g} (at the start "
+            f"{start.loss:.4g}) and rewards_{split}/margins {now.margin:.3g} (at the start "
+            f"{round(start.margin, 3) + 0.0:.3g}). {WHAT_TO_TRY}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"warned": self._warned, **({"start": self._start._asdict()} if self._start else {})}
+        return {
+            "warned": self._warned,
+            "first": self._first,
+            **({"start": self._start._asdict()} if self._start else {}),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`. Without one, of an older run, its start is not known."""
         start = state.get("start")
         self._start = Means(start["loss"], start["margin"]) if start else None
         self._warned = state.get("warned", False)
+        self._first = dict(state.get("first", {}))

@@ -45,10 +45,29 @@ def test_a_run_as_it_should_be_has_no_warning():
 
 def test_chance_is_that_of_the_examples_that_there_are():
     lines = [pairs(k, accuracy=0.9) for k in range(1, 31)] + [evaluation(30, 0.7, **rewards("eval", 0.1, -0.1, 0.8))]
-    few = {"preflight": {"train": TOKENS, "test": {**TOKENS, "examples": 6}}}
-    warning = find("Held-out pairs are ranked no better than by chance", lines, **few)
-    assert "on 6 pairs" in warning.value  # of the 256 that the config allows
-    assert find("Held-out pairs are ranked no better than by chance", lines) is None
+    title = "Held-out accuracy cannot be told from chance"
+
+    def of(n: int) -> dict:
+        return {"preflight": {"train": TOKENS, "test": {**TOKENS, "examples": n}}}
+
+    note = find(title, lines, **of(6))
+    assert "on 6 pairs" in note.value  # of the 256 that the config allows: raising that would give no more
+    assert "the test split has no more than these 6, so put more pairs into it" in note.text
+    assert find(title, lines) is None
+    lines[-1] = evaluation(30, 0.7, **rewards("eval", 0.1, -0.1, 0.53))
+    assert "raise n_eval_examples, for the test split has 9,000" in find(title, lines, **of(9000)).text
+
+
+def test_little_better_than_by_chance_is_no_denial():
+    lines = [pairs(k, 0.5) for k in range(1, 31)] + [evaluation(30, 0.69, **rewards("eval", 0.1, 0.0, 0.535))]
+    many = {"config": CONFIG | {"n_eval_examples": 5000}}
+    note = find("Held-out pairs are ranked little better than by chance", lines, **many)
+    assert (note.level, note.value) == (
+        "note",
+        "rewards_eval/accuracies 0.535 on 5,000 pairs, 95 % interval 0.521 to 0.549",
+    )
+    assert "above chance, but by less than 0.05" in note.text
+    assert find("Held-out pairs are ranked no better than by chance", lines, **many) is None
 
 
 def test_saturated_accuracy():
@@ -75,6 +94,24 @@ def test_evaluation_that_turns_while_training_improves():
         assert find("Evaluation loss turned while training loss improved", lines_now) is None
     worse = [pairs(k, accuracy=0.6, loss=0.5 + k / 1000) for k in range(1, 201)]
     assert find("Evaluation loss turned while training loss improved", worse + turned) is None
+
+
+def test_a_turn_is_told_of_a_policy_that_learned_its_training_examples():
+    title = "Evaluation loss turned while training loss improved"
+    start = [evaluation(0, 0.693, **rewards("eval", 0.0, 0.0, 0.0))]
+    last = [evaluation(26, 10.8, **rewards("eval", -5.0, 0.4, 0.33))]
+
+    def lines(end: float) -> list[dict]:
+        return start + [pairs(k, 0.5, loss=end + 26 - k) for k in range(1, 27)] + last
+
+    assert find(title, lines(19.0)) is None  # its training loss is far above the start too
+    warning = find(title, lines(-9.0))
+    assert "checkpoint" not in warning.text  # there is none from before the first update
+    few = {"config": CONFIG | {"loss": {"name": "sft"}}, "preflight": {"test": {"examples": 6}}}
+    noisy = [update(k, **{"loss/train": 150 - k + 60 * (k % 2)}) for k in range(1, 61)]
+    evaluated = [evaluation(0, 250.0), evaluation(30, 101.0), evaluation(60, 138.0)]
+    assert find(title, noisy + evaluated, **few) is None  # chance explains it on 6 examples
+    assert find(title, noisy + evaluated, config=few["config"]) is not None
 
 
 @pytest.mark.parametrize(("loss", "is_best"), [("sft", True), ("dpo", False), ("another", False)])
@@ -175,6 +212,13 @@ def test_a_gradient_spike_is_a_warning_with_its_value():
     assert warning.value == "grad_norm 72 at update 40, 36 times its median before; 1 spike in all"
     assert find("Loss spikes", lines) is None
     assert find("Loss spikes", [update(k, **{"loss/train": 9.0 if k == 30 else 0.6}) for k in range(1, 61)]) is not None
+
+
+def test_where_gradients_are_spent_none_is_a_spike():
+    norms = [4.9, 16.0] + [2e-17] * 118  # all is learned in two updates, as with lr=1e-1
+    norms += [1e-15] + [2e-17] * 20
+    assert spikes_of(np.array(norms)) == []
+    assert [place for place, _ in spikes_of(np.array([*norms, 1.0]))] == [141]
 
 
 # --- chosen, rejected, length
@@ -280,9 +324,9 @@ def test_sums_of_ipo_and_unknown_losses():
 def test_a_run_that_collapses():
     title = "The run has collapsed"
     start = [evaluation(0, 0.693, **rewards("eval", 0.0, 8e-7, 0.0))]  # rounding
-    lines = [update(k, **rewards("train", -20.0, 10.0, 0.3), **{"loss/train": 30.0}) for k in range(1, 101)]
+    lines = [update(k, **rewards("train", -20.0, 10.0, 0.3), **{"loss/train": 3.0}) for k in range(1, 101)]
     assert find(title, start + lines).value == (
-        "loss/train 30 over the 64 updates up to 64, 30 over the last 64, 0.693 at the start; "
+        "loss/train 3 over the 64 updates up to 64, 3 over the last 64, 0.693 at the start; "
         "rewards_train/margins −30 over the 64 updates up to 64, 0 at the start"
     )
     assert find(title, start + lines[:63]) is None
@@ -290,6 +334,22 @@ def test_a_run_that_collapses():
     assert find(title, start + rejected_fall_further) is None
     unevaluated = [update(1, **rewards("train", 0.0, 0.0, 0.0), **{"loss/train": 0.693}), *lines[1:]]
     assert "0.693 at the start" in find(title, unevaluated).value
+
+
+def test_a_short_run_that_collapses_is_told_by_its_evaluations_or_by_few_updates():
+    title = "The run has collapsed"
+    start = [evaluation(0, 0.693, **rewards("eval", 0.0, 0.0, 0.0))]
+    lines = [update(k, **rewards("train", -20.0, 10.0, 0.3), **{"loss/train": 30.0}) for k in range(1, 17)]
+    assert "over the 16 updates up to 16" in find(title, start + lines).value
+    bad = [evaluation(13, 55.8, **rewards("eval", -40.0, -12.1, 0.33))]
+    assert find(title, start + lines[:13] + bad).value == (
+        "loss/eval 55.8 at 52 examples, 55.8 at the last evaluation, 0.693 at the start; rewards_eval/margins −27.9, "
+        "0 at the start"
+    )
+    online = {"config": CONFIG | {"online": {"name": "online"}}}  # may follow a scorer that the labels contradict
+    assert find(title, start + lines[:13] + bad, **online) is None
+    weighted = {"config": CONFIG | {"loss": {"name": "dpo", "beta": 0.1, "wpo": True}}}
+    assert find(title, start + lines + bad, **weighted) is None
 
 
 def test_a_policy_worse_than_its_reference():
@@ -409,10 +469,56 @@ def test_a_policy_that_says_nothing():
     assert find("The policy says nothing", [update(10)], **lines([""] * 16)) is not None  # under SFT too
 
 
+@pytest.mark.parametrize("loss", [{"name": "dpop"}, {"name": "apo_down"}, {"name": "dpo", "sft_weight": 0.5}])
+def test_of_a_loss_that_sees_each_side_it_is_not_said_that_it_sees_only_their_difference(loss):
+    config = {"config": CONFIG | {"loss": {"beta": 0.1, **loss}}}
+    title = "Chosen responses become less likely while margins grow"
+    [story] = [f for f in with_margin(-1.5, -2.0, logps=(-65.0, -70.0), **config) if f.title == title]
+    assert story.level == "note"
+    assert "difference" not in story.text
+    assert "dpop" not in story.text
+
+
+def test_sides_that_moved_alike_give_no_shares_of_the_margin():
+    [story] = [f for f in with_margin(0.483, 0.479, logps=(-45.0, -45.0)) if f.title == "Where the margin comes from"]
+    assert "both moved by nearly as much" in story.text
+    assert "%" not in story.text
+
+
+def test_a_policy_and_its_reference_that_say_nothing():
+    """As after SFT on empty targets: training on pairs is not the cause."""
+    lines = [update(1, **rewards("train", 0.1, 0.0))]
+    finding = find("The policy says nothing", lines, samples=[sample(0, "", "")] * 6)
+    assert (finding.level, finding.value) == ("warning", "6 of 6 samples, the reference's 6 of 6")
+    assert "the archive that it started from" in finding.text
+
+
+def test_empty_responses_are_worth_a_look():
+    counted = {"preflight": {"train": {"examples": 54, "empty_responses": 54}}}
+    assert find("Worth a look in the data", [update(1)], **counted).value == "empty_responses 54 of 54 (100 %)"
+
+
+def test_sides_that_fall_alike_are_not_said_to_gain():
+    lines = [update(k, **rewards("train", -0.17, -0.121)) for k in range(1, 31)]
+    assert "rejected responses did at least as well as chosen ones" in find("Where the margin comes from", lines).text
+
+
+def test_of_few_held_out_pairs_no_gap_is_told():
+    lines = [pairs(k, 0.5) for k in range(1, 31)] + [evaluation(30, 0.7, **rewards("eval", -0.2, -0.1, 1 / 3))]
+    title = "Training pairs are ranked better than held-out ones"
+    assert find(title, lines, preflight={"train": TOKENS, "test": {**TOKENS, "examples": 6}}) is None
+    assert find(title, lines) is not None
+
+
 def test_data_in_which_length_tells_the_better_one():
     lines = [update(1, **rewards("train", 0.1, 0.0))]
     note = find("Length predicts the preference in the data", lines, preflight={"train": {"chosen_longer": 0.85}})
     assert note.value == "chosen is longer in 85 % of the training pairs"
+    assert "with those of the reference." in note.text
+    simpo = {"config": CONFIG | {"loss": {"name": "simpo", "beta": 2.0, "gamma": 1.0}}}
+    told = find_all(run_of(lines, preflight={"train": {"chosen_longer": 0.85}}, **simpo))
+    assert "Length predicts the preference in the data" in [f.title for f in told]
+    assert not [f for f in told if "reference" in f.text]
     assert (
         find("Length predicts the preference in the data", lines, preflight={"train": {"chosen_longer": 0.6}}) is None
     )

@@ -186,7 +186,7 @@ def test_a_run_with_an_adapter_says_what_is_trained_beside_one_that_trains_all(t
     whole = made(tmp_path / "all", name="all", env={"parameters": {"trainable": 134_515_008, "total": 134_515_008}})
 
     alone = page_of(adapter)
-    assert "DPO with beta 0.1 \u00b7 LoRA with r 8, alpha 32, reference base \u00b7 model tiny" in alone.texts["p"]
+    assert "loss=dpo with beta 0.1 \u00b7 LoRA with r 8, alpha 32, reference base \u00b7 model tiny" in alone.texts["p"]
     assert "Trainable parameters 2.44M 1.78 % of 137M" in " ".join(alone.texts["li"].split())
     assert {"lora.r": ["8"], "lora.reference": ["base"]}.items() <= dict(setting_rows(read_runs([adapter]))).items()
 
@@ -218,6 +218,40 @@ def test_bold_is_the_best_of_what_can_be_compared(tmp_path):
     rows = re.findall(r'<th scope="row">.*?</tr>', page, re.DOTALL)
     bold = [re.findall(r'class="number best">([^<]*)', row) for row in rows[:5]]
     assert bold == [["0.5"], [], ["80 %"], [], []]
+
+
+def test_what_depends_on_the_reference_is_compared_under_one_reference_alone(tmp_path):
+    def bold(**model) -> list[str]:
+        runs = []
+        for name, loss, held_out, config in (("a", "dpo", 0.5, {}), ("b", "dpo", 0.4, model)):
+            last = evaluation(2, held_out, **rewards("eval", 0.1, -0.1, 0.7 + held_out / 10))
+            config = {
+                "exp_name": name,
+                "loss": {"name": loss, "beta": 0.1},
+                "model": {"name_or_path": "tiny", **config},
+            }
+            runs.append(write_run(tmp_path / name, [update(1), update(2), last], config=config))
+        return re.findall(r'class="number best">([^<]*)', render(read_runs(runs), []))
+
+    assert bold() == ["75 %", "0.4"]
+    assert bold(archive="sft/policy.pt") == bold(name_or_path="another") == []
+
+
+def test_the_verdict_says_of_how_many_pairs(tmp_path):
+    def verdict(n: int, accuracy: float) -> str:
+        logged = [evaluation(0, 0.69), update(1), evaluation(1, 0.6, **rewards("eval", 0.1, -0.1, accuracy))]
+        run = write_run(tmp_path / f"{n}", logged, preflight={"test": {"examples": n}})
+        return page_of(run).texts["p"]
+
+    assert "67 % of 6 held-out pairs are ranked right, too few to tell from chance," in verdict(6, 2 / 3)
+    assert "Nothing looks wrong" not in verdict(6, 2 / 3)
+    assert "67 % of 256 held-out pairs are ranked right by" in verdict(256, 0.67)
+    assert "Nothing looks wrong" in verdict(256, 0.67)
+
+
+def test_a_best_value_is_so_far_while_the_run_is_not_complete(tmp_path):
+    assert "best, from" in page_of(made(tmp_path / "complete")).texts["span"]
+    assert "best so far, from" in page_of(made(tmp_path / "ended", updates=80)).texts["span"]
 
 
 def test_of_one_run_the_settings_that_differ_from_the_defaults(tmp_path):

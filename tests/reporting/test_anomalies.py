@@ -113,8 +113,13 @@ def test_every_rank_stops(command, tmp_path):
 def watching(loss: str, batch_size: int) -> tuple[CourseWarner, list[str]]:
     """What watches a run, and what it logs."""
     logged = []
-    config = OmegaConf.create({"loss": {"name": loss, "beta": 0.1}, "batch_size": batch_size})
+    settings = {"loss": {"name": loss, "beta": 0.1}, "batch_size": batch_size, "online": {"name": "none"}}
+    config = OmegaConf.create(settings)
     return CourseWarner(RunContext(config, None, 0, None, logged.append)), logged
+
+
+def evaluated(n_updates: int, loss: float, margin: float) -> Evaluation:
+    return Evaluation(n_updates, 4 * n_updates, {"loss/eval": loss, "rewards_eval/margins": margin}, [])
 
 
 def feed(warner: CourseWarner, losses, margins, *, first: int = 1) -> None:
@@ -125,14 +130,49 @@ def feed(warner: CourseWarner, losses, margins, *, first: int = 1) -> None:
 
 def test_a_run_that_collapses_is_told_once_with_what_to_try():
     warner, logged = watching("dpo", batch_size=4)
-    warner.on_evaluation(Evaluation(0, 0, {"loss/eval": math.log(2), "rewards_eval/margins": 0.0}, []))
-    feed(warner, [20.0] * 200, [-10.0] * 200)
+    warner.on_evaluation(evaluated(0, math.log(2), 0.0))
+    feed(warner, [3.0] * 200, [-10.0] * 200)
     assert logged == [
-        "warning: update 64: the run has collapsed: over the last 64 updates loss/train is 20 (at the start 0.6931) "
+        "warning: update 64: the run has collapsed: over the last 64 updates loss/train is 3 (at the start 0.6931) "
         "and rewards_train/margins -10 (at the start 0). By its own loss the policy is worse than before training, and "
         "seldom comes back by itself: stop, and start again with a tenth of lr, more warmup_steps or a larger "
         "batch_size."
     ]
+
+
+# of a run with lr=1e-1 on 54 pairs in batches of 4: its first 16 updates, and its first evaluation after one
+HUGE_LOSSES = [0.7, 1.3, 33.9, 7.1, 74.3, 3.7, 37.7, 88.3, 4.8, 159.3, 16.9, 1.8, 9.6, 42.4, 7.4, 108.9]
+THEIR_MARGINS = [0.0, 1.3, -1.0, 10.4, 3.0, 1.0, -1.2, 0.1, -4.8, -106.5, 28.9, 3.1, -4.5, 0.6, -5.0, -72.7]
+
+
+def test_a_short_run_whose_losses_are_huge_is_told():
+    warner, logged = watching("dpo", batch_size=4)
+    warner.on_evaluation(evaluated(0, math.log(2), 0.0))
+    feed(warner, HUGE_LOSSES, THEIR_MARGINS)
+    assert len(logged) == 1
+    assert logged[0].startswith("warning: update 16: the run has collapsed: over the last 16 updates loss/train is 37.")
+
+
+def test_an_evaluation_tells_a_collapse_before_the_updates_do():
+    warner, logged = watching("dpo", batch_size=4)
+    warner.on_evaluation(evaluated(0, math.log(2), 0.0))
+    feed(warner, HUGE_LOSSES[:13], THEIR_MARGINS[:13])
+    warner.on_evaluation(evaluated(13, 55.82, -27.93))
+    warner.on_evaluation(evaluated(26, 10.76, -5.37))
+    assert len(logged) == 1
+    assert logged[0].startswith(
+        "warning: evaluation after 52 examples: the run has collapsed: loss/eval is 55.82 (at the start 0.6931) and "
+        "rewards_eval/margins -27.9 (at the start 0)."
+    )
+
+
+def test_a_loss_whose_weights_move_is_not_held_against_its_start():
+    warner, logged = watching("dpo", batch_size=4)
+    warner.context.config.loss.wpo = True
+    warner = CourseWarner(warner.context)
+    warner.on_evaluation(evaluated(0, 0.03, 0.0))
+    feed(warner, [0.7] * 100, [-0.1] * 100)
+    assert logged == []
 
 
 def test_a_run_that_continues_knows_its_start_and_what_it_said():
@@ -165,8 +205,11 @@ def test_good_runs_are_not_called_collapsed(batch_size, capsys):
             grown = 1 - np.exp(-np.arange(600) / 100)[:, None]
             pairs = grown * (mean + spread * rng.standard_t(3, (600, batch_size)) / math.sqrt(3))
             warner, logged = watching(loss, batch_size)
-            warner.on_evaluation(Evaluation(0, 0, {"loss/eval": at_start, "rewards_eval/margins": 0.0}, []))
+            warner.on_evaluation(evaluated(0, at_start, 0.0))
             feed(warner, of_margin(pairs).mean(1), pairs.mean(1))
+            held_out = mean + spread * rng.standard_t(3, (10, 6)) / math.sqrt(3)  # ten evaluations of 6 pairs
+            for k, few in enumerate(held_out, 1):
+                warner.on_evaluation(evaluated(60 * k, of_margin(few).mean(), few.mean()))
             called, n = called + any("collapsed" in line for line in logged), n + 1
     with capsys.disabled():
         print(f"\nbatches of {batch_size}: {called} of {n} good runs are called collapsed", end="")
@@ -184,3 +227,21 @@ def test_a_spike_is_a_warning():
     assert logged == []
     update(30, 25.0)
     assert logged == ["warning: update 30: grad_norm 25 is 22 times its median before"]
+
+
+def test_where_gradients_are_spent_none_is_a_spike():
+    """Of a run that has learned its pairs by heart: rounding noise, here and there 40 times its median."""
+    before, logged = watching("sft", batch_size=4)
+
+    def updates(warner: CourseWarner, first: int, norms: list[float]) -> None:
+        for number, norm in enumerate(norms, first):
+            warner.on_update(Update(number, 4 * number, [], {}, {"loss/train": 0.7, "grad_norm": norm}))
+
+    updates(before, 1, [4.9, 16.0] + [2e-17] * 58 + [1e-15])
+    assert logged == []
+    after, logged = watching("sft", batch_size=4)  # a run that continues knows its first gradients
+    after.load_state_dict(before.state_dict())
+    updates(after, 62, [2e-17] * 20 + [1e-15])
+    assert logged == []
+    updates(after, 83, [1.0])
+    assert len(logged) == 1
