@@ -11,7 +11,8 @@ from typing import Any
 def open_standard_streams() -> None:
     """Open closed standard streams on nothing, here and in processes started later.
 
-    Some daemons start a process without them. Otherwise the next file that somebody opens would be standard output, and Python has no stream to print to.
+    Some daemons start a process without them. Otherwise the next file that somebody opens would be standard output,
+    and Python has no stream to print to.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
