@@ -26,7 +26,7 @@ WHAT_TO_TRY = (
 
 
 class Means(NamedTuple):
-    """Of loss and reward margin."""
+    """Mean loss and mean margin."""
 
     loss: float
     margin: float

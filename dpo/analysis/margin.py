@@ -68,8 +68,11 @@ def length_by_pair(run: Run) -> float:
 
 
 def margin_parts(run: Run) -> MarginParts | None:
-    """Of the last evaluation after an update; without one, of the last training updates. None without pairs, and
-    without a reference if there is nothing to compare with."""
+    """The parts of the last evaluation's margin, or of the last training updates'.
+
+    Those of training only if there was no evaluation after an update. None without pairs, and without a reference if
+    there is nothing to compare with.
+    """
     examples = run.eval.points("rewards_eval/chosen")[0]
     split = "eval" if len(examples) and examples[-1] > 0 else "train"
     names = [f"rewards_{split}/{side}" for side in ("chosen", "rejected")]

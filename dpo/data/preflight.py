@@ -403,19 +403,20 @@ def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *,
 
 def doubts(config: DictConfig, report: Preflight) -> list[str]:
     """Warnings about settings that look like mistakes for this amount of data."""
-    found, updates = [], report.updates
-    fits = f"; warmup_steps={updates // 10} fits, a tenth of them"
-    if config.warmup_steps >= updates:
-        found.append(
-            f"warmup_steps={config.warmup_steps} is too long for the {count(updates, 'update')} of this run, which "
-            f"would never reach lr={config.lr}{fits}"
-        )
-    elif config.schedule != "constant" and config.warmup_steps >= updates - 1:
-        found.append(
-            f"warmup_steps={config.warmup_steps} leaves none of the {count(updates, 'update')} for {config.schedule}"
-            f"{fits}"
-        )
-    return found
+    warmup, updates = config.warmup_steps, report.updates
+    run, tenth = count(updates, "update"), updates // 10
+    fits = f"warmup_steps={tenth} fits, a tenth of them" if tenth else "no warm-up fits so short a run: warmup_steps=0"
+    if warmup == 0:
+        return []
+    if warmup >= updates:
+        fault = f"is too long for the {run} of this run, which would never reach lr={config.lr}"
+    elif config.schedule != "constant" and warmup >= updates - 1:
+        fault = f"leaves none of the {run} for {config.schedule}"
+    elif warmup > updates / 2:
+        fault = f"takes most of the {run} of this run"
+    else:
+        return []
+    return [f"warmup_steps={warmup} {fault}; {fits}"]
 
 
 def doubts_about_chat(tokenizer: Any, forms: Mapping[str, str]) -> list[str]:

@@ -151,7 +151,7 @@ def write_card(
         kind=_kind(architecture, dtype, adapter),
         place="PATH_OR_HUB_ID",
         prompt_format=f"`{MEANINGS[form]}`" if form == HH else form and MEANINGS[form],
-        of_base=_options_of_base(origin) if alone else "",
+        of_base=_base_options(origin) if alone else "",
         quantized=alone and resolve(config).quantized,
         code=", trust_remote_code=True" if _runs_code(folder, origin, alone=alone) else "",
         metrics=_metrics(saved.get("metrics")),
@@ -173,9 +173,11 @@ def _runs_code(folder: Path, origin: Origin, *, alone: bool) -> bool:
     return origin.had_own_code if alone else bool(list(folder.glob("*.py")))
 
 
-def _options_of_base(origin: Origin) -> str:
-    """What an adapter's base is loaded with, so that it computes as in training: transformers would take another dtype
-    from the base's own config."""
+def _base_options(origin: Origin) -> str:
+    """The options with which an adapter's base is loaded.
+
+    With them it computes as in training: transformers would take another dtype from the base's own config.
+    """
     plan = resolve(origin.config)
     options = f', dtype="{plan.compute_dtype}"'
     return options + (f", quantization_config={IN_4_BITS}" if plan.quantized else "")
@@ -194,8 +196,7 @@ def _kind(architecture: str | None, dtype: torch.dtype | None, adapter: LoraConf
     )
     lora = f"LoRA adapter (r {adapter.r}, alpha {adapter.lora_alpha:g}; {layers})"
     return (
-        f"This is the {lora}: the package peft loads it with its base, which gives the logits of the training in the "
-        f"dtype below alone."
+        f"This is the {lora}: peft loads it with its base; keep the dtype below, or the logits differ from training."
         if architecture is None
         else f"The {lora} is merged into it. {model}"
     )

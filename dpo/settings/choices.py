@@ -13,7 +13,10 @@ FEW, NEAR = 12, 5  # names that are all listed; those that may have been meant
 
 
 def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
-    """A sentence on a value that is none of the names: those that may have been meant, and all or where they are."""
+    """A sentence on an unknown value of a key, with the nearest names.
+
+    It has all names if they are few, and otherwise where to find them.
+    """
     by_small_letters = {name.lower(): name for name in sorted(names)}
     lower = value.lower()
     found = [lower] if lower in by_small_letters else difflib.get_close_matches(lower, by_small_letters, n=NEAR)

@@ -1,4 +1,4 @@
-"""What a command does before it imports anything that takes time or opens files."""
+"""The first steps of a command, before imports that take time or open files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 
 def open_standard_streams() -> None:
-    """Open those that are closed, as under some daemons, on nothing: for this process and all that it starts.
+    """Open closed standard streams on nothing, here and in processes started later.
 
-    Otherwise the next file that somebody opens would be standard output, and Python has no stream to print to.
+    Some daemons start a process without them. Otherwise the next file that somebody opens would be standard output,
+    and Python has no stream to print to.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -34,8 +35,10 @@ class _Log(io.FileIO):
 
 
 def print_whatever_happens() -> None:
-    """From now on printing neither fails nor ends a run, whatever is printed: not on a full disk, nor in a pipe that
-    nobody reads, nor with characters that have no encoding."""
+    """Keep printing from ever failing, and so from ending a run.
+
+    Not on a full disk, nor in a pipe that nobody reads, nor with characters that have no encoding.
+    """
     for name in ("stdout", "stderr"):
         former = getattr(sys, name)
         raw = _Log(former.fileno(), "w", closefd=False)

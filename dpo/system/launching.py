@@ -281,9 +281,12 @@ class End(Enum):
 
 
 def _classify(status: int, *, reported: bool, asked: list[int], timed_out: bool) -> End:
-    """What an exit status means. `reported`: the worker had returned before it exited; `asked` are the signals that the
-    parent received; `timed_out`: the run has lasted longer than the collective timeout, so NCCL may have killed a
-    worker whose collective timed out."""
+    """Classify how a worker ended, by its exit status.
+
+    `reported`: the worker had returned before it exited; `asked` are the signals that the parent received;
+    `timed_out`: the run has lasted longer than the collective timeout, so NCCL may have killed a worker whose
+    collective timed out.
+    """
     if status == 0:
         return End.DONE if reported else End.FAILED
     if status == ASKED or (asked and -status in (signal.SIGTERM, *asked)):  # killed by it, if not training yet

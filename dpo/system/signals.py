@@ -84,8 +84,10 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
 
 @contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
-    """Inside, a signal calls `act` with its number, and what that says is done about it is printed; a second Ctrl-C
-    raises PressedAgain. Ctrl-C stays ignored if it was."""
+    """Inside, call `act` with the number of a stop signal, and print its answer.
+
+    A second Ctrl-C raises PressedAgain. Ctrl-C stays ignored if it was.
+    """
     heard: dict[int, float] = {}  # when each came first
 
     def hear(number: int, _: object) -> None:

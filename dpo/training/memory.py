@@ -89,7 +89,7 @@ def predict_phases(config: DictConfig, plan: Plan, data: TrainingData) -> dict[s
         }
     if config.sample_during_eval:
         held = between_updates._replace(reference=phases["training"][0].reference)
-        phases["samples"] = _phase_of_samples(config, plan, policy, fake, held, n_prompt=n_prompt)
+        phases["samples"] = _sampling_phase(config, plan, policy, fake, held, n_prompt=n_prompt)
     if plan.online:
         phases |= _online_phases(config, plan, data, policy, fake, between_updates)
         phases["training"] = training._replace(scorer=phases["sampling"][0].scorer), at_peak
@@ -114,7 +114,7 @@ def _online_phases(
     return phases | ({"scoring": (held, scoring)} if held.scorer else {})
 
 
-def _phase_of_samples(
+def _sampling_phase(
     config: DictConfig, plan: Plan, policy: Any, fake: FakeTensorMode, held: MemoryEstimate, *, n_prompt: int
 ) -> tuple[MemoryEstimate, Counter[str]]:
     """The phase in which an evaluation samples, from prompts of at most `n_prompt` tokens."""

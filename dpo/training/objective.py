@@ -57,7 +57,10 @@ class Prepared(NamedTuple):
 
 
 class RunningAverage:
-    """Of what a loss averages over updates (`Loss.averaged`), all against one reference; a part of checkpoints."""
+    """The running average of what a loss averages over updates (`Loss.averaged`).
+
+    All updates have one reference. A part of checkpoints.
+    """
 
     def __init__(self) -> None:
         self.value = 0.0

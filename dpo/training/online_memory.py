@@ -80,10 +80,9 @@ def longest_text(reward: RewardModel, config: DictConfig, data: TrainingData) ->
 def peak_of_sampling(
     policy: Any, sampling: Sampling, fake: FakeTensorMode, *, rows: int, n_prompt: int, autocast: str | None
 ) -> Counter[str]:
-    """What `rows` answers to prompts of `n_prompt` tokens need at their peak: when all prompts are read, or with the
-    last token.
+    """The peak memory of `rows` answers to prompts of `n_prompt` tokens.
 
-    `policy` has fake tensors.
+    It is reached when all prompts are read, or with the last token. `policy` has fake tensors.
     """
     device, n_new, peaks = policy.device, sampling.max_new_tokens, []
     with (
