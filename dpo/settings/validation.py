@@ -115,8 +115,11 @@ def find_unused(config: DictConfig, plan: Plan) -> list[str]:
     unused = _find_unused(values, plan)
     lines = [f"{key}={value} has no effect: it needs {needs.what}" for key, value, needs in unused if not needs.refused]
     sources = {name for name, source in values["dataset_sources"].items() if source is not None}
-    unnamed = sorted(sources - set(name_datasets(values["datasets"], values["dataset_sources"]).names))
-    lines += [f"dataset_sources.{name} has no effect: datasets does not name it" for name in unnamed]
+    names = name_datasets(values["datasets"], values["dataset_sources"]).names
+    lines += [
+        f"dataset_sources.{name} has no effect: datasets={','.join(names)} does not name it; datasets=[{name}] does"
+        for name in sorted(sources - set(names))
+    ]
     if values["lora.name"] in ADAPTED and values["optimizer"] in STEPS_OF_LR and values["lr"] < 1e-6:
         lines.append(f"lr={values['lr']} is a rate for all weights; adapters take some ten times as much: 5e-6 to 2e-4")
     # a step is about lr, and what changes a weight by less than 1/512 to 1/256 is rounded away in bfloat16
