@@ -215,9 +215,9 @@ def test_a_bad_se_row_is_named_by_a_worker_too(hub_rows, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("hh", {"chosen": "\n\nAssistant: a"}, "rejected is missing, and must be text; there is chosen: add it, or remove"),
+        ("hh", {"chosen": "\n\nAssistant: a"}, "rejected is missing, and must be text; there is chosen: add"),
         ("shp", shp_row("q", ("x", "4"), ("y", 2), 1), "score_A must be a number, and is '4'"),
-        ("se", {"question": "q", "answers": [{"text": "a"}]}, "pm_score is missing, and must be a number; there is text: add"),
+        ("se", {"question": "q", "answers": [{"text": "a"}]}, "pm_score is missing, and must be a number; there is"),
         ("se", {"question": "q", "answers": []}, "answers is empty"),
         ("own", {"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen must be text or a list of messages, and is 3"),
     ],

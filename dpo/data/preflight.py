@@ -78,11 +78,11 @@ class Preflight:
         splits = {"train": self.train, "test": self.test}
         lines = [describe(split, report) for split, report in splits.items()]
         lines += [warning for split, report in splits.items() if (warning := warn(split, report))]
-        lines.append(
-            f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run; "
-            f"{count(self.dropped_examples, 'example')} in partial batches "
-            f"{'is' if self.dropped_examples == 1 else 'are'} dropped"
-        )
+        plan = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
+        if self.dropped_examples:
+            dropped = count(self.dropped_examples, "example in a partial batch is", "examples in partial batches are")
+            plan += f"; {dropped} dropped"
+        lines.append(plan)
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
@@ -404,7 +404,7 @@ def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *,
 def doubts(config: DictConfig, report: Preflight) -> list[str]:
     """Warnings about settings that look like mistakes for this amount of data."""
     found, updates = [], report.updates
-    fits = f"; warmup_steps={updates // 10} fits, a tenth of them"
+    fits = f"; warmup_steps={updates // 10} fits" + ", a tenth of them" * (updates >= 10)
     if config.warmup_steps >= updates:
         found.append(
             f"warmup_steps={config.warmup_steps} is too long for the {count(updates, 'update')} of this run, which "

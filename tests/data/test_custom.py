@@ -200,7 +200,7 @@ def test_the_input_of_an_instruction_comes_below_it(tokenizer, capsys):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([{"from": "tool", "value": "Hi"}], "record 1 of mine: a message is from 'tool', and must be from one of human"),
+        ([{"from": "tool", "value": "Hi"}], "record 1 of mine: a message is from 'tool', and must be from one of"),
         ([{"from": "human", "value": "Hi"}, assistant("La")], "record 1 of mine: from is missing, and must be text"),
         (
             [user("Hi"), assistant("Hm?"), user("Sing")],
