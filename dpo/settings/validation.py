@@ -169,7 +169,7 @@ def _process_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
             yield f"{key}={_typed(value)} needs {needs.what}"
     if not plan.trainer.can_sample and sound.get("sample_during_eval"):
         yield (
-            f"sample_during_eval=True does not work with tensor_parallel.backend={sound['tensor_parallel.backend']}: "
+            f"sample_during_eval=true does not work with tensor_parallel.backend={sound['tensor_parallel.backend']}: "
             f"set sample_during_eval=false, or tensor_parallel.backend=dtensor"
         )
     if not plan.trainer.can_autocast and sound.get("model.autocast"):

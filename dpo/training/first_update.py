@@ -95,8 +95,8 @@ class FirstUpdate(NamedTuple):
             prompts, models, tokens = self.samples
             who = "policy and reference" if models > 1 else "the policy"
             yield (
-                f"samples of {who} for {count(prompts, 'prompt')}, up to {count(tokens, 'token')} (n_eval_model_samples, "
-                f"n_eval_tokens; do_first_sampling=false leaves them out)"
+                f"samples of {who} for {count(prompts, 'prompt')}, up to {count(tokens, 'token')} "
+                f"(n_eval_model_samples, n_eval_tokens; do_first_sampling=false leaves them out)"
             )
 
 

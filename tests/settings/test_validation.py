@@ -255,7 +255,7 @@ def test_batches_must_divide_by_the_processes_that_see_different_rows():
         (
             "tensor_parallel.backend=tensor_parallel",
             CUT_BY_PACKAGE,
-            "sample_during_eval=True does not work with tensor_par",
+            "sample_during_eval=true does not work with tensor_par",
         ),
         ("tensor_parallel_size=3", several(4, 3), "tensor_parallel_size=3 does not divide the 4 processes: try 1, 2"),
         ("optimizer=Adafactor", several(2), "optimizer=Adafactor cannot update shards: use another with trainer="),
