@@ -31,7 +31,8 @@ def get_own(
 
     Fields are strings, or lists of chat messages `{role, content}`, or ShareGPT's `{from, value}`, rendered with the
     tokenizer's chat template; all records must be of one kind. `columns` maps our field names to those of the records;
-    others are recognized. With messages, a prompt that is a string must be the content of a message that chosen and rejected share (UltraFeedback).
+    others are recognized. With messages, a prompt that is a string must be the content of a message that chosen and
+    rejected share (UltraFeedback).
     Raises InputError that names the record and `origin`.
     """
     data: PreferenceData | None = None
