@@ -216,8 +216,11 @@ def get_dataset(
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
-        rows, origin = load_rows(source, split, cache_dir), f"{source.path} ({split})"
-        data = get_own(rows, origin, tokenizer, source.columns, name=name, sft_mode=sft_mode, silent=silent)
+        rows, origin = load_rows(source, split, cache_dir), source.path
+        said = source.has_no_splits and split == "test"  # of the same records, which train had
+        if not source.has_no_splits:
+            origin += f" ({split})"
+        data = get_own(rows, origin, tokenizer, source.columns, name=name, sft_mode=sft_mode, silent=silent or said)
     if source.has_no_splits and name != "se":  # se makes its own test split
         n_prompts, data = len(data), data.hold_out(split)
         if n_prompts == 1 and not data:

@@ -215,11 +215,11 @@ def test_a_bad_se_row_is_named_by_a_worker_too(hub_rows, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("hh", {"chosen": "\n\nAssistant: a"}, "field 'rejected' must be str but is missing; the record has chosen"),
-        ("shp", shp_row("q", ("x", "4"), ("y", 2), 1), "field 'score_A' must be int or float but is str ('4')"),
-        ("se", {"question": "q", "answers": [{"text": "a"}]}, "field 'pm_score' must be int or float but is missing"),
+        ("hh", {"chosen": "\n\nAssistant: a"}, "rejected is missing, and must be text; there is chosen: add"),
+        ("shp", shp_row("q", ("x", "4"), ("y", 2), 1), "score_A must be a number, and is '4'"),
+        ("se", {"question": "q", "answers": [{"text": "a"}]}, "pm_score is missing, and must be a number; there is"),
         ("se", {"question": "q", "answers": []}, "answers is empty"),
-        ("own", {"prompt": "a", "chosen": 3, "rejected": "c"}, "field 'chosen' must be str or list but is int ('3')"),
+        ("own", {"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen must be text or a list of messages, and is 3"),
     ],
 )
 def test_a_row_without_its_fields_is_named_with_the_field(tmp_path, name, row, message):

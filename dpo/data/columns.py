@@ -32,13 +32,18 @@ def recognize_columns(
 ) -> dict[str, str]:
     """Our names to those of the records: of a pair, or under SFT also of a prompt with its completion, or of messages.
 
-    `given` is what the config says of dataset `name`. A pair's prompt may be left out. Raises InputError, with what to
-    give, if none or several columns fit.
+    `given` is what the config says of dataset `name`. A pair's prompt may be left out; `input` is what comes below a
+    prompt that is an instruction. Raises InputError, with what to give, if none or several columns fit.
     """
     _check_given(present, given, name, origin)
     fitting = {ours: [given[ours]] if ours in given else _find(ours, present, given) for ours in COLUMNS}
     forms = [form for form in (PAIRS, TARGETS, CHATS) if given.keys() <= set(form)]
     complete = [form for form in forms if all(fitting[ours] for ours in form if (form, ours) != (PAIRS, "prompt"))]
+    beside = {}
+    by_name = sorted((column.strip().lower(), column) for column in fitting["prompt"])
+    if [name for name, _ in by_name] == ["input", "instruction"]:  # as in Alpaca
+        (_, extra), (_, instruction) = by_name
+        beside, fitting["prompt"] = {"input": extra}, [instruction]
     listed = f"the columns are {', '.join(present)}"
     if not sft_mode and PAIRS not in complete:
         missing = " and ".join(ours for ours in ("chosen", "rejected") if not fitting[ours])
@@ -56,8 +61,8 @@ def recognize_columns(
     for ours in form:
         if len(fitting[ours]) > 1:
             which = " or ".join(fitting[ours])
-            raise InputError(f"{origin}: {ours} may be {which}: give {_override(name, form, fitting)}, or another")
-    return {ours: fitting[ours][0] for ours in form if fitting[ours]}
+            raise InputError(f"{origin}: {ours} may be {which}: choose one, as in {_override(name, form, fitting)}")
+    return {ours: fitting[ours][0] for ours in form if fitting[ours]} | (beside if "prompt" in form else {})
 
 
 def _check_given(present: Sequence[str], given: Mapping[str, str], name: str, origin: str) -> None:

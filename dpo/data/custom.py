@@ -9,10 +9,11 @@ from typing import Any
 import jinja2
 
 from dpo.data.columns import find_columns, recognize_columns
-from dpo.data.schema import Messages, PreferenceData, get_field
+from dpo.data.schema import Messages, PreferenceData, get_field, is_sharegpt
 from dpo.errors import InputError
 
 ASSISTANT = "\n\nAssistant:"
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
 def get_own(
@@ -28,9 +29,10 @@ def get_own(
     """Records `{prompt, chosen, rejected}`, or `{chosen, rejected}` with a common beginning, as preference data; under
     SFT also `{prompt, completion}` and `{messages}`, of which the last is the target.
 
-    Fields are strings, or lists of chat messages `{role, content}` rendered with the tokenizer's chat template; all
-    records must be of one kind. `columns` maps our field names to those of the records; others are recognized. With
-    messages, a prompt that is a string must be the content of a message that chosen and rejected share (UltraFeedback).
+    Fields are strings, or lists of chat messages `{role, content}`, or ShareGPT's `{from, value}`, rendered with the
+    tokenizer's chat template; all records must be of one kind. `columns` maps our field names to those of the records;
+    others are recognized. With messages, a prompt that is a string must be the content of a message that chosen and
+    rejected share (UltraFeedback).
     Raises InputError that names the record and `origin`.
     """
     data: PreferenceData | None = None
@@ -39,8 +41,14 @@ def get_own(
         print(f"{origin}: columns {', '.join(f'{ours}={theirs}' for ours, theirs in found.items())}")
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"
-        fields = {ours: get_field(row, theirs, where, (str, list)) for ours, theirs in found.items()}
+        fields = {
+            ours: _as_role_and_content(get_field(row, theirs, where, (str, list)), where)
+            for ours, theirs in found.items()
+            if ours != "input"
+        }
         prompt = fields.pop("prompt", None)
+        if "input" in found and row.get(found["input"]):
+            prompt = "\n\n".join(get_field(row, found[ours], where) for ours in ("prompt", "input"))
         responses = list(fields.values())
         chat = isinstance(responses[0], list)
         if any(isinstance(response, list) != chat for response in responses) or (isinstance(prompt, list) and not chat):
@@ -66,6 +74,19 @@ def get_own(
         else:
             data.add_target(prompt, *responses)
     return data if data is not None else PreferenceData(truncation_mode="keep_start")
+
+
+def _as_role_and_content(field: str | list[Any], where: str) -> str | list[Any]:
+    """A field whose messages may be ShareGPT's, which say `from` and `value`."""
+    if isinstance(field, str) or not any(map(is_sharegpt, field)):
+        return field
+    speakers = [get_field(message, "from", where) for message in field]
+    if unknown := next((speaker for speaker in speakers if speaker not in ROLES), None):
+        raise InputError(f"{where}: a message is from {unknown!r}, and must be from one of {', '.join(ROLES)}")
+    return [
+        {"role": ROLES[speaker], "content": get_field(message, "value", where)}
+        for speaker, message in zip(speakers, field, strict=True)
+    ]
 
 
 def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:

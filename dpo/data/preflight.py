@@ -78,11 +78,11 @@ class Preflight:
         splits = {"train": self.train, "test": self.test}
         lines = [describe(split, report) for split, report in splits.items()]
         lines += [warning for split, report in splits.items() if (warning := warn(split, report))]
-        lines.append(
-            f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run; "
-            f"{count(self.dropped_examples, 'example')} in partial batches "
-            f"{'is' if self.dropped_examples == 1 else 'are'} dropped"
-        )
+        plan = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
+        if self.dropped_examples:
+            dropped = count(self.dropped_examples, "example in a partial batch is", "examples in partial batches are")
+            plan += f"; {dropped} dropped"
+        lines.append(plan)
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:

@@ -13,6 +13,13 @@ from dpo.errors import InputError
 SURROGATE = re.compile("[\ud800-\udfff]")
 MISSING = object()
 Messages = list[dict[str, str]]  # of a chat, with role and content
+KINDS: dict[Any, str] = {
+    str: "text",
+    list: "a list",
+    (str, list): "text or a list of messages",
+    int: "a whole number",
+    (int, float): "a number",
+}
 
 
 class Entry(TypedDict):
@@ -57,6 +64,11 @@ class PreferenceData(dict[str, Entry]):
         return part
 
 
+def is_sharegpt(message: Any) -> bool:
+    """Whether a chat message has ShareGPT's fields in place of role and content."""
+    return isinstance(message, Mapping) and {"from", "value"} <= message.keys() and "role" not in message
+
+
 def get_field(row: Mapping[str, Any], key: str, where: str, kind: type | tuple[type, ...] = str) -> Any:
     """`row[key]`; raises InputError that names the record (`where`) if it is missing, null, of another type or not
     Unicode."""
@@ -65,10 +77,14 @@ def get_field(row: Mapping[str, Any], key: str, where: str, kind: type | tuple[t
         null = "null" if value is None else "NaN, which is how pandas writes null"
         raise InputError(f"{where}: {key} is {null}: give it a value, or remove the record")
     if not isinstance(value, kind) or isinstance(value, bool):
-        wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        found = f"{type(value).__name__} ({str(value)[:80]!r})" if value is not MISSING else "missing"
-        present = ", ".join(map(str, row)) if isinstance(row, Mapping) else repr(row)[:80]
-        raise InputError(f"{where}: field {key!r} must be {wanted} but is {found}; the record has {present}")
+        if not isinstance(row, Mapping):
+            raise InputError(f"{where}: {row!r:.80} stands where an object with the field {key!r} is expected")
+        if value is MISSING:
+            raise InputError(
+                f"{where}: {key} is missing, and must be {KINDS[kind]}; there {'are' if len(row) > 1 else 'is'} "
+                f"{', '.join(map(str, row)) or 'nothing'}: add it, or remove the record"
+            )
+        raise InputError(f"{where}: {key} must be {KINDS[kind]}, and is {value!r:.80}")
     if isinstance(value, str) and SURROGATE.search(value):
         raise InputError(f"{where}: field {key!r} has an unpaired UTF-16 surrogate (invalid text): {value[:80]!r}")
     return value

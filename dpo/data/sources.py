@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from dpo.data.schema import is_sharegpt
 from dpo.errors import InputError
 from dpo.settings.places import SAVED, SUFFIXES, Source, seen_from
 
@@ -27,6 +29,7 @@ HUB_IDS = {
 TEST_NAMES = ("test", "validation", "valid", "val", "dev", "eval")  # of the test split: the first that is there
 UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # how `datasets` says that there is none of that name
 ANY_TEXT = 2**31 - 1  # characters in a field of a table
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Mapping[str, Any]]:
@@ -59,12 +62,14 @@ def _split_files(folder: Path, split: str) -> list[Path]:
             raise InputError(f"{folder} holds its {name} split in several formats or places ({listed}); keep one")
         if found:
             return found[0]
-    present = ", ".join(sorted(os.listdir(folder))[:8]) or "nothing"
+    held = sorted(os.listdir(folder))
+    present = ", ".join(held[:8]) or "nothing"
+    alone = next((name for name in held if name.endswith(SUFFIXES)), "FILE")
     wanted = ", ".join(f"{split}{suffix}" for suffix in SUFFIXES)
     other = f" (or {', '.join(names[1:])} in place of {split})" if names[1:] else ""
     raise InputError(
         f"{folder} has no {split} split: it needs one of {wanted}{other}; it holds {present}. "
-        f"One file, given itself, is split: a tenth of its prompts is test"
+        f"datasets={folder / alone} takes both splits from that file: a tenth of its prompts is test"
     )
 
 
@@ -92,7 +97,7 @@ def _read(file: Path) -> Iterator[Mapping[str, Any]]:
         raise InputError(
             f"{file} cannot be read: it is not UTF-8 (byte {byte:#04x}); convert it, as with `iconv -f LATIN1 -t utf-8`"
         ) from error
-    except (OSError, EOFError, zlib.error, csv.Error, RecursionError) as error:
+    except (OSError, EOFError, zlib.error, RecursionError) as error:
         raise InputError(f"{file} cannot be read: {error}") from error
     except ValueError as error:  # pyarrow's ArrowInvalid is a ValueError
         raise error if isinstance(error, InputError) else InputError(f"{file} cannot be read: {error}") from error
@@ -148,32 +153,46 @@ def _is_records(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(item, Mapping) and "role" not in item for item in value)
+        and all(isinstance(item, Mapping) and "role" not in item and not is_sharegpt(item) for item in value)
     )
 
 
-def _parse_table(lines: Iterable[str], file: Path, *, dialect: str) -> Iterator[dict[str, str]]:
+def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[str, str]]:
     """The rows of a table whose first line names its columns. A field in quotes may hold newlines."""
     csv.field_size_limit(ANY_TEXT)
-    reader = csv.reader(lines, dialect, strict=True)
-    header = next(reader, [])
-    if len(set(header)) < len(header):
-        raise InputError(f"{file}: the first line names a column twice: {', '.join(header)}")
-    for number, fields in enumerate(filter(None, reader), start=1):  # an empty line is no record
-        if len(fields) != len(header):
-            separators = "tabs" if dialect == "excel-tab" else "commas"
-            raise InputError(
-                f"record {number} of {file} (line {reader.line_num}) has {len(fields)} fields, and the first line "
-                f"names {len(header)}: put fields with {separators} or newlines in quotes"
-            )
-        yield dict(zip(header, fields, strict=True))
+    first = lines.readline()
+    if separator == "," and ";" in first and "," not in first:  # as Excel writes where 0.5 is 0,5
+        separator = ";"
+    reader = csv.reader(itertools.chain([first], lines), delimiter=separator, strict=True)
+    header: list[str] = []
+    number = read = 0  # records, and lines of the file
+    try:
+        for fields in reader:
+            if not header:
+                header = fields
+                if len(set(header)) < len(header):
+                    raise InputError(f"{file}: the first line names a column twice: {', '.join(header)}")
+            elif fields:  # an empty line is no record
+                number += 1
+                if len(fields) != len(header):
+                    raise InputError(
+                        f"record {number} of {file} (line {reader.line_num}) has {len(fields)} fields, and the first "
+                        f"line names {len(header)}: put fields with {SEPARATORS[separator]} or newlines in quotes"
+                    )
+                yield dict(zip(header, fields, strict=True))
+            read = reader.line_num
+    except csv.Error as error:
+        raise InputError(
+            f"{file} cannot be read: {error}, in the record that begins on line {read + 1}: put a field with a quote "
+            f'in it in quotes, and write that quote twice, as in "say ""yes"""'
+        ) from error
 
 
 PARSERS: dict[str, Callable[..., Iterator[Any]]] = {
     ".jsonl": _parse_lines,
     ".json": _parse_json,
-    ".csv": partial(_parse_table, dialect="excel"),
-    ".tsv": partial(_parse_table, dialect="excel-tab"),
+    ".csv": partial(_parse_table, separator=","),
+    ".tsv": partial(_parse_table, separator="\t"),
 }
 
 

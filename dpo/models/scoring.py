@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -53,8 +53,8 @@ class Scorer(NamedTuple):
 
         def compute() -> list[float]:
             given = self.score(prompts, answers)
-            if isinstance(given, (str, bytes)):
-                raise TypeError(f"a number for each answer is expected, not the text {given[:80]!r}")
+            if isinstance(given, (str, bytes, Mapping)):
+                raise TypeError(f"a number for each answer is expected, in a list, and not {given!r:.80}")
             return [float(score) for score in itertools.islice(given, len(answers) + 1)]
 
         scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)

@@ -185,7 +185,7 @@ class Progress(Callback):
         task, _ = self._open[-1]
         if self.show_bar:
             self._draw()
-        elif task.is_due():
+        elif task.seconds_left() != 0 and task.is_due():
             rate = "" if task.said is not None or not task.left() else " at the rate so far"
             task.said = time.monotonic()
             self.line(f"{task}{rate}")

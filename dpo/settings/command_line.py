@@ -308,7 +308,8 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
         return f"{override} is not an override: write NAME=VALUE"
     options = sorted(path.stem for place in places for path in (place / key).glob("*.yaml"))
     if options and value not in options:
-        return _explain_place(key, value) or explain_unknown(key, value, options)
+        other = f"; a model of the Hub is model.name_or_path={value}" if key == "model" else ""
+        return _explain_place(key, value) or explain_unknown(key, value, options) + other
     if "is not in struct" in (said := f"{error}{error.__cause__}"):
         key = found[1] if (found := re.search(r"full_key: ([\w.]+)", said)) else key  # may be inside of the value
         if key.startswith(WEIGHTS):
@@ -324,7 +325,8 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
     if value.lstrip("[").startswith("~"):
         return f"{override}: ~ is not expanded here; write the whole path"
     text = value.removeprefix("[").removesuffix("]")
-    if isinstance(error, OverrideParseException) and TO_QUOTE.search(text) and not MEANT.search(text):
+    is_path = Path(text).exists() and '"' not in text
+    if isinstance(error, OverrideParseException) and TO_QUOTE.search(text) and (is_path or not MEANT.search(text)):
         quoted = value.replace(text, f'"{text}"')
         return f"{override}: some of its characters mean something to Hydra: write '{key}={quoted}'"
     return f"{override} is not a valid override: {' '.join(str(error).split())[:300]}"

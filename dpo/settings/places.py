@@ -84,7 +84,7 @@ def name_datasets(given: str | Sequence[str], sources: Mapping[str, Any]) -> Dat
         elif (name := _name_after(value)) in (*built_in(), *names) or _has_place(places.get(name)):
             problems.append(
                 f"datasets names {value}, but the name {name} is taken: "
-                f"give datasets=[OTHER] dataset_sources.OTHER={value}"
+                f"give it another with datasets=[{','.join([*names, 'OTHER'])}] dataset_sources.OTHER={value}"
             )
         else:
             names.append(name)

@@ -6,6 +6,7 @@ What is asked of each key alone is in `dpo/settings/keys.py`, what the config co
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,20 +104,28 @@ def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | N
     if isinstance(value, str) and "${" in value:
         return f"{key}={value} cannot be resolved: {how_to_set or 'no such key or resolver'}"
     if not rule.holds(value):
-        return f"{key}={value} must be {rule.wanted}"
+        return f"{key}={_typed(value)} must be {rule.wanted}"
     if rule.choices and value is not None and value not in rule.choices:
         return explain_unknown(key, value, rule.choices)
     return None
+
+
+def _typed(value: Any) -> Any:
+    """A value as it is typed on a command line."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 
 def find_unused(config: DictConfig, plan: Plan) -> list[str]:
     """A line for each key that was set and has no effect as the others are, or next to none."""
     values = flatten(config)
     unused = _find_unused(values, plan)
-    lines = [f"{key}={value} has no effect: it needs {needs.what}" for key, value, needs in unused if not needs.refused]
+    lines = [f"{key}={_typed(v)} has no effect: it needs {needs.what}" for key, v, needs in unused if not needs.refused]
     sources = {name for name, source in values["dataset_sources"].items() if source is not None}
-    unnamed = sorted(sources - set(name_datasets(values["datasets"], values["dataset_sources"]).names))
-    lines += [f"dataset_sources.{name} has no effect: datasets does not name it" for name in unnamed]
+    names = name_datasets(values["datasets"], values["dataset_sources"]).names
+    lines += [
+        f"dataset_sources.{name} has no effect: datasets={','.join(names)} does not name it; datasets=[{name}] does"
+        for name in sorted(sources - set(names))
+    ]
     if values["lora.name"] in ADAPTED and values["optimizer"] in STEPS_OF_LR and values["lr"] < 1e-6:
         lines.append(f"lr={values['lr']} is a rate for all weights; adapters take some ten times as much: 5e-6 to 2e-4")
     # a step is about lr, and what changes a weight by less than 1/512 to 1/256 is rounded away in bfloat16
@@ -157,10 +166,10 @@ def _process_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
         )
     for key, value, needs in _find_unused(sound, plan):
         if needs.refused:
-            yield f"{key}={value} needs {needs.what}"
+            yield f"{key}={_typed(value)} needs {needs.what}"
     if not plan.trainer.can_sample and sound.get("sample_during_eval"):
         yield (
-            f"sample_during_eval=True does not work with tensor_parallel.backend={sound['tensor_parallel.backend']}: "
+            f"sample_during_eval=true does not work with tensor_parallel.backend={sound['tensor_parallel.backend']}: "
             f"set sample_during_eval=false, or tensor_parallel.backend=dtensor"
         )
     if not plan.trainer.can_autocast and sound.get("model.autocast"):

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from dpo.data.preflight import TrainingData
 from dpo.settings.plan import Plan
+from dpo.wording import count
 
 # trained tokens that take as long as a sampled one: between the 1 of SmolLM2-135M and the 4 of the tests' tiny-llama,
 # both measured on one CPU core (docs/metrics.md)
@@ -70,31 +71,32 @@ class FirstUpdate(NamedTuple):
         if self.samples_wait:
             assert self.samples is not None
             yield (
-                f"warning: sampling waits for the evaluation after {self.next_evaluation:,} examples, as before the "
-                f"first update it could cost more than a tenth of the run: up to {self.samples.tokens:,} tokens, each "
-                f"counted as {SAMPLED_COST} of the {self.trained:,} trained ones; do_first_sampling=true samples now, "
-                f"n_eval_model_samples and n_eval_tokens make it less"
+                f"warning: no samples before the first update; the first come with the evaluation after "
+                f"{count(self.next_evaluation, 'example')}. Sampling up to {count(self.samples.tokens, 'token')} could "
+                f"take as long as training on {SAMPLED_COST * self.samples.tokens:,}, and the whole run trains on "
+                f"{self.trained:,}: more than a tenth. do_first_sampling=true samples now; n_eval_model_samples and "
+                f"n_eval_tokens make the samples fewer and shorter"
             )
 
     def _tell_parts(self) -> Iterator[str]:
         if self.tested:
-            yield f"self-test on {self.tested} examples (self_test=false leaves it out)"
+            yield f"self-test on {count(self.tested, 'example')} (self_test=false leaves it out)"
         if self.scored is not None:
             yield (
-                f"the reference scores up to {self.scored:,} pairs (cache_reference_logps=as_needed scores each when "
-                f"it is needed)"
+                f"the reference scores up to {count(self.scored, 'pair')} (cache_reference_logps=as_needed scores each "
+                f"when it is needed)"
             )
         if self.evaluated:
             yield (
-                f"evaluation of {sum(self.evaluated):,} examples in {len(self.evaluated):,} batches (n_eval_examples; "
-                f"do_first_eval=false leaves it out)"
+                f"evaluation of {count(sum(self.evaluated), 'example')} in "
+                f"{count(len(self.evaluated), 'batch', 'batches')} (n_eval_examples; do_first_eval=false leaves it out)"
             )
         if self.samples is not None and not self.samples_wait:
             prompts, models, tokens = self.samples
             who = "policy and reference" if models > 1 else "the policy"
             yield (
-                f"samples of {who} for {prompts:,} prompts, up to {tokens:,} tokens (n_eval_model_samples, "
-                f"n_eval_tokens; do_first_sampling=false leaves them out)"
+                f"samples of {who} for {count(prompts, 'prompt')}, up to {count(tokens, 'token')} "
+                f"(n_eval_model_samples, n_eval_tokens; do_first_sampling=false leaves them out)"
             )
 
 

@@ -34,7 +34,7 @@ def self_test(objective: Objective, examples: Sequence[Example], config: DictCon
         partial(objective.reference_forward, microbatch) if plan.loss.reference else None,
         lengths=microbatch.lengths,
         loss_config=objective.loss_config,
-        same_dtype=plan.compute_dtype == plan.reference_dtype,
+        other_dtype=plan.compute_dtype if plan.compute_dtype != plan.reference_dtype else None,
         repeats_to=DTYPES[plan.autocast or plan.compute_dtype] if mesh.tensor_size > 1 else None,
     )
     if p := config.lora.get("dropout", 0):
@@ -50,7 +50,7 @@ def check_models(
     *,
     lengths: torch.Tensor,
     loss_config: Mapping[str, Any],
-    same_dtype: bool,
+    other_dtype: str | None = None,
     repeats_to: torch.dtype | None = None,
 ) -> list[str]:
     """Check policy and reference. Returns lines to print. Leaves the policy in train mode.
@@ -59,8 +59,9 @@ def check_models(
     `reference_forward` those of the reference, None if the loss needs none; `lengths` are their scored tokens,
     (sides, B).
     Checks that log-probabilities are finite; that train-mode and eval-mode forwards agree up to rounding (that of dtype
-    `repeats_to`, if a forward does not repeat more exactly); and, if both have the same dtype, that rewards are 0 and
-    the loss is that of equal models (ln 2 for DPO). Raises InputError with the failed check and its likely cause.
+    `repeats_to`, if a forward does not repeat more exactly); and that rewards are 0 and
+    the loss is that of equal models (ln 2 for DPO), unless the reference computes in another dtype than the policy's,
+    `other_dtype`. Raises InputError with the failed check and its likely cause.
     """
     in_train, of_reference, scale = _check_forwards(policy, forward, reference_forward, repeats_to)
     if reference_forward is None:
@@ -77,11 +78,11 @@ def check_models(
         )
     losses, *rewards = loss(scores, loss_config)
     reward = max(r.abs().max().item() for r in rewards)
-    if not same_dtype:
+    if other_dtype:
         return [
             f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
             f"the policy, so the first rewards are rounding errors of up to {reward:.2g}; for 0 set "
-            f"model.reference_dtype to the policy's"
+            f"model.reference_dtype={other_dtype}"
         ]
     tolerance = 1e-4 * beta * max(1.0, scale)
     first_loss = losses.mean().item()

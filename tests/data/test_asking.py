@@ -68,7 +68,8 @@ def test_raw_is_as_it_is(chatty):
 @pytest.mark.parametrize(
     ("asked", "form", "said"),
     [(" ", "raw", "is empty"), ([], "chat", "no messages"), (TALK, "raw", "holds chat messages"),
-     ([{"role": "user"}], "chat", "'content' must be str"), (["hello"], "chat", "'role' must be str")],
+     ([{"role": "user"}], "chat", "content is missing, and must be text"),
+     (["hello"], "chat", "'hello' stands where an object with the field 'role'")],
 )  # fmt: skip
 def test_what_is_no_prompt_is_refused(asked, form, said, chatty):
     with pytest.raises(InputError, match=f"^line 7: .*{said}"):

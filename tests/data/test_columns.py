@@ -21,6 +21,7 @@ def recognize(present: str, sft_mode: bool = False, **given: str) -> dict[str, s
         ("Instruction Chosen-Response REJECTED_RESPONSE", "Instruction Chosen-Response REJECTED_RESPONSE"),
         ("question prompt best chosen rejected", "prompt chosen rejected"),  # our own names go first
         ("prompt chosen rejected messages completion", "prompt chosen rejected"),  # pairs before targets
+        ("instruction chosen rejected", "instruction chosen rejected"),
     ],
 )
 def test_a_pair_is_recognized(present, found):
@@ -38,6 +39,8 @@ def test_a_pair_is_recognized(present, found):
         ("question answer", {"prompt": "question", "completion": "answer"}),
         ("messages", {"messages": "messages"}),
         ("prompt prompt_id messages", {"messages": "messages"}),
+        ("Input Instruction Output", {"prompt": "Instruction", "completion": "Output", "input": "Input"}),  # Alpaca
+        ("instruction input messages", {"messages": "messages"}),
     ],
 )
 def test_a_target_is_recognized_under_sft_alone(present, columns):
@@ -86,18 +89,18 @@ def test_what_the_config_says_goes_first_and_the_rest_is_recognized():
             "give 'dataset_sources.mine.columns={prompt: COLUMN, completion: \"b(c)\"}', or columns={messages: COLUMN}",
         ),
         (
-            "instruction input output",
+            "question instruction input output",
             True,
             {},
-            "rows.csv: prompt may be instruction or input: give "
-            "'dataset_sources.mine.columns={prompt: instruction, completion: output}', or another",
+            "rows.csv: prompt may be question or instruction or input: choose one, as in "
+            "'dataset_sources.mine.columns={prompt: question, completion: output}'",
         ),
         (
             "query accepted preferred rejected",
             False,
             {},
-            "rows.csv: chosen may be accepted or preferred: give "
-            "'dataset_sources.mine.columns={prompt: query, chosen: accepted, rejected: rejected}', or another",
+            "rows.csv: chosen may be accepted or preferred: choose one, as in "
+            "'dataset_sources.mine.columns={prompt: query, chosen: accepted, rejected: rejected}'",
         ),
         (
             "prompt chosen rejected",

@@ -170,9 +170,38 @@ def test_the_last_message_of_a_chat_is_the_target_and_the_rest_is_prompt(chat):
     assert get_own([{"prompt": turns[:-1], "completion": turns[-1:]}], "mine", template, sft_mode=True) == data
 
 
+def test_messages_may_be_of_sharegpts_form(chat):
+    said = (("system", "Be"), ("human", "Hi"), ("gpt", "Hm?"), ("user", "Sing"), ("assistant", "La"))
+    row = {"conversations": [{"from": speaker, "value": text} for speaker, text in said]}
+    turns = [{"role": "system", "content": "Be"}, user("Hi"), assistant("Hm?"), user("Sing"), assistant("La")]
+    template = chat(ENDS_TURNS_WITH_SEMICOLON)
+    data = get_own([row], "mine", template, sft_mode=True)
+    assert data == get_own([{"messages": turns}], "mine", template, sft_mode=True)
+    assert [*data.messages.values()] == [turns[:-1]]
+
+
+def test_the_input_of_an_instruction_comes_below_it(tokenizer, capsys):
+    row = {"instruction": "Sum up.", "output": " A"}
+    rows = [{**row, "input": "Text"}, {**row, "input": ""}, {**row, "input": None}, row]
+    data = get_own(rows, "mine", tokenizer, sft_mode=True, silent=False)
+    assert {prompt: entry["responses"] for prompt, entry in data.items()} == {
+        "Sum up.\n\nText": [" A"],
+        "Sum up.": [" A", " A", " A"],
+    }
+    assert capsys.readouterr().out == "mine: columns prompt=instruction, completion=output, input=input\n"
+    pairs = [{"instruction": "Sum up.", "input": "Text", "chosen": " A", "rejected": " B"}]
+    assert list(get_own(pairs, "mine", tokenizer)) == ["Sum up.\n\nText"]
+    # unless the config says what the prompt is
+    assert list(get_own(pairs, "mine", tokenizer, {"prompt": "instruction"})) == ["Sum up."]
+    with pytest.raises(InputError, match="record 1 of mine: instruction must be text, and is "):
+        get_own([{**rows[0], "instruction": [user("a")]}], "mine", tokenizer, sft_mode=True)
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
+        ([{"from": "tool", "value": "Hi"}], "record 1 of mine: a message is from 'tool', and must be from one of"),
+        ([{"from": "human", "value": "Hi"}, assistant("La")], "record 1 of mine: from is missing, and must be text"),
         (
             [user("Hi"), assistant("Hm?"), user("Sing")],
             "record 1 of mine: the last message is of user, and must be of a",
@@ -195,14 +224,15 @@ def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):
     result = train(*command("run", "loss=sft", f"datasets={file}"))
 
     assert result.returncode == 0, result.stderr
-    assert f"{file} (train): columns prompt=question, completion=answer\n" in result.stdout
+    assert result.stdout.count(f"{file}: columns prompt=question, completion=answer\n") == 1
+    assert result.stdout.count(": columns ") == 1  # of both splits
     assert "train: 54 examples of 27 prompts" in result.stdout  # the held-out tenth is of prompts
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert (config["datasets"], config["dataset_sources"]["my_rows"]) == (["my_rows"], str(file))
     # a loss of pairs is told what is missing, and how columns are given beside a path
     refused = train(*command("pairs", f"datasets=[{file}]"))
     assert refused.returncode == 2
-    assert f"{file} (train) has no chosen and rejected, which a loss of pairs needs" in refused.stderr
+    assert f"{file} has no chosen and rejected, which a loss of pairs needs" in refused.stderr
     assert "'dataset_sources.my_rows.columns={prompt: question, chosen: COLUMN, rejected: COLUMN}'" in refused.stderr
     swapped = "dataset_sources.my_rows.columns={prompt: answer, completion: question}"
     assert "54 examples" in train(*command("swapped", "loss=sft", f"datasets={file}", swapped, "dry_run=true")).stdout
@@ -222,7 +252,7 @@ def test_a_null_is_null_and_neither_missing_nor_replaced(tokenizer, key, null):
 def test_a_prompt_that_other_records_have_is_not_taken_from_what_the_responses_share(tokenizer):
     row = {"prompt": "Q:", "chosen": "Q: yes", "rejected": "Q: no"}
     without = {key: row[key] for key in ("chosen", "rejected")}
-    with pytest.raises(InputError, match=r"record 2 of mine: field 'prompt' must be .* missing"):
+    with pytest.raises(InputError, match="record 2 of mine: prompt is missing, and must be text or a list of"):
         get_own([row, without], "mine", tokenizer)
     assert list(get_own([without], "mine", tokenizer)) == ["Q:"]
 
@@ -340,9 +370,9 @@ COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
         ),
         ([{**HELLO, "rejected": "Go away"}], ENDS_TURNS_WITH_EOS, "must all be text or all be chat messages"),
         ([{**HELLO, "chosen": []}], ENDS_TURNS_WITH_EOS, "need at least one message each"),
-        ([{**HELLO, "chosen": [{"role": "assistant"}]}], ENDS_TURNS_WITH_EOS, "field 'content' must be str"),
-        ([{**HELLO, "chosen": ["Hello"]}], ENDS_TURNS_WITH_EOS, "field 'role' must be str"),
-        ([{**HELLO, "chosen": [7]}], ENDS_TURNS_WITH_EOS, "field 'role' must be str"),
+        ([{**HELLO, "chosen": [{"role": "assistant"}]}], ENDS_TURNS_WITH_EOS, "content is missing, and must be text"),
+        ([{**HELLO, "chosen": ["Hello"]}], ENDS_TURNS_WITH_EOS, "'Hello' stands where an object with the field 'role'"),
+        ([{**HELLO, "chosen": [7]}], ENDS_TURNS_WITH_EOS, "7 stands where an object with the field 'role'"),
     ],
 )
 def test_messages_that_cannot_be_rendered_are_named(chat, rows, template, message):

@@ -290,6 +290,9 @@ def test_what_will_run_is_printed_and_written_before_it_starts(three_pairs, tmp_
     assert "train: 3 examples of 2 prompts" in printed
     assert "test: 1 example of 1 prompt" in printed
     assert "2 updates of 2 examples will run; 2 examples in partial batches are dropped" in printed
+    data.report.dropped_examples = 0
+    assert data.report.tell(2).endswith("\n2 updates of 2 examples will run")
+    data.report.dropped_examples = 2
     data.report.write(tmp_path / "preflight.json")
     written = json.loads((tmp_path / "preflight.json").read_text())
     assert (written["updates"], written["dropped_examples"], written["train"]["examples"]) == (2, 2, 3)
@@ -381,6 +384,8 @@ def test_no_warm_up_fits_a_run_of_fewer_than_ten_updates():
     ]
     config.warmup_steps, report.updates = 0, 1
     assert doubts(config, report) == []
+    config.warmup_steps, report.updates = 2, 2  # no tenth of them
+    assert doubts(config, report)[0].endswith("would never reach lr=0.001; warmup_steps=0 fits")
 
 
 def test_one_of_a_kind_is_told_in_the_singular(tokenizer):

@@ -89,6 +89,14 @@ def test_a_field_of_a_table_may_be_long_and_lines_may_be_empty(tmp_path):
     assert list(load_rows(Source(str(tmp_path / "a.csv")), "train")) == [{"prompt": "a", "chosen": "b" * 200_000}]
 
 
+def test_columns_of_a_csv_may_be_separated_by_semicolons(tmp_path):
+    (tmp_path / "a.csv").write_text('\ufeffprompt;chosen\r\na;"b; c"\r\nd;1,5\r\n')
+    rows = [{"prompt": "a", "chosen": "b; c"}, {"prompt": "d", "chosen": "1,5"}]
+    assert list(load_rows(Source(str(tmp_path / "a.csv")), "train")) == rows
+    (tmp_path / "b.csv").write_text("prompt,a;b\nc;d,e\n")  # a comma goes first
+    assert list(load_rows(Source(str(tmp_path / "b.csv")), "train")) == [{"prompt": "c;d", "a;b": "e"}]
+
+
 @pytest.mark.parametrize(
     ("content", "records"),
     [
@@ -96,6 +104,7 @@ def test_a_field_of_a_table_may_be_long_and_lines_may_be_empty(tmp_path):
         ({"version": "1.1", "tags": ["a"], "data": ROWS}, ROWS),
         # one record, as one line of JSON: chats are its fields, and not lists of records
         ({"messages": [{"role": "user", "content": "a"}]}, [{"messages": [{"role": "user", "content": "a"}]}]),
+        ({"conversations": [{"from": "human", "value": "a"}]}, [{"conversations": [{"from": "human", "value": "a"}]}]),
     ],
 )
 def test_an_object_may_hold_the_list_of_records(tmp_path, content, records):
@@ -153,7 +162,8 @@ def test_what_of_a_file_is_the_test_split_is_said_once(n, held_out, tmp_path, ca
     ("files", "messages"),
     [
         ({"train.txt": "", "notes.md": ""}, ["{dir} has no train split", "train.jsonl", "holds notes.md, train.txt"]),
-        ({}, ["{dir} has no train split", "it holds nothing"]),
+        ({}, ["{dir} has no train split", "it holds nothing. datasets={dir}/FILE takes both splits from that file"]),
+        ({"mine.csv": "a\n1\n"}, ["it holds mine.csv. datasets={dir}/mine.csv takes both splits from that file"]),
         (
             {"train.jsonl": "{}", "train.parquet": ""},
             ["several formats or places (train.jsonl, train.parquet)", "keep one"],
@@ -186,7 +196,15 @@ def test_what_of_a_file_is_the_test_split_is_said_once(n, held_out, tmp_path, ca
             ["record 2 of {dir}/train.csv (line 4) has 3 fields", "names 2", "commas"],
         ),
         ({"train.tsv": "a\tb\n1\n"}, ["record 1 of {dir}/train.tsv (line 2) has 1 fields", "names 2", "tabs"]),
-        ({"train.csv": 'a,b\n1,"2\n'}, ["{dir}/train.csv cannot be read", "unexpected end of data"]),
+        (
+            {"train.csv": 'a,b\n1,"2\n3"\n4,"5\n6,7\n'},
+            ["{dir}/train.csv cannot be read", "unexpected end of data, in the record that begins on line 4:"],
+        ),
+        (
+            {"train.tsv": 'a\tb\n1\t"2" 3\n4\t5\n'},
+            ["expected after '\"', in the record that begins on line 2: put a field with a quote in it in quotes, and"],
+        ),
+        ({"train.csv": "a;b\n1,5;2;3\n"}, ["line 2) has 3 fields", "names 2: put fields with semicolons or newlines"]),
         ({"train.csv": "a,b,a\n1,2,3\n"}, ["{dir}/train.csv: the first line names a column twice: a, b, a"]),
         (
             {"train.csv": "a\ncaf\xe9".encode("latin1")},

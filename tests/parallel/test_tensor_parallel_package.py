@@ -172,7 +172,6 @@ def test_forwards_agree_bit_for_bit_on_more_devices(family):
         lambda: plain_logps(reference, examples),
         lengths=torch.tensor([example.n_scored for example in examples]).T,
         loss_config={"name": "dpo", **DPO},
-        same_dtype=True,
     )
     assert "rewards within 0 of 0" in note
     with torch.no_grad():

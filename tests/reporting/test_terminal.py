@@ -110,8 +110,7 @@ def test_in_a_log_file_an_evaluation_that_takes_long_says_how_far_it_is(clock, c
         clock.now += 40.0
     assert [line.split("  ")[1] for line in capsys.readouterr().out.splitlines()] == [
         "16/20 examples",
-        "20/20 examples",
-    ]
+    ]  # at the end the evaluation itself is shown
 
 
 def test_in_a_log_file_a_single_batch_that_takes_long_to_sample_says_how_far_it_is(clock, capsys):
@@ -125,7 +124,6 @@ def test_in_a_log_file_a_single_batch_that_takes_long_to_sample_says_how_far_it_
         "sample 0/1  0/16 examples  token 8/128  0:30 left at the rate so far",
         "sample 0/1  0/16 examples  token 48/128  0:20 left",
         "sample 0/1  0/16 examples  token 88/128  0:10 left",
-        "sample 1/1  16/16 examples  0:00 left",
     ]
 
 
@@ -142,7 +140,6 @@ def test_in_a_log_file_an_update_that_takes_long_says_how_far_it_is(clock, capsy
         "update 0/2  0/16 examples  microbatch 3/4  0:25 left",
         "update 1/2  8/16 examples",
         "update 1/2  8/16 examples  microbatch 2/4  0:10 left",
-        "update 1/2  8/16 examples  microbatch 4/4  0:00 left",
         "update 2/2  16/16 examples",
     ]
 

@@ -384,6 +384,10 @@ def test_a_function_gets_texts_and_its_numbers_rank(run, drawn, tmp_path):
         ("return None", "rewards.py:score failed: TypeError"),
         ("return ['good'] * len(completions)", "rewards.py:score failed: ValueError"),
         ("return '1' * len(completions)", "rewards.py:score failed: TypeError: a number for each answer is expected"),
+        (
+            "return dict.fromkeys(range(len(completions)), 0.5)",
+            "rewards.py:score failed: TypeError: a number for each answer is expected, in a list, and not {0: 0.5, ",
+        ),
         ("import itertools; return itertools.count()", "rewards.py:score gave more than 8 scores for 8 answers"),
         ("return [1e308] * len(completions)", "rewards.py:score gave the score 1e[+]308 to the answer"),
         ("raise KeyboardInterrupt", r"rewards.py:score failed: KeyboardInterrupt: "),

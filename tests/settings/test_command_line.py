@@ -44,6 +44,11 @@ def test_options_come_first_and_keep_their_values():
         (["model=Pythia28"], "model=Pythia28 is not there: did you mean pythia28? `ls config/model` shows all"),
         (["model=pythia2.8"], "model=pythia2.8 is not there: did you mean pythia28, "),
         (
+            ["model=gpt2"],
+            "model=gpt2 is not there: did you mean gptj or gpt2-xl? `ls config/model` shows all "
+            f"{len(list((ROOT / 'config' / 'model').glob('*.yaml')))}; a model of the Hub is model.name_or_path=gpt2",
+        ),
+        (
             ["model=/my/model"],
             "model=/my/model: model names a file of config/model; a directory or Hub id is "
             "model.name_or_path=/my/model",

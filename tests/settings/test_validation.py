@@ -164,15 +164,15 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         ("eval_every=3", "eval_every=3 (examples) must be at least batch_size=4"),
         ("batch_size=four", "batch_size=four must be an integer >= 1"),
         ("batch_size=4.0", "batch_size=4.0 must be an integer >= 1"),
-        ("batch_size=true", "batch_size=True must be an integer >= 1"),  # a bool is an int in Python
-        ("batch_size=null", "batch_size=None must be an integer >= 1"),
+        ("batch_size=true", "batch_size=true must be an integer >= 1"),  # a bool is an int in Python
+        ("batch_size=null", "batch_size=null must be an integer >= 1"),
         ("warmup_steps=-1", "warmup_steps=-1 must be an integer >= 0"),
         ("seed=4294967296", "seed=4294967296 must be an integer from 0 to 2**32 - 1"),
         ("lr=nan", "lr=nan must be a number above 0"),
         ("lr=inf", "lr=inf must be a number above 0"),
         ("collective_timeout_secs=1e30", "collective_timeout_secs=1e+30 must be seconds above 0, ten million at most"),
         ("schedule=cos", "schedule=cos is not one of constant, cosine, linear: did you mean cosine?"),
-        ("schedule=null", "schedule=None must be a name"),
+        ("schedule=null", "schedule=null must be a name"),
         ("min_lr_ratio=1.5", "min_lr_ratio=1.5 must be a number from 0 to 1"),
         ("min_lr_ratio=0.1", "min_lr_ratio=0.1 needs schedule=linear or schedule=cosine"),
         ("lr_scaling=root", "lr_scaling=root is not one of linear, none, sqrt"),
@@ -188,8 +188,12 @@ def test_all_problems_are_told_at_once_with_value_and_fix():
         ("datasets=mine", "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory"),
         ("datasets=[no/such/pairs]", f"datasets names no/such/pairs, and there is no such file or directory in {ROOT}"),
         ("datasets=/no/such.csv", "datasets names /no/such.csv, and there is no such file or directory"),
-        ("datasets=me/hh", "datasets names me/hh, but the name hh is taken: give datasets=[OTHER] dataset_sources."),
-        ("datasets=[me/a,you/a]", "datasets names you/a, but the name a is taken: give datasets=[OTHER] dataset_"),
+        ("datasets=me/hh", "datasets names me/hh, but the name hh is taken: give it another with datasets=[OTHER] "),
+        (
+            "datasets=[me/a,you/a]",
+            "datasets names you/a, but the name a is taken: give it another with datasets=[a,OTHER] "
+            "dataset_sources.OTHER=you/a",
+        ),
         ("local_dirs=.cache", "local_dirs=.cache must be a list of paths"),
         ("fsdp_port=65536", "fsdp_port=65536 must be a port from 1 to 65535, or null"),
         ("model.archive=''", "model.archive= must be a path, or null"),
@@ -251,7 +255,7 @@ def test_batches_must_divide_by_the_processes_that_see_different_rows():
         (
             "tensor_parallel.backend=tensor_parallel",
             CUT_BY_PACKAGE,
-            "sample_during_eval=True does not work with tensor_par",
+            "sample_during_eval=true does not work with tensor_par",
         ),
         ("tensor_parallel_size=3", several(4, 3), "tensor_parallel_size=3 does not divide the 4 processes: try 1, 2"),
         ("optimizer=Adafactor", several(2), "optimizer=Adafactor cannot update shards: use another with trainer="),
@@ -593,9 +597,16 @@ def test_a_key_without_effect_is_refused_or_gets_a_line(override):
     assert find_unused(compose(*complete), plan) == []  # unless it is set
 
 
+def test_a_value_is_told_as_it_is_typed():
+    config = compose(*COMPLETE, "do_first_sampling=true", "do_first_eval=false")
+    assert [line.split(":")[0] for line in find_unused(config, ONE)] == ["do_first_sampling=true has no effect"]
+
+
 def test_a_source_that_no_dataset_names_gets_a_line():
     config = compose(*COMPLETE, "datasets=[shp]", "dataset_sources.hh=/x", "dataset_sources.shp=/y")
-    assert find_unused(config, ONE) == ["dataset_sources.hh has no effect: datasets does not name it"]
+    assert find_unused(config, ONE) == [
+        "dataset_sources.hh has no effect: datasets=shp does not name it; datasets=[hh] does"
+    ]
 
 
 def test_a_rate_that_bfloat16_weights_round_away_gets_a_line():

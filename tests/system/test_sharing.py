@@ -166,8 +166,8 @@ def test_a_bad_row_ends_all_processes_with_one_sentence(rows, command, tmp_path)
 
     assert result.returncode == 2, result.stderr
     assert [line for line in result.stderr.splitlines() if "error" in line.lower()] == [
-        f"error: record 23 of {tmp_path / 'bad'} (train): field 'rejected' must be str but is missing; "
-        "the record has chosen"
+        f"error: record 23 of {tmp_path / 'bad'} (train): rejected is missing, and must be text; "
+        "there is chosen: add it, or remove the record"
     ]
     assert "Traceback" not in result.stderr
 

@@ -15,7 +15,7 @@ from dpo.settings.plan import resolve
 from dpo.training.first_update import FirstUpdate
 
 SAMPLED = ("sample_during_eval=true", "n_eval_model_samples=4", "n_eval_tokens=5")
-WAITS = "warning: sampling waits for the evaluation after "
+WAITS = "warning: no samples before the first update; the first come with the evaluation after "
 
 
 def samples_of(run_dir: Path) -> list[dict]:
@@ -43,6 +43,14 @@ def test_each_thing_is_announced_with_its_size_and_the_keys_that_change_it():
         "  samples of policy and reference for 16 prompts, up to 4,096 tokens (n_eval_model_samples, n_eval_tokens; "
         "do_first_sampling=false leaves them out)"
     ]
+
+
+def test_a_warning_says_why_samples_wait():
+    assert list(first_update("eval_every=400", "self_test=false", "do_first_eval=true", updates=300).tell())[1] == (
+        f"{WAITS}400 examples. Sampling up to 4,096 tokens could take as long as training on 12,288, and the whole run "
+        "trains on 120,000: more than a tenth. do_first_sampling=true samples now; n_eval_model_samples and "
+        "n_eval_tokens make the samples fewer and shorter"
+    )
 
 
 def test_what_is_not_done_is_not_announced():
@@ -101,7 +109,7 @@ def test_a_short_run_samples_at_its_next_evaluation_and_dry_run_says_so(processe
     assert (tried.returncode, trained.returncode) == (0, 0), tried.stderr + trained.stderr
 
     announced = trained.stdout[trained.stdout.index("before the first update:") :].splitlines()[:4]
-    assert announced[2].startswith("  evaluation of 4 examples in 1 batches")
+    assert announced[2].startswith("  evaluation of 4 examples in 1 batch (")
     assert announced[3].startswith(WAITS)
     assert "\n".join(announced) in tried.stdout
     assert {sample["examples"] for sample in samples_of(tmp_path / "run")} == {8, 16, 24}
