@@ -37,7 +37,7 @@ def updates_at_start(reference: bool) -> int:
     return 1 if reference else FIRST
 
 
-def window_of(batch_size: float) -> int:
+def count_window(batch_size: float) -> int:
     """How many updates are looked at together."""
     return max(FEWEST_UPDATES, math.ceil(FEWEST_PAIRS / batch_size)) if batch_size > 0 else FEWEST_PAIRS
 

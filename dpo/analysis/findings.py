@@ -18,12 +18,12 @@ from dpo.analysis.collapse import (
     FEW,
     WHAT_TO_TRY,
     Means,
+    count_window,
     find_collapse,
     is_collapsed,
     updates_at_start,
-    window_of,
 )
-from dpo.analysis.noise import interval_of
+from dpo.analysis.noise import wilson_interval
 from dpo.analysis.runs import Run, number
 from dpo.losses import LOSSES
 from dpo.wording import count, figure, percent
@@ -50,7 +50,7 @@ class Finding(NamedTuple):
     text: str
 
 
-def start_of(run: Run) -> Means | None:
+def find_start(run: Run) -> Means | None:
     """Loss and margin before the first update; of a run that was not evaluated then, of its first updates."""
     for split, log, n in (("eval", run.eval, 1), ("train", run.train, updates_at_start(run.has_reference))):
         values = np.stack([log[f"loss/{split}"], log[f"rewards_{split}/margins"]])[:, :n]
@@ -67,7 +67,7 @@ def chance(accuracy: float, n: float) -> float:
 
 def is_untold(accuracy: float, n: float) -> bool:
     """Whether an accuracy on n pairs is neither told from chance nor from one that is of use."""
-    low, high = interval_of(accuracy, n)
+    low, high = wilson_interval(accuracy, n)
     return low <= 0.5 and high >= USEFUL
 
 
@@ -136,7 +136,7 @@ def spikes(run: Run) -> Iterator[Finding]:
     for name, what in (("grad_norm", "Gradient"), ("loss/train", "Loss")):
         values = run.train[name]
         found = spikes_of(values)
-        if name == "loss/train" and run.has_reference and (start := start_of(run)):
+        if name == "loss/train" and run.has_reference and (start := find_start(run)):
             # where nearly all pairs are learned, one that is not stands far out
             found = [(place, times) for place, times in found if values[place] > start.loss]
         if not found:
@@ -158,7 +158,7 @@ def spikes(run: Run) -> Iterator[Finding]:
 
 def collapse(run: Run) -> Iterator[Finding]:
     """A loss far above its start, with margins that show no preference."""
-    start, width = start_of(run), window_of(number(run.setting("batch_size", 1)))
+    start, width = find_start(run), count_window(number(run.setting("batch_size", 1)))
     if start is None or run.setting("loss.wpo"):  # whose weights move with the policy
         return
     columns = np.stack([run.train[name] for name in ("loss/train", "rewards_train/margins")])
@@ -195,7 +195,7 @@ def collapse(run: Run) -> Iterator[Finding]:
             return
 
 
-def error_of_evaluation(run: Run) -> float:
+def find_evaluation_error(run: Run) -> float:
     """Two standard errors of `loss/eval`; NaN after fewer than 20 updates.
 
     From the spread of an example's loss where it was widest, as that of batches shows it: training examples may be
@@ -207,24 +207,6 @@ def error_of_evaluation(run: Run) -> float:
     batch = max(1.0, number(run.setting("batch_size", 1)))
     spread = max(float(part.std(ddof=1)) for part in np.array_split(losses, 10)) * math.sqrt(batch)
     return 2 * spread / math.sqrt(n_evaluated(run))
-
-
-def worse_than_reference(run: Run) -> Iterator[Finding]:
-    """A held-out loss above that of the reference itself."""
-    examples, values = run.eval.points("loss/eval")
-    start = start_of(run)
-    if run.setting("loss.wpo") or not run.has_reference or start is None or examples[-1:].sum() <= 0:
-        return
-    error = error_of_evaluation(run)
-    if values[-1] > start.loss + error:  # false for NaN
-        yield Finding(
-            WARNING,
-            "By its own loss the policy is worse than the reference",
-            f"loss/eval {figure(float(values[-1]))}, before training {figure(start.loss)}; two standard errors "
-            f"{figure(error, 2)}",
-            "On held-out pairs it would be better, by this loss, not to have trained at all. "
-            "Take an earlier checkpoint, or use a smaller lr or a larger loss.beta.",
-        )
 
 
 def best_checkpoint(run: Run) -> Iterator[Finding]:
@@ -285,7 +267,7 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
     if not len(values) or examples[-1] <= 0 or run.updates < 20:
         return
     accuracy, n = float(values[-1]), n_evaluated(run)
-    low, high = interval_of(accuracy, n)
+    low, high = wilson_interval(accuracy, n)
     interval = f"95 % interval {figure(low)} to {figure(high)}"
     value = f"rewards_eval/accuracies {figure(accuracy)} on {count(n, 'pair')}, {interval}"
     if low > 0.5 and high < USEFUL:
@@ -345,14 +327,14 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
         place = int(np.argmax(sign * values))
         best, last = float(values[place]), float(values[-1])
         worse = sign * (best - last)
-        error = error_of_evaluation(run)
+        error = find_evaluation_error(run)
         least = (
             max(TURNED * abs(best), 0.005, *([error] if error > 0 else []))
             if sign < 0
             else max(LOST, chance(best, n_evaluated(run)))
         )
         then, now = near(run, stem.format("train"), examples[place]), near(run, stem.format("train"), examples[-1])
-        start = start_of(run)
+        start = find_start(run)
         learned = sign > 0 or now < (start.loss if start is not None else run.train.first("loss/train"))
         if worse > least and sign * (now - then) > 0 and learned:
             name = "loss" if sign < 0 else "accuracy"

@@ -16,7 +16,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def interval_of(share: float, n: float) -> Interval:
+def wilson_interval(share: float, n: float) -> Interval:
     """The 95 % interval of a share that was measured on n examples (Wilson's, which holds for few and near 0 and 1)."""
     share = min(max(share, 0.0), 1.0)
     middle, half = share + Z**2 / (2 * n), Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
@@ -44,6 +44,6 @@ def _student(freedom: int) -> float:
     )
 
 
-def chance_of_heads(heads: int, tosses: int) -> float:
+def binomial_tail(heads: int, tosses: int) -> float:
     """The probability of so many heads or more of a fair coin."""
     return sum(math.comb(tosses, k) for k in range(heads, tosses + 1)) / 2**tosses

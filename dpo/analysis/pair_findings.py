@@ -10,7 +10,7 @@ import numpy as np
 
 from dpo.analysis.findings import NOTE, WARNING, Finding
 from dpo.analysis.margin import Change, MarginParts, change_of, margin_parts
-from dpo.analysis.noise import chance_of_heads, mean_and_bound
+from dpo.analysis.noise import binomial_tail, mean_and_bound
 from dpo.analysis.runs import Run, number
 from dpo.losses import LOSSES
 from dpo.wording import count, figure, percent, signed
@@ -191,7 +191,7 @@ def empty_samples(run: Run) -> Iterator[Finding]:
         value = f"{value}, {pairs.whose} {others} of {len(pairs.texts)}"
     cause = "Probability that training takes from rejected responses often goes there: take an earlier checkpoint, or "
     yield Finding(
-        WARNING if chance_of_heads(heads, tosses) <= 0.05 else NOTE,
+        WARNING if binomial_tail(heads, tosses) <= 0.05 else NOTE,
         "The policy says nothing" if empty == len(newest) else "Some of the policy's samples are empty",
         value,
         "There the policy ends its answer at once. "

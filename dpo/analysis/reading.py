@@ -21,7 +21,6 @@ OF_ALL: tuple[Callable[[Run], Iterator[Finding]], ...] = (
 )
 OF_GIVEN_EXAMPLES = (  # what is drawn changes with the policy, and follows the scorer, not the labels of held-out pairs
     findings.no_better_than_chance,
-    findings.worse_than_reference,
     findings.saturation,
     findings.evaluation_turns,
     pair_findings.margin_story,

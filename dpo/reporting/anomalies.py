@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dpo.analysis.collapse import WHAT_TO_TRY, Means, find_collapse, is_collapsed, updates_at_start, window_of
+from dpo.analysis.collapse import WHAT_TO_TRY, Means, count_window, find_collapse, is_collapsed, updates_at_start
 from dpo.analysis.findings import FAINT, SPIKE
 from dpo.data.examples import examples_of
 from dpo.errors import RunError
@@ -105,7 +105,7 @@ class CourseWarner(Callback):
         self._may_collapse = loss.pairwise and not context.config.loss.get("wpo")
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
         self._first: dict[str, float] = {}  # means of the first 20
-        self._width = window_of(context.config.batch_size)
+        self._width = count_window(context.config.batch_size)
         self._window: deque[Means] = deque(maxlen=self._width)
         self._start: Means | None = None
         self._warned = False
