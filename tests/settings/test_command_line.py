@@ -96,6 +96,13 @@ def test_what_hydra_cannot_apply_is_one_sentence(arguments, problem):
     assert found.startswith(problem)
 
 
+def test_a_path_that_is_there_is_told_with_its_quotes_even_with_a_comma(tmp_path):
+    file = tmp_path / "my rows (1),x.jsonl"
+    file.touch()
+    [found] = problems_of(f"datasets={file}")
+    assert found.endswith(f"write 'datasets=\"{file}\"'")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
