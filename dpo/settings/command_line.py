@@ -324,7 +324,8 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
     if value.lstrip("[").startswith("~"):
         return f"{override}: ~ is not expanded here; write the whole path"
     text = value.removeprefix("[").removesuffix("]")
-    if isinstance(error, OverrideParseException) and TO_QUOTE.search(text) and not MEANT.search(text):
+    meant = MEANT.search(text.replace(",", "") if "/" in text and text == value else text)  # a path may have commas
+    if isinstance(error, OverrideParseException) and TO_QUOTE.search(text) and not meant:
         quoted = value.replace(text, f'"{text}"')
         return f"{override}: some of its characters mean something to Hydra: write '{key}={quoted}'"
     return f"{override} is not a valid override: {' '.join(str(error).split())[:300]}"
