@@ -11,7 +11,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save
 from dpo.errors import InputError
 from dpo.models.adapter_dropout import Dropout
 from dpo.parallel.state import local_tensor
-from dpo.settings.keys import COUNT, DROPOUT, FINITE, Rule
+from dpo.settings.keys import COUNT, DROPOUT, FINITE, FLAG, Rule
 from dpo.system.library_logs import silence_bitsandbytes
 from dpo.system.plain_files import check_readable, read_json
 
@@ -38,16 +38,45 @@ KNOWN = {
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("fan_in_fan_out", "init_lora_weights"),
 }
-NAMES = Rule(
-    lambda v: v is None or isinstance(v, str) or (isinstance(v, list) and all(isinstance(n, str) for n in v)),
-    "a string or a list of strings",
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, str) and _compiles(value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+TARGETS = Rule(
+    lambda v: v is None or _is_pattern(v) or (isinstance(v, list) and all(isinstance(n, str) for n in v)),
+    "a list of names, or a regular expression that compiles",
+)
+PATTERNS = Rule(
+    lambda v: v is None or _is_pattern(v) or (isinstance(v, list) and all(map(_is_pattern, v))),
+    "a regular expression that compiles, or a list of them",
 )
 RULES = {  # of the values from which something is made here
     "r": COUNT,
     "lora_alpha": FINITE,
     "lora_dropout": DROPOUT,
     "base_model_name_or_path": Rule(lambda v: v is None or isinstance(v, str), "a string, or null"),
-    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), NAMES),
+    **dict.fromkeys(("target_modules", "exclude_modules"), TARGETS),
+    "layers_pattern": PATTERNS,
+    "layers_to_transform": Rule(
+        lambda v: v is None or _is_int(v) or (isinstance(v, list) and all(map(_is_int, v))),
+        "an integer, a list of integers, or null",
+    ),
+    "init_lora_weights": Rule(lambda v: isinstance(v, bool | str), "true, false or a name"),
+    "fan_in_fan_out": FLAG,
 }
 CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also modify the base
 OF_LAYER = re.compile(r"(.+)\.lora_[AB]\.weight")
@@ -147,35 +176,45 @@ def is_archive(base: str) -> bool:
     return base.endswith(".pt") or Path(base).is_file()
 
 
-def add_adapter(model: Any, config: LoraConfig, *, name: str = POLICY, dropout: float = 0.0, seed: int = 0) -> None:
+def add_adapter(
+    model: Any,
+    config: LoraConfig,
+    *,
+    name: str = POLICY,
+    dropout: float = 0.0,
+    seed: int = 0,
+    targets: str = "lora.target_modules",
+) -> None:
     """Freeze a model and add an adapter to it in float32, trained unless it is the reference's; it becomes active.
 
     As PEFT draws it from the seed, it changes nothing: B is 0. On the meta device it takes no memory. Its
     dropout is off until `AdapterDropout` has it on. Raises InputError if the config names no layer of the model, or
-    one that cannot be adapted.
+    one that cannot be adapted; `targets` is where it names them.
     """
     config = copy.deepcopy(config)
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
-    _inject(model, config, name, seed)
+    _inject(model, config, name, seed, targets)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if hasattr(head, "base_layer") and head.weight is embedding.weight:  # merging would change the embedding
         raise InputError(
-            f"lora.target_modules names the head of {type(model).__name__}, which is its embedding too: leave it out"
+            f"{targets} names the head of {type(model).__name__}, which is its embedding too: leave it out"
         )
     for layer in _adapted_layers(model):
-        _prepare(layer, name, dropout)
+        _prepare(layer, name, dropout, targets)
     model.requires_grad_(False)
     for weight in adapter_weights(model, POLICY).values():
         weight.requires_grad_(True)
     _activate(_adapted_layers(model), name)
 
 
-def _inject(model: Any, config: LoraConfig, name: str, seed: int) -> None:
+def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) -> None:
     """Have PEFT put an adapter into a model, drawn from the seed alone."""
     peft = _import_peft()
 
     on_meta = next(model.parameters()).is_meta
-    with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():  # None warns of several
+    device = torch.device("meta") if on_meta else nullcontext()  # or PEFT makes the factors in memory first
+    # None warns of several
+    with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings(), device:
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is meant
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT corrects it for GPT-2
         torch.manual_seed(seed)
@@ -183,20 +222,18 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int) -> None:
             peft.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=on_meta)
         except ValueError as error:
             reason = " ".join(str(error).split())[:300]
-            raise InputError(f"lora.target_modules cannot be adapted in {type(model).__name__}: {reason}") from error
+            raise InputError(f"{targets} cannot be adapted in {type(model).__name__}: {reason}") from error
     if isinstance(config.target_modules, set):  # PEFT is content if one of them is there
         names = [key.removesuffix(".base_layer") for key, _ in model.named_modules()]
         if absent := sorted(t for t in config.target_modules if not any(f".{n}".endswith(f".{t}") for n in names)):
-            raise InputError(
-                f"lora.target_modules names layers that {type(model).__name__} has not: {', '.join(absent)}"
-            )
+            raise InputError(f"{targets} names layers that {type(model).__name__} has not: {', '.join(absent)}")
 
 
-def _prepare(layer: Any, name: str, dropout: float) -> None:
+def _prepare(layer: Any, name: str, dropout: float, targets: str) -> None:
     """Give a layer that PEFT adapted our dropout and factors. Raises InputError if it is not linear."""
     if name in layer.lora_embedding_A:
         kind = type(layer.get_base_layer()).__name__
-        raise InputError(f"lora.target_modules names a layer of class {kind}: only linear layers can be adapted")
+        raise InputError(f"{targets} names a layer of class {kind}: only linear layers can be adapted")
     layer.cast_input_dtype_enabled = False  # each of q, k and v would keep an input of its own in float32
     if dropout > 0:
         layer.lora_dropout[name] = Dropout(dropout, layer.in_features)

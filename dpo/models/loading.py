@@ -98,7 +98,8 @@ def find_weights(config: DictConfig, plan: Plan) -> Weights:
     weights, archive = Weights.of(config.model.archive), config.model.archive
     merge = f"merge it first: python -m scripts.export {archive} DIR --merge, then model.name_or_path=DIR"
     if weights.adapter is not None and config.lora.name not in ADAPTED:
-        raise InputError(f"model.archive={archive} is an adapter: choose lora=lora, or {merge}")
+        choose = "choose lora=lora" + " lora.reference=adapter" * plan.loss.reference
+        raise InputError(f"model.archive={archive} is an adapter: {choose}, or {merge}")
     if weights.adapter is not None and plan.reference == "base":
         raise InputError(
             f"model.archive={archive} is an adapter, and with lora.reference=base the reference would be its base, "

@@ -90,7 +90,7 @@ def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, fil
     raised from a StopIteration for its own, and lets the StopIteration through.
     """
     try:
-        with torch.no_grad(), _exit_raising():
+        with torch.no_grad(), RaisingExit():
             return code()
     except (PressedAgain, Stopped, kind):
         raise
@@ -98,8 +98,8 @@ def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, fil
         raise kind(f"{what}: {_tell(error, file)}") from error
 
 
-class _exit_raising:
-    """Inside, `os._exit` of this process raises SystemExit: a run that has not finished must not end with status 0."""
+class RaisingExit:
+    """A context in which `os._exit` of this process raises: an unfinished run must not end with status 0."""
 
     def __enter__(self) -> None:
         self.exit, own = os._exit, os.getpid()

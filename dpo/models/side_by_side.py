@@ -18,7 +18,7 @@ from dpo.data.asking import Asked, choose_form, render
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.losses import LOSSES
-from dpo.models.adapters import add_adapter, load_adapter, read_adapter, switch
+from dpo.models.adapters import CONFIG, add_adapter, load_adapter, read_adapter, switch
 from dpo.models.answers import Answer, Sampling, Tokens, answer, log_probabilities
 from dpo.models.card import find_prompt_format
 from dpo.models.loading import Weights, place_of, source_of
@@ -282,7 +282,7 @@ def _load(name: str, origin: Origin, dtype: str | None, bases: dict[Hashable, An
         return Side(name, model, None, None)
     stored = read_adapter(origin.adapter)
     try:
-        add_adapter(model, stored.config, name=name)
+        add_adapter(model, stored.config, name=name, targets=f"{stored.directory / CONFIG}: target_modules")
         load_adapter(model, stored, name)
     except InputError as error:
         raise InputError(f"{origin.adapter} does not fit {origin.config.model.name_or_path}: {error}") from error

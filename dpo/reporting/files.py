@@ -91,25 +91,36 @@ class LogWriter(Appender):
     """Appends lines, which are flushed immediately."""
 
     def find_end(self, path: Path, size: int) -> int:
-        """Where the last whole line ends."""
+        """Where the first lines, as many as are whole, end. A whole line of a `.jsonl` is an object in JSON."""
+        end = 0
         if not size:
-            return 0
+            return end
         with path.open("rb") as file:
-            file.seek(size - 1)
-            if file.read(1) == b"\n":
-                return size
-            file.seek(0)
-            return file.read(size).rfind(b"\n") + 1
+            for line in file:
+                whole = line.endswith(b"\n") and end + len(line) <= size
+                if not whole or (path.suffix == ".jsonl" and not _is_object(line)):
+                    break
+                end += len(line)
+        return end
 
     def append(self, name: str, lines: Iterable[str]) -> None:
         """Add lines to one of the files."""
         path = self.run_dir / name
         with path.open("ab+") as file:
-            size = file.tell()
-            if (end := self.find_end(path, size)) < size:  # truncated by a full disk or another program
-                file.truncate(end)
+            if size := file.tell():
+                file.seek(size - 1)
+            if size and file.read() != b"\n":  # truncated by a full disk or another program
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
                 print(f"warning: {path} ended with an incomplete line, which was removed", flush=True)
             file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 class FileLogger(LogWriter):

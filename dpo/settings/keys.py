@@ -62,6 +62,7 @@ def _one_of(names: Iterable[str]) -> Rule:
 
 SEED = Rule(lambda v: _is_int(v) and 0 <= v < 2**32, "an integer from 0 to 2**32 - 1")
 COUNT = Rule(lambda v: _is_int(v) and v > 0, "an integer >= 1")
+RANK = Rule(lambda v: _is_int(v) and 0 < v <= 65536, "an integer from 1 to 65536")
 AT_LEAST_2 = Rule(lambda v: _is_int(v) and v >= 2, "an integer >= 2 (the newest may be corrupt)")
 SEVERAL_SAMPLES = Rule(
     lambda v: _is_int(v) and 2 <= v <= 1024,
@@ -73,7 +74,9 @@ FINITE = Rule(lambda v: _is_number(v) and 0 < v <= sys.float_info.max, "a number
 SECONDS = Rule(lambda v: _is_number(v) and 0 < v <= 10**7, "seconds above 0, ten million at most")
 POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
 NON_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a number, 0 or more")
-WEIGHT = Rule(lambda v: _is_number(v) and 0 <= v < math.inf, "a finite number, 0 or more")
+WEIGHT = Rule(  # which float32 holds, also multiplied by a loss
+    lambda v: _is_number(v) and 0 <= v <= 1e30, "a number from 0 to 1e30"
+)
 FLAG = Rule(lambda v: isinstance(v, bool), "true or false")
 TEXT = Rule(lambda v: isinstance(v, str) and bool(v.strip()), "a text")
 PROJECT = Rule(
@@ -312,7 +315,7 @@ KEYS: dict[str, Key] = {
     "loss.f_alpha": Key(BETWEEN, KEEP, ALPHA),
     **{f"loss.weights.{name}": Key(WEIGHT, KEEP) for name, loss in LOSSES.items() if loss.can_be_mixed},
     "lora.name": Key(_one_of(LORA), KEEP),
-    "lora.r": Key(COUNT, KEEP),
+    "lora.r": Key(RANK, KEEP),
     "lora.alpha": Key(FINITE, KEEP),
     "lora.dropout": Key(DROPOUT, KEEP),
     "lora.target_modules": Key(LAYERS, KEEP),

@@ -69,7 +69,8 @@ def built_in() -> tuple[str, ...]:
 def name_datasets(given: str | Sequence[str], sources: Mapping[str, Any]) -> Datasets:
     """What `datasets` names, and where; a path or Hub id among them is own data, named after its last part."""
     names, places, problems = [], dict(sources), []
-    for value in [given] if isinstance(given, str) else given:
+    listed = [given] if isinstance(given, str) else given
+    for value in listed:
         if value in built_in() or _has_place(places.get(value)):
             names.append(value)
             continue
@@ -82,9 +83,10 @@ def name_datasets(given: str | Sequence[str], sources: Mapping[str, Any]) -> Dat
         elif source.local is not None and not source.local.exists():
             problems.append(f"datasets names {value}, and there is no such file or directory{seen_from(source.local)}")
         elif (name := _name_after(value)) in (*built_in(), *names) or _has_place(places.get(name)):
+            renamed = ",".join("OTHER" if other == value else other for other in listed)
             problems.append(
-                f"datasets names {value}, but the name {name} is taken: "
-                f"give it another with datasets=[{','.join([*names, 'OTHER'])}] dataset_sources.OTHER={value}"
+                f"datasets names {value}, but the name {name} is taken: give datasets=[{renamed}] "
+                f"dataset_sources.OTHER={value}"
             )
         else:
             names.append(name)

@@ -71,7 +71,7 @@ def predict_phases(config: DictConfig, plan: Plan, data: TrainingData) -> dict[s
     forward = layout.forward
     if needs_tails(config.loss) or needs_squares(config.loss):
         forward = partial(layout.forward_details, with_squares=needs_squares(config.loss))
-    trained, evaluated, n_prompt = _largest_microbatches(config, plan, data, layout)
+    trained, evaluated, n_rows, n_prompt = _largest_microbatches(config, plan, data, layout)
     n_backwards = min(config.gradient_accumulation_steps, 2)
     with fake:
         of_update, of_scoring = (
@@ -89,7 +89,7 @@ def predict_phases(config: DictConfig, plan: Plan, data: TrainingData) -> dict[s
         }
     if config.sample_during_eval:
         held = between_updates._replace(reference=phases["training"][0].reference)
-        phases["samples"] = _sampling_phase(config, plan, policy, fake, held, n_prompt=n_prompt)
+        phases["samples"] = _sampling_phase(config, plan, policy, fake, held, n_rows=n_rows, n_prompt=n_prompt)
     if plan.online:
         phases |= _online_phases(config, plan, data, policy, fake, between_updates)
         phases["training"] = training._replace(scorer=phases["sampling"][0].scorer), at_peak
@@ -115,12 +115,19 @@ def _online_phases(
 
 
 def _sampling_phase(
-    config: DictConfig, plan: Plan, policy: Any, fake: FakeTensorMode, held: MemoryEstimate, *, n_prompt: int
+    config: DictConfig,
+    plan: Plan,
+    policy: Any,
+    fake: FakeTensorMode,
+    held: MemoryEstimate,
+    *,
+    n_rows: int,
+    n_prompt: int,
 ) -> tuple[MemoryEstimate, Counter[str]]:
-    """The phase in which an evaluation samples, from prompts of at most `n_prompt` tokens."""
+    """The phase in which an evaluation samples, from batches of `n_rows` prompts of at most `n_prompt` tokens."""
     n_new = config.max_length - n_prompt
     sampling = Sampling(min(n_new, config.n_eval_tokens or n_new))
-    rows = config.eval_batch_size // plan.dims.data_size
+    rows = -(-n_rows // plan.dims.data_size)
     peak = peak_of_sampling(policy, sampling, fake, rows=rows, n_prompt=n_prompt, autocast=None)
     return _while_sampling(plan, policy, held, peak)
 
@@ -188,14 +195,14 @@ def _with_activations(need: MemoryEstimate, peak: Counter[str], plan: Plan, devi
 
 def _largest_microbatches(
     config: DictConfig, plan: Plan, data: TrainingData, layout: Layout
-) -> tuple[Microbatch, Microbatch, int]:
-    """The microbatches with the most tokens, of the run's first batches and of its evaluations, and the tokens of the
-    longest prompt in the latter."""
+) -> tuple[Microbatch, Microbatch, int, int]:
+    """The microbatches with the most tokens, of the run's first batches and of its evaluations; of the latter also the
+    examples of the largest batch, and the tokens of the longest prompt."""
     limit = min(config.n_examples or 10**9, LOOKED_AT * config.batch_size)
     first = OmegaConf.merge(config, {"n_examples": limit})
     trained: list[Microbatch] = []
     evaluated: list[Microbatch] = []
-    n_prompt = 2  # what is predicted is a forward of the last token but one, and one of the last
+    n_rows, n_prompt = 0, 2  # what is predicted is a forward of the last token but one, and one of the last
     for rank in range(min(plan.dims.data_size, 4)):
         kind = LongestAnswers if plan.online else Batches
         batches = kind(first, data, layout, seed=config.seed, rank=rank, size=plan.dims.data_size)
@@ -203,8 +210,10 @@ def _largest_microbatches(
             trained += batch.microbatches
         for batch in batches.test():
             evaluated += batch.microbatches
+            n_rows = max(n_rows, len(batch.examples))
             n_prompt = max(n_prompt, *(len(example.prompt) for example in batch.examples))
-    return max(trained, key=lambda m: m.n_tokens), max(evaluated, key=lambda m: m.n_tokens), n_prompt
+    largest = [max(microbatches, key=lambda m: m.n_tokens) for microbatches in (trained, evaluated)]
+    return *largest, n_rows, n_prompt
 
 
 def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:

@@ -240,7 +240,11 @@ def test_an_adapter_without_a_place_or_a_place_without_one_is_one_sentence(tmp_p
     run, whole = of_run(tmp_path / "run"), tmp_path / "policy.pt"
     whole.touch()
     for archive, lora, said in (
-        (run, {}, r"is an adapter: choose lora=lora, or merge it first: python -m scripts.export .*run DIR --merge"),
+        (
+            run,
+            {},
+            r"is an adapter: choose lora=lora lora.reference=adapter, or merge it first: ",
+        ),
         (run, {"name": "lora", "reference": "base"}, r"choose lora.reference=adapter, or merge it first"),
         (whole, {"name": "lora", "reference": "adapter"}, r"policy.pt is not an adapter, which lora.reference=adapter"),
         (tmp_path / "no", {"name": "lora", "reference": "adapter"}, r"model.archive=.*no does not exist$"),

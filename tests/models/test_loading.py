@@ -76,7 +76,11 @@ def test_sft_goes_on_with_an_adapter_whatever_the_reference_would_be(adapter, ch
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), r"is an adapter: choose lora=lora, or merge it first: python -m scripts\.export \S+ DIR --merge"),
+        (
+            (),
+            r"choose lora=lora lora.reference=adapter, or merge it first: python -m scripts\.export \S+ DIR --merge",
+        ),
+        (("loss=sft",), r"is an adapter: choose lora=lora, or merge it first"),
         (("lora=lora", *ALIKE), "the reference would be its base, without it: choose lora.reference=adapter, or merge"),
         (("lora=lora", "lora.reference=adapter"), "is an adapter of another size: give lora.r=4 lora.alpha=8"),
         ((*TO_ADAPTER, "lora.target_modules=auto"), r"differs in .*: give lora.target_modules=\[q_proj,v_proj\]"),

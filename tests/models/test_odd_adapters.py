@@ -10,7 +10,7 @@ from pathlib import Path
 import peft
 import pytest
 from support.models import build
-from support.runs import ROOT
+from support.runs import GOLDEN, ROOT
 
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG, base_named_by, read_adapter
@@ -38,8 +38,15 @@ def change(adapter: Path, **changes: object) -> None:
             for value in (float("nan"), float("inf"), -1, 0, "16", True, None, {"q_proj": 8})
         ),
         ("lora_dropout", 1, r"a number in [0, 1)"),
-        ("target_modules", 5, "a string or a list of strings"),
-        ("target_modules", [["q_proj"]], "a string or a list of strings"),
+        *(
+            (key, value, "a list of names, or a regular expression that compiles")
+            for key in ("target_modules", "exclude_modules")
+            for value in (5, [["q_proj"]], "(", "a{99999999999999999999}")
+        ),
+        ("layers_pattern", ["("], "a regular expression that compiles, or a list of them"),
+        *(("layers_to_transform", value, "an integer, a list of integers, or null") for value in ("x", 1.5, ["x"])),
+        *(("init_lora_weights", value, "true, false or a name") for value in (5, {"a": 1}, None)),
+        ("fan_in_fan_out", "x", "true or false"),
         ("base_model_name_or_path", ["a"], "a string, or null"),
     ],
 )
@@ -54,6 +61,15 @@ def test_a_rank_that_the_weights_have_not_is_refused_before_it_takes_memory(adap
     change(adapter, r=10**9)
     with pytest.raises(InputError, match=rf"{CONFIG}: r=1000000000, and \S+\.lora_A\.weight is \(4, 32\)$"):
         read_adapter(adapter)
+
+
+def test_layers_that_the_model_has_not_are_blamed_on_the_adapters_file(adapter):
+    change(adapter, target_modules=["nope"], base_model_name_or_path=str(GOLDEN / "tiny-llama"))
+    command = [sys.executable, "-m", "scripts.sample", str(adapter)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, input="hello\n")
+    assert result.returncode == 2
+    assert f"{adapter / CONFIG}: target_modules cannot be adapted in LlamaForCausalLM" in result.stderr
+    assert "lora.target_modules" not in result.stderr
 
 
 @pytest.mark.parametrize("depth", [100_000, 900, 150])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -141,8 +142,28 @@ def test_of_a_ledger_that_is_gone_the_file_made_from_it_is_kept(tmp_path, capsys
     assert f"{STREAM} is missing what was logged before the checkpoint" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", FileLogger.files)
-def test_lines_that_are_cut_before_the_checkpoint_keep_those_that_are_whole(name, tmp_path, capsys):
+def cut_last_line(content: bytes) -> bytes:
+    return content[:-2]
+
+
+def garble_last_line(content: bytes) -> bytes:
+    """As long as before, and a line still, but no JSON."""
+    return content[:-20] + b"\x01" * 19 + b"\n"
+
+
+def blank_last_line(content: bytes) -> bytes:
+    return content[:-20] + b"\n" * 20
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        *((cut_last_line, name) for name in FileLogger.files),
+        *((garble_last_line, name) for name in FileLogger.files if name.endswith(".jsonl")),
+        *((blank_last_line, name) for name in FileLogger.files if name.endswith(".jsonl")),
+    ],
+)
+def test_lines_that_are_damaged_before_the_checkpoint_keep_those_before_them(damage, name, tmp_path, capsys):
     def logger_in(state: dict) -> FileLogger:
         logger = FileLogger(RunContext(OmegaConf.create({"n_eval_model_samples": 1}), tmp_path, 0, None, print))
         logger.load_state_dict(state)
@@ -158,7 +179,8 @@ def test_lines_that_are_cut_before_the_checkpoint_keep_those_that_are_whole(name
     for number in (1, 2):
         log(logger, number)
     state, whole = logger.state_dict(), file.read_bytes()
-    file.write_bytes(whole[:-2])
+    damaged = damage(whole)
+    file.write_bytes(damaged)
 
     log(logger_in(state), 3)
 
@@ -166,5 +188,7 @@ def test_lines_that_are_cut_before_the_checkpoint_keep_those_that_are_whole(name
     kept = whole[:-2].rpartition(b"\n")[0].splitlines(keepends=True)
     assert [line.rstrip() for line in lines[: len(kept)]] == [line.rstrip() for line in kept]
     assert all(line.endswith(b"\n") for line in lines)
-    assert (tmp_path / f"{name}.old").read_bytes() == whole[:-2]
+    assert (tmp_path / f"{name}.old").read_bytes() == damaged
+    if name.endswith(".jsonl"):
+        assert [json.loads(line)["examples"] for line in lines] == [4, 12]
     assert f"warning: {file} is damaged after " in capsys.readouterr().out

@@ -83,6 +83,11 @@ def test_options_come_first_and_keep_their_values():
             "datasets=[/data/é.csv]: some of its characters mean something to Hydra: "
             "write 'datasets=[\"/data/é.csv\"]'",
         ),
+        (
+            ["datasets=/data/we ird (1) é,x.jsonl"],
+            "datasets=/data/we ird (1) é,x.jsonl: some of its characters mean something to Hydra: "
+            "write 'datasets=\"/data/we ird (1) é,x.jsonl\"'",
+        ),
         (["hydra.sweeper.params.x=1"], "hydra.sweeper.params.x=1 is not a valid override"),
         (["loss=sft", "loss.beta=1"], "loss.beta does not exist here: it belongs to any loss but sft"),
         (["loss=sft", "loss.wpo=true"], "loss.wpo does not exist here: it belongs to any loss but orpo, sft, simpo"),

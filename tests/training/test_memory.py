@@ -218,6 +218,16 @@ def test_what_wpo_and_ld_alpha_hold_beside_is_counted(layout, compose):
     assert need("loss.wpo=true") > need("loss.ld_alpha=0.5") > need()
 
 
+def test_samples_take_at_most_the_rows_of_the_test_split(compose):
+    most = compose("sample_during_eval=true", "eval_batch_size=1000000000", "n_eval_examples=1000000000")
+    data = load_data(most, silent=True)
+    n = len(data.test)
+    whole = compose("sample_during_eval=true", f"eval_batch_size={n}", f"n_eval_examples={n}")
+    assert (
+        predict_phases(most, resolve(most), data)["samples"] == predict_phases(whole, resolve(whole), data)["samples"]
+    )
+
+
 @pytest.mark.slow
 def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
     config = compose(
