@@ -221,7 +221,7 @@ def test_what_wpo_and_ld_alpha_hold_beside_is_counted(layout, compose):
 def test_samples_take_at_most_the_rows_of_the_test_split(compose):
     most = compose("sample_during_eval=true", "eval_batch_size=1000000000", "n_eval_examples=1000000000")
     data = load_data(most, silent=True)
-    n = len(data.test)
+    n = data.report.test.examples
     whole = compose("sample_during_eval=true", f"eval_batch_size={n}", f"n_eval_examples={n}")
     caches = [predict_phases(config, resolve(config), data)["samples"].kv_cache for config in (most, whole)]
     assert caches[0] == caches[1] > 0
