@@ -121,7 +121,8 @@ def read_adapter(directory: Path) -> StoredAdapter:
     with _explaining(directory):
         check_readable(directory / WEIGHTS)
         written = _read_config(directory)
-        config = peft.PeftConfig.from_peft_type(**written)
+        # what is not honoured here must be off, and PEFT trips over some of the ways to write that
+        config = peft.PeftConfig.from_peft_type(**{k: v for k, v in written.items() if v or k in KNOWN})
         weights = load_file(directory / WEIGHTS)
     if not isinstance(config, peft.LoraConfig):
         kind = type(config).__name__.removesuffix("Config")
@@ -154,7 +155,7 @@ def base_named_by(directory: Path) -> str | None:
 def _explaining(directory: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{directory} is not an adapter in PEFT's format: {reason}") from error
 

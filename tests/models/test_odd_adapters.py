@@ -81,6 +81,12 @@ def test_what_is_nested_without_end_is_a_sentence(depth, read, adapter):
         read(adapter)
 
 
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "bias"])
+def test_what_is_off_may_be_written_in_any_way(key, adapter):
+    change(adapter, **{key: None})
+    assert read_adapter(adapter).config.r == 4
+
+
 def test_modules_that_it_names_are_not_imported(adapter):
     change(adapter, auto_mapping={"base_model_class": "x", "parent_library": "antigravity"})
     assert read_adapter(adapter).config.auto_mapping is None
