@@ -212,8 +212,8 @@ def _largest_microbatches(
             evaluated += batch.microbatches
             n_rows = max(n_rows, len(batch.examples))
             n_prompt = max(n_prompt, *(len(example.prompt) for example in batch.examples))
-    largest = [max(microbatches, key=lambda m: m.n_tokens) for microbatches in (trained, evaluated)]
-    return *largest, n_rows, n_prompt
+    in_training, in_evaluation = (max(those, key=lambda m: m.n_tokens) for those in (trained, evaluated))
+    return in_training, in_evaluation, n_rows, n_prompt
 
 
 def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:
