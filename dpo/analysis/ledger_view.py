@@ -74,8 +74,11 @@ def texts_of(run: Run, found: LedgerSummary, find_texts: FindTexts | None) -> tu
         texts = find_texts(run, asked)
     except (InputError, OSError) as error:
         return drawn, f"Texts are not shown: {error}"
-    missing = {pair.example for pair in asked} - texts.keys()
-    note = f"Its datasets have changed, and lack {len(missing)} of these {len(asked)}" if missing else ""
+    wanted = {pair.example for pair in asked}
+    missing = wanted - texts.keys()
+    note = (
+        f"Its datasets have changed, and lack {len(missing)} of these {count(len(wanted), 'pair')}" if missing else ""
+    )
     return {**drawn, **texts}, note
 
 

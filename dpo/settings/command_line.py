@@ -326,7 +326,8 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
         return f"{override}: ~ is not expanded here; write the whole path"
     text = value.removeprefix("[").removesuffix("]")
     is_path = Path(text).exists() and '"' not in text
-    if isinstance(error, OverrideParseException) and TO_QUOTE.search(text) and (is_path or not MEANT.search(text)):
+    meant = MEANT.search(text.replace(",", "") if "/" in text and text == value else text)  # a path may have commas
+    if isinstance(error, OverrideParseException) and TO_QUOTE.search(text) and (is_path or not meant):
         quoted = value.replace(text, f'"{text}"')
         return f"{override}: some of its characters mean something to Hydra: write '{key}={quoted}'"
     return f"{override} is not a valid override: {' '.join(str(error).split())[:300]}"

@@ -41,6 +41,9 @@ def print_whatever_happens() -> None:
     """
     for name in ("stdout", "stderr"):
         former = getattr(sys, name)
-        raw = _Log(former.fileno(), "w", closefd=False)
+        try:
+            raw = _Log(former.fileno(), "w", closefd=False)
+        except io.UnsupportedOperation:  # of a program that runs this one and keeps what it prints
+            continue
         options = {"encoding": former.encoding, "line_buffering": former.line_buffering or former.write_through}
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), errors="backslashreplace", **options))

@@ -31,7 +31,7 @@ from dpo.system.malloc import (
 )
 from dpo.system.rank_env import RankEnv, _number, find_rank_env
 from dpo.system.redaction import redact
-from dpo.system.signals import ASKED, Stopped, ctrl_c_ignored, on_stop_signals
+from dpo.system.signals import ASKED, Stopped, ctrl_c_ignored, killed_by_stop_signals, on_stop_signals
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -121,15 +121,16 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
     tqdm.tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore that outlives a killed worker
     store = None
     try:
-        store = _meet(rank_env, timeout_secs)
-        init_distributed(
-            rank_env.rank,
-            rank_env.world_size,
-            backend=_backend(rank_env.local_rank),
-            timeout=timedelta(seconds=timeout_secs),
-            store=dist.PrefixStore("group", store),
-            local_rank=rank_env.local_rank,
-        )
+        with killed_by_stop_signals():
+            store = _meet(rank_env, timeout_secs)
+            init_distributed(
+                rank_env.rank,
+                rank_env.world_size,
+                backend=_backend(rank_env.local_rank),
+                timeout=timedelta(seconds=timeout_secs),
+                store=dist.PrefixStore("group", store),
+                local_rank=rank_env.local_rank,
+            )
         status, said = 0, ""
         try:
             worker(rank_env.rank, rank_env.world_size, *args)

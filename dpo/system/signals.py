@@ -109,6 +109,16 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
 
 
 @contextmanager
+def killed_by_stop_signals() -> Iterator[None]:
+    """Inside, a signal kills this process, as it does by default: for calls that no handler of Python's interrupts."""
+    with _handlers_restored():
+        if _in_main_thread():
+            for number in _heeded():
+                signal.signal(number, signal.SIG_DFL)
+        yield
+
+
+@contextmanager
 def _handlers_restored() -> Iterator[None]:
     formers = {number: former for number in SIGNALS if (former := signal.getsignal(number)) is not None}
     try:

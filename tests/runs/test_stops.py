@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -149,6 +150,19 @@ def test_of_several_processes_none_goes_on(step, rows, tmp_path):
     assert_stopped_before_training(signal.SIGTERM, process.returncode, said, run_dir)
     assert said.count("SIGTERM") == 2  # acknowledged once, and the last sentence
     assert time.monotonic() - began < 40
+
+
+def test_a_rank_that_waits_for_the_others_in_a_call_that_runs_no_handler_is_killed(rows, tmp_path):
+    overrides = [o for o in small_run(rows, tmp_path / "run", *SHARDED) if not o.startswith("world_size")]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address, port = silent.getsockname()
+        rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        process = Python("train.py", *overrides, environment=environment_of(**rank), merge=True)
+        silent.settimeout(100)
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == -signal.SIGTERM
 
 
 def test_a_run_that_has_a_checkpoint_says_how_to_continue(rows, tmp_path):

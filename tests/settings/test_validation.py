@@ -637,7 +637,7 @@ def test_keys_of_an_adapter_are_there_with_it_alone():
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("lora.r=0", "lora.r=0 must be an integer >= 1"),
+        ("lora.r=0", "lora.r=0 must be an integer from 1 to 65536"),
         ("lora.alpha=0", "lora.alpha=0 must be a number above 0"),
         ("lora.dropout=1", "lora.dropout=1 must be a number in [0, 1)"),
         ("lora.target_modules=all", "lora.target_modules=all must be auto, or a list of different names of layers"),

@@ -122,7 +122,7 @@ def meet_twice(rank: int, world_size: int) -> None:
     for place in ("first", "second"):
         started = time.monotonic()
         if rank == 0:
-            time.sleep(0.3)
+            time.sleep(1)  # by more than the processes start apart
         meet_rank_0(place)
         assert rank == 0 or 0.2 < time.monotonic() - started < 30
 

@@ -141,7 +141,7 @@ def test_a_reward_model_sees_whole_prompts_up_to_its_positions(compose, tokenize
 def test_microbatches_are_of_prompts_with_the_longest_answers(compose):
     config = compose("online.max_new_tokens=36", "max_prompt_length=12")  # what is more than 48 is cut to that
     data = load_data(config, silent=True)
-    trained, _ = _largest_microbatches(config, resolve(config), data, Padded())
+    trained, *_ = _largest_microbatches(config, resolve(config), data, Padded())
     assert trained.n_tokens == 8 * (12 + 36)
     half = compose("online.max_new_tokens=2", "max_prompt_length=8", "online.mix_offline=0.5", "max_length=24")
     batch = next(LongestAnswers(half, load_data(half, silent=True), Padded(), seed=0).train())
