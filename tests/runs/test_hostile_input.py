@@ -194,12 +194,12 @@ def test_a_checkpoint_cuts_off_no_files_but_its_logs(tmp_path):
     victims = [tmp_path / "a", tmp_path / "b"]
     (tmp_path / "run").mkdir()
     for victim in (*victims, tmp_path / "run" / "metrics.jsonl"):
-        victim.write_text("one\ntwo\n")
+        victim.write_text('{"a": 1}\n{"a": 2}\n')
     logger = FileLogger(RunContext(OmegaConf.create(), tmp_path / "run", 0, None, print))
-    logger.load_state_dict({"log_bytes": {str(victims[0]): 0, "../b": 0, "metrics.jsonl": 4}})
+    logger.load_state_dict({"log_bytes": {str(victims[0]): 0, "../b": 0, "metrics.jsonl": 9}})
     logger.on_start()
-    assert [victim.read_text() for victim in victims] == ["one\ntwo\n"] * 2
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "one\n"
+    assert [victim.read_text() for victim in victims] == ['{"a": 1}\n{"a": 2}\n'] * 2
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"a": 1}\n'
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
