@@ -33,12 +33,12 @@ class Means(NamedTuple):
 
 
 def updates_at_start(reference: bool) -> int:
-    """How many first updates show the start of a run that was not evaluated before them."""
+    """The number of first updates that show where a run without a first evaluation starts."""
     return 1 if reference else FIRST
 
 
 def count_window(batch_size: float) -> int:
-    """How many updates are looked at together."""
+    """The number of updates that are looked at together."""
     return max(FEWEST_UPDATES, math.ceil(FEWEST_PAIRS / batch_size)) if batch_size > 0 else FEWEST_PAIRS
 
 

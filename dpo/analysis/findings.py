@@ -66,7 +66,7 @@ def chance(accuracy: float, n: float) -> float:
 
 
 def is_untold(accuracy: float, n: float) -> bool:
-    """Whether an accuracy on n pairs is neither told from chance nor from one that is of use."""
+    """Tell whether n pairs leave open if an accuracy is chance or of use."""
     low, high = wilson_interval(accuracy, n)
     return low <= 0.5 and high >= USEFUL
 
