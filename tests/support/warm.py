@@ -128,6 +128,8 @@ class Setting:
         os.environ.clear()
         os.environ.update(self.environment)
         torch.set_num_threads(1)
+        # torch's thread pool does not survive a fork; the first two threads to ask for a new one at once would race
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
         signal.signal(signal.SIGINT, signal.default_int_handler)  # wherever the tests run
         multiprocessing.process._parent_process = None  # it is nobody's worker
         importlib.import_module("dpo.system.launching").START_METHOD = self.start_method
