@@ -170,7 +170,7 @@ def _work_in(
     from transformers import set_seed
 
     from dpo.checkpoint.resume import check_inputs
-    from dpo.models.loading import find_model_config
+    from dpo.models.loading import find_model_config, find_weights
     from dpo.parallel.mesh import from_rank_0
     from dpo.system.run_directory import write_record
     from dpo.system.waiting import meet_rank_0
@@ -182,6 +182,8 @@ def _work_in(
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
         _hide_progress_bars()
 
+    if run is not None and run.found is None and models is None:
+        find_weights(config, plan)  # before the data, which may take minutes
     data = trainer_class.load_data(config, silent=rank != 0)
     if run is not None:
         check_inputs(run.found, data, models[0].config if models else find_model_config(config))

@@ -119,12 +119,13 @@ def inspect_split(
     report = SplitReport(prompts=len(prompts))
     ends = array("q")  # number of examples up to each prompt
     guilty: dict[str, str] = {}
+    seen: set[int] = set()
     for prompt in prompts:
         examples = prompt.examples(sft_mode)
         form = format_of(prompt.text, rendered=prompt.rendered)
         if report.prompt_formats.setdefault(prompt.dataset, form) != form:
             report.prompt_formats[prompt.dataset] = RAW
-        _count_texts(report, examples)
+        _count_texts(report, prompt.text, examples, seen)
         _count_joined(report, prompt, examples)
         guilty |= _find_eos(prompt, examples, encode)
         report.examples += len(examples)
@@ -149,16 +150,16 @@ def inspect_split(
     return report
 
 
-def _count_texts(report: SplitReport, examples: Sequence[dict[str, str]]) -> None:
-    """Add the counts of a prompt's examples that need no token ids."""
-    seen: set[tuple[str, ...]] = set()
+def _count_texts(report: SplitReport, prompt_text: str, examples: Sequence[dict[str, str]], seen: set[int]) -> None:
+    """Add the counts of a prompt's examples that need no token ids; `seen` has a hash of every earlier pair, whose
+    prompt another dataset may have too."""
     for texts in examples:
-        pair = tuple(texts.values())
-        report.empty_responses += not all(text.strip() for text in pair)
-        if len(pair) == 2:
+        report.empty_responses += not all(text.strip() for text in texts.values())
+        if len(texts) == 2:
+            pair, reverse = (hash((prompt_text, *order)) for order in (texts.values(), reversed(texts.values())))
             report.duplicated_pairs += pair in seen  # pyright: ignore[reportOperatorIssue]  # None only at the end
-            reverse = pair[::-1] in seen and pair[0] != pair[1]
-            report.contradictory_pairs += reverse  # pyright: ignore[reportOperatorIssue]  # None only at the end
+            reversed_earlier = reverse in seen and reverse != pair
+            report.contradictory_pairs += reversed_earlier  # pyright: ignore[reportOperatorIssue]  # None only at the end
             seen.add(pair)
 
 
@@ -366,6 +367,8 @@ def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *,
 
     Every process of a run must call it: one per machine loads and counts, and the others share its data.
     """
+    if not silent:
+        print(f"reading the data of {', '.join(config.datasets)}", flush=True)
     model, cache_dir = config.model, get_cache_dir(config.local_dirs)
     name = model.tokenizer_name_or_path or model.name_or_path
     tokenizer = load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=model.trust_remote_code)

@@ -112,6 +112,8 @@ def find_weights(config: DictConfig, plan: Plan) -> Weights:
             f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: give a run of lora=lora, "
             f"or choose lora.reference=base"
         )
+    if weights.base is not None:
+        find_archive(weights.base)
     return weights
 
 

@@ -32,6 +32,8 @@ def find_archive(archive: str, *, key: str = "model.archive=") -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    if not path.exists():
+        raise InputError(f"{key}{archive} does not exist")
     raise InputError(f"{key}{archive} is neither a policy.pt nor a directory that contains one")
 
 

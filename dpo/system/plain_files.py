@@ -73,7 +73,7 @@ def _check_depth(value: Any) -> None:
 
 
 def _in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+    return " ".join(str(error).split("; use sys.set_int_max_str_digits")[0].split())[:200]
 
 
 def check_writable(path: Path) -> None:

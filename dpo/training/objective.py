@@ -295,7 +295,8 @@ class Objective:
         n_scored = self.reference.logps.score_all(batches, self.score, read, seed=seed)
         if self.mesh.rank == 0:
             self.reference.logps.save(path)
-        return f"{count(n_scored, 'pair')} scored by the reference, {count(len(read), 'response')} read from {path}"
+        known = f", {count(len(read), 'response')} read from {path}" if len(read) else ""
+        return f"{count(n_scored, 'pair')} scored by the reference{known}"
 
 
 def make_objective(

@@ -119,6 +119,12 @@ def test_dropped_examples_are_those_of_the_epochs_that_end(n_epochs, n_examples,
             id="a pair twice",
         ),
         pytest.param(
+            # prompts of two datasets
+            [prompt_of("a", (" b", " c")), prompt_of("a", (" b", " c"), (" d", " e")), prompt_of("a", (" e", " d"))],
+            {"duplicated_pairs": 1, "contradictory_pairs": 1},
+            id="a pair in two datasets, and both ways",
+        ),
+        pytest.param(
             [prompt_of("a", (" b", " c"), (" c", " b")), prompt_of("a b", (" c", " b"))],
             {"contradictory_pairs": 1},
             id="a pair both ways",

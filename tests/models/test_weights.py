@@ -147,6 +147,8 @@ def test_an_archive_may_be_named_by_its_file_its_directory_or_its_run(tmp_path):
 
     for name in (run / "step-64" / "policy.pt", run / "step-64", run / "LATEST", run):
         assert find_archive(str(name)).resolve() == run / "step-64" / "policy.pt"
-    for nothing in (tmp_path, tmp_path / "nowhere", run / "step-128"):
-        with pytest.raises(InputError, match=f"{nothing} is neither a policy.pt nor a directory that contains one"):
+    with pytest.raises(InputError, match=f"{tmp_path} is neither a policy.pt nor a directory that contains one"):
+        find_archive(str(tmp_path))
+    for nothing in (tmp_path / "nowhere", run / "step-128"):
+        with pytest.raises(InputError, match=f"{nothing} does not exist"):
             find_archive(str(nothing))

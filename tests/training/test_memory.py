@@ -332,7 +332,7 @@ def test_of_several_processes_one_says_what_a_dry_run_finds(run, tmp_path, monke
     ("overrides", "message"),
     [
         (("trainer=TensorParallelTrainer", "world_size=3", "batch_size=3"), "does not divide"),
-        (("model.archive=/nowhere",), "model.archive=/nowhere is neither a policy.pt"),
+        (("model.archive=/nowhere",), "model.archive=/nowhere does not exist"),
         pytest.param(
             ("model.attn_implementation=flash_attention_2",),
             "flash_attention_2 needs a GPU and the package flash_attn, which are not available here: use sdpa",
