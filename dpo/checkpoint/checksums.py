@@ -112,17 +112,14 @@ class Part(NamedTuple):
         return digest.hexdigest() == self.sha256
 
 
-def parts_of(path: Path, n_bytes: int, sha256: str, blocks: Sequence[str] | None) -> list[Part]:
-    """The parts of a file of `n_bytes`: its blocks, or a single part if their checksums are not known.
-
-    Raises ValueError unless there is one checksum per block.
-    """
-    if blocks is None:
-        return [Part(path, 0, n_bytes, sha256)]
-    if len(blocks) != math.ceil(n_bytes / BLOCK):
-        raise ValueError(f"{len(blocks)} checksums for {n_bytes} bytes")
+def split_into_blocks(path: Path, n_bytes: int, checksums: Sequence[str]) -> list[Part]:
+    """The blocks of a file of `n_bytes`. Raises ValueError unless there is one checksum for each."""
+    if len(checksums) != math.ceil(n_bytes / BLOCK):
+        raise ValueError(f"{len(checksums)} checksums for {n_bytes} bytes")
     starts = range(0, n_bytes, BLOCK)
-    return [Part(path, s, min(BLOCK, n_bytes - s), digest) for s, digest in zip(starts, blocks, strict=True)]
+    return [
+        Part(path, start, min(BLOCK, n_bytes - start), sha256) for start, sha256 in zip(starts, checksums, strict=True)
+    ]
 
 
 def find_wrong(parts: Sequence[Part], progress: Callable[[], None] = no_progress) -> Part | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -12,17 +13,19 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from dpo.checkpoint.contents import find_misfit, set_numpy_state
 from dpo.checkpoint.files import (
     FOLLOWING,
+    WRONG_FORM,
     BackgroundWriter,
     DamagedCheckpoint,
     point,
     prune,
-    read_part,
+    read_state,
     tensors_in,
     write_checkpoint,
 )
+from dpo.checkpoint.optimizer_state import find_misfit
+from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.state import full_state, load_optimizer
 from dpo.system.host_memory import host_memory
@@ -50,7 +53,10 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore a `random_state()`, and that of as many GPUs as this process has now."""
     random.setstate(state["python"])
-    set_numpy_state(np.random, state["numpy"])
+    kind, keys, place, *rest = state["numpy"]
+    if not 0 <= place <= len(keys):  # numpy would accept it
+        raise ValueError(f"{place} is not an index into {len(keys)} keys")
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, *rest))
     torch.set_rng_state(state["torch"])
     for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(gpu_state, device)
@@ -69,6 +75,16 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], check
     ours = optimizer.state_dict()["param_groups"]
     groups = [our | dict(their) for our, their in zip(ours, state["param_groups"], strict=True)]
     return {**state, "param_groups": groups}
+
+
+@contextmanager
+def _as_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except InputError:
+        raise
+    except WRONG_FORM as error:
+        raise DamagedCheckpoint(f"{path} does not hold the state of a run: {type(error).__name__} {error}") from error
 
 
 class Checkpoints:
@@ -141,22 +157,31 @@ class Checkpoints:
     def restore(self, checkpoint: Path, stateful: Mapping[str, Any]) -> None:
         """Load each part's state, then the random states. Not those of models, loaded before they are distributed.
 
-        Every process must call it.
+        Every process must call it. Raises DamagedCheckpoint for what is not the state of such a part.
         """
         for name, part in stateful.items():
-            if name in ("policy", FOLLOWING):
-                continue
-            state = read_part(checkpoint, name) if self.mesh.rank == 0 else None
-            if name == "optimizer":
-                load_optimizer(part, state and _of_optimizer(part, state, checkpoint), self.mesh)
-            elif name == "scheduler":  # it would set any key of the state as an attribute
-                known = part.state_dict()
-                part.load_state_dict({k: v for k, v in from_rank_0(state).items() if k in known})
-            else:
-                part.load_state_dict(from_rank_0(state))
-        states = from_rank_0(read_part(checkpoint, "random") if self.mesh.rank == 0 else None)["states"]
-        if len(states) == self.mesh.world_size:
-            set_random_state(states[self.mesh.rank])
+            if name not in ("policy", FOLLOWING):
+                with _as_damage(checkpoint / f"{name}.pt"):
+                    self._restore_part(name, part, checkpoint)
+        with _as_damage(checkpoint / "random.pt"):
+            states = self._read(checkpoint, "random")["states"]
+            if len(states) == self.mesh.world_size:
+                set_random_state(states[self.mesh.rank])
+
+    def _restore_part(self, name: str, part: Any, checkpoint: Path) -> None:
+        if name == "optimizer":
+            state = read_state(checkpoint / "optimizer.pt") if self.mesh.rank == 0 else None
+            load_optimizer(part, state and _of_optimizer(part, state, checkpoint), self.mesh)
+            return
+        state = self._read(checkpoint, name)
+        if name == "scheduler":  # it would set any key of the state as an attribute
+            known = part.state_dict()
+            state = {key: value for key, value in state.items() if key in known}
+        part.load_state_dict(state)
+
+    def _read(self, checkpoint: Path, name: str) -> Any:
+        """The state of a part, read by rank 0 alone."""
+        return from_rank_0(read_state(checkpoint / f"{name}.pt") if self.mesh.rank == 0 else None)
 
     def _commit(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
         write_checkpoint(directory, states, progress=made_progress, **content)

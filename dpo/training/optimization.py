@@ -72,7 +72,7 @@ class Schedule(LambdaLR):
         super().load_state_dict({**state, "updates": self.updates})
         if self.base_lrs != ours:
             self.notes = [f"learning rate {self.base_lrs[0]:.6g}, as the run began; a new one would have {ours[0]:.6g}"]
-        former = state.get("updates", self.updates)  # absent from checkpoints of before there were schedules
+        former = state["updates"]
         before = self._last_lr
         self._last_lr = [lr * curve(self.last_epoch) for lr, curve in zip(self.base_lrs, self.lr_lambdas, strict=True)]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):

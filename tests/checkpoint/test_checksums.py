@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dpo.checkpoint import checksums
-from dpo.checkpoint.checksums import HashedFile, Part, find_wrong, parts_of
+from dpo.checkpoint.checksums import HashedFile, Part, find_wrong, split_into_blocks
 
 SMALL_BLOCK = 2**12
 
@@ -84,7 +84,7 @@ def test_a_disk_that_fails_while_it_syncs_in_between_is_an_error(small_blocks, t
 
 def expected_of(path: Path) -> list[Part]:
     whole, blocks = write(path, os.urandom(5 * SMALL_BLOCK + 17))
-    return parts_of(path, whole["bytes"], whole["sha256"], blocks)
+    return split_into_blocks(path, whole["bytes"], blocks)
 
 
 @pytest.mark.parametrize("block", range(6))
@@ -107,15 +107,6 @@ def test_a_file_that_is_too_short_is_wrong_and_one_that_is_gone_an_error(small_b
         find_wrong(parts)
 
 
-def test_without_checksums_of_blocks_a_file_is_one_part(small_blocks, tmp_path):
-    (tmp_path / "file").write_bytes(b"a" * 10_000)
-    assert parts_of(tmp_path / "file", 10_000, sha256(b"a" * 10_000), None) == [
-        Part(tmp_path / "file", 0, 10_000, sha256(b"a" * 10_000))
-    ]
-    with pytest.raises(ValueError, match="2 checksums for 10000 bytes"):
-        parts_of(tmp_path / "file", 10_000, "", ["", ""])
-
-
 def test_blocks_are_compared_at_the_same_time(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
     running = []
@@ -136,6 +127,6 @@ def test_each_block_is_progress(small_blocks, tmp_path):
     with HashedFile(tmp_path / "file", lambda: said.append("written")) as file:
         file.write(bytes(3 * SMALL_BLOCK + 1))
         whole, blocks = file.sync()
-    parts = parts_of(tmp_path / "file", whole["bytes"], whole["sha256"], blocks)
+    parts = split_into_blocks(tmp_path / "file", whole["bytes"], blocks)
     find_wrong(parts, lambda: said.append("compared"))
     assert said == ["written"] * 3 + ["compared"] * 4

@@ -5,20 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 from support.runs import metrics_of, train, write_rows
 
-from benchmarks.soak import find_differences
-from dpo.checkpoint.contents import find_misfit, find_odd_part
 from dpo.checkpoint.files import (
     MANIFEST,
     PARTS,
@@ -31,9 +27,11 @@ from dpo.checkpoint.files import (
     tidy,
     write_checkpoint,
 )
+from dpo.checkpoint.optimizer_state import find_misfit
 from dpo.checkpoint.saver import Checkpoints, random_state
 from dpo.errors import InputError
 from dpo.models.weights import find_archive
+from dpo.parallel.mesh import Mesh
 from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
 from dpo.reporting.table import LOGS
@@ -64,10 +62,10 @@ def vouch(checkpoint: Path, **changes: Any) -> None:
 
 
 def vouch_for_file(file: Path) -> None:
-    content = file.read_bytes() if file.is_file() else b""
-    manifest = json.loads((file.parent / MANIFEST).read_text())
-    files = manifest["files"] | {file.name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}}
-    vouch(file.parent, files=files, blocks={})
+    content = file.read_bytes()
+    manifest, sha256 = json.loads((file.parent / MANIFEST).read_text()), hashlib.sha256(content).hexdigest()
+    files = {**manifest["files"], file.name: {"sha256": sha256, "bytes": len(content)}}
+    vouch(file.parent, files=files, blocks={**manifest["blocks"], file.name: [sha256]})  # less than a block
 
 
 def replace_state(file: Path, change: Callable[[Any], Any]) -> None:
@@ -133,9 +131,8 @@ def test_a_checkpoint_with_something_else_than_files_is_damaged(kind, name, tmp_
     make(kind, saved / name)
     if name != MANIFEST:
         manifest = json.loads((saved / MANIFEST).read_text())
-        del manifest["blocks"]
-        manifest["files"][name] = {"sha256": hashlib.sha256(b"").hexdigest(), "bytes": (saved / name).stat().st_size}
-        (saved / MANIFEST).write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+        files = {**manifest["files"], name: {"sha256": "", "bytes": (saved / name).stat().st_size}}
+        vouch(saved, files=files, blocks={**manifest["blocks"], name: []})
 
     with pytest.raises(DamagedCheckpoint, match=f"{name} is a {kind}; a regular file is expected"):
         check_complete(saved)
@@ -197,129 +194,23 @@ def test_a_resume_of_such_a_directory_ends_at_once_and_in_words(command, run, tm
 
 # --- files that hold something else --------------------------------------------------------------------------------
 
-ODD = [3, None, "text", [], {}, [3], {"a": 3}, {3: {}}, torch.zeros(3), {"state": {0: {"a": []}}, "param_groups": [{}]}]
 
-
-@pytest.mark.parametrize("part", [pytest.param(p, marks=[] if p == "optimizer" else pytest.mark.slow) for p in PARTS])
-def test_a_part_that_is_something_else_is_damage_and_the_checkpoint_before_it_continues(part, run, tmp_path, capsys):
-    run("run", "n_examples=16")
-    replace_state(tmp_path / "run" / "step-16" / f"{part}.pt", lambda state: {"a": 3})
-
-    run("run", "n_examples=16", "resume=auto")
-
-    said = capsys.readouterr().out
-    assert f"warning: checkpoint skipped: {tmp_path}/run/step-16/{part}.pt does not hold the state of a run: " in said
-    assert f"continuing from {tmp_path}/run/step-8" in said
-    assert [line["examples"] for line in metrics_of(tmp_path / "run", "train")] == [4, 8, 12, 16]
-
-
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("odd", ODD, ids=str)
-def test_no_part_is_like_that(part, odd):
-    assert find_odd_part(part, odd) is not None or (part == "policy" and odd == {})
-
-
-@pytest.fixture
-def states() -> dict[str, Any]:
-    """The states of parts as a run saves them."""
-    parameter = torch.nn.Parameter(torch.zeros(2, 3))
-    parameter.grad = torch.ones(2, 3)
-    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
-    scheduler = Schedule(optimizer, warmup_steps=4, updates=8, kind="cosine", min_ratio=0.0)
-    optimizer.step()
-    scheduler.step()
-    logps = {"keys": torch.zeros(2, 16, dtype=torch.uint8), "logps": torch.zeros(2)}
-    counters = {"example_counter": 8, "batch_counter": 2, "evaluated_at": -1, "saved_at": 8, "reference": None}
-    checkpoints = {"best": -float("inf"), "best_at": -1}
-    callbacks = {
-        "nonfinite": {"skipped": 0},
-        "files": {"log_bytes": {"metrics.jsonl": 3}},
-        "ledger": {"log_bytes": {"ledger.arrows": 3}},
-        "tensorboard": {"examples": -1},
-        "wandb": {"wandb_id": "x", "run_dir": "/x", "best": 0.5},
-        "course": {"warned": False, "start": {"loss": 0.7, "margin": 0.0}},
-    }
-    trainer = {**counters, "checkpoints": checkpoints, "reference_logps": logps, "callbacks": callbacks}
-    random_states = {"states": [random_state()]}
-    return {
-        "policy": {"a": torch.zeros(2)},
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
-        "trainer": trainer,
-        "random": random_states,
-    }
-
-
-def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """The paths to all that is nested in mappings and lists; of long lists to the first."""
-    items = (
-        value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, (list, tuple)) else ()
-    )
-    return [path] * bool(path) + [inner for key, item in items for inner in places(item, (*path, key))]
-
-
-def changed(value: Any, path: tuple, new: Any) -> Any:
-    if not path:
-        return new
-    if isinstance(value, dict):
-        return {key: changed(item, path[1:], new) if key == path[0] else item for key, item in value.items()}
-    return type(value)(changed(item, path[1:], new) if i == path[0] else item for i, item in enumerate(value))
-
-
-MAY_BE_ANYTHING = {("optimizer", "param_groups"), ("scheduler", "_step_count"), ("scheduler", "_is_initial")} | {
-    ("scheduler", "_get_lr_called_within_step")
-}
-
-
-def test_every_place_of_every_state_has_its_type(states):
-    assert {name: find_odd_part(name, state) for name, state in states.items()} == dict.fromkeys(states)
-    missed = set()
-    for name, state in states.items():
-        for path in places(state):
-            if find_odd_part(name, changed(state, path, complex(1, 2))) is None:
-                missed.add((name, path[0]) if name != "random" else (name, *path))
-    assert missed == MAY_BE_ANYTHING  # settings of the optimizer, which are compared with its own, and unused ones
-
-
-@pytest.mark.parametrize(
-    ("part", "path", "value"),
-    [
-        ("trainer", ("example_counter",), -1),
-        ("trainer", ("batch_counter",), True),
-        ("trainer", ("checkpoints", "best_at"), "../../x"),
-        ("trainer", ("checkpoints", "best"), float("nan")),
-        ("trainer", ("callbacks", "files", "log_bytes", "metrics.jsonl"), -5),
-        ("trainer", ("callbacks", "ledger", "log_bytes", "ledger.arrows"), "3"),
-        ("trainer", ("callbacks", "course", "start"), {"loss": 0.7}),
-        ("trainer", ("reference_logps", "logps"), torch.zeros(3)),
-        ("trainer", ("reference_logps", "keys"), torch.zeros(2, 15, dtype=torch.uint8)),
-        ("scheduler", ("lr_lambdas",), [{"__call__": 3}]),
-        ("random", ("states",), []),
-        ("random", ("states", 0, "torch"), torch.zeros(7, dtype=torch.uint8)),
-        ("random", ("states", 0, "python"), (3, (1, 2), None)),
-        ("random", ("states", 0, "numpy"), ["MT19937", [0] * 624, 10**6, 0, 0.0]),
-        ("optimizer", ("param_groups", 0, "lr"), "1e-3"),
-        ("optimizer", ("state", 0, "exp_avg"), [1]),
-    ],
-)
-def test_values_that_no_run_writes(part, path, value, states):
-    assert find_odd_part(part, changed(states[part], path, value)) is not None
-
-
-def test_a_states_check_leaves_the_random_generators_as_they_are(states):
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    random.random()
-    assert find_odd_part("random", states["random"]) is None
-    random.setstate(before[0])
-    assert (before[1], before[2].tolist()) == (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-
-
-@pytest.mark.parametrize(("key", "value"), [("updates", "2"), ("evaluated", 1), ("best_at", "../x"), ("config", [])])
-def test_facts_of_another_type_are_damage(key, value, run, tmp_path):
+@pytest.mark.parametrize("part", [pytest.param(p, marks=[] if p == "trainer" else pytest.mark.slow) for p in PARTS])
+def test_a_part_that_is_something_else_ends_the_run_in_words(part, run, tmp_path):
     run("run", "n_examples=8")
-    vouch(tmp_path / "run" / "step-8", **{key: value})
-    with pytest.raises(InputError, match=rf"finds no complete checkpoint; .*manifest\.json: \['{key}'\] is "):
+    replace_state(tmp_path / "run" / "step-8" / f"{part}.pt", lambda state: {"a": 3})
+    with pytest.raises(InputError, match=rf"{part}\.pt (does not hold the state of a run|is not a policy\.pt)"):
         run("run", "resume=auto")
+
+
+@pytest.mark.parametrize("state", [{"states": []}, {"states": 3}, {"states": [{"python": 3}]}, [], 3])
+def test_random_states_that_no_generator_takes_are_damage(state, tmp_path):
+    write_checkpoint(tmp_path / "step-8", {"random": state}.items(), step_idx=8, metrics=None, facts={})
+    if state == {"states": []}:  # of no process: as of another number of processes
+        Checkpoints(tmp_path, Mesh(), keep=None, log=print).restore(tmp_path / "step-8", {})
+        return
+    with pytest.raises(DamagedCheckpoint, match=r"random\.pt does not hold the state of a run: "):
+        Checkpoints(tmp_path, Mesh(), keep=None, log=print).restore(tmp_path / "step-8", {})
 
 
 # --- an optimizer's own state --------------------------------------------------------------------------------------
@@ -339,7 +230,6 @@ def test_the_state_of_every_optimizer_fits_it_and_no_other_model(name):
     shapes = ((2, 3), (3,))
     optimizer = stepped(OPTIMIZERS[name], *shapes)
     state = optimizer.state_dict()
-    assert find_odd_part("optimizer", state) is None
     assert find_misfit(optimizer, state) is None
     assert "it has 3 parameters, not 2" in find_misfit(optimizer, stepped(OPTIMIZERS[name], *shapes, (1,)).state_dict())
     if state["state"]:
@@ -390,14 +280,15 @@ def test_a_run_that_continues_elsewhere_meets_such_files_there(run, tmp_path):
         run("fork", f"resume={tmp_path}/run/step-8", "n_examples=16")
 
 
-def test_a_schedulers_state_sets_only_what_it_has(tmp_path, states):
+def test_a_schedulers_state_sets_only_what_it_has(tmp_path):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = Schedule(optimizer, warmup_steps=4, updates=8, kind="cosine", min_ratio=0.0)
-    saved = {"scheduler": {**scheduler.state_dict(), "step": 3, "last_epoch": 2}, "random": states["random"]}
+    saved = {
+        "scheduler": {**scheduler.state_dict(), "step": 3, "last_epoch": 2},
+        "random": {"states": [random_state()]},
+    }
     checkpoint = tmp_path / "step-8"
     write_checkpoint(checkpoint, saved.items(), step_idx=8, metrics=None, facts={})
-    from dpo.parallel.mesh import Mesh
-
     checkpoints = Checkpoints(tmp_path, Mesh(), keep=None, log=print)
     checkpoints.restore(checkpoint, {"scheduler": scheduler})
     optimizer.step()
@@ -415,23 +306,3 @@ def test_remove_takes_links_and_leaves_what_they_lead_to(tmp_path):
     remove(tmp_path / "a")
     assert os.listdir(tmp_path) == []
     check_writable(tmp_path / "new")
-
-
-# --- files of before -----------------------------------------------------------------------------------------------
-
-
-def as_before_callbacks(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a run as it was written before 2026-11-22, from one of today."""
-    state, callbacks = dict(state), state["callbacks"]
-    del state["callbacks"]
-    checkpoints = {**state["checkpoints"], "saved_at": state.pop("saved_at")}
-    return {**state, **callbacks["nonfinite"], "checkpoints": checkpoints, "logger": callbacks["files"]}
-
-
-def test_a_run_of_before_there_were_callbacks_continues_bit_for_bit(run, tmp_path):
-    run("whole", "nan_policy=skip")
-    run("run", "nan_policy=skip", "n_examples=16")
-    replace_state(tmp_path / "run" / "step-16" / "trainer.pt", as_before_callbacks)
-    run("run", "nan_policy=skip", "resume=auto")
-    # but for the loss at its start, against which a collapse is measured: nobody wrote it down
-    assert find_differences(tmp_path / "whole", tmp_path / "run") == ["trainer.callbacks.course"]

@@ -212,21 +212,6 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_co
     assert find_differences(tmp_path / "run", tmp_path / "damaged") == []
 
 
-@pytest.mark.slow
-def test_a_checkpoint_without_checksums_of_blocks_continues_too(run, tmp_path):
-    """As they were written before there were any."""
-    run("whole")
-    run("run", "n_examples=8")
-    file = tmp_path / "run" / "step-8" / MANIFEST
-    manifest = json.loads(file.read_text())
-    del manifest["blocks"]
-    file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
-
-    run("run", "resume=auto")
-
-    assert find_differences(tmp_path / "whole", tmp_path / "run") == []
-
-
 def test_what_continues_needs_neither_the_weights_it_replaces_nor_the_files_it_has_read(run, tmp_path, monkeypatch):
     model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
     settings = ("loss=sft", f"model.name_or_path={model}", "optimizer=AdamW")
@@ -415,16 +400,6 @@ def test_a_key_more_in_the_models_config_is_noticed_unless_another_transformers_
     else:
         with pytest.raises(InputError, match=r"attention_factor=0.3 \(was None\)"):
             run("run", *settings, "resume=auto")
-
-
-def test_a_checkpoint_that_tells_nothing_of_tokenizer_and_model_continues_too(run, tmp_path):
-    """As they were written before these were compared."""
-    run("run", "n_examples=8")
-    file = tmp_path / "run" / "step-8" / MANIFEST
-    manifest = {key: value for key, value in json.loads(file.read_text()).items() if key not in ("tokens", "model")}
-    file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
-    run("run", "resume=auto")
-    assert len(metrics_of(tmp_path / "run", "train")) == 6
 
 
 def test_changed_data_is_noticed(run, rows, tmp_path):

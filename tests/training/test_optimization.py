@@ -129,19 +129,6 @@ def test_an_update_that_is_skipped_takes_no_step_along_the_curve(run, tmp_path, 
     assert lrs(tmp_path / "run") == pytest.approx([1e-3 * n / 6 for n in (6, 5, 4, 4, 3, 2)])
 
 
-def test_another_schedule_makes_it_another_run_also_if_the_checkpoint_is_of_before_there_were_any(run, tmp_path):
-    run("run", "n_examples=8")
-    file = tmp_path / "run" / "step-8" / MANIFEST
-    manifest = json.loads(file.read_text())
-    for key in ("schedule", "min_lr_ratio", "lr_scaling", "wandb.tags", "tensorboard.enabled"):
-        del manifest["config"][key]
-    file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
-    with pytest.raises(InputError, match=r"another config: schedule=cosine \(was constant\);"):
-        run("run", "resume=auto", "schedule=cosine")
-    run("run", "resume=auto")
-    assert lrs(tmp_path / "run") == pytest.approx([1e-3 * n / 5 for n in (1, 2, 3, 4, 5, 5)])
-
-
 # --- scaling -------------------------------------------------------------------------------------------------------
 
 
