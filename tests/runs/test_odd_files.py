@@ -172,9 +172,10 @@ def test_links_that_lead_nowhere_or_round_in_circles_are_no_traceback(tmp_path, 
     (tmp_path / "other" / "LATEST").symlink_to("LATEST")
     with pytest.raises(InputError, match="finds no complete checkpoint"):
         run("run", f"resume={tmp_path}/other/LATEST")
-    for place in (f"{tmp_path}/other", "~nobody-of-that-name/x"):
-        with pytest.raises(InputError, match=r"is neither a policy\.pt nor a directory that contains one"):
-            find_archive(place)
+    with pytest.raises(InputError, match=r"is neither a policy\.pt nor a directory that contains one"):
+        find_archive(f"{tmp_path}/other")
+    with pytest.raises(InputError, match=r"~nobody-of-that-name/x does not exist"):
+        find_archive("~nobody-of-that-name/x")
 
 
 def test_a_resume_of_such_a_directory_ends_at_once_and_in_words(command, run, tmp_path):
