@@ -117,9 +117,7 @@ def split_into_blocks(path: Path, n_bytes: int, checksums: Sequence[str]) -> lis
     if len(checksums) != math.ceil(n_bytes / BLOCK):
         raise ValueError(f"{len(checksums)} checksums for {n_bytes} bytes")
     starts = range(0, n_bytes, BLOCK)
-    return [
-        Part(path, start, min(BLOCK, n_bytes - start), sha256) for start, sha256 in zip(starts, checksums, strict=True)
-    ]
+    return [Part(path, s, min(BLOCK, n_bytes - s), digest) for s, digest in zip(starts, checksums, strict=True)]
 
 
 def find_wrong(parts: Sequence[Part], progress: Callable[[], None] = no_progress) -> Part | None:

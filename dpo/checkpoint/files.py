@@ -34,13 +34,8 @@ FOLLOWING = "reference"  # a part if the reference follows the policy
 OF_ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}  # beside these: `policy.pt` in PEFT's format
 STEP = re.compile(r"step-(\d+)")
 EXPORTED = "hf"  # a directory in the run's last checkpoint, of which the manifest knows nothing: another form of it
-WRONG_FORM = (
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    IndexError,
-)  # what reading raises where data has another form than expected
+# raised where data has another form than expected
+WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 ALWAYS_KEPT = 2  # newest checkpoints, which pruning never removes: the newest may be corrupt
 
 
@@ -186,7 +181,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{directory} has no manifest") from error
     except OSError as error:
         raise _as_damage(directory, error) from error
-    if not isinstance(manifest, Mapping) or manifest.get("sha256") != digest_of(manifest):
+    if not isinstance(manifest, dict) or manifest.get("sha256") != digest_of(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
     files = set(manifest["files"])
     needed = {f"{part}.pt" for part in PARTS} | (OF_ADAPTER if files & OF_ADAPTER else set())

@@ -34,9 +34,7 @@ from dpo.system.redaction import redact
 from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, lock_run_dir
 from dpo.system.waiting import made_progress
 
-FACTS = frozenset(
-    ("updates", "evaluated", "best_at", "config", "data", "tokens", "model")
-)  # that a manifest has about its run
+FACTS = {"updates", "evaluated", "best_at", "config", "data", "tokens", "model"}  # that a manifest has about its run
 # keys of a model's config that do not say what is computed: its origin, and what keys of our own decide
 VERSION = "transformers_version"
 NOT_COMPUTED = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")

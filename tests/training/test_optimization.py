@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 
@@ -11,8 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from support.runs import metrics_of, train
 
-from dpo.checkpoint.files import MANIFEST, digest_of, read_state
-from dpo.errors import InputError
+from dpo.checkpoint.files import read_state
 from dpo.training.objective import Objective
 from dpo.training.optimization import Schedule
 
