@@ -23,7 +23,7 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.losses import _get_batch_logps, preference_loss  # noqa: F401  (the reference has two here)
 from dpo.models import adapters
-from dpo.models.layouts import Logps, Microbatch
+from dpo.models.layouts import Microbatch
 from dpo.models.loading import load_policy, load_reference, notes_on_base
 from dpo.models.pretrained import DTYPES, check_positions, remarks
 from dpo.models.scoring import ScorerFailed
@@ -47,7 +47,7 @@ from dpo.training.batches import GlobalBatch
 from dpo.training.evaluation import Evaluator, find_interval, notes_on_interval
 from dpo.training.first_update import FirstUpdate
 from dpo.training.metrics import REFERENCE, peak_memory_gb
-from dpo.training.objective import Metrics, Prepared, make_objective
+from dpo.training.objective import SIDES, Columns, Prepared, make_objective
 from dpo.training.online import make_batches, metrics_of_drawing
 from dpo.training.optimization import OPTIMIZERS, Schedule
 from dpo.training.reference import Reference
@@ -222,7 +222,7 @@ class Trainer:
         own = metrics_of_drawing(batch.drawing, update.table) | batch.speed(time.perf_counter() - start)
         return update._replace(metrics={**update.metrics, "lr": lr, **own, "memory/peak_gb": peak_memory_gb()})
 
-    def _backward(self, microbatch: Microbatch, prepared: Prepared) -> tuple[torch.Tensor, Metrics]:
+    def _backward(self, microbatch: Microbatch, prepared: Prepared) -> tuple[torch.Tensor, Columns]:
         """Add a microbatch's gradient. Returns its indices and metrics; its inputs, mask and graph can go."""
         microbatch = microbatch.to(self.objective.device)
         with self.objective.dropout.on(microbatch.inputs, update=self.state.batch_counter):
@@ -363,9 +363,10 @@ class BasicTrainer(Trainer):
             move_less(model, find_blocks(model, self.config.model.block_name))
         return model
 
-    def concatenated_forward(self, model: torch.nn.Module, batch: Batch) -> Logps:
-        """(chosen, rejected) log-probabilities, each (B,), of a batch of this process."""
-        return self.objective.forward(model, self._microbatch_of(batch))[:2]
+    def concatenated_forward(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """(chosen, rejected) log-probabilities, each (B,), of a batch of this process; under SFT (chosen,)."""
+        columns = self.objective.forward(model, self._microbatch_of(batch))
+        return tuple(columns[side] for side in SIDES if side in columns)
 
     def get_batch_metrics(
         self, batch: Batch, loss_config: DictConfig, train: bool = True
@@ -373,7 +374,7 @@ class BasicTrainer(Trainer):
         """The mean loss of a batch of this process, and detached per-example metrics, each (B,)."""
         split = "train" if train else "eval"
         losses, metrics = self.objective.losses(self._microbatch_of(batch), split=split, loss_config=loss_config)
-        return losses.mean(), {name: values for name, values in metrics.items() if name not in REFERENCE}
+        return losses.mean(), {name: values for name, values in metrics.items() if not name.startswith(REFERENCE)}
 
     def get_batch_samples(self, batch: Batch) -> tuple[list[str], list[str]]:
         """(policy, reference) continuations of the batch's prompts; none of a reference that is not there."""

@@ -66,7 +66,7 @@ def pair_logps(model: Any, examples: Sequence[Example], *, max_length: int) -> l
     for start in range(0, len(examples), BATCH):
         batch = examples[start : start + BATCH]
         [microbatch] = layout.split(batch, 1)
-        logps = torch.stack(layout.forward(model, microbatch.inputs), dim=-1)
+        logps = layout.forward(model, microbatch.inputs).logps.sum(-1).T
         found += [row for _, row in sorted(zip(microbatch.indices.tolist(), logps.tolist(), strict=True))]
     return found
 

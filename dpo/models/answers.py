@@ -148,5 +148,5 @@ def log_probabilities(
     [microbatch] = Padded().split(examples, 1)
     device = next(model.parameters()).device
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        [logps] = Padded().forward(model, microbatch.to(device).inputs)
-    return logps.tolist()
+        tokens = Padded().forward(model, microbatch.to(device).inputs)
+    return tokens.logps.sum(-1)[0].tolist()

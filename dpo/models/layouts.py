@@ -14,12 +14,10 @@ import torch
 
 from dpo.data.examples import Example
 from dpo.losses import IGNORE_INDEX
-from dpo.models.logprobs import packed_details, packed_logps, sequence_details, sequence_logps, token_logps
+from dpo.models.logprobs import TokenLogps, packed_logps, sequence_logps, token_logps
 from dpo.models.packing import Packed, pack, split_evenly
 from dpo.parallel.sharding import run_as_forward
 from dpo.system.arithmetic import without_tf32
-
-Logps = tuple[torch.Tensor, ...]  # (chosen, rejected, ...), or under SFT (chosen,): each (B,)
 
 
 @dataclass
@@ -74,16 +72,6 @@ class Microbatch(NamedTuple):
         return Microbatch(change(self.indices), change(self.lengths), self.inputs.map(change))
 
 
-def _details(logps: torch.Tensor, places: torch.Tensor, squares: Sequence[torch.Tensor] = ()) -> Logps:
-    """Of chosen and rejected: log-probabilities, those of tokens beyond the shorter response's length, and `squares`.
-
-    From tokens' log-probabilities and their number in the response, from 1, (2, B, T), and (2, B).
-    """
-    shorter = places.amax(-1).amin(0)  # (B,)
-    tails = (logps * (places > shorter[:, None])).sum(-1)
-    return (*logps.sum(-1), *tails, *squares)
-
-
 class Padded:
     """Every response in a row of its own after its prompt, padded to the longest of the global batch."""
 
@@ -93,16 +81,11 @@ class Padded:
         shares = np.array_split(np.arange(len(examples)), parts * size)[rank::size]
         return [Microbatch.of(examples, share.tolist(), partial(pad, length=length)) for share in shares]
 
-    def forward(self, model: torch.nn.Module, inputs: PaddedRows) -> Logps:
-        """Log-probabilities of each example's responses, on the device of the inputs."""
-        logps = sequence_logps(model, inputs.input_ids, inputs.attention_mask, inputs.labels)  # (sides * B,)
-        return logps.to(inputs.input_ids.device).chunk(inputs.sides)
-
-    def forward_details(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool) -> Logps:
-        """The same for pairs, with what `_details` adds."""
+    def forward(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
+        """Score each example's responses, (sides, B, T), on the device of the inputs."""
         rows = inputs.input_ids, inputs.attention_mask, inputs.labels
-        details = sequence_details(model, *rows, with_squares=with_squares)
-        return _details(*(values.to(inputs.input_ids.device).unflatten(0, (inputs.sides, -1)) for values in details))
+        found = sequence_logps(model, *rows, with_squares=with_squares)
+        return found.map(lambda values: values.to(inputs.input_ids.device).unflatten(0, (inputs.sides, -1)))
 
 
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
@@ -135,15 +118,10 @@ class SharedPrefix:
     def pack(self, examples: Sequence[Example]) -> Packed:
         return pack(examples, row_tokens=self.row_tokens, alignment=self.alignment)
 
-    def forward(self, model: torch.nn.Module, inputs: Packed) -> Logps:
-        """Log-probabilities of each example's responses, on the device of the inputs."""
-        logps = run_as_forward(model, packed_logps, inputs, self.windows)  # (U,)
-        return tuple(logps.to(inputs.response_index.device)[inputs.response_index])
-
-    def forward_details(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool) -> Logps:
-        """The same for pairs, with what `_details` adds."""
-        details = run_as_forward(model, packed_details, inputs, self.windows, with_squares)
-        return _details(*(values.to(inputs.response_index.device)[inputs.response_index] for values in details))
+    def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
+        """Score each example's responses, (sides, B, T), on the device of the inputs."""
+        found = run_as_forward(model, partial(packed_logps, with_squares=with_squares), inputs, self.windows)
+        return found.map(lambda values: values.to(inputs.response_index.device)[inputs.response_index])
 
 
 def row_tokens(max_length: int) -> int:
@@ -266,7 +244,7 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
     short = _two_pairs(vocabulary, (beyond + 5, 4, 6), (beyond + 2, 7, 3))
     n = max(longest.example, 12)
     long = _two_pairs(vocabulary, (5, n - 5, n - 6), (2, 7, 3))
-    ways = ((short, Padded().forward, None), (long, _plain_logps, max(longest.row, 2 * n)))
+    ways = ((short, _sum_padded, None), (long, _sum_scored, max(longest.row, 2 * n)))
     training = model.training
     model.eval()
     try:
@@ -274,8 +252,9 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
             for pairs, plain, row in ways:
                 [padded] = Padded().split(pairs, 1)
                 packed = pack(pairs, row_tokens=2 * n, alignment=layout.alignment, length=row)
-                expected = torch.stack(plain(model, padded.to(device).inputs))
-                difference = (torch.stack(layout.forward(model, packed.map(lambda x: x.to(device)))) - expected).abs()
+                expected = plain(model, padded.to(device).inputs)
+                found = layout.forward(model, packed.map(lambda x: x.to(device))).logps.sum(-1)
+                difference = (found - expected).abs()
                 if not (difference <= tolerance * expected.abs()).all():
                     off = (difference / expected.abs()).max().item()
                     return f"gives log-probabilities with shared prefixes that are off by {off:.2g}"
@@ -288,16 +267,20 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
     return None
 
 
-def _plain_logps(model: Any, rows: PaddedRows) -> Logps:
-    """What `Padded` gives, with logits only where a token is scored: all of long rows take much memory."""
-    return run_as_forward(model, _scored_logps, rows).chunk(rows.sides)
+def _sum_padded(model: Any, rows: PaddedRows) -> torch.Tensor:
+    return Padded().forward(model, rows).logps.sum(-1)
+
+
+def _sum_scored(model: Any, rows: PaddedRows) -> torch.Tensor:
+    """The same, with logits only where a token is scored: all of long rows take much memory."""
+    return run_as_forward(model, _scored_logps, rows).unflatten(0, (rows.sides, -1))
 
 
 def _scored_logps(model: Any, rows: PaddedRows) -> torch.Tensor:
     labels = rows.labels
     hidden = model.base_model(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).last_hidden_state
     row, column = (labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
-    logps = token_logps(model, hidden[row.to(hidden.device), column.to(hidden.device)], labels[row, column + 1])
+    logps, _ = token_logps(model, hidden[row.to(hidden.device), column.to(hidden.device)], labels[row, column + 1])
     return logps.new_zeros(len(labels)).index_add_(0, row.to(logps.device), logps).to(labels.device)
 
 

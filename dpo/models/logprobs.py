@@ -4,62 +4,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dpo.losses import IGNORE_INDEX, _get_batch_logps
+from dpo.losses import IGNORE_INDEX
 from dpo.models import cpu_attention
 from dpo.models.packing import Packed, tree_block_mask, tree_mask
 
 
+class TokenLogps(NamedTuple):
+    """Log-probabilities of the scored tokens of n responses, from the first on, 0 after the last."""
+
+    logps: torch.Tensor  # (n, T)
+    squares: torch.Tensor | None = None  # log sum_v pi(v)^2 where the token was predicted, (n, T), detached
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenLogps:
+        """Both tensors changed: moved or reordered."""
+        return TokenLogps(*(None if values is None else change(values) for values in self))
+
+
 def sequence_logps(
-    model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
-) -> torch.Tensor:
-    """Summed log-probabilities of the labelled tokens, (B,), for (B, T) inputs; softmax in float32 or higher."""
-    logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits  # (B, T, V)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return _get_batch_logps(logits, labels.to(logits.device))
-
-
-def sequence_details(
     model: torch.nn.Module,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     labels: torch.Tensor,
     *,
-    with_squares: bool,
-) -> tuple[torch.Tensor, ...]:
-    """Of the same inputs: log-probabilities of the labelled tokens and their number in the row, from 1, (B, T - 1), 0
-    where nothing is labelled; `with_squares` also the sums over these tokens of log sum_v pi(v)^2, (B,), detached."""
-    logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]
+    with_squares: bool = False,
+) -> TokenLogps:
+    """Score the labelled tokens of (B, T) inputs, which follow each other; softmax in float32 or higher."""
+    logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     logps = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     targets = labels[:, 1:].to(logits.device)
     scored = targets != IGNORE_INDEX
-    picked = logps.gather(2, targets.where(scored, 0).unsqueeze(2)).squeeze(2)
-    details = (picked * scored, scored.cumsum(-1) * scored)
-    return (*details, ((2 * logps.detach()).logsumexp(-1) * scored).sum(-1)) if with_squares else details
+    places = torch.arange(scored.shape[1], device=scored.device)
+    within = places < scored.sum(-1, keepdim=True)
+    columns = (scored.int().argmax(-1, keepdim=True) + places).where(within, 0)  # of the response's tokens
+    found = [logps.gather(2, targets.where(scored, 0).unsqueeze(2)).squeeze(2)]
+    if with_squares:
+        found.append((2 * logps.detach()).logsumexp(-1))
+    return TokenLogps(*(values.gather(1, columns) * within for values in found))
 
 
-def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
-    """Summed log-probabilities of the U responses of `packed`, (U,): equal to `sequence_logps` of each alone."""
-    rows, targets = _scored_rows(model, packed, windows)
-    return _by_response(token_logps(model, rows, targets), packed).sum(-1)
-
-
-def packed_details(
-    model: Any, packed: Packed, windows: Mapping[str, int | None], with_squares: bool
-) -> tuple[torch.Tensor, ...]:
-    """Of the U responses of `packed` what `sequence_details` gives, (U, T), (U, T) and (U,)."""
-    rows, targets = _scored_rows(model, packed, windows)
-    logps = token_logps(model, rows, targets, with_squares=with_squares)
-    scored = _by_response(torch.ones_like(targets), packed)
-    places = scored.cumsum(-1) * scored
-    if not with_squares:
-        return _by_response(logps, packed), places
-    logps, squares = logps.unbind(1)
-    return _by_response(logps, packed), places, _by_response(squares.detach(), packed).sum(-1)
+def packed_logps(
+    model: Any, packed: Packed, windows: Mapping[str, int | None], *, with_squares: bool = False
+) -> TokenLogps:
+    """Score the U responses of `packed`: equal to `sequence_logps` of each alone."""
+    hidden, targets = _scored_rows(model, packed, windows)
+    found = token_logps(model, hidden, targets, with_squares=with_squares)
+    return found.map(lambda values: _by_response(values, packed))
 
 
 def _scored_rows(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,24 +135,23 @@ LOGITS_AT_ONCE = 2**25  # logits, 134 MB in float32
 IN_CACHE = 2**20  # logits
 
 
-def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with_squares: bool = False) -> torch.Tensor:
-    """Log-probabilities of `targets` (N,) from hidden states (N, H), in chunks of rows; `with_squares` (N, 2), beside
-    log sum_v pi(v)^2, which has no gradient.
+def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with_squares: bool = False) -> TokenLogps:
+    """Score `targets` (N,) from hidden states (N, H), in chunks of rows; each result (N,).
 
     The backward pass recomputes the logits of every chunk but the last, with which it begins.
     """
     head, scale = model.get_output_embeddings(), logit_scale(model.config)
 
-    def score(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def score(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = scale(head(hidden))
         logps = _PickedLogSoftmax.apply(logits, targets.to(logits.device))
-        return torch.stack([logps, _log_sum_squares(logits)], dim=1) if with_squares else logps
+        return (logps, _log_sum_squares(logits)) if with_squares else (logps,)
 
     n_chunks = max(1, math.ceil(len(targets) * model.config.get_text_config().vocab_size / LOGITS_AT_ONCE))
     chunks = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
     *earlier, last = chunks
-    logps = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in earlier]
-    return torch.cat([*logps, score(*last)])
+    found = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in earlier]
+    return TokenLogps(*map(torch.cat, zip(*found, score(*last), strict=True)))
 
 
 def logit_scale(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, RunError
-from dpo.losses import needs_squares, needs_tails
+from dpo.losses import needs_squares
 from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter
 from dpo.models.answers import Sampling
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
@@ -68,9 +68,7 @@ def predict_phases(config: DictConfig, plan: Plan, data: TrainingData) -> dict[s
     if config.activation_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     layout, _ = layout_by_rules(config.layout, policy, max_length=config.max_length)
-    forward = layout.forward
-    if needs_tails(config.loss) or needs_squares(config.loss):
-        forward = partial(layout.forward_details, with_squares=needs_squares(config.loss))
+    forward = partial(layout.forward, with_squares=needs_squares(config.loss))
     trained, evaluated, n_rows, n_prompt = _largest_microbatches(config, plan, data, layout)
     n_backwards = min(config.gradient_accumulation_steps, 2)
     with fake:
@@ -227,10 +225,10 @@ def _run(policy: Any, forward: Callable, inputs: Any, autocast: str | None, n_ba
     with tracker, torch.set_grad_enabled(n_backwards > 0):
         for _ in range(max(1, n_backwards)):
             with torch.autocast(device, dtype=DTYPES.get(autocast), enabled=autocast is not None):
-                logps = forward(policy, inputs)
+                tokens = forward(policy, inputs)
             if n_backwards:
-                sum(logps).sum().backward()
-            del logps
+                tokens.logps.sum().backward()
+            del tokens
     return tracker
 
 

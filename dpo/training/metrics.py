@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-# beside the metrics: the reference's log-probabilities, and those of the tails if the loss asks for them
-REFERENCE = ("reference/chosen", "reference/rejected", "reference/chosen_tail", "reference/rejected_tail")
+REFERENCE = "reference/"  # before the names of the reference's log-probabilities, which stand beside the metrics
 
 # of each microbatch: indices of its examples in the global batch (n,), and their metrics, (n,) each
 MicrobatchMetrics = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
@@ -20,13 +19,13 @@ MicrobatchMetrics = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 class Reduced(NamedTuple):
     """The metrics of a global batch over all processes, on the host."""
 
-    examples: dict[str, torch.Tensor]  # metrics and REFERENCE, (B,) each, in the order of the examples
+    examples: dict[str, torch.Tensor]  # metrics, and those after REFERENCE, (B,) each, in the order of the examples
     scalars: dict[str, float]
 
     def means(self, counted: torch.Tensor | None = None) -> dict[str, float]:
         """Means of the metrics over the examples that are `counted`, (B,) bool, if any is; and the scalars as they
         are."""
-        metrics = {name: values for name, values in self.examples.items() if name not in REFERENCE}
+        metrics = {name: values for name, values in self.examples.items() if not name.startswith(REFERENCE)}
         values = torch.stack(list(metrics.values())).double()
         means = (values if counted is None or not counted.any() else values[:, counted]).mean(1)
         return dict(zip(metrics, means.tolist(), strict=True)) | self.scalars

@@ -17,7 +17,8 @@ from dpo.errors import InputError
 from dpo.losses import Losses, Scores, find_loss, needs_squares, needs_tails
 from dpo.models.adapter_dropout import AdapterDropout
 from dpo.models.adapters import weights_in_use
-from dpo.models.layouts import Layout, Logps, Longest, Microbatch, choose_layout
+from dpo.models.layouts import Layout, Longest, Microbatch, choose_layout
+from dpo.models.logprobs import TokenLogps
 from dpo.models.pretrained import DTYPES
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import release_gathered
@@ -28,17 +29,27 @@ from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_m
 from dpo.training.reference import LogpTable, Reference, read_logps
 from dpo.wording import count
 
-Metrics = dict[str, torch.Tensor]  # per example, each (B,)
+Columns = dict[str, torch.Tensor]  # of B examples by name, each (B,)
 SIDES = ("chosen", "rejected")
 
 
-def make_scores(logps: Logps, lengths: torch.Tensor, reference: Logps = ()) -> Scores:
-    """What a loss is given, from what `Objective.forward` gives of the policy and, if there is one, the reference."""
-    names = [side + kind for kind in ("", "_tail", "_squares") for side in SIDES]
-    assert len(logps) in (1, 2, 4, 6), f"a forward gave {len(logps)} of {names}"  # under SFT there is `chosen` alone
-    named = dict(zip(names, logps, strict=False))
-    named |= {f"{side}_lengths": n for side, n in zip(SIDES, lengths, strict=False)}
-    return Scores(**named, **{f"reference_{name}": r for name, r in zip(names, reference, strict=False)})
+def sum_tokens(tokens: TokenLogps, lengths: torch.Tensor, *, tails: bool) -> Columns:
+    """What `Scores` has of a model, by its names there: of responses that have `lengths` tokens, (sides, B), the sums
+    over tokens, and with `tails` over those beyond the shorter response's length."""
+    logps, squares = (None if values is None else values[:, : lengths.shape[1]] for values in tokens)
+    sums = {"": logps.sum(-1)}
+    if tails:
+        beyond = torch.arange(logps.shape[-1], device=logps.device) >= lengths.amin(0)[:, None]  # (B, T)
+        sums["_tail"] = (logps * beyond).sum(-1)
+    if squares is not None:
+        sums["_squares"] = squares.sum(-1)
+    return {side + kind: row for kind, rows in sums.items() for side, row in zip(SIDES, rows, strict=False)}
+
+
+def make_scores(policy: Columns, lengths: torch.Tensor, reference: Columns) -> Scores:
+    """What a loss is given, from the sums of policy and reference, which is empty if there is none."""
+    named = {f"{side}_lengths": n for side, n in zip(SIDES, lengths, strict=False)}
+    return Scores(**policy, **named, **{f"reference_{name}": values for name, values in reference.items()})
 
 
 class Prepared(NamedTuple):
@@ -103,29 +114,22 @@ class Objective:
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh = policy, reference, layout, mesh
         self.loss, self.loss_config = find_loss(loss_config), loss_config
-        # what of `Scores` the forward gives beside sums: of the reference only tails
+        # what of `Scores` a forward gives beside sums: of the reference only tails
         self.tails, self.squares = needs_tails(loss_config), needs_squares(loss_config)
-        self.of_reference = REFERENCE if self.tails else REFERENCE[:2]
+        self.cached_columns = [*SIDES, *(f"{side}_tail" for side in SIDES if self.tails)]
         self.average = RunningAverage()
         self.parts = {"average": self.average} if self.loss.averaged else {}  # of checkpoints
         self.autocast, self.models_are_equal, self.follow_every = autocast, models_are_equal, follow_every
         self.device = next(policy.parameters()).device
         self.dropout = AdapterDropout(policy, seed=seed)
 
-    def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False) -> Logps:
-        """Log-probabilities of each example's responses: (chosen, rejected) or, under SFT, (chosen,); with tails or
-        squares what the layout's `forward_details` gives.
-
-        The microbatch is on the device.
-        """
+    def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False) -> Columns:
+        """What `sum_tokens` gives of the examples of a microbatch, which is on the device."""
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            if self.tails or with_squares:
-                logps = self.layout.forward_details(model, microbatch.inputs, with_squares=with_squares)
-            else:
-                logps = self.layout.forward(model, microbatch.inputs)
-        return tuple(values[: len(microbatch.indices)] for values in logps)
+            tokens = self.layout.forward(model, microbatch.inputs, with_squares=with_squares)
+        return sum_tokens(tokens, microbatch.lengths, tails=self.tails)
 
-    def reference_forward(self, microbatch: Microbatch) -> Logps:
+    def reference_forward(self, microbatch: Microbatch) -> Columns:
         """The same of the reference, whose model is there."""
         with self.reference.in_use():
             return self.forward(self.reference.model, microbatch)
@@ -137,7 +141,7 @@ class Objective:
         *,
         split: str,
         loss_config: Mapping[str, Any] | None = None,
-    ) -> tuple[torch.Tensor, Metrics]:
+    ) -> tuple[torch.Tensor, Columns]:
         """Losses of the examples of a microbatch on the device, (B,), and their detached metrics.
 
         `loss_config` if it is not the run's. Beside the metrics are the reference's log-probabilities, under REFERENCE.
@@ -153,10 +157,10 @@ class Objective:
         found = loss(scores._replace(average=self.average.value), loss_config)
         return found.losses, self._metrics(scores, reference, found, split=split)
 
-    def _metrics(self, scores: Scores, reference: Metrics, found: Losses, *, split: str) -> Metrics:
+    def _metrics(self, scores: Scores, reference: Columns, found: Losses, *, split: str) -> Columns:
         """What is logged of each example, detached, and the reference's log-probabilities."""
         losses, chosen, rejected = found
-        metrics: Metrics = {}
+        metrics: Columns = {}
         if chosen is not None and rejected is not None:
             metrics = {f"rewards_{split}/chosen": chosen, f"rewards_{split}/rejected": rejected}
             if not (self.models_are_equal and self.follow_every):
@@ -169,18 +173,18 @@ class Objective:
 
     def _score(
         self, microbatch: Microbatch, cached: torch.Tensor | None, *, with_reference: bool
-    ) -> tuple[Scores, Metrics]:
+    ) -> tuple[Scores, Columns]:
         """What a loss is given of a microbatch; and the reference's part, under REFERENCE."""
-        reference: Logps = ()
+        reference: Columns = {}
         if with_reference and cached is not None:
-            reference = cached[microbatch.indices].unbind(1)
+            reference = dict(zip(self.cached_columns, cached[microbatch.indices].unbind(1), strict=True))
         elif with_reference:  # before the policy's forward, whose activations stay
             with torch.no_grad():
                 reference = self.reference_forward(microbatch)
-        logps = self.forward(self.policy, microbatch, with_squares=self.squares)
-        reference = tuple(r.to(logps[0]) for r in reference)
-        scores = make_scores(logps, microbatch.lengths, reference)
-        return scores, dict(zip(self.of_reference, reference, strict=bool(reference)))
+        policy = self.forward(self.policy, microbatch, with_squares=self.squares)
+        reference = {name: values.to(policy["chosen"]) for name, values in reference.items()}
+        scores = make_scores(policy, microbatch.lengths, reference)
+        return scores, {f"{REFERENCE}{name}": values for name, values in reference.items()}
 
     @torch.no_grad()
     def prepare(self, batch: GlobalBatch, *, update: int) -> Prepared:
@@ -220,7 +224,7 @@ class Objective:
             found = self.loss(scores._replace(average=average), self.loss_config)
         return Reduced(self._metrics(scores, reference, found, split="eval"), {})
 
-    def _score_all(self, batches: Iterable[GlobalBatch], *, update: int | None = None) -> tuple[Scores, Metrics]:
+    def _score_all(self, batches: Iterable[GlobalBatch], *, update: int | None = None) -> tuple[Scores, Columns]:
         """`_score` of every example of the batches, on every process, in float64; the reference's part is cached."""
         table, keys, n_examples, is_cached = [], [], 0, True
         for batch in batches:
@@ -234,8 +238,8 @@ class Objective:
             n_examples, keys = n_examples + len(batch.examples), keys + batch.keys
             is_cached &= cached is not None
         whole = self.reduce(table, n_examples, [] if is_cached else keys).examples
-        reference = {name: values for name, values in whole.items() if name in REFERENCE}
-        return Scores(**{name: values for name, values in whole.items() if name not in REFERENCE}), reference
+        reference = {name: values for name, values in whole.items() if name.startswith(REFERENCE)}
+        return Scores(**{name: values for name, values in whole.items() if name not in reference}), reference
 
     def applied(self, metrics: Mapping[str, float]) -> None:
         """The optimizer has taken a step on a global batch with these metrics."""
@@ -272,14 +276,15 @@ class Objective:
         """
         reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
         if keys:
-            self.reference.logps.add(keys, torch.stack([reduced.examples[name] for name in self.of_reference], dim=1))
+            columns = [reduced.examples[f"{REFERENCE}{name}"] for name in self.cached_columns]
+            self.reference.logps.add(keys, torch.stack(columns, dim=1))
         return reduced
 
     @torch.no_grad()
     def score(self, batch: GlobalBatch) -> torch.Tensor:
         """What the reference gives for a global batch, (B, 2) or with tails (B, 4), on every process."""
         metrics = [
-            (microbatch.indices, dict(zip(self.of_reference, self.reference_forward(microbatch), strict=True)))
+            (microbatch.indices, self.reference_forward(microbatch))
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches)
         ]
         reduced = reduce_metrics(metrics, len(batch.examples), self.mesh.add, counts=self.mesh.counts)

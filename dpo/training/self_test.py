@@ -15,9 +15,9 @@ from dpo.errors import InputError
 from dpo.losses import find_loss
 from dpo.models.pretrained import DTYPES
 from dpo.settings.plan import Plan
-from dpo.training.objective import Objective, make_scores
+from dpo.training.objective import Columns, Objective, make_scores
 
-Forward = Callable[[], tuple[torch.Tensor, ...]]
+Forward = Callable[[], Columns]
 ULPS = 8  # by which two forwards of the same inputs may differ
 
 
@@ -55,7 +55,7 @@ def check_models(
 ) -> list[str]:
     """Check policy and reference. Returns lines to print. Leaves the policy in train mode.
 
-    `forward` returns the policy's log-probabilities, (chosen, rejected) or (chosen,), of a few examples,
+    `forward` returns the policy's log-probabilities of a few examples as `Objective.forward` does,
     `reference_forward` those of the reference, None if the loss needs none; `lengths` are their scored tokens,
     (sides, B).
     Checks that log-probabilities are finite; that train-mode and eval-mode forwards agree up to rounding (that of dtype
@@ -68,7 +68,7 @@ def check_models(
         return ["self-test passed: finite log-probabilities, dropout off"]
 
     loss, scores = find_loss(loss_config), make_scores(in_train, lengths, of_reference)
-    equal = make_scores(in_train, lengths, in_train[: len(of_reference)])
+    equal = make_scores(in_train, lengths, {name: in_train[name] for name in of_reference})
     name, beta = loss_config["name"], loss_config.get("beta", 1.0)
     expected = loss(equal, loss_config).losses.mean().item()
     if not math.isfinite(expected):
@@ -101,22 +101,22 @@ def _check_forwards(
     forward: Forward,
     reference_forward: Forward | None,
     repeats_to: torch.dtype | None,
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], float]:
+) -> tuple[Columns, Columns, float]:
     """Log-probabilities of policy and reference, finite and without dropout, and the policy's largest magnitude."""
     policy.eval()
     in_eval = forward()
     policy.train()
     in_train = forward()
-    of_reference = reference_forward() if reference_forward is not None else ()
+    of_reference = reference_forward() if reference_forward is not None else {}
     for who, values in (("policy", in_train), ("reference", of_reference)):
-        if not all(v.isfinite().all() for v in values):
+        if not all(v.isfinite().all() for v in values.values()):
             raise InputError(
                 f"self-test: log-probabilities of the {who} are not finite; float16 overflows in many models: "
                 f"use bfloat16 or float32, and check the weights"
             )
-    difference = max((a - b).abs().max().item() for a, b in zip(in_train, in_eval, strict=True))
-    scale = max(v.abs().max().item() for v in in_train)
-    if difference > ULPS * torch.finfo(repeats_to or in_train[0].dtype).eps * scale:
+    difference = max((values - in_eval[name]).abs().max().item() for name, values in in_train.items())
+    scale = max(values.abs().max().item() for values in in_train.values())
+    if difference > ULPS * torch.finfo(repeats_to or in_train["chosen"].dtype).eps * scale:
         raise InputError(
             f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}: "
             f"{type(policy).__name__} is random in train mode (dropout, router noise); disable that in its config"

@@ -100,10 +100,10 @@ def measure(setting: Setting, model: Any, way: Any, pairs: list[Any], autocast: 
 
     def update() -> None:
         with autocast:
-            logps = way.forward(model, inputs)
-        sum(logps).sum().backward()
+            logps = way.forward(model, inputs).logps.sum(-1)
+        logps.sum().backward()
         model.zero_grad(set_to_none=True)
-        found["logps"] = torch.stack(logps).detach().float().cpu()
+        found["logps"] = logps.detach().float().cpu()
 
     update()
     if setting.gpu:

@@ -75,7 +75,7 @@ def run(setting: Setting, model: Any, layout: Layout, inputs: list[Any]) -> list
     """Seconds of a forward and backward of each."""
 
     def update(each: Any) -> None:
-        sum(layout.forward(model, each)).sum().backward()
+        layout.forward(model, each).logps.sum().backward()
         model.zero_grad(set_to_none=True)
 
     return [seconds_of(setting.device, lambda each=each: update(each)) for each in inputs]

@@ -48,7 +48,7 @@ def compare_with_one_process(family: str, mesh: Mesh, *, checkpointing: bool = F
     frozen = {name: torch.stack(logps_of(whole, examples, name)) for name in (None, REFERENCE)}
     [microbatch] = Padded().split(examples, 1)
     with AdapterDropout(whole, seed=0).on(microbatch.inputs, update=1):
-        chosen, rejected = Padded().forward(whole, microbatch.inputs)
+        chosen, rejected = Padded().forward(whole, microbatch.inputs).logps.sum(-1)
         expected = (chosen - 0.5 * rejected).mean()
         expected.backward()
 
@@ -61,10 +61,10 @@ def compare_with_one_process(family: str, mesh: Mesh, *, checkpointing: bool = F
         model.zero_grad()
         for name, logps in frozen.items():
             with switch(model, name)(), torch.no_grad():
-                ours = torch.stack(layout.forward(model, microbatch.inputs))
+                ours = layout.forward(model, microbatch.inputs).logps.sum(-1)
             assert torch.allclose(ours, logps[:, microbatch.indices], rtol=1e-5, atol=1e-5), (family, name)
         with AdapterDropout(model, seed=0).on(microbatch.inputs, update=1):
-            chosen, rejected = layout.forward(model, microbatch.inputs)
+            chosen, rejected = layout.forward(model, microbatch.inputs).logps.sum(-1)
             loss = (chosen - 0.5 * rejected).sum() / len(examples)
             (loss * mesh.data_size).backward()
         assert torch.allclose(mesh.add(loss.detach()[None] * mesh.counts)[0], expected, rtol=1e-6), family

@@ -96,7 +96,7 @@ def compare_with_one_process(family: str, mesh: Mesh, *, activation_checkpointin
     for layout in (Padded(), SharedPrefix({"full_attention": None}, max_length=32)):
         [microbatch] = layout.split(examples, 1, rank=mesh.data_rank, size=mesh.data_size)
         model.zero_grad()
-        chosen, rejected = layout.forward(model, microbatch.inputs)
+        chosen, rejected = layout.forward(model, microbatch.inputs).logps.sum(-1)
         loss = (chosen - 0.5 * rejected).sum() / len(examples)
         (loss * mesh.data_size).backward()
 

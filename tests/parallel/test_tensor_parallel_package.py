@@ -16,6 +16,7 @@ from dpo.errors import InputError
 from dpo.models.weights import load_archive
 from dpo.parallel.state import full_state
 from dpo.parallel.tensor_parallel_package import split_over_devices
+from dpo.training.objective import SIDES
 from dpo.training.optimization import OPTIMIZERS
 from dpo.training.self_test import check_models
 
@@ -168,8 +169,8 @@ def test_forwards_agree_bit_for_bit_on_more_devices(family):
     examples = examples_of(2)
     (note,) = check_models(
         policy,
-        lambda: plain_logps(policy, examples),
-        lambda: plain_logps(reference, examples),
+        lambda: dict(zip(SIDES, plain_logps(policy, examples), strict=True)),
+        lambda: dict(zip(SIDES, plain_logps(reference, examples), strict=True)),
         lengths=torch.tensor([example.n_scored for example in examples]).T,
         loss_config={"name": "dpo", **DPO},
     )

@@ -88,7 +88,9 @@ def test_rewards_are_those_of_the_loss(run_dir, panel):
     ]
     [microbatch] = Padded().split(pairs, 1)
     with torch.no_grad():
-        logps = [*Padded().forward(load(run_dir), microbatch.inputs), *Padded().forward(load(), microbatch.inputs)]
+        logps = [
+            row for model in (load(run_dir), load()) for row in Padded().forward(model, microbatch.inputs).logps.sum(-1)
+        ]
     _, chosen, rejected = preference_loss(*logps, beta=0.3)
     assert max(map(abs, chosen.tolist())) > 0.1
     assert [r["policy"] for r in rewards] == pytest.approx(chosen.tolist(), abs=1e-4)

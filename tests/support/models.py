@@ -96,10 +96,11 @@ def examples_of(rows: int, length: int = 12, *, shared: bool = False) -> list[Ex
     return find_examples(batch_of(rows, length, shared=shared))
 
 
-def plain_logps(model: Any, examples: list[Example]) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities of the responses by the plain path: (chosen, rejected), or (chosen,) of SFT targets."""
+def plain_logps(model: Any, examples: list[Example]) -> torch.Tensor:
+    """Log-probabilities of the responses by the plain path: of the chosen and the rejected ones (2, B), or of SFT
+    targets (1, B)."""
     [microbatch] = Padded().split(examples, 1)
-    return Padded().forward(model, microbatch.inputs)
+    return Padded().forward(model, microbatch.inputs).logps.sum(-1)
 
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"

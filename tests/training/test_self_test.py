@@ -12,6 +12,7 @@ from support.models import plain_logps
 from dpo.data.collation import find_examples, get_collate_fn, tokenize_batch_element
 from dpo.data.examples import Example
 from dpo.errors import InputError
+from dpo.training.objective import SIDES
 from dpo.training.self_test import check_models
 
 DPO = {"beta": 0.1, "label_smoothing": 0, "reference_free": False}
@@ -41,8 +42,8 @@ def check(policy, reference, batch, name="dpo", options=DPO, other_dtype=None) -
     config = {"name": name, **options}
     (note,) = check_models(
         policy,
-        lambda: plain_logps(policy, examples),
-        None if reference is None else lambda: plain_logps(reference, examples),
+        lambda: dict(zip(SIDES, plain_logps(policy, examples), strict=False)),
+        None if reference is None else lambda: dict(zip(SIDES, plain_logps(reference, examples), strict=True)),
         lengths=lengths,
         loss_config=config,
         other_dtype=other_dtype,
@@ -75,16 +76,17 @@ def test_a_mix_with_a_part_that_has_no_reference_passes_and_other_weights_are_st
 
 def test_a_forward_may_differ_from_the_same_again_by_rounding_alone(policy):
     logps = torch.tensor([-300.0, -20.0])
+    of_both = {"chosen": logps, "rejected": logps - 5}
     config = {"name": "dpo", **DPO}
 
     def check_forward_off_in_training(relative: float) -> list[str]:
         def forward():
-            return tuple(values * (1 + relative * policy.training) for values in (logps, logps - 5))
+            return {name: values * (1 + relative * policy.training) for name, values in of_both.items()}
 
         return check_models(
             policy,
             forward,
-            lambda: (logps, logps - 5),
+            lambda: of_both,
             lengths=torch.ones(2, 2),
             loss_config=config,
         )
