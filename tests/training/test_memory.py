@@ -209,13 +209,13 @@ def test_every_kind_of_loss_layout_and_attention_can_be_predicted(settings, loss
 
 
 @pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
-def test_what_wpo_and_ld_alpha_hold_beside_is_counted(layout, compose):
+def test_what_wpo_holds_beside_is_counted(layout, compose):
     def need(*options: str):
         config = compose("loss=dpo", "loss.beta=0.1", f"layout={layout}", *options)
         found = predict(config, resolve(config), load_data(config, silent=True))
         return found.activations + found.logits
 
-    assert need("loss.wpo=true") > need("loss.ld_alpha=0.5") > need()
+    assert need("loss.wpo=true") > need()
 
 
 def test_samples_take_at_most_the_rows_of_the_test_split(compose):
