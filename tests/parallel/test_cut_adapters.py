@@ -45,7 +45,7 @@ def adapted(family: str, *, on_meta: bool = False, targets: str | list[str] = "a
 
 def compare_with_one_process(family: str, mesh: Mesh, *, checkpointing: bool = False) -> None:
     examples, whole = examples_of(rows=4), adapted(family)
-    frozen = {name: torch.stack(logps_of(whole, examples, name)) for name in (None, REFERENCE)}
+    frozen = {name: logps_of(whole, examples, name) for name in (None, REFERENCE)}
     [microbatch] = Padded().split(examples, 1)
     with AdapterDropout(whole, seed=0).on(microbatch.inputs, update=1):
         chosen, rejected = Padded().forward(whole, microbatch.inputs).logps.sum(-1)
@@ -96,7 +96,7 @@ def hold_shards_alone(mesh: Mesh) -> None:
         assert is_cut or parameter.ndim == 1 or ".lora_" in name, name  # beside a W that is cut, A or B is not
 
 
-def logps_of(model: Any, examples: Any, name: str | None) -> tuple[torch.Tensor, ...]:
+def logps_of(model: Any, examples: Any, name: str | None) -> torch.Tensor:
     with switch(model, name)(), torch.no_grad():
         return plain_logps(model, examples)
 
