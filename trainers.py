@@ -25,7 +25,7 @@ from dpo.losses import _get_batch_logps, preference_loss  # noqa: F401  (the ref
 from dpo.models import adapters
 from dpo.models.layouts import Microbatch
 from dpo.models.loading import load_policy, load_reference, notes_on_base
-from dpo.models.pretrained import DTYPES, check_positions, remarks
+from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, remarks
 from dpo.models.scoring import ScorerFailed
 from dpo.parallel.device_map import move_less
 from dpo.parallel.mesh import Mesh
@@ -120,8 +120,8 @@ class Trainer:
         policy, frozen = after_rank_0("the policy's weights", load)
         self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
         check_positions(policy, config.max_length)
-        if config.activation_checkpointing:  # the older name, which every transformers 5 has
-            policy.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.activation_checkpointing:
+            checkpoint_activations(policy)
         return self.place(policy, compute_dtype=DTYPES[plan.compute_dtype]), frozen
 
     def _make_reference(self, reference_model: Any, frozen: str | None) -> Reference | None:

@@ -189,7 +189,7 @@ def _work_in(
         check_inputs(run.found, data, models[0].config if models else find_model_config(config))
     if from_rank_0(run is not None and run.is_finished(data.report.updates)):
         if rank == 0:
-            print(f"{resume_from}: this run is already complete")
+            print(f"{resume_from}: this run is already complete; a larger n_epochs or n_examples extends it")
         _export(rank, config)
         return
     if run is not None:

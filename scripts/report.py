@@ -2,11 +2,11 @@
 
     python -m scripts.report RUN [RUN ...] [--out DIR]
 
-RUN is the directory of a run that is complete, still trains, or crashed. The page has the curves, what they mean and
-what looks wrong, samples of policy and reference, what differs between the runs, hardware, time and cost. Without
---out it is in RUN/report, or, of several runs, in report. The texts of a ledger's pairs are in the report of one run
-if its data is on this machine; a comparison loads no data, which can take minutes. Exit status: 0 written, 2 bad input.
-Changes nothing else, and uses no network.
+RUN is the directory of a run that is complete, still trains, or crashed; or of a sweep: its runs. The page has the
+curves, what they mean and what looks wrong, samples of policy and reference, what differs between the runs, hardware,
+time and cost. Without --out it is in RUN/report, or, of several runs, in report. The texts of a ledger's pairs are in
+the report of one run if its data is on this machine; a comparison loads no data, which can take minutes. Exit status:
+0 written, 2 bad input. Changes nothing else, and uses no network.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ from functools import partial
 from pathlib import Path
 
 from dpo.errors import InputError
-from dpo.system.run_directory import REPORT
+from dpo.system.run_directory import REPORT, SWEEP
 from scripts.trust import add_trust_option
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The runs that a path names: of a sweep's directory, those of its jobs."""
+    if not (path / SWEEP).is_file():
+        return [path]
+    return sorted(file.parent for file in path.glob("*/config.yaml"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from dpo.analysis.page import write_report  # here: matplotlib takes a second, which --help need not pay
     from scripts.ledger import find_texts
 
-    runs = [run.expanduser() for run in asked.runs]
+    runs = [run for named in asked.runs for run in runs_in(named.expanduser())]
     find = partial(find_texts, trust_remote_code=asked.trust_remote_code)
     default = (runs[0] / REPORT if len(runs) == 1 else REPORT).parent
     texts = find if len(runs) == 1 else None

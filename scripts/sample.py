@@ -203,7 +203,8 @@ def _converse(panel: Panel, sampling: Sampling) -> int:
     if on_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (arrow keys in input())
-        print("Type a prompt and Enter. Ctrl-C ends an answer; Ctrl-D, or Ctrl-C at the prompt, ends the session.")
+        print("Type a prompt and Enter; one of several lines comes from --file.")
+        print("Ctrl-C ends an answer; Ctrl-D, or Ctrl-C at the prompt, ends the session.")
     print(_on_form(panel))
     for number, line in enumerate(_typed(on_terminal)):
         try:

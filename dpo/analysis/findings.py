@@ -136,7 +136,7 @@ def spikes(run: Run) -> Iterator[Finding]:
     for name, what in (("grad_norm", "Gradient"), ("loss/train", "Loss")):
         values = run.train[name]
         found = spikes_of(values)
-        if name == "loss/train" and run.has_reference and (start := find_start(run)):
+        if name == "loss/train" and (start := find_start(run)):
             # where nearly all pairs are learned, one that is not stands far out
             found = [(place, times) for place, times in found if values[place] > start.loss]
         if not found:

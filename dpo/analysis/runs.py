@@ -199,7 +199,9 @@ def _read(path: Path, *, ended: bool) -> Run:
     run.preflight = _read_mapping(run, "preflight.json")
     lines = _read_lines(run, "metrics.jsonl", lambda line: line.get("split") in ("train", "eval"))
     run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
-    lines = _read_lines(run, "samples.jsonl", lambda line: _is_sample(line) or _is_drawn(line))
+    lines = []
+    if (run.path / "samples.jsonl").exists() or run.setting("sample_during_eval", True):
+        lines = _read_lines(run, "samples.jsonl", lambda line: _is_sample(line) or _is_drawn(line))
     run.samples, run.drawn = ([line for line in lines if is_one(line)] for is_one in (_is_sample, _is_drawn))
     run.ledger = _read_ledger(run)
     folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from dpo.analysis.cost import Cost
 from dpo.analysis.findings import Finding, is_untold, n_evaluated
 from dpo.analysis.margin import MarginParts
+from dpo.analysis.online_findings import beginning, end
 from dpo.analysis.reading import warnings_in
 from dpo.analysis.runs import Run, number, ranked
 from dpo.losses import LOSSES
@@ -81,11 +82,10 @@ def verdict(run: Run, findings: list[Finding]) -> str:
 
 def _result(run: Run) -> str:
     """How well it does on held-out examples, or by the scores of what it says."""
-    scores = run.train.points("online/score")[1]
-    if len(scores):
-        now, nats = run.tail("train", "online/score"), run.tail("train", "online/kl")
+    if len(scores := beginning(run, "online/score")):
+        now, nats = end(run, "online/score").mean(), run.tail("train", "online/kl")
         cost = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
-        return f"The mean score of its answers was {figure(scores[0])} at first and is {figure(now)} now{cost}."
+        return f"The mean score of its answers was {figure(scores.mean())} at first and is {figure(now)} now{cost}."
     examples, losses = run.eval.points("loss/eval")
     accuracy = run.eval.last("rewards_eval/accuracies")
     if not len(losses) or examples[-1] == 0:
@@ -145,11 +145,12 @@ def _quality(run: Run) -> list[Tile]:
             sides = [run.eval.last(f"rewards_eval/{side}") for side in ("chosen", "rejected")]
             detail = f"chosen {signed(sides[0])}, rejected {signed(sides[1])}"
         elif values[place] == values[-1]:
-            before = "a tie" if values[0] == 0 and examples[0] == 0 and sign > 0 else say(values[0])
-            best = "best" if run.state.word == "complete" else "best so far"
-            detail = f"{best}, from {before}" if len(values) > 1 else "the first evaluation"
+            before = "all tied" if values[0] == 0 and examples[0] == 0 and sign > 0 else say(values[0])
+            extreme = ("highest" if sign > 0 else "lowest") + " so far" * (run.state.word != "complete")
+            detail = f"{extreme}; at the start {before}" if len(values) > 1 else "the first evaluation"
         else:
-            detail = f"best {say(values[place])} at {count(examples[place], 'example')}"
+            extreme = "highest" if sign > 0 else "lowest"
+            detail = f"{extreme} {say(values[place])} at {count(examples[place], 'example')}"
         last = float(values[-1])
         # a loss depends on its options, DPO's on beta; rewards on the reference that they are relative to
         scale = ("loss",) * (name == "loss/eval") + REFERENCE * run.has_reference

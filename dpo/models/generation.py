@@ -39,7 +39,9 @@ def sample(
             synced_gpus=in_step,
             pad_token_id=tokenizer.pad_token_id,
         )
-    return tokenizer.batch_decode(ids[:, prompt_ids.shape[1] :], skip_special_tokens=True)
+    return tokenizer.batch_decode(
+        ids[:, prompt_ids.shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 @contextmanager

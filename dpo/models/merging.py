@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -48,6 +48,8 @@ def find_additions(stored: StoredAdapter, structure: torch.nn.Module) -> dict[st
             raise InputError(
                 f"{stored.directory} does not fit {type(structure).__name__}, which has no such layer: {layer}"
             )
+        if not _is_targeted(layer, stored.config):
+            raise InputError(f"{stored.directory} has weights for {layer}, which its adapter_config.json does not name")
         if uses[id(weights[name])] > 1:
             raise InputError(
                 f"{stored.directory} cannot be merged: {name}, to which it adds, is tied, and what merging would add "
@@ -63,6 +65,15 @@ def find_additions(stored: StoredAdapter, structure: torch.nn.Module) -> dict[st
             )
         found[name] = Addition(left, right, scaling)
     return found
+
+
+def _is_targeted(layer: str, config: Any) -> bool:
+    """Whether PEFT would adapt a layer. A regular expression is not tried: one from elsewhere may take for ever."""
+    if isinstance(config.target_modules, str) or config.layers_pattern or isinstance(config.exclude_modules, str):
+        return True
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    return bool(check_target_module_exists(config, layer))
 
 
 def base_reader(origin: Origin, structure: torch.nn.Module) -> Callable[[], Mapping[str, torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,13 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
     if trained < n:
         found.append(f"trainable parameters: {trained:,} of {n:,} ({trained / n:.2%}), those of the adapter")
     return found
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Make a model compute the activations of its blocks again in the backward pass, in place of keeping them."""
+    with warnings.catch_warnings():  # of a newer name, which not every transformers 5 has
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

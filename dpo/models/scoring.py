@@ -101,6 +101,8 @@ def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, fil
 class RaisingExit:
     """A context in which `os._exit` of this process raises: an unfinished run must not end with status 0."""
 
+    modules = os, sys.modules[os.name]  # where it is: os, and posix
+
     def __enter__(self) -> None:
         self.exit, own = os._exit, os.getpid()
 
@@ -109,10 +111,12 @@ class RaisingExit:
                 self.exit(status)
             raise SystemExit(f"os._exit({status})")
 
-        os._exit = leave
+        for module in self.modules:
+            module._exit = leave
 
     def __exit__(self, *_: object) -> None:
-        os._exit = self.exit
+        for module in self.modules:
+            module._exit = self.exit
 
 
 def _tell(error: BaseException, file: Path | None) -> str:

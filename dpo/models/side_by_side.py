@@ -121,7 +121,10 @@ class Panel:
                     if new is None:
                         n_working -= 1
                     else:  # a character may be several tokens, of which the last are not there yet
-                        show(new[0], self.tokenizer.decode(new[1], skip_special_tokens=True).rstrip("\ufffd"))
+                        text = self.tokenizer.decode(
+                            new[1], skip_special_tokens=True, clean_up_tokenization_spaces=False
+                        )
+                        show(new[0], text.rstrip("\ufffd"))
             finally:
                 stop.set()
         made = {name: of_side for future in working for name, of_side in future.result().items()}

@@ -128,7 +128,7 @@ class CourseWarner(Callback):
     def _look_for_spikes(self, update: Update) -> None:
         for name, before in self._before.items():
             value, usual = update.metrics[name], median(before) if len(before) >= 20 else float("inf")
-            learned = name == "loss/train" and self._reference and self._start and value <= self._start.loss
+            learned = name == "loss/train" and self._start and value <= self._start.loss
             if len(before) == 20:
                 self._first.setdefault(name, sum(before) / 20)
             if value > SPIKE * usual > 0 and value > FAINT * self._first[name] and not learned:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 FEW, NEAR = 12, 5  # names that are all listed; those that may have been meant
+RELATIVES = {"kto": ("bco", "apo_zero")}  # of what is not here, the nearest (docs/losses.md)
 
 
 def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
@@ -20,6 +21,7 @@ def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
     by_small_letters = {name.lower(): name for name in sorted(names)}
     lower = value.lower()
     found = [lower] if lower in by_small_letters else difflib.get_close_matches(lower, by_small_letters, n=NEAR)
+    found = found or [name for name in RELATIVES.get(lower, ()) if name in by_small_letters]
     near = [by_small_letters[name] for name in found]
     *most, last = near or [""]
     meant = f": did you mean {', '.join(most)}{' or ' * bool(most)}{last}?" if near else ""

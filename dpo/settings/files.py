@@ -63,9 +63,9 @@ def defaults_of(loss: str | None = None, lora: str | None = None, online: str | 
     `none` unless it is one."""
     defaults = _load(CONFIG_DIR / "config.yaml") | {"model": _load(CONFIG_DIR / "model" / "blank_model.yaml")}
     for group, option in (("loss", loss), ("lora", lora), ("online", online)):
-        files = [CONFIG_DIR / group / f"{name}.yaml" for name in (option, "none")]
-        if found := [file for file in files if file.is_file()]:
-            defaults[group] = _load(found[0])
+        files = {file.stem: file for file in (CONFIG_DIR / group).glob("*.yaml")}
+        if found := files.get(str(option), files.get("none")):
+            defaults[group] = _load(found)
     return defaults
 
 

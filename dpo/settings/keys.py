@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
@@ -70,7 +69,8 @@ SEVERAL_SAMPLES = Rule(
 )
 NATURAL = Rule(lambda v: _is_int(v) and v >= 0, "an integer >= 0")
 NUMBER = Rule(lambda v: _is_number(v) and math.isfinite(v), "a number")
-FINITE = Rule(lambda v: _is_number(v) and 0 < v <= sys.float_info.max, "a number above 0")
+LARGEST = 3.4e38  # of float32
+FINITE = Rule(lambda v: _is_number(v) and 0 < v <= LARGEST, "a number above 0")
 SECONDS = Rule(lambda v: _is_number(v) and 0 < v <= 10**7, "seconds above 0, ten million at most")
 POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
 NON_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a number, 0 or more")

@@ -12,6 +12,7 @@ from typing import Any
 
 from dpo.settings.command_line import key_of
 from dpo.system.redaction import redact
+from dpo.system.run_directory import SWEEP
 from dpo.wording import count
 
 LONGEST_GROUP = 128  # characters, of W&B
@@ -115,7 +116,7 @@ def report(jobs: Sequence[Job], folder: Path) -> None:
     """Print the table, and write it to `sweep.json` in a folder that is made if it is not there."""
     summaries = [summarize(job) for job in jobs]
     print(as_table(summaries))
-    file = folder / "sweep.json"
+    file = folder / SWEEP
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")

@@ -248,7 +248,7 @@ def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
 
     for key in ("model.name_or_path", "model.tokenizer_name_or_path"):
         name = sound.get(key) or ""
-        if name.startswith(("/", ".", "~")) and not Path(name).exists():
+        if (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).exists():
             yield f"{key}={name} is not there: no such directory" + " (~ is not expanded)" * name.startswith("~")
     if have("max_length", "max_prompt_length") and sound["max_prompt_length"] >= sound["max_length"]:
         yield (

@@ -266,7 +266,7 @@ def _forward(processes: list, asked: list[int], number: int) -> str:
     """Ask the workers, which ignore Ctrl-C, to stop, and remember the signal; what is done about it."""
     asked.append(number)
     _terminate(processes)
-    return "stopping; what was trained is saved"
+    return "stopping, after what was trained is saved"
 
 
 def _terminate(processes: list) -> None:

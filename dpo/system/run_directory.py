@@ -25,6 +25,7 @@ LOCK = ".lock"
 ORIGIN = ".continues"  # in a run that continues another one: the checksum of the other's manifest
 STREAM, PARQUET = "ledger.arrows", "ledger.parquet"  # with ledger=true
 REPORT = Path("report", "report.html")  # with report=true
+SWEEP = "sweep.json"  # in the directory of a sweep, which holds those of its jobs
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN)
 PACKAGES = (
     "torch",

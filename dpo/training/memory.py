@@ -25,7 +25,7 @@ from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter
 from dpo.models.answers import Sampling
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
 from dpo.models.loading import find_policy_structure
-from dpo.models.pretrained import DTYPES
+from dpo.models.pretrained import DTYPES, checkpoint_activations
 from dpo.models.reward_model import find_reward_structure
 from dpo.parallel.sharding import find_blocks
 from dpo.settings.choices import ADAPTED
@@ -66,7 +66,7 @@ def predict_phases(config: DictConfig, plan: Plan, data: TrainingData) -> dict[s
     with fake:
         policy = on_device(policy, device, DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None)
     if config.activation_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(policy)
     layout, _ = layout_by_rules(config.layout, policy, max_length=config.max_length)
     forward = partial(layout.forward, with_squares=needs_squares(config.loss))
     trained, evaluated, n_rows, n_prompt = _largest_microbatches(config, plan, data, layout)
@@ -322,7 +322,8 @@ def dry_run(config: DictConfig, plan: Plan, data: TrainingData) -> None:
             print(f"{name:>12} {of_phase.total / 1e9:8.2f} GB at its peak{_what_comes_and_goes(of_phase)}")
         print(Rounds.of(config, plan).tell(config))
     if need.total > available:
-        print(f"won't fit; try {_join(suggest(config, plan, data))}")
+        print("won't fit; looking for settings that would help", flush=True)  # which predicts anew with each
+        print(f"try {_join(suggest(config, plan, data))}")
 
 
 def _what_comes_and_goes(need: MemoryEstimate) -> str:

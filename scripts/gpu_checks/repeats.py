@@ -11,7 +11,8 @@ from scripts.gpu_checks.common import TINY, Outcome, Run, Setting, few_words
 
 COMMON = ("loss=dpo", "loss.beta=0.1", "datasets=[hh]", "batch_size=8", "eval_batch_size=2", "n_eval_examples=2",
           "n_eval_model_samples=2", "model.reference_dtype=float32", "max_length=80", "max_prompt_length=64",
-          "eval_every=24", "n_epochs=null", "lr=1e-4", "warmup_steps=2", "deterministic=true")  # fmt: skip
+          "eval_every=24", "n_epochs=null", "lr=1e-4", "warmup_steps=2", "deterministic=true",
+          "do_first_sampling=true")  # fmt: skip
 HALF, WHOLE = 24, 48  # examples
 CHANGES = ("examples_per_second", "tokens_per_second", "memory/peak_gb")  # differ between any two runs
 

@@ -250,8 +250,8 @@ def test_the_verdict_says_of_how_many_pairs(tmp_path):
 
 
 def test_a_best_value_is_so_far_while_the_run_is_not_complete(tmp_path):
-    assert "best, from" in page_of(made(tmp_path / "complete")).texts["span"]
-    assert "best so far, from" in page_of(made(tmp_path / "ended", updates=80)).texts["span"]
+    assert "; at the start" in page_of(made(tmp_path / "complete")).texts["span"]
+    assert " so far; at the start" in page_of(made(tmp_path / "ended", updates=80)).texts["span"]
 
 
 def test_of_one_run_the_settings_that_differ_from_the_defaults(tmp_path):

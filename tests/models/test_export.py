@@ -371,6 +371,9 @@ def test_what_cannot_be_exported_or_merged_is_one_sentence(base, tmp_path):
     file = tied / "adapter_model.safetensors"  # in which PEFT has the base's head too
     save_file({name: tensor for name, tensor in load_file(file).items() if ".lora_" in name}, file)
     other, _, _ = adapter(tmp_path / "other", "gpt-neox", home)
+    unnamed, _, _ = adapter(tmp_path / "unnamed", "llama, tied", home, target_modules=["down_proj"])
+    config = json.loads((unnamed / "adapter_config.json").read_text())
+    (unnamed / "adapter_config.json").write_text(json.dumps({**config, "layers_to_transform": [99]}))
     adapter_of_run(tmp_path / "run", "llama", home, ", random_init: true")
     adapter_of_run(
         tmp_path / "sized",
@@ -383,6 +386,7 @@ def test_what_cannot_be_exported_or_merged_is_one_sentence(base, tmp_path):
         (tmp_path / "run", {}, "was drawn from a seed, which PEFT cannot load: give --merge"),
         (foreign, {}, "is in PEFT's format already: give --merge"),
         (tied, {"merge": True}, "cannot be merged: lm_head.weight, to which it adds, is tied"),
+        (unnamed, {"merge": True}, "has weights for model.layers.0.*, which its adapter_config.json does not name"),
         (other, {"merge": True}, "does not fit LlamaForCausalLM, which has no such layer: gpt_neox.layers.0"),
         (tmp_path / "sized", {"merge": True}, r"down_proj is \(32, 64\) in the model and \(32, 44\) in the adapter"),
     ):

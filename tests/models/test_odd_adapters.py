@@ -35,7 +35,7 @@ def change(adapter: Path, **changes: object) -> None:
         *(("r", value, "an integer >= 1") for value in (-1, 0, "16", True, 1.5, None, [4])),
         *(
             ("lora_alpha", value, "a number above 0")
-            for value in (float("nan"), float("inf"), -1, 0, "16", True, None, {"q_proj": 8})
+            for value in (float("nan"), float("inf"), 1e308, -1, 0, "16", True, None, {"q_proj": 8})
         ),
         ("lora_dropout", 1, r"a number in [0, 1)"),
         *(

@@ -44,3 +44,12 @@ def test_a_base_model_is_for_the_weights_that_lack_one(tmp_path):
         assert base_of(whole, model=OTHER, alone=alone) == (OTHER if alone else LLAMA)
     with pytest.raises(InputError, match=f"--model {OTHER}: all of these have a base model of their own"):
         load_panel([whole, LLAMA], Choices(model=OTHER))
+
+
+def test_an_interpolation_in_the_config_of_a_run_from_elsewhere_is_refused(tmp_path):
+    """It would put what is in this machine's environment into the exported model's card."""
+    run = run_with(LLAMA, tmp_path / "run")
+    with (run / "config.yaml").open("a") as file:
+        file.write("\nexp_name: ${oc.env:HOME}\n")
+    with pytest.raises(InputError, match=r"'\$\{oc\.env:HOME\}' is an interpolation, not a value"):
+        find_origin(run)

@@ -398,6 +398,10 @@ def test_a_function_gets_texts_and_its_numbers_rank(run, drawn, tmp_path):
             "rewards.py:score failed: RuntimeError: generator raised Stop",
         ),
         ("import os; os._exit(0)", r"rewards.py:score failed: SystemExit: os._exit\(0\) \(.*rewards.py, line 2\)"),
+        (
+            "import posix; posix._exit(0)",
+            r"rewards.py:score failed: SystemExit: os._exit\(0\) \(.*rewards.py, line 2\)",
+        ),
         ("raise ValueError('half \\ud800')", r"rewards.py:score failed: ValueError: half \\ud800 \("),
         ("raise MemoryError('mine')", "rewards.py:score failed: MemoryError: mine"),
         ("raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})", r"rewards.py:score failed: E: \?"),

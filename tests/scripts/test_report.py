@@ -40,6 +40,14 @@ def test_several_are_reported_in_report_or_where_it_is_said(tmp_path, capsys, mo
     assert "2 runs compared" in (tmp_path / "deep" / "er" / "report.html").read_text()
 
 
+def test_a_sweeps_directory_stands_for_the_runs_of_its_jobs(tmp_path):
+    for name in ("0_a", "1_b"):
+        write_run(tmp_path / "sweep" / name, LINES, config={"exp_name": name})
+    (tmp_path / "sweep" / "sweep.json").write_text("[]")
+    assert main([str(tmp_path / "sweep"), "--out", str(tmp_path / "out")]) == 0
+    assert "2 runs compared" in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_a_comparison_loads_no_data_and_says_where_the_texts_are(tmp_path):
     """Loading it takes minutes, and what is compared does not need it."""
     wrong = [row("bad", n, "train", -9.0, 9.0, (5, 5)) for n in (2, 3)]

@@ -281,7 +281,7 @@ def test_what_cannot_be_compared_is_refused(run_dir, tmp_path, tokenizer):
     with pytest.raises(InputError, match="trained with different references: give --reference"):
         load_panel([run_dir, elsewhere / "step-8"], Choices())
     (elsewhere / "config.yaml").write_text(config.replace("float32", "float32, archive: /gone"))
-    with pytest.raises(InputError, match=r"/gone is neither a policy\.pt.*; give --reference DIR, or --no-reference"):
+    with pytest.raises(InputError, match=r"/gone does not exist; give --reference DIR, or --no-reference"):
         load_panel([elsewhere / "step-8"], Choices())
 
 

@@ -41,6 +41,7 @@ def test_options_come_first_and_keep_their_values():
         (["loss=dppo"], "loss=dppo is not there: did you mean dpo, sppo or dpop? `ls config/loss` shows all"),
         (["loss=dppo", "loss.beta=0.1"], "loss=dppo is not there"),  # whether there is a beta is not known
         (["model=1"], "model=1 is not there; `ls config/model` shows all"),
+        (["loss=kto"], "loss=kto is not there: did you mean bco or apo_zero? `ls config/loss` shows all"),
         (["model=Pythia28"], "model=Pythia28 is not there: did you mean pythia28? `ls config/model` shows all"),
         (["model=pythia2.8"], "model=pythia2.8 is not there: did you mean pythia28, "),
         (
