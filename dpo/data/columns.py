@@ -7,7 +7,7 @@ and everything that does not fit is refused, here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -95,23 +95,24 @@ def recognize_columns(
     fitting = {ours: [given[ours]] if ours in given else _find(ours, present, given) for ours in COLUMNS}
     forms = [form for form in (PAIRS, TARGETS, CHATS) if given.keys() <= set(form)]
     complete = [form for form in forms if all(fitting[ours] for ours in form if (form, ours) != (PAIRS, "prompt"))]
-    if not complete or (not sft_mode and PAIRS not in complete):
-        raise ColumnsError(_tell_missing(present, fitting, complete, name=name, origin=origin, sft_mode=sft_mode))
-    form, beside = complete[0], {}
+    beside = {}
     by_name = sorted((column.strip().lower(), column) for column in fitting["prompt"])
-    if "prompt" in form and [name for name, _ in by_name] == ["input", "instruction"]:  # as in Alpaca
+    if [name for name, _ in by_name] == ["input", "instruction"]:  # as in Alpaca
         (_, extra), (_, instruction) = by_name
         beside, fitting["prompt"] = {"input": extra}, [instruction]
-    whole = form == PAIRS and all(
+    if not complete or (not sft_mode and PAIRS not in complete):
+        raise ColumnsError(_tell_missing(present, fitting, complete, name=name, origin=origin, sft_mode=sft_mode))
+    form = complete[0]
+    whole = form == PAIRS and all(  # the prompt and a response each
         ours in given or present[fitting[ours][0]] == DIALOGUE for ours in ("chosen", "rejected")
     )
     if not (whole or fitting["prompt"]):
-        fitting["prompt"] = fitting["messages"]  # to which chosen and rejected are the last
+        fitting["prompt"] = fitting["messages"]  # chosen and rejected are the last message of that chat
     for ours in form:
         if len(fitting[ours]) > 1:
             which = " or ".join(fitting[ours])
             raise ColumnsError(f"{origin}: {ours} may be {which}: choose one, as in {_override(name, form, fitting)}")
-    used = {ours: fitting[ours][0] for ours in form if fitting[ours]} | beside
+    used = {ours: fitting[ours][0] for ours in form if fitting[ours]} | (beside if "prompt" in form else {})
     unused = [column for column, kind in present.items() if kind and column not in used.values()]
     if form == PAIRS and unused and not (whole or "prompt" in used):
         known = {**fitting, "prompt": unused if len(unused) == 1 else []}
@@ -124,7 +125,7 @@ def recognize_columns(
 
 
 def _tell_missing(
-    present: Iterable[str],
+    present: Collection[str],
     fitting: Mapping[str, Sequence[str]],
     complete: Sequence[Sequence[str]],
     *,
@@ -137,14 +138,15 @@ def _tell_missing(
     if not sft_mode:
         missing = " and ".join(ours for ours in ("chosen", "rejected") if not fitting[ours])
         otherwise = ", or train on what is there with loss=sft" if complete else ""
-        if any(column.strip().lower() == "label" for column in present):  # SFT would learn the bad ones too
+        labelled = any(column.strip().lower() == "label" for column in present)  # as in KTO's data
+        if complete and labelled:  # SFT would learn the bad ones too
             otherwise = ", made from a good and a bad completion of each prompt by their label"
         return (
             f"{origin} has no {missing or 'pairs'}, which a loss of pairs needs; {listed}: "
             f"give {_override(name, PAIRS, fitting)}{otherwise}"
         )
     needs = f"{origin} has neither prompt and completion nor messages, one of which SFT needs; "
-    if len(list(present)) < len(TARGETS):
+    if len(present) < len(TARGETS):
         return f"{needs}the only column is {', '.join(present)}: give each record a prompt and a completion"
     return f"{needs}{listed}: give {_override(name, TARGETS, fitting)}, or columns={{messages: COLUMN}}"
 

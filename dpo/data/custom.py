@@ -28,10 +28,10 @@ def get_own(
     """Records `{prompt, chosen, rejected}`, or `{chosen, rejected}` with a common beginning, as preference data; under
     SFT also `{prompt, completion}` and `{messages}`, of which the last is the target.
 
-    Fields are strings, or lists of chat messages `{role, content}`, or ShareGPT's `{from, value}`, rendered with the
-    tokenizer's chat template; all records must be of one kind. `columns` maps our field names to those of the records;
-    others are recognized. With messages, a prompt that is a string must be the content of a message that chosen and
-    rejected share (UltraFeedback).
+    Fields are strings, or chat messages `{role, content}`, or ShareGPT's `{from, value}`, one or a list, rendered with
+    the tokenizer's chat template; all records must be of one kind. `columns` maps our field names to those of the
+    records; others are recognized. With messages, a prompt that is a string must be the content of a message that
+    chosen and rejected share (UltraFeedback).
     Raises InputError that names the record and `origin`.
     """
     data: PreferenceData | None = None

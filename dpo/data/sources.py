@@ -73,15 +73,16 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     wanted = ", ".join(f"{split}{suffix}" for suffix in SUFFIXES)
     other = f" (or {', '.join(names[1:])} in place of {split})" if names[1:] else ""
     raise InputError(
-        f"{folder} has no {split} split: it needs one of {wanted}{other}; it holds {present}{_offer(held, split)}"
+        f"{folder} has no {split} split: it needs one of {wanted}{other}; it holds {present}{_offer(held)}"
     )
 
 
-def _offer(held: Sequence[Path], split: str) -> str:
-    """What could be taken instead: one file or saved dataset that is not the other split's, if there is one."""
-    whole = [entry for entry in held if (entry / SAVED).is_file() or (find_suffix(entry.name) and entry.is_file())]
-    mistaken = SPLIT_NAMES["test"] if split == "train" else ()
-    whole = [entry for entry in whole if entry.name not in METADATA and entry.name.split(".")[0] not in mistaken]
+def _offer(held: Sequence[Path]) -> str:
+    """What to take both splits from: the train split if there is one, and never what is named as a test split."""
+    data = [entry for entry in held if find_suffix(entry.name) and entry.is_file() and entry.name not in METADATA]
+    stems = {entry: entry.name.split(".")[0] for entry in (*data, *(e for e in held if (e / SAVED).is_file()))}
+    whole = [entry for entry, stem in stems.items() if stem in SPLIT_NAMES["train"]]
+    whole = whole or [entry for entry, stem in stems.items() if stem not in SPLIT_NAMES["test"]]
     if not whole:
         return ""
     which, that = (whole[0], "that") if len(whole) == 1 else (whole[0].parent / "FILE", "one")

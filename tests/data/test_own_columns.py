@@ -98,13 +98,14 @@ def test_where_the_prompt_is_and_which_words_are_not_used_is_told(row, given, to
             {"context": "Where is A?", **TEXTS, **LABELS},
             "rows.csv has chosen and rejected, and which column is their prompt is not known: it may be context. Give "
             "'dataset_sources.mine.columns={prompt: context, chosen: chosen, rejected: rejected}', or, if the prompt "
-            "is what chosen and rejected begin with, 'dataset_sources.mine.columns={chosen: chosen, rejected: rejected}'",
+            "is what chosen and rejected begin with, "
+            "'dataset_sources.mine.columns={chosen: chosen, rejected: rejected}'",
         ),
         ({"dialog": TALK["conversations"], **TEXTS}, "it may be dialog. Give"),
         ({"frage": "法国的首都是哪里？", **TEXTS}, "it may be frage. Give"),
         (
             {"turns": TALK["conversations"], **NOTE, **ANSWERS},
-            "may be turns or note. Give 'dataset_sources.mine.columns={pr",
+            "may be turns or note. Give",
         ),
     ],
 )
@@ -152,6 +153,13 @@ def test_what_the_config_says_goes_first_and_the_rest_is_recognized():
             {"completion": "b(c)"},
             "rows.csv has neither prompt and completion nor messages, one of which SFT needs; the columns are a, b(c): "
             "give 'dataset_sources.mine.columns={prompt: COLUMN, completion: \"b(c)\"}', or columns={messages: COLUMN}",
+        ),
+        (
+            "input instruction",
+            False,
+            {},
+            "rows.csv has no chosen and rejected, which a loss of pairs needs; the columns are input, instruction: "
+            "give 'dataset_sources.mine.columns={prompt: instruction, chosen: COLUMN, rejected: COLUMN}'",
         ),
         (
             "text",

@@ -243,7 +243,10 @@ def test_a_directory_that_cannot_be_read_says_which_file_and_why(tmp_path, files
 
 def test_a_saved_dataset_without_a_test_split_is_offered_as_both(tmp_path):
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path)
-    with pytest.raises(InputError, match=rf"holds dataset_dict.json, train\. datasets={tmp_path}/train takes both spl"):
+    write(tmp_path / "other.jsonl", ROWS)
+    with pytest.raises(
+        InputError, match=rf"holds dataset_dict.json, other.jsonl, train\. datasets={tmp_path}/train takes both spl"
+    ):
         load_rows(Source(str(tmp_path)), "test")
     (tmp_path / "test.csv").symlink_to("nowhere")
     with pytest.raises(InputError, match=r"test\.csv cannot be read: .*No such file"):
