@@ -22,6 +22,7 @@ from dpo.data.collation import (
     padded_batch,
     tokenize_batch_element,  # noqa: F401  (the reference has it here)
 )
+from dpo.data.columns import ColumnsError, find_columns
 from dpo.data.custom import get_own
 from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples
@@ -220,7 +221,18 @@ def get_dataset(
         said = source.has_no_splits and split == "test"  # of the same records, which train had
         if not source.has_no_splits:
             origin += f" ({split})"
-        data = get_own(rows, origin, tokenizer, source.columns, name=name, sft_mode=sft_mode, silent=silent or said)
+        try:
+            data = get_own(rows, origin, tokenizer, source.columns, name=name, sft_mode=sft_mode, silent=silent or said)
+        except ColumnsError as error:
+            if split == "train" or source.has_no_splits:
+                raise
+            here, there = find_columns(rows), find_columns(load_rows(source, "train", cache_dir))
+            if here.keys() == there.keys():
+                raise
+            raise InputError(
+                f"{origin} has the columns {', '.join(here)}, and its train split has {', '.join(there)}: name the "
+                f"columns of both splits alike"
+            ) from error
     if source.has_no_splits and name != "se":  # se makes its own test split
         n_prompts, data = len(data), data.hold_out(split)
         if n_prompts == 1 and not data:

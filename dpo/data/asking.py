@@ -8,9 +8,8 @@ from typing import Any
 
 import jinja2
 
-from dpo.data.custom import ASSISTANT
 from dpo.data.prompts import Prompt
-from dpo.data.schema import Messages, get_field
+from dpo.data.schema import ASSISTANT, Messages, get_field
 from dpo.data.sources import HUB_IDS
 from dpo.errors import InputError
 

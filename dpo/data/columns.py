@@ -1,11 +1,17 @@
-"""Which column of own data is what: by its name, where exactly one fits, and by what the config says."""
+"""Which column of own data is what: by its name, where exactly one fits, and by what the config says.
+
+Sees the names of columns and what kind of text they hold, never a record. What is used and what is left over is told,
+and everything that does not fit is refused, here.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
+from dpo.data.schema import ASSISTANT, is_message
 from dpo.errors import InputError
 from dpo.settings.choices import COLUMNS
 
@@ -19,21 +25,71 @@ OTHER_NAMES = {
 }
 PAIRS, TARGETS, CHATS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
 PLAIN = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # what Hydra takes without quotes
+DIALOGUE, PROSE, OTHER = "dialogue", "prose", ""  # what a column holds; see `_kind`
+LOOKED_AT = 100  # records, to find that
 
 
-def find_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of all fields that any record has."""
+class ColumnsError(InputError):
+    """The columns of a split do not tell what they are."""
+
+
+class Columns(NamedTuple):
+    """Which column of the records is what, and which could be a prompt but are nothing."""
+
+    used: dict[str, str]  # our names to those of the records
+    unused: list[str]  # that hold prose or messages; ids, numbers and labels are not worth a word
+
+    def tell(self, given: Mapping[str, str]) -> str:
+        """What was guessed or left out; empty if the records' names are ours or `given`, and all are used."""
+        shared = "chosen" in self.used and "prompt" not in self.used
+        guessed = self.used.items() - given.items() - {(ours, ours) for ours in self.used}
+        if not (shared or guessed or self.unused):
+            return ""
+        used = ", ".join(f"{ours}={theirs}" for ours, theirs in self.used.items())
+        return (
+            f"columns {used}"
+            + "; the prompt is what chosen and rejected begin with" * shared
+            + f"; not used: {', '.join(self.unused)}" * bool(self.unused)
+        )
+
+
+def find_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The names of all fields that any record has, and what they hold."""
     known = getattr(rows, "column_names", None)  # of a datasets.Dataset, which would take long to read twice
-    return list(known if known is not None else dict.fromkeys(key for row in rows for key in row))
+    names = known if known is not None else dict.fromkeys(key for row in rows for key in row)
+    first = list(islice(rows, LOOKED_AT))
+    return {name: _kind([row[name] for row in first if row.get(name) is not None]) for name in names}
+
+
+def _kind(values: Sequence[Any]) -> str:
+    """`DIALOGUE` if each begins with its prompt, as HH's do; `PROSE` if any has words or messages."""
+    if values and all(map(_begins_with_prompt, values)):
+        return DIALOGUE
+    return PROSE if any(map(_is_prose, values)) else OTHER
+
+
+def _begins_with_prompt(value: Any) -> bool:
+    if isinstance(value, str):
+        return ASSISTANT in value
+    first = value[0] if isinstance(value, list) and value else None
+    return is_message(first) and first.get("role", first.get("from")) not in ("assistant", "gpt")
+
+
+def _is_prose(value: Any) -> bool:
+    """Whether a value is messages, or words: an id, a number, a date or a label has no letters or no space."""
+    if isinstance(value, str):
+        return any(map(str.isalpha, value)) and (len(value.split()) > 1 or not value.isascii())
+    return is_message(value) or (isinstance(value, list) and any(map(is_message, value)))
 
 
 def recognize_columns(
-    present: Sequence[str], given: Mapping[str, str], *, name: str, origin: str, sft_mode: bool
-) -> dict[str, str]:
-    """Our names to those of the records: of a pair, or under SFT also of a prompt with its completion, or of messages.
+    present: Mapping[str, str], given: Mapping[str, str], *, name: str, origin: str, sft_mode: bool
+) -> Columns:
+    """The columns of a pair, or under SFT also of a prompt with its completion, or of messages.
 
-    `given` is what the config says of dataset `name`. A pair's prompt may be left out; `input` is what comes below a
-    prompt that is an instruction. Raises InputError, with what to give, if none or several columns fit.
+    `given` is what the config says of dataset `name`. A pair's prompt may be left out if chosen and rejected hold it:
+    if they are dialogues, if nothing else could be a prompt, or if the config names these two alone. `input` is what
+    comes below a prompt that is an instruction. Raises ColumnsError, with what to give, if none or several columns fit.
     """
     _check_given(present, given, name, origin)
     fitting = {ours: [given[ours]] if ours in given else _find(ours, present, given) for ours in COLUMNS}
@@ -44,28 +100,58 @@ def recognize_columns(
     if [name for name, _ in by_name] == ["input", "instruction"]:  # as in Alpaca
         (_, extra), (_, instruction) = by_name
         beside, fitting["prompt"] = {"input": extra}, [instruction]
-    listed = f"the columns are {', '.join(present)}"
-    if not sft_mode and PAIRS not in complete:
-        missing = " and ".join(ours for ours in ("chosen", "rejected") if not fitting[ours])
-        otherwise = ", or train on what is there with loss=sft" if complete else ""
-        raise InputError(
-            f"{origin} has no {missing or 'pairs'}, which a loss of pairs needs; {listed}: "
-            f"give {_override(name, PAIRS, fitting)}{otherwise}"
-        )
-    if not complete:
-        raise InputError(
-            f"{origin} has neither prompt and completion nor messages, one of which SFT needs; {listed}: "
-            f"give {_override(name, TARGETS, fitting)}, or columns={{messages: COLUMN}}"
-        )
+    if not complete or (not sft_mode and PAIRS not in complete):
+        raise ColumnsError(_tell_missing(present, fitting, complete, name=name, origin=origin, sft_mode=sft_mode))
     form = complete[0]
+    whole = form == PAIRS and all(  # the prompt and a response each
+        ours in given or present[fitting[ours][0]] == DIALOGUE for ours in ("chosen", "rejected")
+    )
+    if not (whole or fitting["prompt"]):
+        fitting["prompt"] = fitting["messages"]  # chosen and rejected are the last message of that chat
     for ours in form:
         if len(fitting[ours]) > 1:
             which = " or ".join(fitting[ours])
-            raise InputError(f"{origin}: {ours} may be {which}: choose one, as in {_override(name, form, fitting)}")
-    return {ours: fitting[ours][0] for ours in form if fitting[ours]} | (beside if "prompt" in form else {})
+            raise ColumnsError(f"{origin}: {ours} may be {which}: choose one, as in {_override(name, form, fitting)}")
+    used = {ours: fitting[ours][0] for ours in form if fitting[ours]} | (beside if "prompt" in form else {})
+    unused = [column for column, kind in present.items() if kind and column not in used.values()]
+    if form == PAIRS and unused and not (whole or "prompt" in used):
+        known = {**fitting, "prompt": unused if len(unused) == 1 else []}
+        raise ColumnsError(
+            f"{origin} has chosen and rejected, and which column is their prompt is not known: it may be "
+            f"{' or '.join(unused)}. Give {_override(name, PAIRS, known)}, or, if the prompt is what chosen and "
+            f"rejected begin with, {_override(name, PAIRS[1:], fitting)}"
+        )
+    return Columns(used, unused)
 
 
-def _check_given(present: Sequence[str], given: Mapping[str, str], name: str, origin: str) -> None:
+def _tell_missing(
+    present: Collection[str],
+    fitting: Mapping[str, Sequence[str]],
+    complete: Sequence[Sequence[str]],
+    *,
+    name: str,
+    origin: str,
+    sft_mode: bool,
+) -> str:
+    """The columns that a loss needs, those that there are, and what to give."""
+    listed = f"the columns are {', '.join(present)}"
+    if not sft_mode:
+        missing = " and ".join(ours for ours in ("chosen", "rejected") if not fitting[ours])
+        otherwise = ", or train on what is there with loss=sft" if complete else ""
+        labelled = any(column.strip().lower() == "label" for column in present)  # as in KTO's data
+        if complete and labelled:  # SFT would learn the bad ones too
+            otherwise = ", made from a good and a bad completion of each prompt by their label"
+        return (
+            f"{origin} has no {missing or 'pairs'}, which a loss of pairs needs; {listed}: "
+            f"give {_override(name, PAIRS, fitting)}{otherwise}"
+        )
+    needs = f"{origin} has neither prompt and completion nor messages, one of which SFT needs; "
+    if len(present) < len(TARGETS):
+        return f"{needs}the only column is {', '.join(present)}: give each record a prompt and a completion"
+    return f"{needs}{listed}: give {_override(name, TARGETS, fitting)}, or columns={{messages: COLUMN}}"
+
+
+def _check_given(present: Iterable[str], given: Mapping[str, str], name: str, origin: str) -> None:
     if unknown := given.keys() - set(COLUMNS):
         raise InputError(f"columns has unknown names {', '.join(sorted(unknown))}; the names are {', '.join(COLUMNS)}")
     if not any(given.keys() <= set(form) for form in (PAIRS, TARGETS, CHATS)):
@@ -74,14 +160,18 @@ def _check_given(present: Sequence[str], given: Mapping[str, str], name: str, or
             f"of targets ({', '.join(TARGETS)}), or messages alone"
         )
     for ours, theirs in given.items():
-        if theirs not in present:
+        if len(twice := [other for other, column in given.items() if column == theirs]) > 1:
             raise InputError(
+                f"dataset_sources.{name}.columns gives {theirs} for {' and '.join(twice)}: give each its own"
+            )
+        if theirs not in present:
+            raise ColumnsError(
                 f"dataset_sources.{name}.columns.{ours}={theirs}: {origin} has no such column; there are "
                 f"{', '.join(present)}"
             )
 
 
-def _find(ours: str, present: Sequence[str], given: Mapping[str, str]) -> list[str]:
+def _find(ours: str, present: Iterable[str], given: Mapping[str, str]) -> list[str]:
     """The columns that may be one of ours: the one of its name, else all that have another of its names."""
     free = [column for column in present if column not in given.values()]
     if ours in free:

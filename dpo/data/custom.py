@@ -9,10 +9,9 @@ from typing import Any
 import jinja2
 
 from dpo.data.columns import find_columns, recognize_columns
-from dpo.data.schema import Messages, PreferenceData, get_field, is_sharegpt
+from dpo.data.schema import ASSISTANT, Messages, PreferenceData, get_field, is_sharegpt
 from dpo.errors import InputError
 
-ASSISTANT = "\n\nAssistant:"
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -29,30 +28,31 @@ def get_own(
     """Records `{prompt, chosen, rejected}`, or `{chosen, rejected}` with a common beginning, as preference data; under
     SFT also `{prompt, completion}` and `{messages}`, of which the last is the target.
 
-    Fields are strings, or lists of chat messages `{role, content}`, or ShareGPT's `{from, value}`, rendered with the
-    tokenizer's chat template; all records must be of one kind. `columns` maps our field names to those of the records;
-    others are recognized. With messages, a prompt that is a string must be the content of a message that chosen and
-    rejected share (UltraFeedback).
+    Fields are strings, or chat messages `{role, content}`, or ShareGPT's `{from, value}`, one or a list, rendered with
+    the tokenizer's chat template; all records must be of one kind. `columns` maps our field names to those of the
+    records; others are recognized. With messages, a prompt that is a string must be the content of a message that
+    chosen and rejected share (UltraFeedback).
     Raises InputError that names the record and `origin`.
     """
     data: PreferenceData | None = None
-    found = recognize_columns(find_columns(rows), columns, name=name, origin=origin, sft_mode=sft_mode)
-    if found.items() - columns.items() - {(ours, ours) for ours in found} and not silent:
-        print(f"{origin}: columns {', '.join(f'{ours}={theirs}' for ours, theirs in found.items())}")
+    recognized = recognize_columns(find_columns(rows), columns, name=name, origin=origin, sft_mode=sft_mode)
+    found = recognized.used
+    if not silent and (told := recognized.tell(columns)):
+        print(f"{origin}: {told}")
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"
         fields = {
-            ours: _as_role_and_content(get_field(row, theirs, where, (str, list)), where)
+            ours: _as_messages(get_field(row, theirs, where, (str, list, dict)), where)
             for ours, theirs in found.items()
             if ours != "input"
         }
-        prompt = fields.pop("prompt", None)
-        if "input" in found and row.get(found["input"]):
+        prompt, responses = fields.get("prompt"), [field for ours, field in fields.items() if ours != "prompt"]
+        if "input" in found and row.get(found["input"]) not in (None, ""):
             prompt = "\n\n".join(get_field(row, found[ours], where) for ours in ("prompt", "input"))
-        responses = list(fields.values())
         chat = isinstance(responses[0], list)
         if any(isinstance(response, list) != chat for response in responses) or (isinstance(prompt, list) and not chat):
-            raise InputError(f"{where}: {', '.join(found)} must all be text or all be chat messages")
+            kinds = (f"{found[ours]} is {'text' if isinstance(f, str) else 'a chat'}" for ours, f in fields.items())
+            raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
         if data is None:
             data = PreferenceData(truncation_mode="keep_start", rendered=chat)
         elif data.rendered != chat:
@@ -67,6 +67,11 @@ def get_own(
             raise InputError(f"{where}: {found['messages']} must be a list of chat messages and is text")
         elif prompt is None:
             prompt, *responses = split_shared_prompt(*responses)
+            if not prompt:
+                raise InputError(
+                    f"{where}: {found['chosen']} and {found['rejected']} begin with no word in common, which would be "
+                    f"the prompt: give a column with the prompt, as dataset_sources.{name}.columns.prompt=COLUMN"
+                )
         if not prompt:
             raise InputError(f"{where}: the prompt is empty, so the first response token has no context")
         if len(responses) == 2:
@@ -76,9 +81,13 @@ def get_own(
     return data if data is not None else PreferenceData(truncation_mode="keep_start")
 
 
-def _as_role_and_content(field: str | list[Any], where: str) -> str | list[Any]:
-    """A field whose messages may be ShareGPT's, which say `from` and `value`."""
-    if isinstance(field, str) or not any(map(is_sharegpt, field)):
+def _as_messages(field: Any, where: str) -> str | list[Any]:
+    """A field of text as it is, and one of messages, or of one, with `role` and `content`, which ShareGPT calls
+    `from` and `value`."""
+    if isinstance(field, str):
+        return field
+    field = field if isinstance(field, list) else [field]
+    if not any(map(is_sharegpt, field)):
         return field
     speakers = [get_field(message, "from", where) for message in field]
     if unknown := next((speaker for speaker in speakers if speaker not in ROLES), None):
@@ -141,7 +150,10 @@ def _shared_messages(dialogues: Sequence[Messages]) -> Messages:
 def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, where: str) -> list[str]:
     """The texts of the prompt and of each response."""
     if not getattr(tokenizer, "chat_template", None):
-        raise InputError(f"{where} holds chat messages, but the tokenizer has no chat template: use text instead")
+        raise InputError(
+            f"{where} holds chat messages, but the tokenizer has no chat template: name one that has, as "
+            f"model.tokenizer_name_or_path=INSTRUCT_MODEL, or use text instead"
+        )
     try:
         bare = tokenizer.apply_chat_template(prompt, tokenize=False)
         opened = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)

@@ -77,7 +77,7 @@ class Preflight:
         """The lines to print before a run starts."""
         splits = {"train": self.train, "test": self.test}
         lines = [describe(split, report) for split, report in splits.items()]
-        lines += [warning for split, report in splits.items() if (warning := warn(split, report))]
+        lines += warn(splits)
         plan = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
         if self.dropped_examples:
             dropped = count(self.dropped_examples, "example in a partial batch is", "examples in partial batches are")
@@ -259,15 +259,17 @@ def describe(split: str, report: SplitReport) -> str:
     return text
 
 
-def warn(split: str, report: SplitReport) -> str | None:
-    """A warning about what is probably a mistake, with an example."""
-    if not report.joined_words:
-        return None
-    return (
-        f"warning: {split}: in {report.joined_words:,} of {count(report.examples, 'example')} a response follows its "
-        f"prompt without a space, as in {report.joined_example!r}; texts are used verbatim: begin responses with a "
-        f"space, or end prompts with one"
-    )
+def warn(splits: Mapping[str, SplitReport]) -> list[str]:
+    """Warnings about what is probably a mistake, each of all splits and with an example."""
+    joined = {split: report for split, report in splits.items() if report.joined_words}
+    if not joined:
+        return []
+    counted = (f"{r.joined_words:,} of {count(r.examples, 'example')} ({split})" for split, r in joined.items())
+    example = next(iter(joined.values())).joined_example
+    return [
+        f"warning: in {' and '.join(counted)} a response follows its prompt without a space, as in {example!r}; texts "
+        f"are used verbatim: begin responses with a space, or end prompts with one"
+    ]
 
 
 @dataclass

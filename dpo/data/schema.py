@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 from dpo.data.tokenization import TruncationMode
 from dpo.errors import InputError
 
+ASSISTANT = "\n\nAssistant:"  # where a dialogue of HH's form is answered
 SURROGATE = re.compile("[\ud800-\udfff]")
 MISSING = object()
 Messages = list[dict[str, str]]  # of a chat, with role and content
@@ -17,6 +18,7 @@ KINDS: dict[Any, str] = {
     str: "text",
     list: "a list",
     (str, list): "text or a list of messages",
+    (str, list, dict): "text or a list of messages",
     int: "a whole number",
     (int, float): "a number",
 }
@@ -62,6 +64,11 @@ class PreferenceData(dict[str, Entry]):
         part.update((prompt, entry) for prompt, entry in self.items() if prompt in kept)
         part.messages = {prompt: messages for prompt, messages in self.messages.items() if prompt in kept}
         return part
+
+
+def is_message(value: Any) -> bool:
+    """Whether a value is a chat message, in either form."""
+    return isinstance(value, Mapping) and ("role" in value or is_sharegpt(value))
 
 
 def is_sharegpt(message: Any) -> bool:

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import itertools
 import json
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,14 +19,18 @@ from typing import Any, TextIO
 
 from dpo.data.schema import is_sharegpt
 from dpo.errors import InputError
-from dpo.settings.places import SAVED, SUFFIXES, Source, seen_from
+from dpo.settings.places import METADATA, SAVED, SUFFIXES, Source, find_suffix, seen_from
+from dpo.system.plain_files import check_readable
 
 HUB_IDS = {
     "hh": "Anthropic/hh-rlhf",
     "shp": "stanfordnlp/SHP",
     "se": "HuggingFaceH4/stack-exchange-preferences",
 }
-TEST_NAMES = ("test", "validation", "valid", "val", "dev", "eval")  # of the test split: the first that is there
+SPLIT_NAMES = {  # of each split: the first that is there
+    "train": ("train", "train_prefs", "train_sft"),
+    "test": ("test", "validation", "valid", "val", "dev", "eval", "test_prefs", "test_sft"),
+}
 UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # how `datasets` says that there is none of that name
 ANY_TEXT = 2**31 - 1  # characters in a field of a table
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
@@ -40,7 +44,7 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
     if not path.exists():
         place = f"{source.path} does not exist{seen_from(path)}"
         raise InputError(f"dataset source {place}; give a directory, a file or a Hub id")
-    files = [path] if source.has_no_splits else _split_files(path, split)
+    files = _split_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
     rows = [row for file in files for row in _read(file)]
     if not rows:
         raise InputError(f"{', '.join(map(str, files))} holds no records")
@@ -49,53 +53,61 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
 
 def _split_files(folder: Path, split: str) -> list[Path]:
     """`SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` or a saved `SPLIT`, in the folder or its `data/`, as on the Hub."""
-    names = _names_of(split)
+    names = SPLIT_NAMES.get(split, (split,))
+    held = [entry for place in (folder, folder / "data") if place.is_dir() for entry in sorted(place.iterdir())]
     for name in names:
-        found = []  # every set of files that matches
-        for place in (folder, folder / "data"):
-            found += [[place / name]] * (place / name / SAVED).is_file()
-            for suffix in SUFFIXES:
-                found += [sorted(place.glob(f"{name}{suffix}")), sorted(place.glob(f"{name}-*{suffix}"))]
-        found = [files for files in found if files]
+        found: dict[tuple[Path, str], list[Path]] = {}  # every set of files that matches
+        for entry in held:
+            suffix = find_suffix(entry.name)
+            stem = entry.name[: len(entry.name) - len(suffix)]
+            if stem == name and (suffix or (entry / SAVED).is_file()):
+                found[entry, suffix] = [entry]
+            elif suffix and stem.startswith(f"{name}-"):
+                found.setdefault((entry.parent, suffix), []).append(entry)
         if len(found) > 1:
-            listed = ", ".join(str(file.relative_to(folder)) for files in found for file in files)
+            listed = ", ".join(str(file.relative_to(folder)) for files in found.values() for file in files)
             raise InputError(f"{folder} holds its {name} split in several formats or places ({listed}); keep one")
         if found:
-            return found[0]
-    held = sorted(os.listdir(folder))
-    present = ", ".join(held[:8]) or "nothing"
-    alone = next((name for name in held if name.endswith(SUFFIXES)), "FILE")
+            return next(iter(found.values()))
+    present = ", ".join(entry.name for entry in held[:8] if entry.parent == folder) or "nothing"
     wanted = ", ".join(f"{split}{suffix}" for suffix in SUFFIXES)
     other = f" (or {', '.join(names[1:])} in place of {split})" if names[1:] else ""
     raise InputError(
-        f"{folder} has no {split} split: it needs one of {wanted}{other}; it holds {present}. "
-        f"datasets={folder / alone} takes both splits from that file: a tenth of its prompts is test"
+        f"{folder} has no {split} split: it needs one of {wanted}{other}; it holds {present}{_offer(held)}"
     )
 
 
-def _names_of(split: str) -> tuple[str, ...]:
-    return TEST_NAMES if split == "test" else (split,)
+def _offer(held: Sequence[Path]) -> str:
+    """What to take both splits from: the train split if there is one, and never what is named as a test split."""
+    data = [entry for entry in held if find_suffix(entry.name) and entry.is_file() and entry.name not in METADATA]
+    stems = {entry: entry.name.split(".")[0] for entry in (*data, *(e for e in held if (e / SAVED).is_file()))}
+    whole = [entry for entry, stem in stems.items() if stem in SPLIT_NAMES["train"]]
+    whole = whole or [entry for entry, stem in stems.items() if stem not in SPLIT_NAMES["test"]]
+    if not whole:
+        return ""
+    which, that = (whole[0], "that") if len(whole) == 1 else (whole[0].parent / "FILE", "one")
+    return f". datasets={which} takes both splits from {that} file: a tenth of its prompts is test"
 
 
 def _read(file: Path) -> Iterator[Mapping[str, Any]]:
     """The records of a file, or of a directory that `datasets` has saved."""
-    if not (file.name.endswith(SUFFIXES) or file.is_dir()):
-        raise InputError(f"{file} is not one of {', '.join('*' + s for s in SUFFIXES)}")
     try:
         if file.is_dir():
             import datasets
 
             rows: Any = list(datasets.load_from_disk(file).with_format(None))
-        elif file.suffix == ".parquet":
+        elif (suffix := _check_file(file)) == ".parquet":
             import pyarrow.parquet
 
             rows = pyarrow.parquet.read_table(file).to_pylist()
         else:
-            rows = list(_read_text(file))
+            rows = list(_read_text(file, suffix))
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
+        is_utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         raise InputError(
-            f"{file} cannot be read: it is not UTF-8 (byte {byte:#04x}); convert it, as with `iconv -f LATIN1 -t utf-8`"
+            f"{file} cannot be read: it is not UTF-8 (byte {byte:#04x}); convert it, as with "
+            f"`iconv -f {'UTF-16' if is_utf16 else 'LATIN1'} -t utf-8`"
         ) from error
     except (OSError, EOFError, zlib.error, RecursionError) as error:
         raise InputError(f"{file} cannot be read: {error}") from error
@@ -107,10 +119,18 @@ def _read(file: Path) -> Iterator[Mapping[str, Any]]:
     return iter(rows)
 
 
-def _read_text(file: Path) -> Iterator[Any]:
+def _check_file(file: Path) -> str:
+    """The suffix of a file of data. Raises InputError if it has none of them, or is not a regular file."""
+    check_readable(file)
+    if suffix := find_suffix(file.name):
+        return suffix
+    raise InputError(f"{file} is not one of {', '.join('*' + s for s in SUFFIXES)}")
+
+
+def _read_text(file: Path, suffix: str) -> Iterator[Any]:
     """The records of a text file, compressed or not, with or without a byte order mark."""
-    opener = gzip.open if file.suffix == ".gz" else open
-    parse = PARSERS[Path(file.name.removesuffix(".gz")).suffix]
+    opener = gzip.open if suffix.endswith(".gz") else open
+    parse = PARSERS[suffix.removesuffix(".gz")]
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:  # newlines in a table's fields stay as they are
         yield from parse(lines, file)
 
@@ -144,7 +164,12 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
             raise InputError(
                 f"{file} holds {len(held)} lists of records ({', '.join(held)}): give each a file of its own"
             )
-        content = content[held[0]] if held else [content]
+        if not held and _is_columnar(content):
+            raise InputError(
+                f"{file} holds a list for each column ({', '.join(map(str, content))}), and records are expected, "
+                f"[{{...}}, {{...}}]: pandas writes them with to_json(..., orient='records')"
+            )
+        content = content[held[0]] if held else [content] if any(content.values()) else []
     yield from content if isinstance(content, list) else [content]
 
 
@@ -157,12 +182,19 @@ def _is_records(value: Any) -> bool:
     )
 
 
+def _is_columnar(content: Mapping[str, Any]) -> bool:
+    """Whether an object has the values of all records per column, as a list or under their numbers."""
+    values = list(content.values())
+    lists = all(isinstance(value, list) and not any(isinstance(item, Mapping) for item in value) for value in values)
+    return any(values) and (lists or all(isinstance(value, Mapping) and "0" in value for value in values))
+
+
 def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[str, str]]:
     """The rows of a table whose first line names its columns. A field in quotes may hold newlines."""
     csv.field_size_limit(ANY_TEXT)
     first = lines.readline()
-    if separator == "," and ";" in first and "," not in first:  # as Excel writes where 0.5 is 0,5
-        separator = ";"
+    if separator == "," and "," not in first:  # Excel writes semicolons where 0.5 is 0,5
+        separator = next((other for other in (";", "\t") if other in first), separator)
     reader = csv.reader(itertools.chain([first], lines), delimiter=separator, strict=True)
     header: list[str] = []
     number = read = 0  # records, and lines of the file
@@ -198,7 +230,7 @@ PARSERS: dict[str, Callable[..., Iterator[Any]]] = {
 
 def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequence[Mapping[str, Any]]:
     try:
-        return _load_split(source, _names_of(split), cache_dir)
+        return _load_split(source, SPLIT_NAMES.get(split, (split,)), cache_dir)
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise InputError(

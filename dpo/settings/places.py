@@ -16,7 +16,13 @@ from dpo.settings.files import defaults_of
 
 SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz")), ".parquet")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+METADATA = ("dataset_dict.json", "dataset_info.json", "state.json")  # that `datasets` leaves beside what it saves
 SAVED = "state.json"  # which `datasets.Dataset.save_to_disk` leaves in its directory
+
+
+def find_suffix(name: str) -> str:
+    """The suffix of a file of data, in lower case; empty if it has none of them."""
+    return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Source:
     def local(self) -> Path | None:
         """The path, if it exists here or can only be a local path; None for a Hub id."""
         path = Path(os.path.expanduser(self.path))
-        looks_local = self.path.startswith(("/", ".", "~")) or self.path.endswith(SUFFIXES) or self.path.count("/") > 1
+        looks_local = self.path.startswith(("/", ".", "~")) or bool(find_suffix(self.path)) or self.path.count("/") > 1
         return path if os.path.exists(path) or looks_local else None
 
     @property
@@ -106,8 +112,7 @@ def seen_from(path: Path) -> str:
 def _name_after(place: str) -> str:
     """`mine` for `/data/mine.csv.gz` and `somebody/mine`: a name that can be part of a key."""
     name = os.path.basename(os.path.abspath(os.path.expanduser(place)))
-    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
-    return re.sub(r"[^\w-]", "_", name.removesuffix(suffix))
+    return re.sub(r"[^\w-]", "_", name[: len(name) - len(find_suffix(name))])
 
 
 def place_datasets(config: DictConfig) -> None:

@@ -18,6 +18,7 @@ from dpo.wording import count
 LONGEST_GROUP = 128  # characters, of W&B
 LONGEST_NAME = 100  # characters; file systems take 255, of which W&B and others append some
 QUALITIES = (("rewards_eval/accuracies", max), ("loss/eval", min))  # of which the first that was measured counts
+BESIDE = ("rewards_eval/margins", "loss/eval")  # of the same evaluation: few test pairs are often all ranked right
 
 
 @dataclass
@@ -79,6 +80,7 @@ def summarize(job: Job) -> dict[str, Any]:
         "finished": job.finished,
         "metric": None,
         "best": None,
+        "metrics": {},
         "examples": None,
         "directory": str(job.directory),
     }
@@ -87,7 +89,8 @@ def summarize(job: Job) -> dict[str, Any]:
         measured = [line for line in lines if line.get(metric) is not None]
         if measured:
             best = better(measured, key=lambda line: line[metric])
-            return summary | {"metric": metric, "best": best[metric], "examples": best["examples"]}
+            shown = {name: best[name] for name in (metric, *BESIDE) if best.get(name) is not None}
+            return summary | {"metric": metric, "best": best[metric], "metrics": shown, "examples": best["examples"]}
     return summary
 
 
@@ -105,7 +108,8 @@ def as_table(summaries: Sequence[dict[str, Any]]) -> str:
     for found in summaries:
         best = "none"
         if found["best"] is not None:
-            best = f"{found['metric']} {found['best']:.4g} after {count(found['examples'], 'example')}"
+            values = ", ".join(f"{name} {value:.4g}" for name, value in found["metrics"].items())
+            best = f"{values} after {count(found['examples'], 'example')}"
         ending = "" if found["finished"] else " (not finished)"
         rows.append((str(found["job"]), " ".join(found["overrides"]), best, found["directory"] + ending))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -90,7 +90,7 @@ def test_texts_without_a_prompt_share_their_beginning(chosen, rejected, expected
 
 
 def test_texts_that_share_nothing_need_a_prompt(tokenizer):
-    with pytest.raises(InputError, match="record 1 of mine: the prompt is empty"):
+    with pytest.raises(InputError, match=r"chosen and rejected begin with no word in common, .*columns\.prompt=COL"):
         get_own([{"chosen": "yes", "rejected": "no"}], "mine", tokenizer)
 
 
@@ -124,10 +124,8 @@ def test_columns_are_given_on_the_command_line_beside_or_with_the_place(command,
     result = train(*command("run", *own))
     assert result.returncode == 0, result.stderr
     # the worst ones begin without a space
-    assert (
-        "warning: train: in 36 of 36 examples a response follows its prompt without a space, as in 'What is "
-        in result.stdout
-    )
+    joined = "warning: in 36 of 36 examples (train) and 4 of 4 examples (test) a response follows its prompt without a "
+    assert f"{joined}space, as in 'What is " in result.stdout
     report = json.loads((tmp_path / "run" / "preflight.json").read_text())
     assert report["test"]["joined_words"] == 4
     assert report["train"]["joined_example"].endswith("?No.")
@@ -191,10 +189,22 @@ def test_the_input_of_an_instruction_comes_below_it(tokenizer, capsys):
     assert capsys.readouterr().out == "mine: columns prompt=instruction, completion=output, input=input\n"
     pairs = [{"instruction": "Sum up.", "input": "Text", "chosen": " A", "rejected": " B"}]
     assert list(get_own(pairs, "mine", tokenizer)) == ["Sum up.\n\nText"]
+    with pytest.raises(InputError, match="record 1 of mine: input must be text, and is 0"):
+        get_own([{**pairs[0], "input": 0}], "mine", tokenizer)
     # unless the config says what the prompt is
     assert list(get_own(pairs, "mine", tokenizer, {"prompt": "instruction"})) == ["Sum up."]
     with pytest.raises(InputError, match="record 1 of mine: instruction must be text, and is "):
         get_own([{**rows[0], "instruction": [user("a")]}], "mine", tokenizer, sft_mode=True)
+
+
+def test_a_response_may_be_one_message(chat):
+    row = {
+        "conversations": [{"from": "human", "value": "Hi"}],
+        "chosen": {"from": "gpt", "value": "Hello"},
+        "rejected": assistant("Go away"),
+    }
+    template = chat(ENDS_TURNS_WITH_SEMICOLON)
+    assert get_own([row], "mine", template) == get_own([HELLO], "mine", template)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +361,11 @@ COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
             ENDS_TURNS_WITH_EOS,
             "record 1 of mine: a message contains the EOS token '<|endoftext|>'",
         ),
-        ([HELLO], None, "record 1 of mine holds chat messages, but the tokenizer has no chat template"),
+        (
+            [HELLO],
+            None,
+            "record 1 of mine holds chat messages, but the tokenizer has no chat template: name one that has, ",
+        ),
         (
             [HELLO],
             REFUSES,
@@ -368,7 +382,11 @@ COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
             ENDS_TURNS_WITH_EOS,
             "record 2 of mine: earlier records hold text; use one kind",
         ),
-        ([{**HELLO, "rejected": "Go away"}], ENDS_TURNS_WITH_EOS, "must all be text or all be chat messages"),
+        (
+            [{**HELLO, "rejected": "Go away"}],
+            ENDS_TURNS_WITH_EOS,
+            "prompt is a chat, chosen is a chat, rejected is text; they must all be text or all be chat messages",
+        ),
         ([{**HELLO, "chosen": []}], ENDS_TURNS_WITH_EOS, "need at least one message each"),
         ([{**HELLO, "chosen": [{"role": "assistant"}]}], ENDS_TURNS_WITH_EOS, "content is missing, and must be text"),
         ([{**HELLO, "chosen": ["Hello"]}], ENDS_TURNS_WITH_EOS, "'Hello' stands where an object with the field 'role'"),

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from dpo.data.columns import recognize_columns
+from dpo.data.columns import OTHER, find_columns, recognize_columns
 from dpo.errors import InputError
 
 
 def recognize(present: str, sft_mode: bool = False, **given: str) -> dict[str, str]:
-    return recognize_columns(present.split(), given, name="mine", origin="rows.csv", sft_mode=sft_mode)
+    columns = dict.fromkeys(present.split(), OTHER)
+    return recognize_columns(columns, given, name="mine", origin="rows.csv", sft_mode=sft_mode).used
+
+
+DIALOGUE = {"chosen": "\n\nHuman: Hi\n\nAssistant: Yes?", "rejected": "\n\nHuman: Hi\n\nAssistant: No."}
+CHATS = {key: [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": key}] for key in DIALOGUE}
+TEXTS = {"chosen": "The capital is A.", "rejected": "The capital is B."}
+ANSWERS = {key: {"from": "gpt", "value": key} for key in TEXTS}
+LABELS = {"id": "a-7", "score": 0.5, "day": "2024-05-01 10:00", "source": "forum", "tags": ["a b"], "margin": None}
+NOTE = {"note": "A is the largest."}
+SHARED = "chosen=chosen, rejected=rejected; the prompt is what chosen and rejected begin with"
+TALK = {"conversations": [{"from": "human", "value": "Hi"}]}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +58,61 @@ def test_a_target_is_recognized_under_sft_alone(present, columns):
     assert recognize(present, sft_mode=True) == columns
     with pytest.raises(InputError, match=r"rows\.csv has no chosen and rejected, which a loss of pairs needs"):
         recognize(present)
+
+
+@pytest.mark.parametrize("sft_mode", [False, True])
+@pytest.mark.parametrize(
+    ("row", "given", "told"),
+    [
+        # the prompt is in chosen and rejected if they are dialogues, or if nothing else could be one
+        ({**DIALOGUE, **LABELS}, {}, SHARED),
+        ({**CHATS, **NOTE}, {}, f"{SHARED}; not used: note"),
+        ({**TEXTS, **LABELS}, {}, SHARED),
+        # or if the config says so
+        (
+            {**TEXTS, **NOTE},
+            {"chosen": "chosen", "rejected": "rejected"},
+            f"{SHARED}; not used: note",
+        ),
+        # a chat is what its last messages answer
+        ({**ANSWERS, **TALK, **NOTE}, {}, "prompt=conversations, chosen=chosen, rejected=rejected; not used: note"),
+        # what else has words is named
+        (
+            {"system": "Be kind.", "question": "Hi?", **TEXTS, **LABELS},
+            {},
+            "prompt=question, chosen=chosen, rejected=rejected; not used: system",
+        ),
+        ({"prompt": "Hi?", **TEXTS, **LABELS}, {}, ""),
+    ],
+)
+def test_where_the_prompt_is_and_which_words_are_not_used_is_told(row, given, told, sft_mode):
+    columns = find_columns([row])
+    recognized = recognize_columns(columns, given, name="mine", origin="rows.csv", sft_mode=sft_mode)
+    assert recognized.tell(given) == (told and f"columns {told}")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"context": "Where is A?", **TEXTS, **LABELS},
+            "rows.csv has chosen and rejected, and which column is their prompt is not known: it may be context. Give "
+            "'dataset_sources.mine.columns={prompt: context, chosen: chosen, rejected: rejected}', or, if the prompt "
+            "is what chosen and rejected begin with, "
+            "'dataset_sources.mine.columns={chosen: chosen, rejected: rejected}'",
+        ),
+        ({"dialog": TALK["conversations"], **TEXTS}, "it may be dialog. Give"),
+        ({"frage": "法国的首都是哪里？", **TEXTS}, "it may be frage. Give"),
+        (
+            {"turns": TALK["conversations"], **NOTE, **ANSWERS},
+            "may be turns or note. Give",
+        ),
+    ],
+)
+def test_words_that_could_be_the_prompt_are_never_dropped_for_what_the_responses_share(row, message):
+    with pytest.raises(InputError) as error:
+        recognize_columns(find_columns([row]), {}, name="mine", origin="rows.csv", sft_mode=False)
+    assert message in str(error.value)
 
 
 def test_what_the_config_says_goes_first_and_the_rest_is_recognized():
@@ -87,6 +153,34 @@ def test_what_the_config_says_goes_first_and_the_rest_is_recognized():
             {"completion": "b(c)"},
             "rows.csv has neither prompt and completion nor messages, one of which SFT needs; the columns are a, b(c): "
             "give 'dataset_sources.mine.columns={prompt: COLUMN, completion: \"b(c)\"}', or columns={messages: COLUMN}",
+        ),
+        (
+            "input instruction",
+            False,
+            {},
+            "rows.csv has no chosen and rejected, which a loss of pairs needs; the columns are input, instruction: "
+            "give 'dataset_sources.mine.columns={prompt: instruction, chosen: COLUMN, rejected: COLUMN}'",
+        ),
+        (
+            "text",
+            True,
+            {},
+            "rows.csv has neither prompt and completion nor messages, one of which SFT needs; the only column is text: "
+            "give each record a prompt and a completion",
+        ),
+        (
+            "prompt completion label",
+            False,
+            {},
+            "rows.csv has no chosen and rejected, which a loss of pairs needs; the columns are prompt, completion, "
+            "label: give 'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', "
+            "made from a good and a bad completion of each prompt by their label",
+        ),
+        (
+            "prompt chosen",
+            False,
+            {"chosen": "chosen", "rejected": "chosen"},
+            "dataset_sources.mine.columns gives chosen for chosen and rejected: give each its own",
         ),
         (
             "question instruction input output",

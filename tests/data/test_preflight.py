@@ -200,7 +200,11 @@ def test_words_that_run_together_are_counted_and_shown(prompt, response, joined,
     encode = TextEncoder(tokenizer)
     report = inspect_split(prompts, encode, sft_mode=False, max_length=64, max_prompt_length=32)
     assert (report.joined_words, report.joined_example) == (joined, "Where?Here" if joined else "")
-    assert ("without a space, as in 'Where?Here'" in (warn("train", report) or "")) == bool(joined)
+    warnings = warn({"train": report, "test": report})
+    assert [f"in {joined} of 2 examples (train) and {joined} of 2 examples (test) a " in w for w in warnings] == [
+        True
+    ] * joined
+    assert all("without a space, as in 'Where?Here'" in warning for warning in warnings)
 
 
 def test_a_chat_template_may_join_what_it_likes(tokenizer):

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import os
 
 import datasets
 import pytest
@@ -89,7 +90,15 @@ def test_a_field_of_a_table_may_be_long_and_lines_may_be_empty(tmp_path):
     assert list(load_rows(Source(str(tmp_path / "a.csv")), "train")) == [{"prompt": "a", "chosen": "b" * 200_000}]
 
 
-def test_columns_of_a_csv_may_be_separated_by_semicolons(tmp_path):
+def test_a_suffix_may_be_in_upper_case(tmp_path):
+    (tmp_path / "train.CSV").write_text("prompt,chosen\na,b\n")
+    for path in (tmp_path, tmp_path / "train.CSV"):
+        assert list(load_rows(Source(str(path)), "train")) == [{"prompt": "a", "chosen": "b"}]
+
+
+def test_columns_of_a_csv_may_be_separated_by_semicolons_or_tabs(tmp_path):
+    (tmp_path / "c.csv").write_text("prompt\tchosen\na;, b\tc\n")
+    assert list(load_rows(Source(str(tmp_path / "c.csv")), "train")) == [{"prompt": "a;, b", "chosen": "c"}]
     (tmp_path / "a.csv").write_text('\ufeffprompt;chosen\r\na;"b; c"\r\nd;1,5\r\n')
     rows = [{"prompt": "a", "chosen": "b; c"}, {"prompt": "d", "chosen": "1,5"}]
     assert list(load_rows(Source(str(tmp_path / "a.csv")), "train")) == rows
@@ -162,7 +171,9 @@ def test_what_of_a_file_is_the_test_split_is_said_once(n, held_out, tmp_path, ca
     ("files", "messages"),
     [
         ({"train.txt": "", "notes.md": ""}, ["{dir} has no train split", "train.jsonl", "holds notes.md, train.txt"]),
-        ({}, ["{dir} has no train split", "it holds nothing. datasets={dir}/FILE takes both splits from that file"]),
+        ({}, ["{dir} has no train split", "it holds nothing"]),
+        ({"a.csv": "a\n1\n", "b.csv": "a\n1\n"}, ["datasets={dir}/FILE takes both splits from one file"]),
+        ({"test/state.json": "{}", "dataset_dict.json": "{}"}, ["it holds dataset_dict.json, test"]),
         ({"mine.csv": "a\n1\n"}, ["it holds mine.csv. datasets={dir}/mine.csv takes both splits from that file"]),
         (
             {"train.jsonl": "{}", "train.parquet": ""},
@@ -210,7 +221,14 @@ def test_what_of_a_file_is_the_test_split_is_said_once(n, held_out, tmp_path, ca
             {"train.csv": "a\ncaf\xe9".encode("latin1")},
             ["{dir}/train.csv cannot be read: it is not UTF-8 (byte 0xe9)", "iconv"],
         ),
-        ({"train.csv": "a\nb".encode("utf-16")}, ["{dir}/train.csv cannot be read: it is not UTF-8 (byte 0xff)"]),
+        (
+            {"train.csv": "a\nb".encode("utf-16")},
+            ["it is not UTF-8 (byte 0xff); convert it, as with `iconv -f UTF-16"],
+        ),
+        ({"train.json": '{"data": []}'}, ["{dir}/train.json holds no records"]),
+        ({"train.json": '{"data": null}'}, ["{dir}/train.json holds no records"]),
+        ({"train.json": '{"a": ["b"], "c": ["d"]}'}, ["holds a list for each column (a, c), and records are expected"]),
+        ({"train.json": '{"a": {"0": "b"}, "c": {"0": "d"}}'}, ["(a, c), and records are expected"]),
     ],
 )
 def test_a_directory_that_cannot_be_read_says_which_file_and_why(tmp_path, files, messages):
@@ -221,6 +239,51 @@ def test_a_directory_that_cannot_be_read_says_which_file_and_why(tmp_path, files
         load_rows(Source(str(tmp_path)), "train")
     for message in messages:
         assert message.format(dir=tmp_path) in str(error.value)
+
+
+def test_a_saved_dataset_without_a_test_split_is_offered_as_both(tmp_path):
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path)
+    write(tmp_path / "other.jsonl", ROWS)
+    with pytest.raises(
+        InputError, match=rf"holds dataset_dict.json, other.jsonl, train\. datasets={tmp_path}/train takes both spl"
+    ):
+        load_rows(Source(str(tmp_path)), "test")
+    (tmp_path / "test.csv").symlink_to("nowhere")
+    with pytest.raises(InputError, match=r"test\.csv cannot be read: .*No such file"):
+        load_rows(Source(str(tmp_path)), "test")
+
+
+def test_preferences_and_targets_may_be_splits_of_their_own(tmp_path):
+    for name in ("train_sft", "test_sft"):
+        write(tmp_path / "chats" / f"{name}.jsonl", ROWS)
+    parts = {name: datasets.Dataset.from_list(ROWS[:1]) for name in ("train_prefs", "train_sft", "test_prefs")}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
+    for split in ("train", "test"):
+        assert list(load_rows(Source(str(tmp_path / "chats")), split)) == ROWS
+        assert list(load_rows(Source(str(tmp_path / "both")), split)) == ROWS[:1]
+
+
+def test_a_fifo_is_refused_before_it_is_opened(tmp_path):
+    os.mkfifo(tmp_path / "train.jsonl")
+    for path in (tmp_path, tmp_path / "train.jsonl"):
+        with pytest.raises(InputError, match=r"train\.jsonl is a FIFO; a regular file is expected"):
+            load_rows(Source(str(path)), "train")
+    end, other = os.pipe()  # as `<(...)` of a shell gives
+    with pytest.raises(InputError, match=f"/dev/fd/{end} is a FIFO; a regular file is expected"):
+        load_rows(Source(f"/dev/fd/{end}"), "train")
+    os.close(end)
+    os.close(other)
+
+
+def test_splits_of_other_columns_are_not_renamed_one_for_the_other(tmp_path):
+    write(tmp_path / "train.csv", [{"prompt": "a", "chosen": " b", "rejected": " c"}])
+    write(tmp_path / "test.csv", [{"question": "a", "good": " b", "bad": " c"}])
+    with pytest.raises(InputError) as error:
+        get_dataset("mine", "test", dataset_sources={"mine": str(tmp_path)})
+    assert str(error.value) == (
+        f"{tmp_path} (test) has the columns question, good, bad, and its train split has prompt, chosen, rejected: "
+        f"name the columns of both splits alike"
+    )
 
 
 def test_a_path_that_is_not_there_or_not_data_is_an_error(tmp_path):

@@ -73,7 +73,7 @@ def test_the_best_evaluation_is_the_highest_accuracy_or_the_lowest_loss_after_tr
     ]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["job", "overrides", "best", "evaluation", "directory"]
-    assert "loss=dpo   rewards_eval/accuracies 0.75 after 16 examples  " in lines[1]
+    assert "loss=dpo   rewards_eval/accuracies 0.75, loss/eval 1 after 16 examples  " in lines[1]
     assert lines[3].endswith(f"{tmp_path}/nothing (not finished)")
     assert len({line.index(str(tmp_path)) for line in lines[1:4]}) == 1  # aligned
     assert lines[4] == f"the same in {tmp_path}/sweep/sweep.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import json
 import os
 import signal
@@ -174,16 +175,18 @@ def test_a_bad_row_ends_all_processes_with_one_sentence(rows, command, tmp_path)
 
 def test_asked_to_stop_while_the_data_is_loaded_all_processes_stop_at_once(rows, command, tmp_path):
     (tmp_path / "slow").mkdir()
-    os.mkfifo(tmp_path / "slow" / "train.jsonl")
+    (tmp_path / "slow" / "train.jsonl.gz").write_bytes(gzip.compress(b"\n" * 2**28))  # takes a minute
     overrides = command("run", "trainer=FSDPTrainer", "world_size=2", f"dataset_sources.hh={tmp_path / 'slow'}")
     process = warm.Python("train.py", *overrides, environment=environment_of(), merge=True)
     try:
-        end = os.open(tmp_path / "slow" / "train.jsonl", os.O_WRONLY)  # waits until rank 0 reads
+        said = ""
+        while "reading the data of" not in said and process.poll() is None:
+            time.sleep(0.1)
+            said += process.stdout.read()
         process.send_signal(signal.SIGTERM)
         start = time.monotonic()
         assert process.wait(60) == 143, process.stdout.read()
         assert time.monotonic() - start < 20
-        os.close(end)
     finally:
         process.kill()
 
