@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from dpo.checkpoint.resume import facts_of, inputs_of
+from dpo.checkpoint.resume import record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints
 from dpo.checkpoint.state import RunState
 from dpo.data.collation import Batch, concatenated_inputs, find_examples  # noqa: F401  (the reference has one here)
@@ -331,8 +331,8 @@ class Trainer:
             facts=lambda: {
                 "updates": state.batch_counter,
                 "evaluated": state.evaluated_at == state.example_counter,
-                "config": facts_of(self.config),
-                **inputs_of(self.data, self.policy.config),
+                "config": record_config(self.config),
+                **record_inputs(self.data, self.policy.config),
             },
             elsewhere=output_dir and Path(output_dir),
         )
@@ -365,7 +365,7 @@ class BasicTrainer(Trainer):
 
     def concatenated_forward(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
         """(chosen, rejected) log-probabilities, each (B,), of a batch of this process; under SFT (chosen,)."""
-        columns = self.objective.forward(model, self._microbatch_of(batch))
+        columns = self.objective.forward(model, self._make_microbatch(batch))
         return tuple(columns[side] for side in SIDES if side in columns)
 
     def get_batch_metrics(
@@ -373,7 +373,7 @@ class BasicTrainer(Trainer):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The mean loss of a batch of this process, and detached per-example metrics, each (B,)."""
         split = "train" if train else "eval"
-        losses, metrics = self.objective.losses(self._microbatch_of(batch), split=split, loss_config=loss_config)
+        losses, metrics = self.objective.losses(self._make_microbatch(batch), split=split, loss_config=loss_config)
         return losses.mean(), {name: values for name, values in metrics.items() if not name.startswith(REFERENCE)}
 
     def get_batch_samples(self, batch: Batch) -> tuple[list[str], list[str]]:
@@ -382,7 +382,7 @@ class BasicTrainer(Trainer):
         policy, *reference = (continue_prompts(model, batch) for model in self.evaluator.sampled_models())
         return policy, reference[0] if reference else []
 
-    def _microbatch_of(self, batch: Batch) -> Microbatch:
+    def _make_microbatch(self, batch: Batch) -> Microbatch:
         [microbatch] = self.objective.layout.split(find_examples(batch), 1)
         return microbatch.to(self.objective.device)
 

@@ -69,7 +69,7 @@ class Shape(NamedTuple):
     attention: int  # layers * heads * size of a head
 
 
-def shape_of(model: Any) -> Shape:
+def read_shape(model: Any) -> Shape:
     config = model.config.get_text_config()
     head = model.get_output_embeddings().weight
     embeddings = {model.get_input_embeddings().weight, head}
@@ -104,7 +104,7 @@ def measure(overrides: list[str], updates: int) -> dict[str, Any]:
         plan = resolve(config)
         load_policy, reference = model_loaders(config, plan)
         policy = load_policy()
-        shape = shape_of(policy)
+        shape = read_shape(policy)
         trainer = train.find_class(plan)(policy, config, config.seed, folder, reference)
         del policy, reference
         trainer.check_and_score_reference()

@@ -36,7 +36,7 @@ LAYOUTS = {
 UPDATES = 4  # the first is a warm-up
 
 
-def collectives_of(profile: Any) -> dict[str, float]:
+def count_collectives(profile: Any) -> dict[str, float]:
     """The number of collectives, the tensor elements that they send, and the seconds in them, including waiting."""
     events = [event for event in profile.events() if event.name.startswith(("gloo:", "nccl:"))]
     return {
@@ -61,7 +61,7 @@ def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
         trainer.train_step(next(batches))
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     if rank == 0:
-        facts = {"seconds": median(seconds[1:]), **collectives_of(profile), "cuda_bytes": peak}
+        facts = {"seconds": median(seconds[1:]), **count_collectives(profile), "cuda_bytes": peak}
         result.write_text(json.dumps(facts))
 
 

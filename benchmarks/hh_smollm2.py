@@ -75,13 +75,13 @@ METHODS = {
 }
 
 
-def folder_of(out: Path, method: Method) -> Path:
+def find_folder(out: Path, method: Method) -> Path:
     return out / method.name.replace(" ", "-")
 
 
-def policy_of(out: Path, method: Method) -> Path:
+def find_policy(out: Path, method: Method) -> Path:
     """Where the trained policy is, as a model of transformers."""
-    return folder_of(out, method) / ("hf" if method.trl else "LATEST/hf")
+    return find_folder(out, method) / ("hf" if method.trl else "LATEST/hf")
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -92,13 +92,13 @@ def train_ours(out: Path, method: Method, model: str, overrides: Sequence[str]) 
     special = [f"loss.beta={method.beta}", "cache_reference_logps=all"] if method.loss != "sft" else []
     special += ["loss.average=true"] if method.average else []
     lr = LR.get(method.loss, LR["preferences"])
-    start = model if method.loss == "sft" else policy_of(out, SFT)
-    folder = folder_of(out, method)
+    start = model if method.loss == "sft" else find_policy(out, SFT)
+    folder = find_folder(out, method)
     command = [
         sys.executable, "train.py", *COMMON, f"loss={method.loss}", *special, f"lr={lr}", f"exp_name={folder.name}",
         f"model.name_or_path={start}", f"local_run_dir={folder}", f"local_dirs=[{out / 'cache'}]", *overrides,
     ]  # fmt: skip
-    run(command, policy_of(out, method))
+    run(command, find_policy(out, method))
 
 
 def train_with_trl(out: Path, method: Method, python: str, overrides: Sequence[str]) -> None:
@@ -109,10 +109,10 @@ def train_with_trl(out: Path, method: Method, python: str, overrides: Sequence[s
     batches = iterate_examples(data.train, batch_size=config.batch_size, shuffle=True, sft_mode=False, **shuffled)
     train = [{"prompt": prompt.text, **texts} for batch in batches for prompt, _, texts in batch]
     test = [{"prompt": prompt.text, **texts} for prompt, _, texts in test_pairs(config, data)]
-    folder = folder_of(out, method)
+    folder = find_folder(out, method)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
-        "model": str(policy_of(out, SFT)),
+        "model": str(find_policy(out, SFT)),
         "loss": {"dpo": "sigmoid", "ipo": "ipo"}[method.loss],
         "beta": method.beta,
         "lr": LR["preferences"],
@@ -140,7 +140,7 @@ def run(command: list[str], made: Path) -> None:
 
 def compose_for(out: Path, overrides: Sequence[str]) -> Any:
     """The config of a DPO run, for its data."""
-    start = f"model.name_or_path={policy_of(out, SFT)}"
+    start = f"model.name_or_path={find_policy(out, SFT)}"
     return compose([*COMMON, "loss=dpo", "loss.beta=0.1", start, f"local_run_dir={out / 'cache'}", *overrides])
 
 
@@ -165,12 +165,12 @@ def score(out: Path, methods: Sequence[Method], config: Any, data: Any, n_sample
     settings = {"pairs": [pair.digest for pair in pairs], "n_samples": n_samples, "max_new_tokens": max_new_tokens}
     reference = None
     for method in methods:
-        path, file = policy_of(out, method), folder_of(out, method) / "scores.json"
+        path, file = find_policy(out, method), find_folder(out, method) / "scores.json"
         fresh = file.exists() and file.stat().st_mtime > (path / "config.json").stat().st_mtime
         if fresh and json.loads(file.read_text())["settings"] == settings:
             continue
         print(f"scoring {method.name}", flush=True)
-        reference = reference or load(policy_of(out, SFT))
+        reference = reference or load(find_policy(out, SFT))
         policy = reference if method == SFT else load(path)
         sampling = Sampling(max_new_tokens)
         drawn = draw(policy, reference, data.tokenizer, [pair.prompt for pair in pairs], n_samples, sampling)
@@ -186,13 +186,13 @@ def score(out: Path, methods: Sequence[Method], config: Any, data: Any, n_sample
 # --- results -------------------------------------------------------------------------------------------------------
 
 
-def scores_of(out: Path, method: Method) -> dict[str, Any]:
-    return json.loads((folder_of(out, method) / "scores.json").read_text(encoding="utf-8"))
+def list_scores(out: Path, method: Method) -> dict[str, Any]:
+    return json.loads((find_folder(out, method) / "scores.json").read_text(encoding="utf-8"))
 
 
 def log_ratios(out: Path, method: Method) -> np.ndarray:
     """(n, 2): log pi - log ref of chosen and rejected of each test pair."""
-    return np.array(scores_of(out, method)["logps"]) - np.array(scores_of(out, SFT)["logps"])
+    return np.array(list_scores(out, method)["logps"]) - np.array(list_scores(out, SFT)["logps"])
 
 
 class OnlinePairs(NamedTuple):
@@ -229,9 +229,9 @@ def seconds_per_pair(folder: Path, method: Method) -> float:
     return 1 / float(np.median([line["examples_per_second"] for line in lines if line["split"] == "train"]))
 
 
-def result_of(out: Path, method: Method) -> Result:
-    folder = folder_of(out, method)
-    own, ratios = scores_of(out, method), log_ratios(out, method)
+def make_result(out: Path, method: Method) -> Result:
+    folder = find_folder(out, method)
+    own, ratios = list_scores(out, method), log_ratios(out, method)
     longer = -np.diff(own["tokens"])[:, 0]  # tokens of chosen minus those of rejected
     gaps = ratios[:, 0] - ratios[:, 1]
 
@@ -288,7 +288,7 @@ def side_by_side(out: Path, methods: Sequence[Method]) -> list[str]:
 
 def write_samples(out: Path, methods: Sequence[Method], config: Any, data: Any) -> None:
     """The first sample of each policy for each prompt, to be read side by side."""
-    samples = {method.name: scores_of(out, method)["samples"] for method in methods}
+    samples = {method.name: list_scores(out, method)["samples"] for method in methods}
     lines = []
     for number, (prompt, _, texts) in enumerate(test_pairs(config, data)):
         lines += [f"{'=' * 30} prompt {number}", prompt.text]
@@ -323,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := set(names) - METHODS.keys():
         sys.exit(f"--only: unknown rows {', '.join(sorted(unknown))}; the rows are {'; '.join(METHODS)}")
     methods = [SFT, *(METHODS[name] for name in names if name != SFT.name)]
-    if not asked.trl and any(m.trl and not policy_of(out, m).exists() for m in methods):
+    if not asked.trl and any(m.trl and not find_policy(out, m).exists() for m in methods):
         sys.exit("rows of TRL need --trl PYTHON")
     for method in methods:
         if method.trl:
@@ -334,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = load_data(config, silent=True)
     score(out, methods, config, data, asked.samples, asked.tokens)
     write_samples(out, methods, config, data)
-    results = [result_of(out, method) for method in methods]
+    results = [make_result(out, method) for method in methods]
     (out / "results.json").write_text(json.dumps([r._asdict() for r in results], indent=1), encoding="utf-8")
     text = "\n".join([tables(results), *side_by_side(out, methods)])
     (out / "table.md").write_text(text, encoding="utf-8")

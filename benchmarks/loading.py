@@ -82,7 +82,7 @@ def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
 
     def end(trainer: BasicTrainer) -> None:
         most = samplers[0].stop()
-        sizes = (sum(p.numel() * p.element_size() for p in m.parameters()) for m in models_of(trainer))
+        sizes = (sum(p.numel() * p.element_size() for p in m.parameters()) for m in make_models(trainer))
         if rank == 0:
             result.write_text(json.dumps({"most": most, "stays": anonymous_memory(), "larger": max(sizes)}))
 
@@ -90,7 +90,7 @@ def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
     train.work(rank, world_size, config)
 
 
-def models_of(trainer: BasicTrainer) -> tuple[Any, Any]:
+def make_models(trainer: BasicTrainer) -> tuple[Any, Any]:
     return trainer.policy, trainer.reference_model
 
 

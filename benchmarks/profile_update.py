@@ -38,7 +38,7 @@ KINDS = {  # the first that matches the name of an operation
 }
 
 
-def kind_of(event: Any) -> str:
+def classify_operator(event: Any) -> str:
     ancestor = event
     while ancestor is not None:
         if ATTENTION.search(ancestor.name):
@@ -63,7 +63,7 @@ def main() -> None:
             trainer.train_step(second)
     seconds: Counter[str] = Counter()
     for event in recorded.events():
-        seconds[kind_of(event)] += event.self_cpu_time_total / 1e6
+        seconds[classify_operator(event)] += event.self_cpu_time_total / 1e6
     for kind, spent in seconds.most_common():
         print(f"{kind:24}{spent:8.2f} s{spent / seconds.total():7.1%}")
     print(f"{'total':24}{seconds.total():8.2f} s, {torch.get_num_threads()} threads")

@@ -124,7 +124,7 @@ class Soak:
             time.sleep(0.002)
         if way != "save":
             time.sleep(wait)
-        victims = [process.pid, *workers_of(process.pid)] if process.poll() is None else []
+        victims = [process.pid, *find_workers(process.pid)] if process.poll() is None else []
         if not victims:
             return False
         victim = self.draw.choice(victims)
@@ -151,7 +151,7 @@ def _saving(run_dir: Path) -> list[Path]:
         return []
 
 
-def workers_of(parent: int) -> list[int]:
+def find_workers(parent: int) -> list[int]:
     """The process ids of the ranks that a run has started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError, RunError
-from dpo.settings.files import defaults_of, differences, options_in, with_defaults
+from dpo.settings.files import differences, load_defaults, options_in, with_defaults
 from dpo.settings.places import place_datasets
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_config_problems
@@ -273,7 +273,7 @@ def describe(config: DictConfig) -> str:
     """What a config has that `config/` has not, and where the rest is written down."""
     values = redact(OmegaConf.to_container(config))
     run_dir = values.pop("local_run_dir")
-    shown = differences(values, defaults_of(**options_in(config)))
+    shown = differences(values, load_defaults(**options_in(config)))
     options = {group: option for group, option in options_in(config).items() if option != "none"}
     chosen = ", ".join(f"{group}={option}" for group, option in options.items())
     title = f"{chosen}; what differs from the defaults (all of it: {run_dir}/config.yaml):"

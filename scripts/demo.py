@@ -74,12 +74,12 @@ class Outcome(NamedTuple):
     accuracies: tuple[float, float]  # of rewards, at DPO's first evaluation and its last
 
 
-def directory_of(seed: int) -> Path:
+def find_directory(seed: int) -> Path:
     return DEMO if seed == 0 else DEMO / f"seed-{seed}"
 
 
 def run_stage(name: str, seed: int) -> None:
-    run_dir = directory_of(seed) / name
+    run_dir = find_directory(seed) / name
     if (run_dir / "LATEST").exists():
         print(f"{os.path.relpath(run_dir)} already exists; `make clean-demo` removes it")
         return
@@ -100,17 +100,17 @@ def read(run_dir: Path, file: str) -> list[dict]:
     return [json.loads(line) for line in (run_dir / file).read_text(encoding="utf-8").splitlines()]
 
 
-def samples_of(run_dir: Path, which: int) -> list[dict]:
+def collect_samples(run_dir: Path, which: int) -> list[dict]:
     """Those of the first (0) or last (-1) evaluation."""
     samples = read(run_dir, "samples.jsonl")
     examples = sorted({sample["examples"] for sample in samples})[which]
     return [sample for sample in samples if sample["examples"] == examples]
 
 
-def outcome_of(seed: int) -> Outcome:
-    sft, dpo = (directory_of(seed) / name for name in STAGES)
+def read_outcome(seed: int) -> Outcome:
+    sft, dpo = (find_directory(seed) / name for name in STAGES)
     untrained, before, after = (
-        judge([(sample["prompt"], sample["policy"]) for sample in samples_of(run, which)])
+        judge([(sample["prompt"], sample["policy"]) for sample in collect_samples(run, which)])
         for run, which in ((sft, 0), (dpo, 0), (dpo, -1))
     )
     of_sft, of_dpo = ([line for line in read(run, "metrics.jsonl") if line["split"] == "eval"] for run in (sft, dpo))
@@ -120,9 +120,9 @@ def outcome_of(seed: int) -> Outcome:
 
 
 def print_samples(seed: int) -> None:
-    run_dir = directory_of(seed) / "dpo"
+    run_dir = find_directory(seed) / "dpo"
     print("\nResponses to prompts that the model was not trained on:\n")
-    for old, new in list(zip(samples_of(run_dir, 0), samples_of(run_dir, -1), strict=True))[:4]:
+    for old, new in list(zip(collect_samples(run_dir, 0), collect_samples(run_dir, -1), strict=True))[:4]:
         print(f"  asked      {old['prompt'].split('Human:')[-1].split('Assistant:')[0].strip()}")
         print(f"  after SFT  {old['policy'].strip()}")
         print(f"  after DPO  {new['policy'].strip()}\n")
@@ -159,8 +159,8 @@ def write_page(outcomes: Sequence[Outcome], picture: Path | None) -> Path:
     text = describe([(o.before, o.after) for o in outcomes])
     lead = Lead("What DPO changed", light, dark, ALT, text)
     seed = outcomes[0].seed if len(outcomes) == 1 else 0
-    runs = [directory_of(outcome.seed) / name for outcome in outcomes for name in STAGES]
-    return write_report(runs, directory_of(seed) / "report", lead=lead)
+    runs = [find_directory(outcome.seed) / name for outcome in outcomes for name in STAGES]
+    return write_report(runs, find_directory(seed) / "report", lead=lead)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed in seeds:
         for stage in STAGES:
             run_stage(stage, seed)
-    outcomes = [outcome_of(seed) for seed in seeds]
+    outcomes = [read_outcome(seed) for seed in seeds]
     print_samples(seeds[0])
     print_table(outcomes)
     try:

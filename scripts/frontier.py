@@ -81,7 +81,7 @@ def train_reference(root: Path, task: Task, size: Size, extra: Sequence[str]) ->
 
     runs.write_model(root / "model", task)
     runs.write_pairs(root / "data" / "sft", task, demonstrations(task.train_prompts), demonstrations(task.test_prompts))
-    common = runs.overrides_of(root, task, data="sft")
+    common = runs.list_overrides(root, task, data="sft")
     job = Job(root / "runs" / "sft", (*common, *SFT, f"n_epochs={size.sft_epochs}", *extra))
     for _ in runs.run_all([job], functools.partial(keep_policy, root), at_once=1):
         pass
@@ -111,14 +111,14 @@ def data_name(seed: int, noise: float) -> str:
     return f"pairs_{seed}" + f"_noise_{noise:g}".replace(".", "_") * (noise > 0)
 
 
-def job_of(root: Path, task: Task, size: Size, run: Run, noise: float, extra: Sequence[str]) -> Job:
+def make_job(root: Path, task: Task, size: Size, run: Run, noise: float, extra: Sequence[str]) -> Job:
     """As many labels and updates for each method; pairs that are drawn online are new, and so seen once."""
     method = METHODS[run.method]
     epochs, batch_size = (1, BATCH // size.epochs) if method.once else (size.epochs, BATCH)
     online = {"scorer": runs.write_scorer(root, task, run.seed), "longest": task.response_length}
     overrides = (
-        *runs.overrides_of(root, task, data=data_name(run.seed, noise if method.noisy else 0)),
-        *method.overrides_of(beta=run.beta, noise=noise, **online),
+        *runs.list_overrides(root, task, data=data_name(run.seed, noise if method.noisy else 0)),
+        *method.list_overrides(beta=run.beta, noise=noise, **online),
         *(f"seed={run.seed}", f"lr={run.lr}", f"model.archive={root / 'reference.pt'}"),
         *(f"n_epochs={epochs}", f"batch_size={batch_size}", "warmup_steps=10", *extra),
     )
@@ -140,13 +140,13 @@ def train_all(
     root: Path, task: Task, size: Size, limit: exact.Limit, wanted: Sequence[Run], noise: float, extra: Sequence[str]
 ) -> list[dict[str, Any]]:
     """The rows of all runs, in their order."""
-    jobs = {job_of(root, task, size, run, noise, extra): run for run in wanted}
+    jobs = {make_job(root, task, size, run, noise, extra): run for run in wanted}
     rows, began = {}, time.perf_counter()
     finish = functools.partial(judge, root, task, limit)
     for job in runs.run_all([*jobs], finish, at_once=len(os.sched_getaffinity(0))):
         run = jobs[job]
         point = json.loads((job.directory / "point.json").read_text(encoding="utf-8"))
-        rows[run] = row_of(run.method, run.beta, run.seed, **point)
+        rows[run] = make_row(run.method, run.beta, run.seed, **point)
         rows[run] |= {"label_noise": noise if METHODS[run.method].noisy else 0.0, "lr": run.lr}
         left = (time.perf_counter() - began) / len(rows) * (len(wanted) - len(rows))
         print(f"{len(rows)}/{len(wanted)}  {sentence(rows[run])}  {left:.0f} s left", flush=True)
@@ -156,7 +156,9 @@ def train_all(
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def row_of(method: str, beta: float | None, seed: int | None, reward: float, kl: float, **more: Any) -> dict[str, Any]:
+def make_row(
+    method: str, beta: float | None, seed: int | None, reward: float, kl: float, **more: Any
+) -> dict[str, Any]:
     """Both are exact, so that their standard errors are 0; how much seeds differ is seen from their rows."""
     exactly = {"reward": reward, "reward_se": 0.0, "kl": kl, "kl_se": 0.0}
     return {"method": method, "beta": beta, "seed": seed, **exactly, **more}
@@ -171,7 +173,7 @@ def known_rows(limit: exact.Limit, task: Task) -> list[dict[str, Any]]:
     """Policies that no run is needed for: the reference, pi*, best-of-N and the law of the chosen responses."""
 
     def known(method: str, logps: np.ndarray, beta: float | None = None, **more: Any) -> dict[str, Any]:
-        return row_of(method, beta, None, **exact.measure(logps, task, limit, optimal=method == "pi_star"), **more)
+        return make_row(method, beta, None, **exact.measure(logps, task, limit, optimal=method == "pi_star"), **more)
 
     return [
         known("sft", limit.reference),
@@ -187,7 +189,7 @@ def known_rows(limit: exact.Limit, task: Task) -> list[dict[str, Any]]:
 def wanted_runs(size: Size, noise: float) -> list[Run]:
     methods = {name: method for name, method in METHODS.items() if noise > 0 or not method.noisy}
 
-    def betas_of(method: Method) -> Sequence[float | None]:
+    def list_betas(method: Method) -> Sequence[float | None]:
         if size.few_betas:
             return method.betas[1::2] or method.betas
         return (*method.betas, *method.between)
@@ -196,7 +198,7 @@ def wanted_runs(size: Size, noise: float) -> list[Run]:
         Run(name, beta, seed, method.lr)
         for seed in size.seeds
         for name, method in methods.items()
-        for beta in betas_of(method)
+        for beta in list_betas(method)
     ]
 
 

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     from dpo.analysis.ledger import summarize
     from dpo.analysis.ledger_file import read_ledger
-    from dpo.analysis.ledger_view import texts_of, view_summary
+    from dpo.analysis.ledger_view import load_texts, view_summary
     from dpo.analysis.runs import read_config
 
     if asked.top < 1:
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{asked.run} has no ledger.parquet: give the directory of a run with ledger=true")
     summary = summarize(table, top=asked.top)
     find = partial(find_texts, trust_remote_code=asked.trust_remote_code)
-    texts, note = ({}, "") if asked.no_texts else texts_of(read_config(asked.run), summary, find)
+    texts, note = ({}, "") if asked.no_texts else load_texts(read_config(asked.run), summary, find)
     if asked.json:
         found: dict[str, Any] = dataclasses.asdict(summary)
         for pair in (*found["never_flipped"], *found["suspected_noise"]):

@@ -82,7 +82,7 @@ TEMPERATURE = Rule(lambda v: 0 <= v < math.inf, "a number, 0 or more")
 def _value(kind: type, rule: Rule) -> Callable[[str], Any]:
     """For argparse: an option's value, under the rule of a config's key."""
 
-    def value_of(text: str) -> Any:
+    def parse_value(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
@@ -91,7 +91,7 @@ def _value(kind: type, rule: Rule) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text} is not {rule.wanted}")
         return value
 
-    return value_of
+    return parse_value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,9 +12,9 @@ from support.runs import GOLDEN, ROOT
 
 from dpo.losses import LOSSES, Loss, Scores, _get_batch_logps, find_loss, preference_loss, split_options
 from dpo.losses.options import OPTIONS as OPTIONS_OF_ALL
-from dpo.settings.files import defaults_of
+from dpo.settings.files import load_defaults
 
-DEFAULTS = {name: defaults_of(name)["loss"] for name in LOSSES}
+DEFAULTS = {name: load_defaults(name)["loss"] for name in LOSSES}
 
 # one pair, log-probabilities (policy chosen, policy rejected, reference chosen, reference rejected):
 # h = (-10 - -13) - (-11 - -12) = 3 - 1 = 2
@@ -336,7 +336,7 @@ def test_a_rejected_response_that_fell_far_has_a_finite_gradient(divergence):
 TRL = json.loads((GOLDEN / "trl_losses.json").read_text())
 
 
-def scores_of(pairs: list[dict]) -> tuple[Scores, list[torch.Tensor]]:
+def list_scores(pairs: list[dict]) -> tuple[Scores, list[torch.Tensor]]:
     """And the first tokens' log-probabilities of all chosen and of all rejected, which have gradients."""
     named, first = {}, []
     for side, other in (("chosen", "rejected"), ("rejected", "chosen")):
@@ -359,7 +359,7 @@ def test_losses_and_gradients_are_those_of_trl(case):
     if not case["config"].get("sft_weight"):  # TRL takes its mean over the tokens of all pairs
         batches.append((TRL["pairs"], case["together"]))
     for pairs, theirs in batches:
-        scores, first = scores_of(pairs)
+        scores, first = list_scores(pairs)
         loss = LOSSES[case["config"]["name"]](scores, case["config"]).losses.mean()
         loss.backward()
         in_float32 = "f_divergence" in case["config"] or case["config"]["name"] in ("exo", "orpo")  # there, also partly
@@ -394,7 +394,7 @@ def test_gradients_of_every_loss_agree_with_finite_differences(name, options):
         config["label_smoothing"] = 0.1
     if name == "mix":
         config["weights"] = {"dpo": 0.8, "sft": 0.1, "apo_zero": 0.3, "ipo": 0.1, "hinge": 0}
-    fixed, _ = scores_of(TRL["pairs"])
+    fixed, _ = list_scores(TRL["pairs"])
     fixed = Scores(*(value.detach() if torch.is_tensor(value) else value for value in fixed))
     constants = (
         LOSSES[name].constants(fixed, config) if name == "beta_dpo" else None

@@ -13,17 +13,17 @@ from support.runs import ROOT
 CHANGED = "does not fit requirements*.txt: run `make lock`"
 
 
-def lines_of(name: str) -> list[str]:
+def make_lines(name: str) -> list[str]:
     lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines())
     return [line for line in lines if line and not line.startswith("-r ")]
 
 
 def locked_versions() -> dict[str, str]:
-    pairs = (line.split("==") for line in lines_of("requirements.lock"))
+    pairs = (line.split("==") for line in make_lines("requirements.lock"))
     return {canonicalize_name(name): version for name, version in pairs}
 
 
-CHOSEN = [Requirement(line) for name in ("requirements.txt", "requirements-dev.txt") for line in lines_of(name)]
+CHOSEN = [Requirement(line) for name in ("requirements.txt", "requirements-dev.txt") for line in make_lines(name)]
 LOCKED = locked_versions()
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
-from support.runs import GOLDEN, ROOT, metrics_of, run_python, train, write_rows
+from support.runs import GOLDEN, ROOT, read_metrics, run_python, train, write_rows
 
 import train as train_script
 from dpo.losses import LOSSES
@@ -352,8 +352,8 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(main, tmp_path)
     assert env["started"] <= env["ended"]
     assert json.loads((run / "preflight.json").read_text())["updates"] == 4
     assert "4 updates of 4 examples will run" in first.stdout
-    assert [m["examples"] for m in metrics_of(run, "train")] == [4, 8, 12, 16]
-    assert [m["examples"] for m in metrics_of(run, "eval")] == [0, 8, 16]
+    assert [m["examples"] for m in read_metrics(run, "train")] == [4, 8, 12, 16]
+    assert [m["examples"] for m in read_metrics(run, "eval")] == [0, 8, 16]
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [s["examples"] for s in samples] == [0] * 4 + [8] * 4 + [16] * 4
     assert all(s["prompt"] and isinstance(s["policy"], str) and isinstance(s["reference"], str) for s in samples)
@@ -367,11 +367,11 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(main, tmp_path)
     )  # fmt: skip
 
     assert second.returncode == 0, second.stderr
-    (before, after) = metrics_of(tmp_path / "b", "eval")
+    (before, after) = read_metrics(tmp_path / "b", "eval")
     # the policy starts where the first run ended, and so does its reference
-    last = metrics_of(run, "eval")[-1]
+    last = read_metrics(run, "eval")[-1]
     assert before["logps_eval/chosen"] == pytest.approx(last["logps_eval/chosen"], rel=1e-5)
-    assert metrics_of(run, "eval")[0]["logps_eval/chosen"] != pytest.approx(last["logps_eval/chosen"], rel=1e-3)
+    assert read_metrics(run, "eval")[0]["logps_eval/chosen"] != pytest.approx(last["logps_eval/chosen"], rel=1e-3)
     assert (before["rewards_eval/margins"], after["examples"]) == (0, 4)
     again = torch.load(tmp_path / "b" / "LATEST" / "policy.pt", weights_only=True)
     assert all(torch.allclose(again["state"][name], value) for name, value in policy["state"].items())
@@ -392,8 +392,8 @@ def test_a_sweep_gives_each_job_its_directory_and_offline_wandb_run(data, tmp_pa
         run = tmp_path / "sweep" / f"{job}_loss.beta={beta}"
         config = yaml.safe_load((run / "config.yaml").read_text())
         assert (config["loss"]["beta"], config["local_run_dir"]) == (beta, str(run))
-        assert [m["examples"] for m in metrics_of(run, "train")] == [4, 8]
-        assert [m["examples"] for m in metrics_of(run, "eval")] == [0, 8]
+        assert [m["examples"] for m in read_metrics(run, "train")] == [4, 8]
+        assert [m["examples"] for m in read_metrics(run, "eval")] == [0, 8]
         (folder,) = (run / "wandb").glob("offline-run-*")
         assert f"upload with: wandb sync {folder}" in result.stdout
         assert list(folder.glob("run-*.wandb"))
@@ -424,7 +424,7 @@ def test_own_data_is_named_by_its_source(main, tmp_path):
     )
 
     assert result.returncode == 0, result.stderr
-    assert [m["examples"] for m in metrics_of(tmp_path / "run", "train")] == [4, 8]
+    assert [m["examples"] for m in read_metrics(tmp_path / "run", "train")] == [4, 8]
     assert "What is 0 plus 1?" in {
         json.loads(line)["prompt"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     }
@@ -447,13 +447,13 @@ def test_epochs_and_examples_end_a_run_whichever_comes_first(overrides, updates,
     run, stdout = trained(*overrides, "debug=true")
 
     assert f"{updates} updates of" in stdout
-    assert len(metrics_of(run, "train")) == updates
+    assert len(read_metrics(run, "train")) == updates
 
 
 def test_lr_warmup_clipping_and_optimizer_make_the_step(trained, tiny_llama):
     run, _ = trained("optimizer=SGD", "lr=0.4", "warmup_steps=3", "max_grad_norm=0.5", "n_examples=4")
 
-    (update,) = metrics_of(run, "train")
+    (update,) = read_metrics(run, "train")
     assert update["lr"] == pytest.approx(0.1)  # 0.4 * 1 / (3 + 1)
     assert update["grad_norm"] > 0.5  # before clipping
     state = torch.load(run / "LATEST" / "policy.pt", weights_only=True)["state"]
@@ -474,7 +474,7 @@ def test_the_optimizer_is_the_class_of_that_name(optimizer, state, trained):
 def test_the_seed_orders_the_data(trained):
     def losses(seed: int, run: str) -> list[float]:
         directory, _ = trained(f"seed={seed}", "lr=1e-30", "batch_size=1", "debug=true", run=run)
-        return [round(update["loss/train"], 3) for update in metrics_of(directory, "train")]
+        return [round(update["loss/train"], 3) for update in read_metrics(directory, "train")]
 
     first, again, other = losses(0, "a"), losses(0, "b"), losses(1, "c")
     assert first == again
@@ -487,7 +487,7 @@ def test_the_terminal_gets_training_metrics_at_most_every_interval(trained):
     for interval in ("0", "1000"):
         run, stdout = trained(f"minimum_log_interval_secs={interval}", "debug=true", run=interval)
         lines[interval] = len(re.findall(r"^update \d/4  \d+/16 examples  loss ", stdout, re.MULTILINE))
-        assert len(metrics_of(run, "train")) == 4  # the file gets every one
+        assert len(read_metrics(run, "train")) == 4  # the file gets every one
     assert lines == {"0": 4, "1000": 1}
 
 
@@ -495,8 +495,8 @@ def test_first_evaluation_self_test_and_sampling_can_be_switched(trained):
     off, silent = trained("n_examples=4", run="off")
     on, told = trained("n_examples=4", "do_first_eval=true", "self_test=true", "sample_during_eval=true", run="on")
 
-    assert [m["examples"] for m in metrics_of(off, "eval")] == [4]
-    assert [m["examples"] for m in metrics_of(on, "eval")] == [0, 4]
+    assert [m["examples"] for m in read_metrics(off, "eval")] == [4]
+    assert [m["examples"] for m in read_metrics(on, "eval")] == [0, 4]
     assert ("self-test" in silent, "self-test passed" in told) == (False, True)
     assert ((off / "samples.jsonl").exists(), (on / "samples.jsonl").exists()) == (False, True)
 
@@ -523,5 +523,5 @@ def test_activation_checkpointing_computes_every_block_twice_for_the_same_update
 
     assert once > 0
     assert len(calls) - once == 2 * once
-    norms = [metrics_of(run, "train")[0]["grad_norm"] for run in (plain, checkpointed)]
+    norms = [read_metrics(run, "train")[0]["grad_norm"] for run in (plain, checkpointed)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)

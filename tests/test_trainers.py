@@ -13,7 +13,7 @@ import hydra
 import numpy as np
 import pytest
 import torch
-from support.runs import GOLDEN, ROOT, metrics_of, write_rows
+from support.runs import GOLDEN, ROOT, read_metrics, write_rows
 
 import train  # noqa: F401  (registers the config's resolvers)
 from dpo.data.collation import collate_prompts
@@ -253,9 +253,9 @@ def test_a_run_evaluates_at_0_at_every_multiple_and_at_the_end_and_saves_with_it
     lines = capsys.readouterr().out
     assert "warning: eval_every=10 is not a multiple of batch_size=4; evaluating every 8 examples" in lines
     assert "self-test passed: first loss 0.693147" in lines
-    evaluations = metrics_of(trainer.run_dir, "eval")
+    evaluations = read_metrics(trainer.run_dir, "eval")
     assert [(e["examples"], e["updates"]) for e in evaluations] == [(0, 0), (8, 2), (12, 3)]
-    assert [u["examples"] for u in metrics_of(trainer.run_dir, "train")] == [4, 8, 12]
+    assert [u["examples"] for u in read_metrics(trainer.run_dir, "train")] == [4, 8, 12]
     assert checkpoints(trainer.run_dir).keys() == {"step-8", "step-12", "LATEST", "BEST"}
     assert os.readlink(trainer.run_dir / "LATEST") == "step-12"
     for step, evaluation in zip((8, 12), evaluations[1:], strict=True):
@@ -271,7 +271,7 @@ def test_a_run_that_ends_on_a_multiple_evaluates_there_once(make_trainer):
     trainer = make_trainer(*SFT, "eval_every=8", "do_first_eval=false")
     trainer.train()
 
-    assert [e["examples"] for e in metrics_of(trainer.run_dir, "eval")] == [8, 16]
+    assert [e["examples"] for e in read_metrics(trainer.run_dir, "eval")] == [8, 16]
 
 
 def test_debug_writes_metrics_and_no_checkpoints_and_no_wandb(make_trainer):
@@ -280,7 +280,7 @@ def test_debug_writes_metrics_and_no_checkpoints_and_no_wandb(make_trainer):
 
     assert trainer.callbacks.callbacks.keys() == {"terminal", "nonfinite", "files", "course"}
     assert os.listdir(trainer.run_dir) == ["metrics.jsonl"]
-    assert [e["examples"] for e in metrics_of(trainer.run_dir, "eval")] == [0, 8, 12]
+    assert [e["examples"] for e in read_metrics(trainer.run_dir, "eval")] == [0, 8, 12]
 
 
 @pytest.mark.parametrize(
@@ -348,9 +348,9 @@ def test_metrics_have_the_references_names_and_samples_are_written(loss, names, 
     trainer = make_trainer(*loss, "n_examples=4", "max_length=36", *SAMPLED)
     trainer.train()
 
-    (trained,) = metrics_of(trainer.run_dir, "train")
+    (trained,) = read_metrics(trainer.run_dir, "train")
     assert trained.keys() == LINE | OURS | {"grad_norm", "examples_per_second"} | {n.format("train") for n in names}
-    assert metrics_of(trainer.run_dir, "eval")[0].keys() == LINE | {n.format("eval") for n in names}
+    assert read_metrics(trainer.run_dir, "eval")[0].keys() == LINE | {n.format("eval") for n in names}
     # one sample was asked for: rounded up to a whole evaluation batch of 4, at 0 and at the end
     assert len((trainer.run_dir / "samples.jsonl").read_text().splitlines()) == 8
     assert ("--- reference ---" in (trainer.run_dir / "samples.txt").read_text()) == (loss is DPO)
@@ -414,7 +414,7 @@ def test_the_reference_scores_every_pair_once_in_a_run(make_trainer):
     calls = count_forwards(trainer.reference_model)
     trainer.train()
     assert trainer.state.batch_counter == 6
-    assert len(metrics_of(trainer.run_dir, "eval")) == 7
+    assert len(read_metrics(trainer.run_dir, "eval")) == 7
     assert len(calls) == 1 + 2  # one evaluation batch, and the training batches of the first epoch
 
 
@@ -520,11 +520,11 @@ def test_a_reference_that_is_given_without_need_is_sampled(make_trainer, tiny_ll
 
 def test_before_the_first_update_rounding_ranks_no_pair_right(run, tmp_path):
     run("run", "model.reference_dtype=float16")
-    (first, *_), (update, *_) = (metrics_of(tmp_path / "run", split) for split in ("eval", "train"))
+    (first, *_), (update, *_) = (read_metrics(tmp_path / "run", split) for split in ("eval", "train"))
     assert first["rewards_eval/margins"] != 0
     assert update["rewards_train/margins"] != 0
     assert first["rewards_eval/accuracies"] == update["rewards_train/accuracies"] == 0
-    assert metrics_of(tmp_path / "run", "train")[-1]["rewards_train/accuracies"] > 0
+    assert read_metrics(tmp_path / "run", "train")[-1]["rewards_train/accuracies"] > 0
 
 
 def test_models_are_equal_if_the_reference_holds_the_policys_weights_in_its_own_dtype(tiny_llama):

@@ -35,7 +35,7 @@ class Cost(NamedTuple):
         return self.secs * self.devices / 3600
 
 
-def cost_of(run: Run) -> Cost:
+def measure_cost(run: Run) -> Cost:
     """What a run took so far."""
     seconds = seconds_of_updates(run)
     tokens = seconds * run.train["tokens_per_second"]

@@ -126,27 +126,27 @@ def _plain(name: str) -> str:
 def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
     """Each chart for which a run has a number."""
     for chart in charts_for(runs):
-        lines = lines_of(chart, runs)
+        lines = make_lines(chart, runs)
         if lines:
             light, dark = (draw(chart, lines, theme, several=len(runs) > 1) for theme in THEMES)
             yield Picture(chart.name, chart.title, describe(chart, lines), light, dark)
 
 
-def lines_of(chart: Chart, runs: Sequence[Run]) -> list[Line]:
+def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
     """What a chart shows: of several runs each has its colour, of one run each side of pairs."""
     several, found = len(runs) > 1, []
     for i, run in enumerate(runs):
         if chart.loss is not None and chart.loss != run.loss:
             continue
         for side, metric in enumerate(chart.metrics):
-            if any(len(log.points(metric.replace("SPLIT", split))[1]) for split, log in logs_of(run)):
+            if any(len(log.points(metric.replace("SPLIT", split))[1]) for split, log in split_logs(run)):
                 what = metric.rpartition("/")[2] if len(chart.metrics) > 1 else ""
                 label = " ".join(filter(None, (run.name if several else "", what)))
                 found.append(Line(run, metric, i if several else side, label))
     return found
 
 
-def logs_of(run: Run) -> tuple[tuple[str, Log], tuple[str, Log]]:
+def split_logs(run: Run) -> tuple[tuple[str, Log], tuple[str, Log]]:
     return ("train", run.train), ("eval", run.eval)
 
 
@@ -187,7 +187,7 @@ def extremes(values: np.ndarray) -> np.ndarray:
     return np.unique(found)
 
 
-def width_of(n: int) -> int:
+def choose_width(n: int) -> int:
     """Over how many of n updates the running mean goes: a fifteenth, odd, at least 5."""
     return max(5, n // 15 | 1)
 
@@ -225,7 +225,7 @@ def _draw_line(axis: Any, line: Line, theme: Theme, *, several: bool) -> None:
     values = train[line.metric.replace("SPLIT", "train")]
     n = int(np.isfinite(values).sum())
     if n >= FEWEST_TO_SMOOTH and _is_noisy(line.metric):
-        course = smoothed(values, width_of(n), robust=line.metric == "grad_norm")
+        course = smoothed(values, choose_width(n), robust=line.metric == "grad_norm")
         drawn, at = extremes(values), places(len(values))
         axis.plot(train.examples[drawn], values[drawn], color=color, alpha=0.16 if several else 0.28, linewidth=0.7)
         axis.plot(train.examples[at], course[at], style, color=color, linewidth=1.7)
@@ -295,7 +295,7 @@ def _least(lines: Sequence[Line]) -> float:
     found = [0.45]
     for line in lines:
         values = line.run.train.points(line.metric.replace("SPLIT", "train"))[1]
-        found += [*evaluated(line)[1], *smoothed(values, width_of(len(values)))]
+        found += [*evaluated(line)[1], *smoothed(values, choose_width(len(values)))]
     return float(min(found))
 
 
@@ -347,7 +347,7 @@ def describe(chart: Chart, lines: Sequence[Line]) -> str:
     parts = []
     for line in lines:
         of_splits = []
-        for split, log in logs_of(line.run):
+        for split, log in split_logs(line.run):
             values = log.points(line.metric.replace("SPLIT", split))[1]
             if len(values) and (split == "train" or "SPLIT" in line.metric):
                 name = "training" if split == "train" else "evaluation"

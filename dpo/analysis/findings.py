@@ -112,7 +112,7 @@ def _folders(run: Run) -> str:
     return ", ".join(f"nonfinite-{n}" for n in run.nonfinite[:3]) + (", ..." if len(run.nonfinite) > 3 else "")
 
 
-def spikes_of(values: np.ndarray) -> list[tuple[int, float]]:
+def find_spikes(values: np.ndarray) -> list[tuple[int, float]]:
     """(index, times the median of the 100 numbers before it) of each value above SPIKE times that median, unless it is
     below FAINT of the mean of the first 20: where hardly any gradient is left, what stands out is no shock."""
     places = np.flatnonzero(np.isfinite(values))
@@ -135,7 +135,7 @@ def spikes(run: Run) -> Iterator[Finding]:
     """Gradients and losses far above what was usual just before."""
     for name, what in (("grad_norm", "Gradient"), ("loss/train", "Loss")):
         values = run.train[name]
-        found = spikes_of(values)
+        found = find_spikes(values)
         if name == "loss/train" and (start := find_start(run)):
             # where nearly all pairs are learned, one that is not stands far out
             found = [(place, times) for place, times in found if values[place] > start.loss]

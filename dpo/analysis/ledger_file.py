@@ -54,7 +54,7 @@ ONLINE_SCHEMA = pa.schema([*SCHEMA, *DRAWN])
 ROW_GROUP = 2**16  # rows that are in memory at a time while a file is written
 
 
-def schema_of(names: Collection[str]) -> pa.Schema:
+def make_schema(names: Collection[str]) -> pa.Schema:
     """The schema of a ledger with these columns."""
     return ONLINE_SCHEMA if "tie" in names else SCHEMA
 
@@ -73,7 +73,7 @@ def begin(stream: Path, schema: pa.Schema = SCHEMA) -> None:
 
 def append(stream: Path, columns: Mapping[str, Any]) -> None:
     """Add rows, in one write: lists or tensors by column, None for a column that has no values."""
-    n, schema = len(columns["example"]), schema_of(columns)
+    n, schema = len(columns["example"]), make_schema(columns)
     with stream.open("ab") as file:
         file.write(pa.record_batch([_column(f, columns[f.name], n) for f in schema], schema=schema).serialize())
 
@@ -107,7 +107,7 @@ def read_ledger(run_dir: Path) -> pa.Table | None:
         check_readable(run_dir / PARQUET)
         with _explaining(run_dir / PARQUET):
             table = pq.read_table(run_dir / PARQUET)
-            table = table.cast(encoded(schema_of(table.schema.names)))
+            table = table.cast(encoded(make_schema(table.schema.names)))
     else:
         return None
     return table.unify_dictionaries().combine_chunks()
@@ -130,7 +130,7 @@ def _groups(stream: Path) -> Iterator[pa.Table]:
 
 def encode(table: pa.Table) -> pa.Table:
     """The columns in one piece each, texts that recur as dictionaries."""
-    schema = encoded(schema_of(table.schema.names))
+    schema = encoded(make_schema(table.schema.names))
     columns = [table[field.name].combine_chunks().cast(field.type) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)
 

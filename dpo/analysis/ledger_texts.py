@@ -43,7 +43,7 @@ def find_texts(
     for pair in pairs:
         wanted.setdefault((SPLITS[pair.split], pair.dataset), set()).add(pair.example)
     has_own = any(name not in built_in for _, name in wanted)
-    config = _config_of(run, ("local_dirs", "dataset_sources", *(OF_TOKENIZER if has_own else ())))
+    config = _read_run_config(run, ("local_dirs", "dataset_sources", *(OF_TOKENIZER if has_own else ())))
     cache_dir, sources = get_cache_dir(config.local_dirs), OmegaConf.to_container(config.dataset_sources, resolve=True)
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
     if has_own:  # it may be chats, which a tokenizer renders
@@ -60,7 +60,7 @@ def find_texts(
     return texts
 
 
-def _config_of(run: Run, keys: tuple[str, ...]) -> DictConfig:
+def _read_run_config(run: Run, keys: tuple[str, ...]) -> DictConfig:
     """A run's config with the defaults. Raises InputError if one of these keys is not as it should be."""
     if not run.config:
         raise InputError(next((p for p in run.problems if p.startswith("config.yaml")), "config.yaml is empty"))

@@ -53,14 +53,14 @@ def view_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerView | N
     from dpo.analysis.ledger import summarize
 
     found = summarize(run.ledger, top=TOP)
-    texts, note = texts_of(run, found, find_texts)
+    texts, note = load_texts(run, found, find_texts)
     of_data = [pair for pair in (*found.never_flipped, *found.suspected_noise) if pair.texts is None]
     if of_data and not any(pair.example in texts for pair in of_data):
         note = f"{note}{'; ' if note else ''}python -m scripts.ledger {run.path} shows texts that can be loaded"
     return view_summary(found, texts, note)
 
 
-def texts_of(run: Run, found: LedgerSummary, find_texts: FindTexts | None) -> tuple[Texts, str]:
+def load_texts(run: Run, found: LedgerSummary, find_texts: FindTexts | None) -> tuple[Texts, str]:
     """The texts of the pairs that are listed, and, if some or all are not there, a note that says why.
 
     Those of drawn pairs are in the ledger; for others there may be a way to find them.

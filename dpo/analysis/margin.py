@@ -109,7 +109,7 @@ class Change(NamedTuple):
         return self.chosen - self.rejected
 
 
-def change_of(run: Run) -> Change | None:
+def find_change(run: Run) -> Change | None:
     """Of summed log-probabilities: in these units, not in rewards."""
     return _moves(run, "logps")
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dpo.analysis import summary
-from dpo.analysis.cost import Cost, cost_of
+from dpo.analysis.cost import Cost, measure_cost
 from dpo.analysis.curves import THEMES, draw_all
 from dpo.analysis.findings import WARNING, Finding
 from dpo.analysis.ledger_view import FindTexts, LedgerView, view_ledger
@@ -118,7 +118,7 @@ def render(
     template = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).get_template("page.html.jinja")
-    costs = [cost_of(run) for run in runs]
+    costs = [measure_cost(run) for run in runs]
     sections = [_section(i, run, cost, find_texts) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
     context: dict[str, Any] = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
@@ -126,8 +126,8 @@ def render(
         "columns": dict.fromkeys(tile.label for section in sections for tile in section.tiles),
         "lead": lead and Shown(lead.title, lead.alt, _data(lead.png), _data(lead.png_dark), lead.text),
         "pictures": pictures,
-        "samples": summary.samples_of(runs),
-        "drawn": summary.drawn_of(runs),
+        "samples": summary.collect_samples(runs),
+        "drawn": summary.collect_drawn(runs),
         "n_first": FIRST_SAMPLES,
         "settings": summary.setting_rows(runs),
         "data": summary.data_rows(runs),

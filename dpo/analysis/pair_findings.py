@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpo.analysis.findings import NOTE, WARNING, Finding
-from dpo.analysis.margin import Change, MarginParts, change_of, margin_parts
+from dpo.analysis.margin import Change, MarginParts, find_change, margin_parts
 from dpo.analysis.noise import binomial_tail, mean_and_bound
 from dpo.analysis.runs import Run, number
 from dpo.losses import LOSSES
@@ -29,7 +29,7 @@ def margin_story(run: Run) -> Iterator[Finding]:
     if parts is None:
         return
     per_token = run.objective is None or run.objective.per_token  # sums over unequal lengths would tell something else
-    change = None if per_token else change_of(run)
+    change = None if per_token else find_change(run)
     chosen, margin = (parts.chosen, parts.margin) if change is None else (change.chosen, change.margin)
     if chosen >= 0 or parts.margin <= 0:
         yield Finding(NOTE, "Where the margin comes from", _margin_value(parts), _sides(parts))

@@ -16,7 +16,7 @@ from dpo.analysis.online_findings import beginning, end
 from dpo.analysis.reading import warnings_in
 from dpo.analysis.runs import Run, number, ranked
 from dpo.losses import LOSSES
-from dpo.settings.files import defaults_of, dotted
+from dpo.settings.files import dotted, load_defaults
 from dpo.system.redaction import redact
 from dpo.wording import count, duration, figure, hours, large, percent, shortened, signed
 
@@ -241,7 +241,7 @@ class Prompted:
     texts: list[Text]
 
 
-def samples_of(runs: Sequence[Run]) -> list[Prompted]:
+def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
     """The newest samples of all runs, prompt by prompt; beside a policy without a reference its own first ones."""
     cards: dict[tuple[str, int], Prompted] = {}
     for run in runs:
@@ -270,7 +270,7 @@ def _add(card: Prompted, text: Text) -> None:
         card.texts.append(text)
 
 
-def drawn_of(runs: Sequence[Run]) -> list[Prompted]:
+def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
     """Prompts with what the last update drew for each, the best answer first and the worst last; some of each run."""
     cards = []
     for run in runs:
@@ -298,7 +298,7 @@ def shown(value: Any) -> str:
 def setting_rows(runs: Sequence[Run]) -> list[Row]:
     """Settings that differ between the runs; of one run, those that differ from the defaults."""
     configs = [dict(dotted(run.config)) for run in runs]
-    others = [dict(dotted(defaults_of(runs[0].loss if runs[0].loss in LOSSES else None)))] if len(runs) == 1 else []
+    others = [dict(dotted(load_defaults(runs[0].loss if runs[0].loss in LOSSES else None)))] if len(runs) == 1 else []
     keys = list(dict.fromkeys(str(key) for config in configs for key in config))
     missing = object()
     rows = []

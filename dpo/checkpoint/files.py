@@ -77,7 +77,7 @@ def write_checkpoint(
         with _explaining(directory):
             with HashedFile(temporary / MANIFEST) as file:
                 manifest = {"examples": step_idx, "files": files, "blocks": blocks, **facts}
-                file.write(json.dumps({**manifest, "sha256": digest_of(manifest)}, indent=1).encode())
+                file.write(json.dumps({**manifest, "sha256": hash_manifest(manifest)}, indent=1).encode())
                 file.sync()
             sync_directory(temporary)
             if os.path.lexists(directory):  # saved again at this step: a rename cannot replace a full directory
@@ -100,7 +100,7 @@ def _explaining(directory: Path) -> Iterator[None]:
         raise RunError(f"checkpoint {directory} could not be written ({reason}); earlier ones are intact") from error
 
 
-def digest_of(manifest: Mapping[str, Any]) -> str:
+def hash_manifest(manifest: Mapping[str, Any]) -> str:
     """The checksum of a manifest's entries other than `sha256`."""
     entries = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
@@ -128,7 +128,7 @@ def point(link: Path, target: Path) -> None:
 def find_checkpoints(run_dir: Path) -> list[Path]:
     """The `step-N` directories of a run, newest first."""
     found = [path for path in run_dir.glob("step-*") if STEP.fullmatch(path.name)]
-    return sorted(found, key=step_of, reverse=True)
+    return sorted(found, key=parse_step, reverse=True)
 
 
 def tidy(run_dir: Path) -> None:
@@ -146,7 +146,7 @@ def tidy(run_dir: Path) -> None:
         remove(rest)
 
 
-def step_of(directory: Path) -> int:
+def parse_step(directory: Path) -> int:
     """The number of examples after which a `step-N` was saved."""
     return int(directory.name.removeprefix("step-"))
 
@@ -181,7 +181,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{directory} has no manifest") from error
     except OSError as error:
         raise _as_damage(directory, error) from error
-    if not isinstance(manifest, dict) or manifest.get("sha256") != digest_of(manifest):
+    if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
     files = set(manifest["files"])
     needed = {f"{part}.pt" for part in PARTS} | (OF_ADAPTER if files & OF_ADAPTER else set())

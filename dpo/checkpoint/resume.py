@@ -20,14 +20,14 @@ from dpo.checkpoint.files import (
     check_complete,
     check_parts,
     find_checkpoints,
+    parse_step,
     point,
-    step_of,
     sync_directory,
     tidy,
 )
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.settings.files import defaults_of, dotted, flatten
+from dpo.settings.files import dotted, flatten, load_defaults
 from dpo.settings.keys import KEYS, Resume
 from dpo.system.plain_files import check_readable, check_writable, move_aside, remove
 from dpo.system.redaction import redact
@@ -76,7 +76,7 @@ def look_at_run(config: DictConfig) -> ResumePoint | None:
         return None
     source = _source(config)
     found = _find_whole(source, config)
-    if not _is_of(source, path):
+    if not _belongs_to(source, path):
         if not _is_begun(path, found):
             check_free(path)
         elif find_checkpoints(path):
@@ -96,7 +96,7 @@ def open_run(config: DictConfig, logs: Sequence[str]) -> Run:
     if config.resume is None:
         return _claim(config, logs, continued=False)
     path, source = _real(config.local_run_dir), _source(config)
-    if _is_of(source, path):
+    if _belongs_to(source, path):
         return _continue_here(config, source, logs)
     found = _find_whole(source, config)
     begun = _is_begun(path, found)
@@ -143,7 +143,7 @@ def _real(path: str) -> Path:
     return Path(os.path.realpath(path))  # Path.resolve raises for a link that leads to itself
 
 
-def _is_of(source: Path, run_dir: Path) -> bool:
+def _belongs_to(source: Path, run_dir: Path) -> bool:
     """Whether a source is the run in this directory or one of its checkpoints."""
     return source == run_dir or (_is_named(source) and source.parent == run_dir)
 
@@ -170,7 +170,7 @@ def _find_whole(source: Path, config: DictConfig) -> ResumePoint | None:
             print(f"warning: checkpoint skipped: {error}")
             reasons += f"; {error}"
         else:
-            check_fits(manifest, facts_of(config), where=path)
+            check_fits(manifest, record_config(config), where=path)
             return ResumePoint(path, manifest)
     if config.resume == "auto" and not candidates:
         return None
@@ -199,7 +199,7 @@ def _refuse_going_back(found: ResumePoint, resume: str) -> None:
 def _move_damaged_aside(found: ResumePoint, run_dir: Path) -> None:
     """Rename newer checkpoints, which are damaged, so that neither pruning nor the next resume considers them."""
     for path in find_checkpoints(run_dir):
-        if step_of(path) > step_of(found.path):
+        if parse_step(path) > parse_step(found.path):
             names = (path.with_name(f"damaged-{path.name}" + f".{n}" * (n > 0)) for n in itertools.count())
             path.rename(next(name for name in names if not name.exists()))
 
@@ -225,7 +225,7 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
 
 def _defaults_for(config: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults of those of a config's keys that have a row in `KEYS` and one default, whatever the loss."""
-    defaults = flatten(OmegaConf.create(defaults_of()))
+    defaults = flatten(OmegaConf.create(load_defaults()))
     return {key: value for key, value in defaults.items() if key in KEYS and key in config}
 
 
@@ -238,7 +238,7 @@ def check_inputs(found: ResumePoint | None, data: TrainingData, model_config: An
     """Raises InputError if data, tokenizer or the model's architecture are not what the run was trained with."""
     if found is None:
         return
-    was, now = found.manifest, inputs_of(data, model_config)
+    was, now = found.manifest, record_inputs(data, model_config)
     as_before = f"restore it, or start a new run with model.archive={found.path}"
     if was["data"] != now["data"]:
         raise InputError(
@@ -260,7 +260,7 @@ def check_inputs(found: ResumePoint | None, data: TrainingData, model_config: An
         )
 
 
-def inputs_of(data: TrainingData, model_config: Any) -> dict[str, Any]:
+def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
     """The facts that `check_inputs` compares, for a manifest."""
     return {"data": data.digest, "tokens": data.report.train.token_digest, "model": model_facts(model_config)}
 
@@ -275,7 +275,7 @@ def _is_no_fact(key: str) -> bool:
     return key.startswith("_") or key in NOT_COMPUTED or key.endswith(DROPOUT)
 
 
-def facts_of(config: DictConfig) -> dict[str, Any]:
+def record_config(config: DictConfig) -> dict[str, Any]:
     """The config for a manifest: dotted keys, secrets redacted."""
     return redact({key: value for key, value in flatten(config).items() if key != "dataset_sources"})
 

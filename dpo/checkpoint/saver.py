@@ -62,7 +62,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(gpu_state, device)
 
 
-def _size_of(optimizer: torch.optim.Optimizer) -> int:
+def _count_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state and its parameters."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return sum(t.numel() * t.element_size() for t in (*parameters, *tensors_in(list(optimizer.state.values()))))
@@ -120,7 +120,7 @@ class Checkpoints:
             if quality is not None and quality > self.best:  # false for NaN
                 self.best, self.best_at = quality, step_idx
                 links.append("BEST")
-        size = _size_of(stateful["optimizer"])
+        size = _count_bytes(stateful["optimizer"])
         if FOLLOWING in stateful:
             size += sum(parameter.nbytes for parameter in stateful[FOLLOWING].parameters())
         background = self.mesh.rank == 0 and 2 * size < host_memory().available

@@ -27,7 +27,7 @@ Asked = str | list[Mapping[str, str]]
 TURN = re.compile(f"({HUMAN}|{ASSISTANT})")
 
 
-def format_of(prompt: str, *, rendered: bool) -> str:
+def find_format(prompt: str, *, rendered: bool) -> str:
     """The form of a prompt in training: `chat` if a chat template has `rendered` it, `hh` for a dialogue, or `raw`."""
     if rendered:
         return CHAT
@@ -91,7 +91,7 @@ def _as_chat(messages: list[dict[str, str]], tokenizer: Any, where: str) -> str:
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:
     """A prompt and the answer to it: the messages that were rendered, the turns of a dialogue, or what a user says."""
-    form = format_of(prompt.text, rendered=prompt.rendered)
+    form = find_format(prompt.text, rendered=prompt.rendered)
     if form == HH:
         return _turns(prompt.text, answer)
     asked = prompt.messages if form == CHAT and prompt.messages else [{"role": "user", "content": prompt.text}]

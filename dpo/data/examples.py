@@ -104,7 +104,7 @@ def text_digest(prompt: str, responses: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def examples_of(prompt: Prompt, *, sft_mode: bool) -> Iterator[TextExample]:
+def list_examples(prompt: Prompt, *, sft_mode: bool) -> Iterator[TextExample]:
     """The examples of a prompt: its SFT target, or every pair."""
     for index, texts in enumerate(prompt.examples(sft_mode)):
         yield TextExample(prompt, index, texts)
@@ -134,7 +134,7 @@ def iterate_examples(
             random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(order)
         batch: list[TextExample] = []
         for prompt in map(prompts.__getitem__, order):
-            for example in examples_of(prompt, sft_mode=sft_mode):
+            for example in list_examples(prompt, sft_mode=sft_mode):
                 batch.append(example)
                 seen += 1
                 if len(batch) == batch_size:

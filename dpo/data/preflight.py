@@ -17,8 +17,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpo.data.asking import CHAT, RAW, format_of
-from dpo.data.examples import TextExample, examples_of, prime
+from dpo.data.asking import CHAT, RAW, find_format
+from dpo.data.examples import TextExample, list_examples, prime
 from dpo.data.prompts import Prompt, PromptFile, StoredPrompts, iterate_prompts, store_prompts
 from dpo.data.schema import PreferenceData
 from dpo.data.tokenization import TextEncoder, truncate
@@ -55,7 +55,7 @@ class SplitReport:
     mean_chosen_tokens: float = 0.0
     mean_rejected_tokens: float | None = None
     chosen_longer: float | None = None  # fraction of pairs; far from 0.5, length alone predicts the preference
-    prompt_formats: dict[str, str] = field(default_factory=dict)  # of each dataset: see `asking.format_of`
+    prompt_formats: dict[str, str] = field(default_factory=dict)  # of each dataset: see `asking.find_format`
     token_digest: str = ""  # SHA-256 of the vocabulary and of these examples' token ids before truncation
 
 
@@ -122,7 +122,7 @@ def inspect_split(
     seen: set[int] = set()
     for prompt in prompts:
         examples = prompt.examples(sft_mode)
-        form = format_of(prompt.text, rendered=prompt.rendered)
+        form = find_format(prompt.text, rendered=prompt.rendered)
         if report.prompt_formats.setdefault(prompt.dataset, form) != form:
             report.prompt_formats[prompt.dataset] = RAW
         _count_texts(report, prompt.text, examples, seen)
@@ -213,7 +213,7 @@ def _token_digest(examples: Sequence[TextExample], encode: TextEncoder) -> str:
 def _find_example(prompts: Sequence[Prompt], ends: Sequence[int], number: int, sft_mode: bool) -> TextExample:
     """Example `number` of all, where prompt i has those up to `ends[i]`."""
     place = bisect_right(ends, number)
-    return list(examples_of(prompts[place], sft_mode=sft_mode))[number - (ends[place - 1] if place else 0)]
+    return list(list_examples(prompts[place], sft_mode=sft_mode))[number - (ends[place - 1] if place else 0)]
 
 
 def _count_tokens(

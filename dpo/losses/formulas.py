@@ -275,7 +275,7 @@ def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
     return (1 - label_smoothing) * _minus_log_sigmoid(margin) + label_smoothing * _minus_log_sigmoid(-margin)
 
 
-def _at_rank_of(values: Tensor, others: Tensor) -> Tensor:
+def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
     """Of each value, that of the others which has the same place among them, (B,), detached."""
     places = values.detach().argsort(stable=True).argsort()
     return others.detach().sort().values[places]
@@ -283,7 +283,7 @@ def _at_rank_of(values: Tensor, others: Tensor) -> Tensor:
 
 def aot_partners(scores: Scores, **_: Any) -> Tensor:
     reference = scores.reference_chosen - scores.reference_rejected
-    return _at_rank_of(scores.chosen - scores.rejected, reference)[:, None]
+    return _take_at_same_rank(scores.chosen - scores.rejected, reference)[:, None]
 
 
 def aot(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
@@ -297,7 +297,7 @@ def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
     import torch
 
     u_w, u_l = scores.log_ratios()
-    return torch.stack([_at_rank_of(u_w, u_l), _at_rank_of(u_l, u_w)], dim=1)
+    return torch.stack([_take_at_same_rank(u_w, u_l), _take_at_same_rank(u_l, u_w)], dim=1)
 
 
 def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:

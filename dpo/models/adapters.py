@@ -254,7 +254,7 @@ class Factor(torch.nn.Linear):
         return torch.nn.functional.linear(input, self.weight.to(input.dtype))
 
 
-def config_of(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:
+def make_adapter_config(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:
     """PEFT's config of a new adapter; `target_modules` `auto`: every linear layer but the head."""
     peft = _import_peft()
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from dpo.data.asking import HH, MEANINGS, common_format
 from dpo.data.sources import HUB_IDS
 from dpo.errors import InputError
-from dpo.models.loading import source_of
+from dpo.models.loading import find_source
 from dpo.models.origin import Origin
 from dpo.settings.files import flatten
 from dpo.settings.keys import KEYS, Resume
@@ -129,7 +129,7 @@ def write_card(
     base, loss, name = config.model.name_or_path, OmegaConf.select(config, "loss.name"), values.get("exp_name")
     sources = [(name, _source(config, name)) for name in values.get("datasets", ())]
     form = find_prompt_format(origin) if origin.run_dir else None
-    licence = _licence_of(base, source_of(config)["cache_dir"])
+    licence = _find_licence(base, find_source(config)["cache_dir"])
     on_hub, alone = _is_on_hub(base), architecture is None
     card = ModelCard.from_template(
         ModelCardData(
@@ -233,7 +233,7 @@ def find_prompt_format(origin: Origin) -> str | None:
         return common_format({name: _known(form) for name, form in formats.items()}, origin.config.datasets)
     if origin.weights is not None and origin.adapter is None:
         return None
-    source = source_of(origin.config)
+    source = find_source(origin.config)
     place = source["name"] if origin.adapter is None else str(origin.adapter)
     return _known(read_metadata(place, source["cache_dir"]).get("prompt_format"))
 
@@ -301,7 +301,7 @@ def _read_metadata_of_hub(model: str, cache_dir: str | None) -> Mapping[str, Any
         return card.to_dict() if card else {}
 
 
-def _licence_of(base: str, cache_dir: str | None) -> dict[str, str]:
+def _find_licence(base: str, cache_dir: str | None) -> dict[str, str]:
     """The licence fields of the base model's card."""
     data = read_metadata(base, cache_dir)
     found = {key: value for key in ("license", "license_name") if isinstance(value := data.get(key), str) and value}

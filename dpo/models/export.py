@@ -29,7 +29,7 @@ from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, RunError
 from dpo.models.adapters import CONFIG, WEIGHTS, read_adapter
 from dpo.models.card import write_card
-from dpo.models.loading import place_of, source_of
+from dpo.models.loading import find_source, resolve_place
 from dpo.models.merging import Addition, base_reader, find_additions, rounding_of_base
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_structure
@@ -133,7 +133,7 @@ def _base_for_peft(origin: Origin) -> str:
     if origin.config.model.random_init and origin.weights is None:
         raise InputError(f"the base of {origin.adapter} was drawn from a seed, which PEFT cannot load: give --merge")
     if origin.weights is None:
-        return place_of(origin.config.model.name_or_path)
+        return resolve_place(origin.config.model.name_or_path)
     exported = origin.weights.parent / EXPORTED
     if (exported / "config.json").is_file():
         return str(exported)
@@ -154,7 +154,7 @@ def _fill_with_adapter(folder: Path, origin: Origin) -> None:
 
 
 def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: int) -> None:
-    source = source_of(origin.config)
+    source = find_source(origin.config)
     structure = load_structure(**source, dtype=torch.float32)
     adapter = None if origin.adapter is None else read_adapter(origin.adapter)
     if adapter is None:
@@ -245,7 +245,7 @@ def _write_configs(folder: Path, source: Mapping[str, Any], structure: Any, dtyp
 
 def _write_tokenizer(folder: Path, origin: Origin) -> None:
     """The tokenizer as it was published, without the pad token that training gives it."""
-    source, name = source_of(origin.config), origin.config.model.tokenizer_name_or_path
+    source, name = find_source(origin.config), origin.config.model.tokenizer_name_or_path
     found = source | ({"name": name} if name else {})
     with explaining_load_errors("tokenizer", found["name"]):
         tokenizer = transformers.AutoTokenizer.from_pretrained(found.pop("name"), **found)

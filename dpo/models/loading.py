@@ -19,10 +19,10 @@ from dpo.models.adapters import (
     StoredAdapter,
     add_adapter,
     base_named_by,
-    config_of,
     find_adapter,
     is_archive,
     load_adapter,
+    make_adapter_config,
     read_adapter,
 )
 from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure
@@ -36,7 +36,7 @@ from dpo.settings.plan import Plan
 from dpo.system.paths import get_cache_dir
 
 
-def source_of(config: DictConfig) -> dict[str, Any]:
+def find_source(config: DictConfig) -> dict[str, Any]:
     """The arguments of `load_config` and its siblings that say where the model comes from."""
     model = config.model
     return {
@@ -46,7 +46,7 @@ def source_of(config: DictConfig) -> dict[str, Any]:
     }
 
 
-def place_of(name: str) -> str:
+def resolve_place(name: str) -> str:
     """A Hub id as it is, a path absolute and without links: LATEST will point elsewhere later."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.exists() else name
@@ -54,13 +54,13 @@ def place_of(name: str) -> str:
 
 def find_model_config(config: DictConfig) -> Any:
     """The model's transformers config. Raises InputError if it cannot be loaded."""
-    return load_config(**source_of(config))
+    return load_config(**find_source(config))
 
 
 def find_structure(config: DictConfig, dtype: str) -> Any:
     """The model without its weights."""
     attention = config.model.attn_implementation
-    return load_structure(**source_of(config), dtype=DTYPES[dtype], attn_implementation=attention)
+    return load_structure(**find_source(config), dtype=DTYPES[dtype], attn_implementation=attention)
 
 
 def find_policy_structure(config: DictConfig, plan: Plan, dtype: str) -> Any:
@@ -121,7 +121,7 @@ def notes_on_base(config: DictConfig) -> list[str]:
     """A line if the adapter of `model.archive` names another base than the model: it may be the same elsewhere."""
     adapter, name = find_adapter(config.model.archive), config.model.name_or_path
     base = None if adapter is None else base_named_by(adapter)
-    if base is None or is_archive(base) or place_of(base) == place_of(name):
+    if base is None or is_archive(base) or resolve_place(base) == resolve_place(name):
         return []
     return [f"warning: {adapter} was trained on {base}, and model.name_or_path={name}: make sure that it is the same"]
 
@@ -165,7 +165,7 @@ def model_loaders(
         if rank != 0:
             return find_structure(config, dtype)
         return load_model(
-            **source_of(config),
+            **find_source(config),
             dtype=DTYPES[dtype],
             attn_implementation=config.model.attn_implementation,
             archive=archive,
@@ -228,8 +228,8 @@ def load_reference(model: Any, config: DictConfig, plan: Plan, *, rank: int) -> 
 def _name_of_base(config: DictConfig, weights: Weights) -> str | None:
     """What a reader who is elsewhere, or later, finds as the base; None: it was drawn from the seed."""
     if weights.base is not None:
-        return place_of(str(find_archive(weights.base)))
-    return None if config.model.random_init else place_of(config.model.name_or_path)
+        return resolve_place(str(find_archive(weights.base)))
+    return None if config.model.random_init else resolve_place(config.model.name_or_path)
 
 
 def unwrap(model: Any) -> Any:
@@ -267,7 +267,7 @@ def _add_adapters(model: Any, config: DictConfig, names: list[str]) -> None:
     for name in reversed(names):
         add_adapter(
             model,
-            config_of(lora.r, lora.alpha, lora.target_modules),
+            make_adapter_config(lora.r, lora.alpha, lora.target_modules),
             name=name,
             dropout=lora.dropout if name == POLICY else 0.0,
             seed=config.seed,

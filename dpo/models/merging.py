@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError
 from dpo.models.adapters import OF_LAYER, StoredAdapter
-from dpo.models.loading import source_of
+from dpo.models.loading import find_source
 from dpo.models.origin import Origin
 from dpo.models.pretrained import DTYPES, load_config, load_model
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
@@ -83,7 +83,7 @@ def base_reader(origin: Origin, structure: torch.nn.Module) -> Callable[[], Mapp
     """
     if origin.weights is not None:
         return partial(read_archive, str(origin.weights), structure, key="")
-    source, model = source_of(origin.config), origin.config.model
+    source, model = find_source(origin.config), origin.config.model
     stored_dtype = load_config(**source).dtype or torch.float32
     dtype = DTYPES[model.policy_dtype] if model.random_init else stored_dtype
     load = partial(load_model, **source, dtype=dtype, random_init=model.random_init, seed=origin.config.seed)

@@ -129,7 +129,7 @@ def _tell(error: BaseException, file: Path | None) -> str:
     return f"{type(error).__name__}: {said}{place}"
 
 
-def _file_of(place: str) -> Path:
+def _parse_file(place: str) -> Path:
     """The file of a function by its place, `FILE.py:NAME`."""
     return Path(place.rpartition(":")[0]).expanduser().resolve()
 
@@ -149,7 +149,7 @@ def load_function(place: str) -> Score:
 
     Runs the file's code, which may import what is beside it. Raises InputError if it fails, or has no such function.
     """
-    name, path = place.rpartition(":")[2], _file_of(place)
+    name, path = place.rpartition(":")[2], _parse_file(place)
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # which dataclasses and pickle look for
@@ -179,7 +179,7 @@ def load_scorer(config: DictConfig, device: torch.device, *, rows: int) -> Score
         name = f"online.reward_model={online.reward_model}"
         return Scorer(name, model, digest, in_parallel=True, notes=notes, check=model.check)
     if online.scorer == "function":
-        digest, score, file = "", shorter, _file_of(online.function)  # rank 0, which alone scores, has its own
+        digest, score, file = "", shorter, _parse_file(online.function)  # rank 0, which alone scores, has its own
         if not dist.is_initialized() or dist.get_rank() == 0:
             score = load_function(online.function)
             digest = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -21,7 +21,7 @@ from dpo.losses import LOSSES
 from dpo.models.adapters import CONFIG, add_adapter, load_adapter, read_adapter, switch
 from dpo.models.answers import Answer, Sampling, Tokens, answer, log_probabilities
 from dpo.models.card import find_prompt_format
-from dpo.models.loading import Weights, place_of, source_of
+from dpo.models.loading import Weights, find_source, resolve_place
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, count_positions, load_config, load_model
 from dpo.models.quantization import quantize
@@ -172,7 +172,7 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
     origins = [find_origin(path, model=choices.model, **known, alone=len(paths) == 1) for path in paths]
     if choices.model and all(origin.config.model.name_or_path != choices.model for origin in origins):
         raise InputError(f"--model {choices.model}: all of these have a base model of their own")
-    tokenizer = _tokenizer_of(origins[0])
+    tokenizer = _load_tokenizer(origins[0])
     form = choose_form(choices.form, find_prompt_format(origins[0]), tokenizer)
     reference = _find_reference(origins, choices) if choices.with_reference else None
     others = [*origins[1:], *([reference[0]] if reference and choices.reference else [])]
@@ -195,8 +195,8 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
     return Panel(sides, tokenizer, form)
 
 
-def _tokenizer_of(origin: Origin) -> Any:
-    source = source_of(origin.config)
+def _load_tokenizer(origin: Origin) -> Any:
+    source = find_source(origin.config)
     name = origin.config.model.tokenizer_name_or_path or source["name"]
     return load_tokenizer(**{**source, "name": name})
 
@@ -207,7 +207,7 @@ def _check_tokenizer(tokenizer: Any, origin: Origin) -> None:
     folder = Path(name).expanduser()
     if folder.is_dir() and not list(folder.glob("tokenizer*")):
         return
-    if _tokenizer_of(origin).get_vocab() != tokenizer.get_vocab():
+    if _load_tokenizer(origin).get_vocab() != tokenizer.get_vocab():
         raise InputError(f"{name} has another tokenizer than the first model: they cannot be compared token by token")
 
 
@@ -216,7 +216,7 @@ def _find_reference(origins: Sequence[Origin], choices: Choices) -> tuple[Origin
     if choices.reference is not None:
         origin = find_origin(choices.reference, trust_remote_code=choices.trust_remote_code, hub=True)
         return origin, _policy_dtype(origin)
-    found = [_reference_of(origin) for origin in origins if origin.run_dir is not None]
+    found = [_find_beginning(origin) for origin in origins if origin.run_dir is not None]
     found = found or [(o._replace(adapter=None), _policy_dtype(o)) for o in origins if o.adapter is not None]
     if not found:
         return None
@@ -229,10 +229,10 @@ def _identity(origin: Origin, dtype: str | None) -> Hashable:
     model = origin.config.model
     drawn = origin.config.seed if model.random_init else None
     quantized = resolve(origin.config).quantized
-    return place_of(model.name_or_path), origin.weights, origin.adapter, drawn, quantized, dtype
+    return resolve_place(model.name_or_path), origin.weights, origin.adapter, drawn, quantized, dtype
 
 
-def _reference_of(origin: Origin) -> tuple[Origin, str]:
+def _find_beginning(origin: Origin) -> tuple[Origin, str]:
     """What a run started from: the reference of its loss; under a loss without one, the policy before training."""
     model, plan = origin.config.model, resolve(origin.config)
     loss = LOSSES.get(OmegaConf.select(origin.config, "loss.name"))
@@ -293,7 +293,7 @@ def _load(name: str, origin: Origin, dtype: str | None, bases: dict[Hashable, An
 
 
 def _load_base(origin: Origin, dtype: str | None) -> Any:
-    source, model = source_of(origin.config), origin.config.model
+    source, model = find_source(origin.config), origin.config.model
     own_dtype = load_config(**source).dtype or torch.float32
     loaded = load_model(
         **source,

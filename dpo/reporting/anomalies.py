@@ -12,7 +12,7 @@ from typing import Any
 
 from dpo.analysis.collapse import WHAT_TO_TRY, Means, count_window, find_collapse, is_collapsed, updates_at_start
 from dpo.analysis.findings import FAINT, SPIKE
-from dpo.data.examples import examples_of
+from dpo.data.examples import list_examples
 from dpo.errors import RunError
 from dpo.losses import LOSSES, find_loss
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
@@ -69,7 +69,7 @@ class NonFiniteGuard(Callback):
             assert example.id is not None  # it came from the data
             number, index = example.id
             prompt = self.context.data.train[number]
-            texts: dict[str, Any] = list(examples_of(prompt, sft_mode=sft_mode))[index].texts
+            texts: dict[str, Any] = list(list_examples(prompt, sft_mode=sft_mode))[index].texts
             if example.drawn is not None:
                 best, worst = example.drawn.pair
                 texts = {"chosen": best.text, "rejected": worst.text}

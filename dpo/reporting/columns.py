@@ -11,7 +11,7 @@ GAP = "  "
 NARROWEST = 20
 
 
-def width_of(text: str) -> int:
+def measure_width(text: str) -> int:
     """Columns that a text takes on a terminal."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
@@ -31,11 +31,11 @@ def wrap(text: str, width: int) -> list[str]:
         line = ""
         for word in paragraph.split(" "):
             longer = f"{line} {word}" if line else word
-            if line and width_of(longer) > width:
+            if line and measure_width(longer) > width:
                 lines.append(line)
                 longer = word
-            while width_of(longer) > width:
-                n = next(n for n in range(len(longer), 0, -1) if n == 1 or width_of(longer[:n]) <= width)
+            while measure_width(longer) > width:
+                n = next(n for n in range(len(longer), 0, -1) if n == 1 or measure_width(longer[:n]) <= width)
                 lines.append(longer[:n])
                 longer = longer[n:]
             line = longer
@@ -75,7 +75,7 @@ class Columns:
         self.n_fixed, self.n_drawn = n_fixed, end - n_fixed
 
     def _row(self, cells: Sequence[str]) -> str:
-        return GAP.join(cell + " " * (self.width - width_of(cell)) for cell in cells).rstrip()
+        return GAP.join(cell + " " * (self.width - measure_width(cell)) for cell in cells).rstrip()
 
     @staticmethod
     def _print(text: str) -> None:

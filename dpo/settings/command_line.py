@@ -82,8 +82,8 @@ class CommandLine(NamedTuple):
         if not self.is_sweep:
             return [*self.options, *self.overrides, *self.search]
         fixed = [override for override in self.overrides if _parts_of_sweep(override) is None]
-        told = f"{SAME_IN_ALL}={[*map(key_of, fixed)]!r}".replace(" ", "")
-        swept = tuple(f"{key_of(override)}." for override in self.overrides if override not in fixed)
+        told = f"{SAME_IN_ALL}={[*map(parse_key, fixed)]!r}".replace(" ", "")
+        swept = tuple(f"{parse_key(override)}." for override in self.overrides if override not in fixed)
         # Hydra tries what is fixed without what is swept: an option of `-m loss=dpo,ipo` with the default loss
         forced = [f"++{o}" if o in fixed and o.startswith(swept) else o for o in self.overrides]
         return [*self.options, *forced, *self.search, told]
@@ -97,7 +97,7 @@ class CommandLine(NamedTuple):
         return [f"hydra.searchpath=['file://{place}']"]
 
 
-def key_of(override: str) -> str:
+def parse_key(override: str) -> str:
     """The key or group that an override sets."""
     return override.split("=", 1)[0].lstrip("+~")
 
@@ -132,7 +132,7 @@ def parse(arguments: list[str]) -> CommandLine:
     left = iter(arguments)
     for argument in left:
         if not argument.startswith("-"):
-            overrides.append(_sign_of(argument) + argument)
+            overrides.append(_find_sign(argument) + argument)
             continue
         name, has_value, value = argument.partition("=")
         if name not in (*FLAGS, *WITH_VALUE):
@@ -150,7 +150,7 @@ def parse(arguments: list[str]) -> CommandLine:
     return CommandLine(options, _with_paths(overrides), config_dir)
 
 
-def _sign_of(override: str) -> str:
+def _find_sign(override: str) -> str:
     """What Hydra wants before an override that adds something, so that nobody has to type it."""
     if override.startswith(("dataset_sources.", "dataset_sources=")):  # open to new names
         return "++"
@@ -159,7 +159,7 @@ def _sign_of(override: str) -> str:
 
 def _with_paths(overrides: list[str]) -> list[str]:
     """`dataset_sources.NAME=PLACE` as `dataset_sources.NAME.path=PLACE` where more is said of NAME, as its columns."""
-    keys = [key_of(override) for override in overrides]
+    keys = [parse_key(override) for override in overrides]
 
     def with_path(override: str, key: str) -> str:
         more = key.startswith("dataset_sources.") and any(other.startswith(f"{key}.") for other in keys)
@@ -183,10 +183,10 @@ def _find_problems(line: CommandLine, own_configs: Path) -> list[str]:
     if torn := next((o for o in line.overrides if o.startswith("=")), None):
         before = next((a for a, b in itertools.pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
         return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
-    problems = [problem for o in line.overrides if (problem := refuse_hydras_own(key_of(o), o))]
+    problems = [problem for o in line.overrides if (problem := refuse_hydras_own(parse_key(o), o))]
     problems += [f"{o}: glob() does not work here; name the options" for o in line.overrides if GLOB.search(o)]
     if line.is_sweep:
-        holding = [key_of(o) for o in line.overrides if secrets_in([o]) or redact(o) != o]
+        holding = [parse_key(o) for o in line.overrides if secrets_in([o]) or redact(o) != o]
         problems += [
             f"{key} holds a secret, and a sweep writes its command line down: give it as '${{oc.env:NAME}}'"
             for key in holding
@@ -211,17 +211,17 @@ def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -
 
     if not refusal(overrides):
         return []
-    groups = [o for o in overrides if any((place / key_of(o)).is_dir() for place in places)]
+    groups = [o for o in overrides if any((place / parse_key(o)).is_dir() for place in places)]
     refused = {o: reason for o in groups if (reason := refusal([o]))}
     groups = [o for o in groups if o not in refused]
     # which keys there are in a group whose option is refused is not known
-    unknown = tuple(f"{key_of(o)}." for o in refused)
-    overrides = [o for o in overrides if not key_of(o).startswith(unknown)]
+    unknown = tuple(f"{parse_key(o)}." for o in refused)
+    overrides = [o for o in overrides if not parse_key(o).startswith(unknown)]
     refused |= {o: reason for o in overrides if o not in refused and (reason := refusal([*groups, o]))}
     rest = [o for o in overrides if o not in refused]
     # a refused override leaves its key as it was, which is not another problem
     keys = (*unknown, *(f"{o.split('=')[0]} is not set" for o in refused))
-    keys += (NO_PAIRS,) if any(key_of(o).startswith(WEIGHTS.rstrip(".")) for o in refused) else ()
+    keys += (NO_PAIRS,) if any(parse_key(o).startswith(WEIGHTS.rstrip(".")) for o in refused) else ()
     try:
         problems = find_config_problems(hydra.compose("config", [*search, *rest]))
     except InputError as error:  # the launcher's variables
@@ -248,15 +248,15 @@ def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]
         return
 
     def chooses_a_file(override: str) -> bool:
-        group = key_of(override).partition("@")[0]
+        group = parse_key(override).partition("@")[0]
         return (directory / group).is_dir() or (own_configs / group).is_dir()
 
-    plain = _runs_code([o for o in line.overrides if key_of(o).startswith("hydra")]) or _runs_code([])
+    plain = _runs_code([o for o in line.overrides if parse_key(o).startswith("hydra")]) or _runs_code([])
     parts = [
         [f"{o.split('=', 1)[0]}={part}" for part in swept] if (swept := _parts_of_sweep(o)) else [o]
         for o in line.overrides
     ]
-    for name in (f"{key_of(o)}/{o.partition('=')[2]}.yaml" for values in parts for o in values if chooses_a_file(o)):
+    for name in (f"{parse_key(o)}/{o.partition('=')[2]}.yaml" for values in parts for o in values if chooses_a_file(o)):
         if (directory / name).is_file() and (own_configs / name).is_file():
             yield f"{directory / name} would not be used, as there is a {own_configs.name}/{name}: rename it"
     found: dict[str, None] = {}
@@ -264,7 +264,7 @@ def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]
         own = _runs_code([*line.search, *overrides])
         if not own and line.is_sweep:
             found[f"the job of {' '.join(overrides)} cannot be composed"] = None
-        said = (*HYDRAS_OWN, *(key_of(override) for override in overrides if key_of(override) in NAMES_CODE))
+        said = (*HYDRAS_OWN, *(parse_key(override) for override in overrides if parse_key(override) in NAMES_CODE))
         for key in own:
             if plain.get(key) != own[key] and key not in said:
                 found[f"--config-dir {directory}: {key} may be set on the command line alone, if at all"] = None

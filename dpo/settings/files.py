@@ -29,7 +29,7 @@ def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path
     `run_dir`, if given, is its `local_run_dir` if it has none. Nothing that it has is changed.
     """
     config = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
-    defaults = defaults_of(**options_in(config))
+    defaults = load_defaults(**options_in(config))
     if run_dir is not None:
         defaults["local_run_dir"] = str(run_dir)
     missing = _missing(OmegaConf.to_container(config), defaults)
@@ -41,7 +41,7 @@ def require(config: DictConfig) -> None:
     """Raises InputError if a config lacks what has no default: a loss, its options, a model's name."""
     from dpo.errors import InputError
 
-    defaults = defaults_of(OmegaConf.select(config, "loss.name"))
+    defaults = load_defaults(OmegaConf.select(config, "loss.name"))
     if "loss" not in defaults:
         losses = [file.stem for file in (CONFIG_DIR / "loss").glob("*.yaml")]
         raise InputError(explain_unknown("loss.name", str(OmegaConf.select(config, "loss.name")), losses))
@@ -54,11 +54,11 @@ def require(config: DictConfig) -> None:
 
 
 def options_in(config: DictConfig) -> dict[str, Any]:
-    """The option of each group of OPTIONAL that a config names, for `defaults_of`."""
+    """The option of each group of OPTIONAL that a config names, for `load_defaults`."""
     return {group: OmegaConf.select(config, f"{group}.name") for group in OPTIONAL}
 
 
-def defaults_of(loss: str | None = None, lora: str | None = None, online: str | None = None) -> dict[str, Any]:
+def load_defaults(loss: str | None = None, lora: str | None = None, online: str | None = None) -> dict[str, Any]:
     """What `config/` has under each key, with these options of its groups: of `loss` only if it is one, of the others
     `none` unless it is one."""
     defaults = _load(CONFIG_DIR / "config.yaml") | {"model": _load(CONFIG_DIR / "model" / "blank_model.yaml")}
@@ -116,7 +116,7 @@ def _load(file: Path) -> dict[str, Any]:
     content: Any = OmegaConf.to_container(OmegaConf.load(file))
     own = {key: value for key, value in content.items() if key not in OF_HYDRA}
     entries = content.get("defaults", ["_self_"])
-    # {group: option}: of config.yaml, whose groups `defaults_of` adds, or of an experiment, which chooses others
+    # {group: option}: of config.yaml, whose groups `load_defaults` adds, or of an experiment, which chooses others
     groups = [group for entry in entries if isinstance(entry, Mapping) for group in entry]
     assert file.parent == CONFIG_DIR or all(group.startswith("override /") for group in groups), f"{file}: {groups}"
     named = [entry.partition("@")[0] for entry in entries if isinstance(entry, str)]

@@ -55,7 +55,7 @@ def _or_null(rule: Rule) -> Rule:
     return Rule(lambda v: v is None or rule.holds(v), f"{rule.wanted}, or null", rule.choices)
 
 
-def _one_of(names: Iterable[str]) -> Rule:
+def _choice(names: Iterable[str]) -> Rule:
     return Rule(lambda v: isinstance(v, str), "a name", tuple(names))
 
 
@@ -117,7 +117,7 @@ SMOOTHING = Rule(lambda v: _is_number(v) and 0 <= v < 0.5, "a number in [0, 0.5)
 BETWEEN = Rule(lambda v: _is_number(v) and 0 < v < 1, "a number above 0 and below 1")
 ANYTHING = Rule(lambda v: True, "anything")
 PORT = Rule(lambda v: _is_int(v) and 0 < v < 65536, "a port from 1 to 65535")
-DTYPE = _one_of(DTYPES)
+DTYPE = _choice(DTYPES)
 
 
 class Needs(NamedTuple):
@@ -226,7 +226,7 @@ KEYS: dict[str, Key] = {
     "world_size": Key(_or_null(COUNT), CHANGE),
     "fsdp_shard_size": Key(_or_null(COUNT), CHANGE, SEVERAL._replace(refused=True)),
     "tensor_parallel_size": Key(_or_null(COUNT), CHANGE, CUT_OR_1),
-    "tensor_parallel.backend": Key(_one_of(TENSOR_PARALLEL_BACKENDS), CHANGE, CUT_LAYERS),
+    "tensor_parallel.backend": Key(_choice(TENSOR_PARALLEL_BACKENDS), CHANGE, CUT_LAYERS),
     "collective_timeout_secs": Key(SECONDS, CHANGE, SEVERAL),
     "datasets": Key(DATASETS, KEEP),
     "wandb.enabled": Key(FLAG, CHANGE),
@@ -245,7 +245,7 @@ KEYS: dict[str, Key] = {
     "do_first_eval": Key(FLAG, CHANGE),
     "do_first_sampling": Key(_or_null(FLAG), CHANGE, FIRST_SAMPLES),
     "lr": Key(FINITE, KEEP),
-    "lr_scaling": Key(_one_of(LR_SCALINGS), KEEP, DIFFERENT_ROWS),
+    "lr_scaling": Key(_choice(LR_SCALINGS), KEEP, DIFFERENT_ROWS),
     "gradient_accumulation_steps": Key(COUNT, CHANGE),
     "max_grad_norm": Key(POSITIVE, KEEP),
     "max_length": Key(COUNT, KEEP),
@@ -253,13 +253,13 @@ KEYS: dict[str, Key] = {
     "n_epochs": Key(_or_null(COUNT), CHANGE),
     "n_examples": Key(_or_null(COUNT), CHANGE),
     "n_eval_examples": Key(COUNT, CHANGE),
-    "trainer": Key(_one_of(TRAINERS), CHANGE),
-    "optimizer": Key(_one_of(OPTIMIZERS), KEEP),
+    "trainer": Key(_choice(TRAINERS), CHANGE),
+    "optimizer": Key(_choice(OPTIMIZERS), KEEP),
     "warmup_steps": Key(NATURAL, KEEP),
-    "schedule": Key(_one_of(SCHEDULES), KEEP),
+    "schedule": Key(_choice(SCHEDULES), KEEP),
     "min_lr_ratio": Key(FRACTION, KEEP, DECAY),
-    "layout": Key(_one_of(LAYOUTS), CHANGE),
-    "cache_reference_logps": Key(_one_of(CACHING), CHANGE, REFERENCE),
+    "layout": Key(_choice(LAYOUTS), CHANGE),
+    "cache_reference_logps": Key(_choice(CACHING), CHANGE, REFERENCE),
     "num_workers": Key(NATURAL, CHANGE),
     "compile": Key(FLAG, CHANGE),
     "activation_checkpointing": Key(FLAG, CHANGE),
@@ -268,7 +268,7 @@ KEYS: dict[str, Key] = {
     "keep_checkpoints": Key(_or_null(AT_LEAST_2), CHANGE, NO_DEBUG),
     "export": Key(FLAG, CHANGE, NO_DEBUG),
     "resume": Key(_or_null(PATH), ANEW),
-    "nan_policy": Key(_one_of(NAN_POLICIES), CHANGE),
+    "nan_policy": Key(_choice(NAN_POLICIES), CHANGE),
     "deterministic": Key(FLAG, CHANGE),
     "dry_run": Key(FLAG, ANEW),
     "ledger": Key(FLAG, CHANGE),
@@ -290,11 +290,11 @@ KEYS: dict[str, Key] = {
     "model.policy_dtype": Key(DTYPE, KEEP),
     "model.fsdp_policy_mp": Key(_or_null(DTYPE), KEEP, GATHERED),
     "model.reference_dtype": Key(_or_null(DTYPE), KEEP, OWN_REFERENCE),
-    "model.autocast": Key(_or_null(_one_of(AUTOCAST_DTYPES)), KEEP),
-    "model.attn_implementation": Key(_one_of(ATTENTION), CHANGE),
+    "model.autocast": Key(_or_null(_choice(AUTOCAST_DTYPES)), KEEP),
+    "model.attn_implementation": Key(_choice(ATTENTION), CHANGE),
     "model.random_init": Key(FLAG, KEEP),
     "model.trust_remote_code": Key(FLAG, KEEP),
-    "loss.name": Key(_one_of(LOSSES), KEEP),
+    "loss.name": Key(_choice(LOSSES), KEEP),
     "loss.beta": Key(
         FINITE,
         KEEP,
@@ -311,19 +311,19 @@ KEYS: dict[str, Key] = {
     "loss.sft_weight": Key(WEIGHT, KEEP, PAIRS),
     "loss.wpo": Key(FLAG, KEEP, TO_THE_REFERENCE),
     "loss.ld_alpha": Key(FRACTION, KEEP, TO_THE_REFERENCE),
-    "loss.f_divergence": Key(_one_of(DIVERGENCES), KEEP, MARGIN),
+    "loss.f_divergence": Key(_choice(DIVERGENCES), KEEP, MARGIN),
     "loss.f_alpha": Key(BETWEEN, KEEP, ALPHA),
     **{f"loss.weights.{name}": Key(WEIGHT, KEEP) for name, loss in LOSSES.items() if loss.can_be_mixed},
-    "lora.name": Key(_one_of(LORA), KEEP),
+    "lora.name": Key(_choice(LORA), KEEP),
     "lora.r": Key(RANK, KEEP),
     "lora.alpha": Key(FINITE, KEEP),
     "lora.dropout": Key(DROPOUT, KEEP),
     "lora.target_modules": Key(LAYERS, KEEP),
-    "lora.reference": Key(_one_of(REFERENCES), KEEP, REFERENCE),
-    "online.name": Key(_one_of(ONLINE), KEEP),
+    "lora.reference": Key(_choice(REFERENCES), KEEP, REFERENCE),
+    "online.name": Key(_choice(ONLINE), KEEP),
     "online.n_samples": Key(SEVERAL_SAMPLES, KEEP),
     "online.scorer": Key(
-        _one_of(SCORERS), KEEP, how_to_set=f"give online.scorer={', '.join(SCORERS[:-1])} or {SCORERS[-1]}"
+        _choice(SCORERS), KEEP, how_to_set=f"give online.scorer={', '.join(SCORERS[:-1])} or {SCORERS[-1]}"
     ),
     "online.reward_model": Key(_or_null(TEXT), KEEP, SCORED_BY["reward_model"]),
     "online.function": Key(_or_null(FUNCTION), KEEP, SCORED_BY["function"]),
@@ -332,7 +332,7 @@ KEYS: dict[str, Key] = {
     "online.top_p": Key(TOP_P, KEEP),
     "online.max_new_tokens": Key(COUNT, KEEP),
     "online.missing_eos_penalty": Key(WEIGHT, KEEP),
-    "online.ties": Key(_one_of(TIES), KEEP),
+    "online.ties": Key(_choice(TIES), KEEP),
     "online.sync_reference_every": Key(_or_null(COUNT), KEEP, COPIED_REFERENCE),
     "online.mix_offline": Key(SHARE, KEEP),
 }

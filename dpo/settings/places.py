@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dpo.errors import InputError
-from dpo.settings.files import defaults_of
+from dpo.settings.files import load_defaults
 
 SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz")), ".parquet")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -69,7 +69,7 @@ class Datasets(NamedTuple):
 
 def built_in() -> tuple[str, ...]:
     """The datasets that need no place."""
-    return *defaults_of()["dataset_sources"], "demo"
+    return *load_defaults()["dataset_sources"], "demo"
 
 
 def name_datasets(given: str | Sequence[str], sources: Mapping[str, Any]) -> Datasets:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpo.settings.command_line import key_of
+from dpo.settings.command_line import parse_key
 from dpo.system.redaction import redact
 from dpo.system.run_directory import SWEEP
 from dpo.wording import count
@@ -52,7 +52,7 @@ class Sweep:
         """Give a job a directory that names what it overrides: inside the one that was given for the sweep, or, under
         `local_dirs`, one of its own."""
         constant = set(hydra_config.job.config.override_dirname.exclude_keys)
-        overrides = {override: key_of(override) for override in hydra_config.overrides.task}
+        overrides = {override: parse_key(override) for override in hydra_config.overrides.task}
         job = Job(hydra_config.job.num, [override for override, key in overrides.items() if key not in constant])
         given = "local_run_dir" in overrides.values()
         config.local_run_dir = f"{os.path.expanduser(config.local_run_dir)}{'/' if given else '_'}{job.name}"

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from dpo.errors import InputError
 from dpo.losses import LOSSES
 from dpo.settings.choices import ADAPTED, COLUMNS, NEED_WHOLE_TENSORS, STEPS_OF_LR, explain_unknown
-from dpo.settings.files import OPTIONAL, WAITING, defaults_of, dotted, flatten
+from dpo.settings.files import OPTIONAL, WAITING, dotted, flatten, load_defaults
 from dpo.settings.keys import ALIASES, KEYS, SCORED_BY, TEXT, Key, Needs, key_of_option
 from dpo.settings.places import Source, built_in, name_datasets
 from dpo.settings.plan import Plan, resolve
@@ -56,7 +56,7 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
     """
     plan = plan or resolve(config)
     values = flatten(config)
-    keys = _keys_of(values)
+    keys = _list_keys(values)
     sources = values.pop("dataset_sources", {})
     absent = [key for key in KEYS if key not in values and not key.startswith(OF_A_CHOICE)]
     problems = [f"{key} was removed from the config: give {key}=VALUE instead of ~{key}" for key in absent]
@@ -81,10 +81,10 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
     return problems
 
 
-def _keys_of(values: Mapping[str, Any]) -> dict[str, Key]:
+def _list_keys(values: Mapping[str, Any]) -> dict[str, Key]:
     """All keys that a config may have, also the options of its loss that have no row in `KEYS`."""
     name = values.get("loss.name")
-    options = dotted({"loss": defaults_of(name)["loss"]} if name in KEYS["loss.name"].rule.choices else {})
+    options = dotted({"loss": load_defaults(name)["loss"]} if name in KEYS["loss.name"].rule.choices else {})
     return {key: key_of_option(default) for key, default in options} | KEYS
 
 
@@ -141,7 +141,7 @@ def find_unused(config: DictConfig, plan: Plan) -> list[str]:
 
 def _find_unused(values: Mapping[str, Any], plan: Plan) -> Iterator[tuple[str, Any, Needs]]:
     """Keys that differ from their defaults and lack what they need; null asks for nothing."""
-    defaults = flatten(OmegaConf.create(defaults_of(**{group: values.get(f"{group}.name") for group in OPTIONAL})))
+    defaults = flatten(OmegaConf.create(load_defaults(**{group: values.get(f"{group}.name") for group in OPTIONAL})))
     for key, (_, _, needs, _) in KEYS.items():
         value = values.get(key)
         if needs is not None and value not in (None, defaults.get(key)) and not needs.met(values, plan):

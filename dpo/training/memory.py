@@ -29,7 +29,7 @@ from dpo.models.pretrained import DTYPES, checkpoint_activations
 from dpo.models.reward_model import find_reward_structure
 from dpo.parallel.sharding import find_blocks
 from dpo.settings.choices import ADAPTED
-from dpo.settings.files import defaults_of
+from dpo.settings.files import load_defaults
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_config_problems
 from dpo.system.host_memory import host_memory, resident_memory
@@ -152,7 +152,7 @@ def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu:
     policy_dtype, reference_dtype = (DTYPES[name].itemsize for name in (model.policy_dtype, plan.reference_dtype))
     # what is trained has gradients and optimizer state, beside a base that may be frozen
     trained = (adapter * ADAPTER if adapter else base * policy_dtype) // shards
-    states, temporary = _states_of(config.optimizer)
+    states, temporary = _measure_states(config.optimizer)
     at_once = on_gpu and dims.world_size == 1 and config.optimizer not in ONE_BY_ONE  # shards are updated one by one
     adapter_of_reference = adapter if find_adapter(model.archive) else 0
     reference = {
@@ -232,7 +232,7 @@ def _run(policy: Any, forward: Callable, inputs: Any, autocast: str | None, n_ba
     return tracker
 
 
-def _states_of(optimizer: str) -> tuple[float, float]:
+def _measure_states(optimizer: str) -> tuple[float, float]:
     """Bytes per byte of parameter, measured on a small one: of state, and of temporaries in an update."""
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
@@ -303,7 +303,7 @@ def _changed(config: DictConfig, key: str, value: Any) -> DictConfig:
     """A copy of a config, as if the command line had this override too."""
     other: Any = OmegaConf.merge(config, {})
     if key == "lora":
-        other.lora = defaults_of(lora=value)["lora"] | {k: v for k, v in config.lora.items() if k != "name"}
+        other.lora = load_defaults(lora=value)["lora"] | {k: v for k, v in config.lora.items() if k != "name"}
     else:
         OmegaConf.update(other, key, value)
     return other

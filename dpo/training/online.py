@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from dpo.data.examples import Completion, Drawn, Example, TextExample, examples_of, text_digest
+from dpo.data.examples import Completion, Drawn, Example, TextExample, list_examples, text_digest
 from dpo.data.preflight import TrainingData
 from dpo.data.prompts import Prompt
 from dpo.data.tokenization import encode_whole, truncate
@@ -118,7 +118,7 @@ class OnlineBatches(Batches):
         """The places of a batch that get a pair of the data, and one of their prompts' pairs, by chance."""
         rng = np.random.default_rng([self.seed, update, OFFLINE])
         places = sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist())
-        pairs = {place: list(examples_of(prompts[place], sft_mode=False)) for place in places}
+        pairs = {place: list(list_examples(prompts[place], sft_mode=False)) for place in places}
         return {place: of_prompt[rng.integers(len(of_prompt))] for place, of_prompt in pairs.items()}
 
     def _answer(self, asked: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:

@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpo.data.examples import TextExample, examples_of
+from dpo.data.examples import TextExample, list_examples
 from dpo.data.preflight import TrainingData
 from dpo.models.answers import Sampling, choosing
 from dpo.models.generation import attention_of_generation
@@ -58,7 +58,7 @@ class LongestAnswers(Batches):
         answers = tuple((token,) * config.online.max_new_tokens for token in (0, 1))  # which have no token in common
         examples = [encode_prompt(prompt, self.data, config)._replace(responses=answers) for prompt in prompts]
         if n := count_offline(config):
-            pairs = [self.encode(list(examples_of(prompt, sft_mode=False))) for prompt in prompts]
+            pairs = [self.encode(list(list_examples(prompt, sft_mode=False))) for prompt in prompts]
             longest = [max(of_prompt, key=lambda pair: pair.n_tokens) for of_prompt in pairs]
             more = [pair.n_tokens - drawn.n_tokens for pair, drawn in zip(longest, examples, strict=True)]
             for place in sorted(range(len(prompts)), key=lambda place: -more[place])[:n]:

@@ -67,7 +67,7 @@ def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) 
     return rows[:, task.prompt_length :]
 
 
-def point_of(logps: np.ndarray, reference: np.ndarray, rewards: np.ndarray) -> Point:
+def make_point(logps: np.ndarray, reference: np.ndarray, rewards: np.ndarray) -> Point:
     """E[r] and KL(policy || reference) of a policy."""
     share = np.exp(logps)
     log_ratio = np.where(share > 0, logps - reference, 0)
@@ -76,7 +76,7 @@ def point_of(logps: np.ndarray, reference: np.ndarray, rewards: np.ndarray) -> P
 
 def measure(logps: np.ndarray, task: Task, limit: Limit, *, optimal: bool = False) -> dict[str, float]:
     """Reward and KL, pi*'s reward at this KL, the mean number of symbols of a response, and the probability of none."""
-    point = point_of(logps, *limit)
+    point = make_point(logps, *limit)
     share, lengths = np.exp(logps), (task.leaves >= 0).sum(-1)
     return {
         **point._asdict(),
@@ -101,7 +101,7 @@ def most_reward(kl: float, reference: np.ndarray, rewards: np.ndarray) -> float:
     """
 
     def at(log_beta: float) -> Point:
-        return point_of(optimum(np.exp(log_beta), reference, rewards), reference, rewards)
+        return make_point(optimum(np.exp(log_beta), reference, rewards), reference, rewards)
 
     low, high = np.log(1e-3), np.log(1e6)
     if kl >= at(low).kl:

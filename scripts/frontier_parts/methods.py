@@ -9,7 +9,7 @@ SMOOTHING = 0.1  # of cDPO where labels are not flipped
 
 
 class Method(NamedTuple):
-    """A line of the picture. In `overrides` the names in braces stand for what `overrides_of` is given."""
+    """A line of the picture. In `overrides` the names in braces stand for what `list_overrides` is given."""
 
     label: str
     overrides: tuple[str, ...]
@@ -19,7 +19,7 @@ class Method(NamedTuple):
     once: bool = False  # sees each pair once, in smaller batches: as many updates
     between: tuple[float, ...] = ()  # betas of the whole sweep alone, where the others' policies lie far apart
 
-    def overrides_of(self, *, beta: float | None, noise: float, **others: object) -> tuple[str, ...]:
+    def list_overrides(self, *, beta: float | None, noise: float, **others: object) -> tuple[str, ...]:
         """Those of a run with `beta`; `noise` is the share of labels that are flipped where the method is noisy."""
         smoothing = noise if self.noisy else SMOOTHING
         values = {"beta": beta, "gamma": (beta or 0) / 2, "smoothing": smoothing, **others}

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from dpo.analysis.curves import DARK, LIGHT, Theme
 from scripts.frontier_parts.methods import METHODS
-from scripts.frontier_parts.reading import Row, course_of, methods_in
+from scripts.frontier_parts.reading import Row, describe_course, methods_in
 
 STYLES = {  # colour's index in the theme, marker
     "dpo": (0, "o"),
@@ -85,7 +85,7 @@ def _draw_known(axis: Any, rows: Sequence[Row], theme: Theme, furthest: float) -
 
 
 def _draw_method(axis: Any, rows: Sequence[Row], method: str, theme: Theme, *, faint: bool = False) -> None:
-    course, label = course_of(rows, method), METHODS[method].label
+    course, label = describe_course(rows, method), METHODS[method].label
     kl, reward = course.kl.mean(0), course.reward.mean(0)
     index, marker = STYLES["dpo" if method == CONTROL else method.removesuffix("_noisy")]
     color = theme.colors[index]

@@ -34,7 +34,7 @@ def methods_in(rows: Sequence[Row]) -> list[str]:
     return [*dict.fromkeys(row["method"] for row in rows if row["seed"] is not None)]
 
 
-def course_of(rows: Sequence[Row], method: str, along: str = "beta") -> Course:
+def describe_course(rows: Sequence[Row], method: str, along: str = "beta") -> Course:
     own = [row for row in rows if row["method"] == method]
     betas, seeds = (list(dict.fromkeys(row[key] for row in own)) for key in (along, "seed"))
     at = {(row["seed"], row[along]): row for row in own}
@@ -99,7 +99,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 def _peaks(rows: Sequence[Row]) -> str:
     lines = [["method", "best beta", "KL", "reward", "gap to pi*", "most KL", "reward there", "change"]]
     for method in methods_in(rows):
-        c = course_of(rows, method)
+        c = describe_course(rows, method)
         best = int(c.reward.mean(0).argmax())
         beta = "-" if c.betas[best] is None else f"{c.betas[best]:.2g}"
         gap, change = c.limit[:, best] - c.reward[:, best], c.reward[:, -1] - c.reward[:, best]
@@ -112,10 +112,12 @@ def _peaks(rows: Sequence[Row]) -> str:
 def _equal_kl(rows: Sequence[Row]) -> str:
     lines = [["reward at", *(f"KL {kl:g}" for kl in EQUAL_KL)]]
     for method in methods_in(rows):
-        c = course_of(rows, method)
+        c = describe_course(rows, method)
         cells = [mean_and_interval(at_equal_kl(c, rows, kl)) for kl in EQUAL_KL]
         lines += [[method, *cells]] if {*cells} != {"-"} else []
-    best_of = course_of([{**row, "method": "best"} for row in rows if row["method"].startswith("best_of")], "best", "n")
+    best_of = describe_course(
+        [{**row, "method": "best"} for row in rows if row["method"].startswith("best_of")], "best", "n"
+    )
     lines.append(["best of N", *(mean_and_interval(at_equal_kl(best_of, rows, kl)) for kl in EQUAL_KL)])
     lines.append(["pi*", *(f"{most_reward(rows, kl):.2f}" for kl in EQUAL_KL)])
     return _table(lines)
@@ -123,7 +125,7 @@ def _equal_kl(rows: Sequence[Row]) -> str:
 
 def _differences(rows: Sequence[Row]) -> str:
     """Empty if none of the pairs of methods was run."""
-    courses = {method: course_of(rows, method) for method in methods_in(rows)}
+    courses = {method: describe_course(rows, method) for method in methods_in(rows)}
     compared = [pair for pair in COMPARED if courses.keys() >= set(pair)]
     lines = [["difference of rewards at", *(f"KL {kl:g}" for kl in COMPARED_KL)]]
     for pair in compared:
@@ -172,7 +174,7 @@ def rates_as_text(rows: Sequence[Row], budgets: np.ndarray) -> str:
     lines = [["method", *(f"lr {rate:g}" for rate in rates)]]
     for method in methods_in(rows):
         of_rates = [[row for row in trained if row["lr"] == rate] for rate in rates]
-        scores = [within_budget(course_of(own, method), start, budgets).mean() for own in of_rates]
+        scores = [within_budget(describe_course(own, method), start, budgets).mean() for own in of_rates]
         lines.append([method, *(f"{score:.3f}" for score in scores)])
     return _table(lines)
 

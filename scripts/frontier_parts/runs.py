@@ -113,7 +113,7 @@ def write_scorer(root: Path, task: Task, seed: int) -> str:
     return f"{file}:score"
 
 
-def overrides_of(root: Path, task: Task, *, data: str) -> tuple[str, ...]:
+def list_overrides(root: Path, task: Task, *, data: str) -> tuple[str, ...]:
     """What all runs have in common, on the dataset `data` of `root`."""
     length = task.prompt_length + task.response_length
     return (

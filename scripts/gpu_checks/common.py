@@ -94,7 +94,7 @@ class Process:
     @property
     def status(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
-        return status_of(self.process)
+        return find_status(self.process)
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
@@ -145,7 +145,7 @@ class Run(Process):
         return [line for line in found if split in (None, line.get("split"))]
 
 
-def status_of(process: subprocess.Popen | BaseProcess) -> int | None:
+def find_status(process: subprocess.Popen | BaseProcess) -> int | None:
     """The exit status of either kind of process, negative for a signal; None while it runs."""
     return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
 
@@ -205,7 +205,7 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(device: str, action: Callable[[], Any]) -> float:
+def measure_seconds(device: str, action: Callable[[], Any]) -> float:
     """The seconds that an action takes, including the device's work."""
     synchronize(device)
     start = time.perf_counter()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from scripts.gpu_checks.common import TINY, Outcome, Setting, few_words, seconds_of, train_here
+from scripts.gpu_checks.common import TINY, Outcome, Setting, few_words, measure_seconds, train_here
 from scripts.gpu_checks.models import write_model
 from scripts.gpu_checks.table import TIMES_FASTER_COMPILED
 
@@ -57,13 +57,13 @@ def check(setting: Setting) -> Outcome:
     plain_compile = torch.nn.Module.compile
     torch.nn.Module.compile = partialmethod(plain_compile, backend=counts)
     try:
-        compiled = updates_of(setting, "compiled", counts, *common, "compile=true")
+        compiled = run_updates(setting, "compiled", counts, *common, "compile=true")
     finally:
         torch.nn.Module.compile = plain_compile
     results = {"compiled": compiled}
     if setting.gpu:
-        results["plain"] = updates_of(setting, "plain", None, *common)
-        results["flex"] = updates_of(setting, "flex", None, *common, "model.attn_implementation=flex_attention")
+        results["plain"] = run_updates(setting, "plain", None, *common)
+        results["flex"] = run_updates(setting, "flex", None, *common, "model.attn_implementation=flex_attention")
     return judge(setting, results)
 
 
@@ -97,7 +97,7 @@ def complaints_in(folder: Path) -> list[str]:
     return list(dict.fromkeys(re.sub(r"^\S+ [\d:.]+ \d+ ", "", line) for line in found))
 
 
-def updates_of(setting: Setting, name: str, counts: Counts | None, *overrides: str) -> list[dict[str, Any]]:
+def run_updates(setting: Setting, name: str, counts: Counts | None, *overrides: str) -> list[dict[str, Any]]:
     """Time, loss and graphs of each update; sampling comes before the first."""
     updates: list[dict[str, Any]] = []
 
@@ -106,7 +106,7 @@ def updates_of(setting: Setting, name: str, counts: Counts | None, *overrides: s
             def train_step(self, batch: Any) -> Any:
                 graphs, runs = (counts.graphs, counts.runs) if counts else (0, 0)
                 made: list[Any] = []
-                seconds = seconds_of(setting.device, lambda: made.append(super(Watched, self).train_step(batch)))
+                seconds = measure_seconds(setting.device, lambda: made.append(super(Watched, self).train_step(batch)))
                 update = {"seconds": seconds, "loss": made[0].metrics["loss/train"]}
                 if counts:
                     layers = self.policy.config.num_hidden_layers

@@ -27,7 +27,7 @@ def check(setting: Setting) -> Outcome:
               "model.reference_dtype=float32", f"n_examples={dpo_examples}").done()  # fmt: skip
 
     first = dpo.records(split="train")[0]["loss/train"]
-    fell = {run.name: fall_of(run) for run in (sft, dpo)}
+    fell = {run.name: measure_fall(run) for run in (sft, dpo)}
     distances = {name: compare(run.done(), goldens[name]) for name, run in runs.items()}
     unclean = [run.name for run in (sft, dpo, *runs.values()) if UNCLEAN.search(run.text())]
     figure = f"first DPO loss ln 2 {first - math.log(2):+.0e}; " + "; ".join(
@@ -42,7 +42,7 @@ def check(setting: Setting) -> Outcome:
     return Outcome(passed, figure, {"first_loss": first, "loss_fell_by": fell, "golden": distances})
 
 
-def fall_of(run: Run) -> float:
+def measure_fall(run: Run) -> float:
     """By how much the evaluation loss fell."""
     losses = [line["loss/eval"] for line in run.records(split="eval")]
     return losses[0] - losses[-1]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.gpu_checks.child import run_check
-from scripts.gpu_checks.common import ROOT, Setting, redirect, status_of
+from scripts.gpu_checks.common import ROOT, Setting, find_status, redirect
 
 MARK = "GPU_CHECK_JOB"  # environment variable of all processes that a check starts
 LAST_LINES = 12  # of the log, shown for a check without a verdict
@@ -42,7 +42,7 @@ class Job:
 
     @property
     def status(self) -> int | None:
-        return status_of(self.process)
+        return find_status(self.process)
 
     def is_over(self) -> bool:
         """Whether it has ended; kills it if its time limit has passed."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dpo.models.layouts import Padded, SharedPrefix, choose_layout
-from scripts.gpu_checks.common import Outcome, Setting, prepare_torch, seconds_of
+from scripts.gpu_checks.common import Outcome, Setting, measure_seconds, prepare_torch
 from scripts.gpu_checks.models import build, describe, random_pairs
 from scripts.gpu_checks.table import GOOD_SDPA, LAYOUT_TOLERANCE
 
@@ -79,7 +79,7 @@ def examine(setting: Setting, family: str, precision: str, attention: str) -> di
     batch = random_pairs(setting.pick(8, 8, 2), prompt=setting.pick((200, 400), (200, 400), (20, 40)),
                          response=setting.pick((50, 200), (50, 200), (5, 20)))  # fmt: skip
     ours, plain = (measure(setting, model, way, batch, autocast) for way in (layout, Padded()))
-    sdpa = sorted(kernels_of(setting, model, layout, batch, autocast)) if attention == "sdpa" else []
+    sdpa = sorted(find_kernels(setting, model, layout, batch, autocast)) if attention == "sdpa" else []
     difference = ((plain["logps"] - ours["logps"]).abs() / plain["logps"].abs()).max().item()
     row = {"ms": ours["ms"], "padded_ms": plain["ms"], "times": plain["ms"] / ours["ms"], "difference": difference,
            "sdpa": sdpa, "fault": None}  # fmt: skip
@@ -108,13 +108,13 @@ def measure(setting: Setting, model: Any, way: Any, pairs: list[Any], autocast: 
     update()
     if setting.gpu:
         torch.cuda.reset_peak_memory_stats()
-    found["ms"] = 1000 * seconds_of(setting.device, update)
+    found["ms"] = 1000 * measure_seconds(setting.device, update)
     if setting.gpu:
         found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     return found
 
 
-def kernels_of(setting: Setting, model: Any, way: Any, pairs: list[Any], autocast: Any) -> set[str]:
+def find_kernels(setting: Setting, model: Any, way: Any, pairs: list[Any], autocast: Any) -> set[str]:
     """The implementations of `scaled_dot_product_attention` that a forward used."""
     [microbatch] = way.split(pairs, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, autocast:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dpo.models.layouts import Layout, layout_by_rules
-from scripts.gpu_checks.common import Outcome, Setting, prepare_torch, seconds_of
+from scripts.gpu_checks.common import Outcome, Setting, measure_seconds, prepare_torch
 from scripts.gpu_checks.models import build, describe, random_pairs
 from scripts.gpu_checks.table import NEW_SHAPE_MS
 
@@ -78,7 +78,7 @@ def run(setting: Setting, model: Any, layout: Layout, inputs: list[Any]) -> list
         layout.forward(model, each).logps.sum().backward()
         model.zero_grad(set_to_none=True)
 
-    return [seconds_of(setting.device, lambda each=each: update(each)) for each in inputs]
+    return [measure_seconds(setting.device, lambda each=each: update(each)) for each in inputs]
 
 
 def retries(setting: Setting) -> int:

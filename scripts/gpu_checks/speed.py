@@ -44,7 +44,7 @@ def check(setting: Setting) -> Outcome:
                          for way, layout in LAYOUTS.items()}  # fmt: skip
         summary = summarize(results[name], peak)
         lines += [f"{name}, {layers}:", *(as_line(way, summary[way]) for way in LAYOUTS)]
-        faults += [f"{name}: {fault}" for fault in faults_of(summary, setting)]
+        faults += [f"{name}: {fault}" for fault in find_faults(summary, setting)]
         results[name] |= {"summary": summary, "layers": layers}
     best = [f"{n}: {r['summary']['ours']['share']:.0%} of the peak, {r['summary']['times']:.2f} times padded"
             for n, r in results.items()]  # fmt: skip
@@ -129,7 +129,7 @@ def as_line(way: str, row: dict[str, Any]) -> str:
     )
 
 
-def faults_of(summary: dict[str, Any], setting: Setting) -> list[str]:
+def find_faults(summary: dict[str, Any], setting: Setting) -> list[str]:
     """What is below its threshold; without a GPU only whether the losses agree."""
     losses = zip(summary["ours"]["losses"], summary["padded"]["losses"], strict=True)
     apart = max(abs(ours - padded) / abs(padded) for ours, padded in losses)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.records import CONFIG, evaluation, rewards, sample, update
 
-from dpo.analysis.findings import USEFUL, Finding, spikes_of
-from dpo.analysis.margin import MarginParts, change_of, margin_parts
+from dpo.analysis.findings import USEFUL, Finding, find_spikes
+from dpo.analysis.margin import MarginParts, find_change, margin_parts
 from dpo.analysis.noise import wilson_interval
 from dpo.analysis.pair_findings import lengths_of_samples
 from dpo.analysis.reading import find_all
@@ -199,10 +199,10 @@ def test_the_update_that_ended_the_run_is_named():
 def test_spikes_are_measured_against_the_median_of_the_hundred_before():
     values = np.ones(200)
     values[19], values[30], values[50], values[150] = 50, 10, 10.5, 36
-    assert spikes_of(values) == [(50, 10.5), (150, 36.0)]  # before update 20 too few are known; 10 times is not above
+    assert find_spikes(values) == [(50, 10.5), (150, 36.0)]  # before update 20 too few are known; 10 times is not above
     values[:100] = np.nan
-    assert spikes_of(values) == [(150, 36.0)]
-    assert spikes_of(np.full(30, np.nan)) == spikes_of(np.zeros(30)) == []
+    assert find_spikes(values) == [(150, 36.0)]
+    assert find_spikes(np.full(30, np.nan)) == find_spikes(np.zeros(30)) == []
 
 
 def test_a_gradient_spike_is_a_warning_with_its_value():
@@ -217,8 +217,8 @@ def test_a_gradient_spike_is_a_warning_with_its_value():
 def test_where_gradients_are_spent_none_is_a_spike():
     norms = [4.9, 16.0] + [2e-17] * 118  # all is learned in two updates, as with lr=1e-1
     norms += [1e-15] + [2e-17] * 20
-    assert spikes_of(np.array(norms)) == []
-    assert [place for place, _ in spikes_of(np.array([*norms, 1.0]))] == [141]
+    assert find_spikes(np.array(norms)) == []
+    assert [place for place, _ in find_spikes(np.array([*norms, 1.0]))] == [141]
 
 
 # --- chosen, rejected, length
@@ -254,7 +254,7 @@ def test_without_two_evaluations_the_first_updates_are_compared_with_the_last():
     lines = [
         update(k, **{"logps_train/chosen": -50.0 - k, "logps_train/rejected": -50.0 - 3 * k}) for k in range(1, 41)
     ]
-    change = change_of(run_of(lines))
+    change = find_change(run_of(lines))
     assert (change.split, change.chosen_before, change.chosen_after) == ("train", -55.5, -85.5)
     assert change.margin == -30 + 90
 

@@ -14,7 +14,7 @@ from support.browser import CHROMIUM, browser
 from support.ledgers import row, with_ledger
 from support.records import drawn, evaluation, rewards, sample, update, write_run
 
-from dpo.analysis.curves import charts_for, extremes, lines_of, places, smoothed
+from dpo.analysis.curves import charts_for, extremes, make_lines, places, smoothed
 from dpo.analysis.page import Lead, Shown, render, write_report
 from dpo.analysis.runs import read_runs
 from dpo.analysis.summary import setting_rows
@@ -138,7 +138,7 @@ def test_what_was_drawn_last_is_shown_with_its_scores_the_best_first(tmp_path):
     assert "nats, biased: of best and worst" in text
     assert "online, 3 answers scored by keyword" in text
     assert any(attributes.get("href") == "#drawn" for _, attributes in page.elements)
-    names = {chart.name for chart in charts_for(read_runs([run])) if lines_of(chart, read_runs([run]))}
+    names = {chart.name for chart in charts_for(read_runs([run])) if make_lines(chart, read_runs([run]))}
     of_online = {f"online_{name}" for name in ("score", "kl", "length", "answers", "time")}
     assert of_online <= names
     two, warm = ({**settings["online"], "n_samples": 2, "temperature": t} for t in (1.0, 0.7))
@@ -147,7 +147,7 @@ def test_what_was_drawn_last_is_shown_with_its_scores_the_best_first(tmp_path):
         assert said in page_of(again).texts["main"]
     other = made(tmp_path / "other", name="other")
     assert "made, best: score 2" in page_of(run, other).texts["main"]
-    given = {chart.name for chart in charts_for(read_runs([other])) if lines_of(chart, read_runs([other]))}
+    given = {chart.name for chart in charts_for(read_runs([other])) if make_lines(chart, read_runs([other]))}
     assert not of_online & given
 
 
@@ -265,7 +265,7 @@ def test_losses_of_different_kinds_are_different_pictures(tmp_path):
     other = write_run(tmp_path / "sft", sft, config={"exp_name": "s", "loss": {"name": "sft"}})
     runs = read_runs([made(tmp_path / "dpo"), other])
 
-    drawn = {chart.name: [line.label for line in lines_of(chart, runs)] for chart in charts_for(runs)}
+    drawn = {chart.name: [line.label for line in make_lines(chart, runs)] for chart in charts_for(runs)}
 
     assert drawn["loss-dpo"] == drawn["margin"] == ["made"]
     assert drawn["loss-sft"] == ["s"]

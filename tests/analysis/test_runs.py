@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.records import drawn, evaluation, sample, update, write_run
 
-from dpo.analysis.cost import cost_of
+from dpo.analysis.cost import measure_cost
 from dpo.analysis.runs import read_run, read_runs
 from dpo.analysis.summary import machine_rows
 from dpo.errors import InputError
@@ -138,13 +138,13 @@ def test_runs_are_told_apart_and_each_is_read_once(tmp_path):
 def test_time_tokens_and_hours_worked_by_hand(tmp_path):
     """Two updates of 4 examples at 2 examples and 100 tokens a second take 4 s; the run ends 36 s after its start."""
     folder = write_run(tmp_path, LINES, env={"ended": "2026-11-22T08:00:36+01:00"})
-    cost = cost_of(read_run(folder))
+    cost = measure_cost(read_run(folder))
     assert (cost.updating_secs, cost.elapsed_secs, cost.tokens, cost.devices, cost.kind) == (4, 36, 400, 2, "CPU")
     assert cost.device_hours == pytest.approx(36 * 2 / 3600)
     assert not cost.updates_alone
 
     env = {"gpus": ["H100"] * 8, "processes": 16, "started": None}  # two machines, of which one is seen
-    cost = cost_of(read_run(write_run(tmp_path, LINES, env=env)))
+    cost = measure_cost(read_run(write_run(tmp_path, LINES, env=env)))
     assert (cost.secs, cost.devices, cost.kind) == (4, 16, "GPU")
 
 
@@ -152,7 +152,7 @@ def test_time_tokens_and_hours_worked_by_hand(tmp_path):
 def test_without_a_known_end_time_is_that_of_the_updates_whenever_files_were_written(tmp_path, ended):
     """The last one ended 2 s after its last start: it was resumed."""
     run = read_run(write_run(tmp_path, LINES, env={"ended": ended}))
-    cost = cost_of(run)
+    cost = measure_cost(run)
     assert (cost.secs, cost.updates_alone) == (4, True)
     assert dict(machine_rows([run], [cost]))["CPU-hours"] == ["0.0022 (2 CPUs, updates alone)"]
 
@@ -169,7 +169,7 @@ def test_a_run_that_trains_has_taken_the_time_till_now(tmp_path):
     folder = write_run(tmp_path, LINES, updates=10, env={"started": started, "ended": "2026-11-22T07:00:36+00:00"})
     with (folder / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert 100 <= cost_of(read_run(folder)).elapsed_secs < 200
+        assert 100 <= measure_cost(read_run(folder)).elapsed_secs < 200
 
 
 def test_a_loss_without_settings_is_told_by_its_metrics(tmp_path):

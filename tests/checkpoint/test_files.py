@@ -20,8 +20,8 @@ from dpo.checkpoint.files import (
     BackgroundWriter,
     DamagedCheckpoint,
     check_complete,
-    digest_of,
     find_checkpoints,
+    hash_manifest,
     point,
     prune,
     read_state,
@@ -229,7 +229,7 @@ def vouch(directory: Path, **changes: object) -> None:
     """Change a manifest, and let its own checksum say that it was so written."""
     manifest = json.loads((directory / "manifest.json").read_text()) | changes
     manifest = {key: value for key, value in manifest.items() if value is not None}
-    (directory / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+    (directory / "manifest.json").write_text(json.dumps({**manifest, "sha256": hash_manifest(manifest)}))
 
 
 @pytest.mark.parametrize(

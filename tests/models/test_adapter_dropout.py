@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models import build, examples_of
+from support.models import build, list_examples
 
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.models.adapter_dropout import AdapterDropout, Dropout, hash_paths
-from dpo.models.adapters import POLICY, REFERENCE, add_adapter, config_of, switch
+from dpo.models.adapters import POLICY, REFERENCE, add_adapter, make_adapter_config, switch
 from dpo.models.layouts import Padded, SharedPrefix, pad
 from dpo.models.packing import NONE
 
@@ -25,14 +25,14 @@ SHARED_PREFIX = SharedPrefix({"full_attention": None}, max_length=32)
 @pytest.fixture
 def pairs():
     """Pairs of many lengths; examples 0, 3 and 5 share a prompt, 0 and 3 a response."""
-    return examples_of(rows=8, shared=True)
+    return list_examples(rows=8, shared=True)
 
 
 def adapted(dropout: float = P, *, dtype: torch.dtype = torch.float64, names: tuple[str, ...] = (POLICY,), **options):
     """A tiny Llama whose adapters change what it computes."""
     model = build("llama", dtype=dtype, **options)
     for name in reversed(names):
-        add_adapter(model, config_of(4, 8, "auto"), name=name, dropout=dropout if name == POLICY else 0)
+        add_adapter(model, make_adapter_config(4, 8, "auto"), name=name, dropout=dropout if name == POLICY else 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -91,7 +91,7 @@ def test_another_update_seed_or_layer_has_an_independent_mask(other):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_what_is_kept_is_scaled_up_and_so_is_its_gradient(dtype):
-    rows = pad(examples_of(2), 12)
+    rows = pad(list_examples(2), 12)
     x = torch.randn(4, 12, 32, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
     layer = Dropout(P, 32)
     with AdapterDropout(layer, seed=0).on(rows, update=0):
@@ -111,16 +111,16 @@ def test_a_slice_of_the_features_has_its_part_of_the_mask():
     whole, part = Dropout(P, 32), Dropout(P, 32)
     part.first_feature = 16
     x = torch.ones(4, 12, 32)
-    with AdapterDropout(whole, seed=0).on(pad(examples_of(2), 12), update=0):
+    with AdapterDropout(whole, seed=0).on(pad(list_examples(2), 12), update=0):
         expected = whole(x)[..., 16:]
-    with AdapterDropout(part, seed=0).on(pad(examples_of(2), 12), update=0):
+    with AdapterDropout(part, seed=0).on(pad(list_examples(2), 12), update=0):
         assert torch.equal(part(x[..., 16:]), expected)
 
 
 def test_a_layer_that_is_given_some_tokens_only_is_refused():
     layer = Dropout(P, 32)
     with (
-        AdapterDropout(layer, seed=0).on(pad(examples_of(2), 12), update=0),
+        AdapterDropout(layer, seed=0).on(pad(list_examples(2), 12), update=0),
         pytest.raises(InputError, match=r"lora.dropout=0.3 .* is given \(7,\) for \(4, 12\) tokens"),
     ):
         layer(torch.ones(7, 32))
@@ -205,7 +205,7 @@ def test_compiled_blocks_drop_alike_without_a_graph_for_each_update(pairs):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="on a CPU code is compiled by a C++ compiler")
 def test_compiled_code_wraps_products_as_torch_does():
     layer, x = Dropout(P, 32), torch.randn(4, 12, 32)
-    with AdapterDropout(layer, seed=0).on(pad(examples_of(2), 12), update=0):
+    with AdapterDropout(layer, seed=0).on(pad(list_examples(2), 12), update=0):
         torch.testing.assert_close(torch.compile(layer, dynamic=True)(x), layer(x))
 
 

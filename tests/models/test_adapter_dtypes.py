@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from dpo.models.adapters import add_adapter, config_of
+from dpo.models.adapters import add_adapter, make_adapter_config
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -18,7 +18,7 @@ def test_an_adapter_is_kept_in_float32_and_multiplied_in_the_dtype_of_its_input(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
     model: Any = transformers.LlamaForCausalLM(config).to(base)
-    add_adapter(model, config_of(4, 8, ["q_proj"]))
+    add_adapter(model, make_adapter_config(4, 8, ["q_proj"]))
     layer: Any = model.model.layers[0].self_attn.q_proj
     down, up = layer.lora_A["policy"], layer.lora_B["policy"]
     torch.nn.init.normal_(up.weight)

@@ -22,9 +22,9 @@ from dpo.models.adapters import (
     adapter_weights,
     add_adapter,
     base_weights,
-    config_of,
     find_adapter,
     load_adapter,
+    make_adapter_config,
     read_adapter,
     switch,
 )
@@ -50,7 +50,7 @@ def made_by_peft(folder: Path, family: str = "llama", **settings) -> tuple[Path,
 def with_random_adapter(family: str = "llama", targets: str | list[str] = "auto"):
     """A model of ours with an adapter that adds something."""
     model = build(family).eval()
-    add_adapter(model, config_of(4, 12, targets))
+    add_adapter(model, make_adapter_config(4, 12, targets))
     torch.manual_seed(2)
     with torch.no_grad():
         for weight in adapter_weights(model, "policy").values():
@@ -185,7 +185,7 @@ def test_an_adapter_that_does_not_fit_names_what_it_was_trained_on(tmp_path):
 def test_the_digest_of_a_reference_adapter_knows_how_it_is_scaled():
     models = [build("llama") for _ in range(3)]
     for model, alpha in zip(models, (8, 8, 16), strict=True):
-        add_adapter(model, config_of(4, alpha, "auto"), name=REFERENCE)
+        add_adapter(model, make_adapter_config(4, alpha, "auto"), name=REFERENCE)
     first, same, other = (model_digest(model, "float32", REFERENCE) for model in models)
     assert first == same != other
 
@@ -270,13 +270,13 @@ def test_an_adapter_of_another_size_is_refused_with_what_to_give(tmp_path):
 
 def test_each_name_of_layers_has_to_be_there():
     with pytest.raises(InputError, match=r"names layers that LlamaForCausalLM has not: nonsense, other$"):
-        add_adapter(build("llama"), config_of(4, 8, ["q_proj", "other", "nonsense"]), name=POLICY, seed=0)
+        add_adapter(build("llama"), make_adapter_config(4, 8, ["q_proj", "other", "nonsense"]), name=POLICY, seed=0)
 
 
 def test_names_of_layers_are_advised_only_if_they_would_help():
     """PEFT may adapt some layers of a name alone: the same names again would be refused again."""
     model = build("llama")
-    add_adapter(model, config_of(4, 8, ["q_proj", "v_proj"]), name=POLICY, seed=0)
+    add_adapter(model, make_adapter_config(4, 8, ["q_proj", "v_proj"]), name=POLICY, seed=0)
     whole = {name: tensor.detach().clone() for name, tensor in adapter_weights(model, POLICY).items()}
     first = {name: tensor for name, tensor in whole.items() if ".layers.0." in name}
     for weights, said in (
@@ -285,7 +285,9 @@ def test_names_of_layers_are_advised_only_if_they_would_help():
         ({name: tensor[:, :1] for name, tensor in whole.items()}, r"give the model that it was trained on$"),
     ):
         with pytest.raises(InputError, match=said):
-            load_adapter(model, StoredAdapter(Path("DIR"), config_of(4, 8, r".*layers\.0.*(q|v)_proj"), weights))
+            load_adapter(
+                model, StoredAdapter(Path("DIR"), make_adapter_config(4, 8, r".*layers\.0.*(q|v)_proj"), weights)
+            )
 
 
 def test_a_checkpoint_names_its_base_by_a_path_that_stays(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import GROUPED, build, examples_of
+from support.models import GROUPED, build, list_examples
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
@@ -125,7 +125,7 @@ def logps_of(
     layout, *, dtype: torch.dtype | None, weights: torch.dtype = torch.float32, attention: str = "sdpa"
 ) -> torch.Tensor:
     model = build(lambda: LlamaConfig(**GROUPED), attention=attention, dtype=weights)
-    [microbatch] = layout.split(examples_of(rows=8, shared=True), 1)
+    [microbatch] = layout.split(list_examples(rows=8, shared=True), 1)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         return layout.forward(model, microbatch.inputs).logps.sum(-1).flatten().detach()
 

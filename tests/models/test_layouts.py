@@ -11,7 +11,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.models import COMMON, FAMILIES, GROUPED, build, examples_of
+from support.models import COMMON, FAMILIES, GROUPED, build, list_examples
 
 from dpo.data.examples import Example
 from dpo.losses import preference_loss
@@ -82,7 +82,7 @@ PADDED = {
 @pytest.fixture
 def pairs():
     """Pairs of many lengths; examples 0 and 3 share a prompt and a response."""
-    return examples_of(rows=8, shared=True)
+    return list_examples(rows=8, shared=True)
 
 
 @pytest.fixture

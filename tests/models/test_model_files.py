@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import yaml
 from support.models import FAMILIES, build
-from support.runs import ROOT, metrics_of
+from support.runs import ROOT, read_metrics
 
 from dpo.parallel.sharding import find_blocks
 from dpo.settings.choices import LAYOUTS
@@ -75,7 +75,7 @@ def test_a_family_trains_two_updates_alike_in_both_layouts(family, run, tokenize
     updates = {}
     for layout in LAYOUTS:
         run(layout, f"model={ONE_OF_EACH[family]}", f"layout={layout}", *settings)
-        updates[layout] = metrics_of(tmp_path / layout, "train")
+        updates[layout] = read_metrics(tmp_path / layout, "train")
     assert "layout=padded: " not in capsys.readouterr().out  # not even a family that cannot share prefixes
     assert len(updates["padded"]) == 2
     for shared, padded in zip(updates["shared_prefix"], updates["padded"], strict=True):

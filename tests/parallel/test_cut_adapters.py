@@ -7,12 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import FAMILIES, build, examples_of, plain_logps
+from support.models import FAMILIES, build, list_examples, plain_logps
 from support.warm import launch
 
 from dpo.errors import InputError
 from dpo.models.adapter_dropout import AdapterDropout
-from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, add_adapter, config_of, switch, trained_parameters
+from dpo.models.adapters import (
+    POLICY,
+    REFERENCE,
+    adapter_weights,
+    add_adapter,
+    make_adapter_config,
+    switch,
+    trained_parameters,
+)
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
@@ -33,7 +41,7 @@ def adapted(family: str, *, on_meta: bool = False, targets: str | list[str] = "a
     """A model with a policy's and a reference's adapter, of which neither adds nothing."""
     model = build(family, on_meta=on_meta, **options)
     for name in (REFERENCE, POLICY):
-        add_adapter(model, config_of(3, 6, targets), name=name, dropout=0.25 if name == POLICY else 0.0)
+        add_adapter(model, make_adapter_config(3, 6, targets), name=name, dropout=0.25 if name == POLICY else 0.0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name in (REFERENCE, POLICY):
@@ -44,7 +52,7 @@ def adapted(family: str, *, on_meta: bool = False, targets: str | list[str] = "a
 
 
 def compare_with_one_process(family: str, mesh: Mesh, *, checkpointing: bool = False) -> None:
-    examples, whole = examples_of(rows=4), adapted(family)
+    examples, whole = list_examples(rows=4), adapted(family)
     frozen = {name: logps_of(whole, examples, name) for name in (None, REFERENCE)}
     [microbatch] = Padded().split(examples, 1)
     with AdapterDropout(whole, seed=0).on(microbatch.inputs, update=1):
@@ -83,8 +91,8 @@ def hold_shards_alone(mesh: Mesh) -> None:
     model = adapted("llama", on_meta=mesh.rank != 0)
     model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-3)
-    logps_of(model, examples_of(rows=4), None)
-    plain_logps(model, examples_of(rows=4))[0].sum().backward()
+    logps_of(model, list_examples(rows=4), None)
+    plain_logps(model, list_examples(rows=4))[0].sum().backward()
     optimizer.step()
     for name, parameter in model.named_parameters():
         is_trained = f".{POLICY}." in name

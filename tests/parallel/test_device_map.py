@@ -9,7 +9,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook
-from support.models import build, examples_of
+from support.models import build, list_examples
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,7 +62,7 @@ def _move(module: torch.nn.Module, device: torch.device) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probabilities_losses_metrics_and_gradient_norm_are_on_the_first_device(family, layout, monkeypatch):
-    [microbatch] = LAYOUTS[layout].split(examples_of(rows=4), 1)
+    [microbatch] = LAYOUTS[layout].split(list_examples(rows=4), 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         policy, reference = (spread(family, monkeypatch) for _ in range(2))
         objective = Objective(policy, Reference(reference, None), LAYOUTS[layout], Mesh(), DPO)
@@ -101,7 +101,7 @@ class Copies(TorchDispatchMode):
 
 
 def shapes_copied(layout: str, monkeypatch: pytest.MonkeyPatch, *, ours: bool) -> list[tuple[int, ...]]:
-    [microbatch] = LAYOUTS[layout].split(examples_of(rows=4), 1)
+    [microbatch] = LAYOUTS[layout].split(list_examples(rows=4), 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = spread("gpt-neox", monkeypatch, ours=ours)
         blocks = model.base_model.layers
@@ -113,7 +113,7 @@ def shapes_copied(layout: str, monkeypatch: pytest.MonkeyPatch, *, ours: bool) -
 
 
 def test_the_mask_is_copied_to_a_device_once_not_for_every_layer(monkeypatch):
-    [microbatch] = LAYOUTS["shared_prefix"].split(examples_of(rows=4), 1)
+    [microbatch] = LAYOUTS["shared_prefix"].split(list_examples(rows=4), 1)
     assert isinstance(microbatch.inputs, Packed)
     rows, length = microbatch.inputs.input_ids.shape
     assert shapes_copied("shared_prefix", monkeypatch, ours=True).count((rows, 1, length, length)) == 1

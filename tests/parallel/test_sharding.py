@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from support.models import FAMILIES, build, examples_of, plain_logps
-from support.runs import GOLDEN, ROOT, metrics_of, run_script, train
+from support.models import FAMILIES, build, list_examples, plain_logps
+from support.runs import GOLDEN, ROOT, read_metrics, run_script, train
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,7 +82,7 @@ def is_tied(model: Any) -> bool:
 
 
 def compare_with_one_process(family: str, mesh: Mesh, *, activation_checkpointing: bool = False) -> None:
-    examples, whole = examples_of(rows=4), build(family)
+    examples, whole = list_examples(rows=4), build(family)
     expected = loss_of(whole, examples)
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in whole.named_parameters()}
@@ -124,7 +124,7 @@ def test_loss_and_gradients_are_those_of_one_process_to_1e5(mesh):
 
 
 def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None:
-    mesh, examples = Mesh(rank, ParallelDims.of(world_size, **sizes)), examples_of(rows=4)
+    mesh, examples = Mesh(rank, ParallelDims.of(world_size, **sizes)), list_examples(rows=4)
     rows = slice(mesh.data_rank * 4 // mesh.data_size, (mesh.data_rank + 1) * 4 // mesh.data_size)
     for name in sorted(OPTIMIZERS.keys() - set(NEED_WHOLE_TENSORS)):
         whole = build("llama")
@@ -458,7 +458,7 @@ def test_two_processes_sample_save_what_one_can_load_and_compute_in_the_dtype_as
     )  # fmt: skip
     assert sharded.returncode == 0, sharded.stderr
     assert "in another dtype" in sharded.stdout  # bfloat16 against a float32 reference
-    first = metrics_of(tmp_path / "two", "train")[0]
+    first = read_metrics(tmp_path / "two", "train")[0]
     assert first["rewards_train/margins"] != 0
     assert len((tmp_path / "two" / "samples.jsonl").read_text().splitlines()) == 2 * 16  # before and after
 
@@ -513,7 +513,7 @@ def test_two_nodes_are_one_run(tmp_path):
     assert not (tmp_path / "node1").exists()  # only rank 0 writes
     assert "run directory" in output[0]
     assert "run directory" not in output[1]
-    ours, theirs = (metrics_of(tmp_path / run, "train") for run in ("node0", "alone"))
+    ours, theirs = (read_metrics(tmp_path / run, "train") for run in ("node0", "alone"))
     assert len(ours) == len(theirs) == 4
     for mine, its in zip(ours, theirs, strict=True):
         values = {k: v for k, v in its.items() if not k.endswith("per_second") and k not in ("split", "memory/peak_gb")}

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from support.models import COMMON, FAMILIES, build, examples_of, plain_logps
+from support.models import COMMON, FAMILIES, build, list_examples, plain_logps
 from support.warm import launch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -85,7 +85,7 @@ def count_all_reduces(rank, world_size):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         mesh = Mesh(rank, ParallelDims.of(world_size, tensor_size=2))
         model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
-        chosen, _ = plain_logps(model, examples_of(rows=4))
+        chosen, _ = plain_logps(model, list_examples(rows=4))
         with Collectives() as collectives:
             chosen.sum().backward()
         # for attention, for the MLP, and for the head's input; computed again: after attention

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.models import COMMON, FAMILIES, GPT, GROUPED, build, examples_of, plain_logps
+from support.models import COMMON, FAMILIES, GPT, GROUPED, build, list_examples, plain_logps
 
 from dpo.checkpoint.files import write_checkpoint
 from dpo.errors import InputError
@@ -35,7 +35,7 @@ DPO = {"beta": 0.1, "label_smoothing": 0, "reference_free": False}
 
 
 def loss(model) -> torch.Tensor:
-    chosen, rejected = plain_logps(model, examples_of(4))
+    chosen, rejected = plain_logps(model, list_examples(4))
     return (chosen - 0.5 * rejected).mean()
 
 
@@ -166,7 +166,7 @@ def test_a_frozen_reference_in_half_precision(family, dtype):
 def test_forwards_agree_bit_for_bit_on_more_devices(family):
     whole = build(family)
     policy, reference = (split_over_devices(whole, ["cpu"] * 4) for _ in range(2))
-    examples = examples_of(2)
+    examples = list_examples(2)
     (note,) = check_models(
         policy,
         lambda: dict(zip(SIDES, plain_logps(policy, examples), strict=True)),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.runs import metrics_of, train
+from support.runs import read_metrics, train
 
 from dpo.checkpoint.files import read_state
 from dpo.errors import RunError
@@ -51,7 +51,7 @@ def test_it_stops_before_the_update_and_keeps_the_batch_for_replay(what, run, sp
     with pytest.raises(RunError, match=r"update 4 has loss .*; its examples are in .*nonfinite-4;"):
         run("run", "save_every=4")
 
-    assert len(metrics_of(tmp_path / "run", "train")) == 3
+    assert len(read_metrics(tmp_path / "run", "train")) == 3
     last, whole = (read_state(tmp_path / name / "step-12" / "policy.pt") for name in ("run", "whole"))
     assert all(torch.equal(last[name], whole[name]) for name in last)
     rows = [json.loads(line) for line in (tmp_path / "run" / "nonfinite-4" / "train.jsonl").read_text().splitlines()]
@@ -75,7 +75,7 @@ def test_skipped_the_update_does_not_happen_and_the_run_goes_on(run, spoil, tmp_
     run("run", "save_every=4", "nan_policy=skip")
 
     assert "warning: update 4 has loss nan" in capsys.readouterr().out
-    assert [line["examples"] for line in metrics_of(tmp_path / "run", "train")] == [4, 8, 12, 16, 20, 24]
+    assert [line["examples"] for line in read_metrics(tmp_path / "run", "train")] == [4, 8, 12, 16, 20, 24]
     states = [
         read_state(tmp_path / "run" / f"step-{n}" / f"{part}.pt") for n in (12, 16) for part in ("policy", "optimizer")
     ]

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from dpo.reporting.columns import Columns, width_of, wrap
+from dpo.reporting.columns import Columns, measure_width, wrap
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from dpo.reporting.columns import Columns, width_of, wrap
 )
 def test_lines_fit_and_hold_all_words(text):
     lines = wrap(text, 8)
-    assert all(width_of(line) <= 8 for line in lines)
+    assert all(measure_width(line) <= 8 for line in lines)
     assert re.sub(r"\s", "", "".join(lines)) == re.sub(r"\s", "", text)
 
 

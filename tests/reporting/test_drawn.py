@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.runs import metrics_of, train
+from support.runs import read_metrics, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dpo.analysis.ledger_file import DRAWN, PARQUET, SCHEMA
@@ -113,7 +113,7 @@ def test_samples_ledger_and_logs_of_a_run_hold_what_was_drawn(run, tmp_path):
     run("run", *ONLINE, "online.mix_offline=0.25", "n_eval_model_samples=2", "tensorboard.enabled=true")
 
     folder = tmp_path / "run"
-    rows, lines = rows_of(folder), metrics_of(folder, "train")
+    rows, lines = rows_of(folder), read_metrics(folder, "train")
     trained = [row for row in rows if row["split"] == "train"]
     drawn = [row for row in trained if row["tie"] is not None]
     assert list(rows[0]) == [*SCHEMA.names, *DRAWN.names]

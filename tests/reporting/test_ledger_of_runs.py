@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.runs import metrics_of, train
+from support.runs import read_metrics, train
 
 from dpo.analysis.ledger_file import PARQUET, STREAM, read_ledger
 from dpo.data.examples import Example
@@ -53,7 +53,7 @@ def test_the_rows_are_what_the_loss_saw(caching, run, tmp_path):
     assert max(abs(row["margin"]) for row in rows) > 0.1
     names = {"loss": "loss", "margin": "rewards/margins", "policy_chosen": "logps/chosen"}
     for split in ("train", "eval"):
-        lines = metrics_of(tmp_path / "run", split)
+        lines = read_metrics(tmp_path / "run", split)
         assert {row["update"] for row in rows if row["split"] == split} == {line["updates"] for line in lines}
         for line in lines:
             visited = [row for row in rows if (row["split"], row["update"]) == (split, line["updates"])]

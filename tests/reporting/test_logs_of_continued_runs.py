@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from support.runs import metrics_of
+from support.runs import read_metrics
 from test_ledger_of_runs import EXAMPLES, ledger_in, rows_of, table_of
 from test_tensorboard import scalars
 
@@ -39,7 +39,7 @@ def test_a_log_that_was_off_for_a_while_has_every_row_once(run, tmp_path, capsys
     assert updates_in(tmp_path / "run") == [1, 2, 5, 6]
     assert [row["update"] for row in rows_of(tmp_path / "run") if row["split"] == "eval"][::4] == [0, 2, 6]
     assert [step for step, _ in scalars(tmp_path / "run")["loss/train"]] == [4, 8, 20, 24]
-    assert [line["updates"] for line in metrics_of(tmp_path / "run", "train")] == [1, 2, 3, 4, 5, 6]
+    assert [line["updates"] for line in read_metrics(tmp_path / "run", "train")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_rows_behind_the_checkpoint_at_which_a_log_was_switched_off_are_not_doubled(run, tmp_path):
@@ -87,7 +87,7 @@ def test_garbage_behind_the_checkpoint_is_gone_before_anything_is_appended(garba
     run("run", "ledger=true", "n_examples=16", "resume=auto")
 
     assert (tmp_path / "run" / PARQUET).read_bytes() == (tmp_path / "whole" / PARQUET).read_bytes()
-    assert [line["updates"] for line in metrics_of(tmp_path / "run", "train")] == [1, 2, 3, 4]
+    assert [line["updates"] for line in read_metrics(tmp_path / "run", "train")] == [1, 2, 3, 4]
 
 
 def cut(content: bytes) -> bytes:

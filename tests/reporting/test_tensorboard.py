@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from support.runs import metrics_of
+from support.runs import read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dpo.errors import InputError
@@ -37,7 +37,7 @@ def logged(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     """The same of `metrics.jsonl`."""
     found: dict[str, list[tuple[int, float]]] = {}
     for split in ("train", "eval"):
-        for line in metrics_of(run_dir, split):
+        for line in read_metrics(run_dir, split):
             updates = {"counters/updates": line.pop("updates")} if split == "train" else {}
             for name, value in (line | updates).items():
                 if name not in ("split", "examples", "updates"):

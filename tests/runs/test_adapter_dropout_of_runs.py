@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.runs import metrics_of, train
+from support.runs import read_metrics, train
 
 # with an update that is minus the gradient, rounding stays rounding
 SETTINGS = ("lora=lora", "lora.dropout=0.3", "optimizer=SGD", "lr=1", "warmup_steps=0", "export=false", "n_examples=16")
@@ -13,7 +13,7 @@ SETTINGS = ("lora=lora", "lora.dropout=0.3", "optimizer=SGD", "lr=1", "warmup_st
 
 def assert_the_same(one: Path, other: Path) -> None:
     for split, key in (("train", "loss/train"), ("train", "grad_norm"), ("eval", "loss/eval")):
-        wanted, found = ([line[key] for line in metrics_of(run_dir, split)] for run_dir in (one, other))
+        wanted, found = ([line[key] for line in read_metrics(run_dir, split)] for run_dir in (one, other))
         assert found == pytest.approx(wanted, rel=1e-4)
         assert len(set(wanted)) == len(wanted)
 
@@ -48,7 +48,7 @@ def test_dropout_is_on_in_updates_and_off_in_evaluations(run, tmp_path):
         same = ("lora.reference=adapter", f"model.archive={tmp_path / 'sft'}", "optimizer=SGD", "lr=1e-12")
         run(dropout, *short, *same, f"lora.dropout={dropout}")
 
-    of = {split: [metrics_of(tmp_path / dropout, split) for dropout in ("0", "0.3")] for split in ("train", "eval")}
+    of = {split: [read_metrics(tmp_path / dropout, split) for dropout in ("0", "0.3")] for split in ("train", "eval")}
     assert all(a["loss/eval"] == b["loss/eval"] for a, b in zip(*of["eval"], strict=True))
     assert all(a["rewards_train/margins"] == 0 for a in of["train"][0])
     assert all(b["rewards_train/margins"] != 0 for b in of["train"][1])

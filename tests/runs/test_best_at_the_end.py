@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from support.runs import metrics_of
+from support.runs import read_metrics
 
 from dpo.analysis.reading import find_all
 from dpo.analysis.runs import read_run
 
 
 def accuracies(run) -> dict[int, float]:
-    return {line["examples"]: line["rewards_eval/accuracies"] for line in metrics_of(run, "eval") if line["examples"]}
+    return {line["examples"]: line["rewards_eval/accuracies"] for line in read_metrics(run, "eval") if line["examples"]}
 
 
 def test_best_is_named_with_its_value_if_it_is_better_than_latest(run, tmp_path, capsys):

@@ -13,7 +13,7 @@ import hydra
 import pytest
 import torch
 from omegaconf import DictConfig
-from support.runs import GOLDEN, ROOT, metrics_of, small_run, train
+from support.runs import GOLDEN, ROOT, read_metrics, small_run, train
 from support.warm import launch
 
 import train as entry  # noqa: F401  (registers the config's resolvers)
@@ -167,7 +167,9 @@ def test_a_resumed_run_has_the_running_average_again(name, rows, tmp_path):
         train(*command, "n_examples=16", "resume=auto"),
     ]
     assert [result.returncode for result in results] == [0, 0, 0], results[-1].stderr
-    whole, resumed = ([line["loss/train"] for line in metrics_of(tmp_path / run, "train")] for run in ("whole", "run"))
+    whole, resumed = (
+        [line["loss/train"] for line in read_metrics(tmp_path / run, "train")] for run in ("whole", "run")
+    )
     assert resumed == whole
     assert len(whole) == 4
 

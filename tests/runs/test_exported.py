@@ -11,7 +11,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 from support.faults import Run
-from support.runs import GOLDEN, metrics_of, run_script, small_run, train
+from support.runs import GOLDEN, read_metrics, run_script, small_run, train
 
 from dpo.checkpoint.files import check_complete
 from dpo.data.tokenizer import load_tokenizer
@@ -48,8 +48,8 @@ def test_a_run_is_exported_verified_and_trained_further(command, tmp_path):
 
     further = train(*command("further", f"model.name_or_path={run_dir}/LATEST/hf", "export=false"))
     assert further.returncode == 0, further.stderr
-    trained = metrics_of(run_dir, "eval")[-1]["logps_eval/chosen"]
-    assert metrics_of(tmp_path / "further", "eval")[0]["logps_eval/chosen"] == pytest.approx(trained, rel=1e-6)
+    trained = read_metrics(run_dir, "eval")[-1]["logps_eval/chosen"]
+    assert read_metrics(tmp_path / "further", "eval")[0]["logps_eval/chosen"] == pytest.approx(trained, rel=1e-6)
     assert not (tmp_path / "further" / "LATEST" / "hf").exists()
     assert load_tokenizer(str(run_dir / "LATEST" / "hf")).get_vocab()
 

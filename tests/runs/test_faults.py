@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from support.faults import Run, kill_after_update, kill_at_step_of_saving, limit_file_size
-from support.runs import ROOT, assert_gone, environment_of, metrics_of, small_run, train
+from support.runs import ROOT, assert_gone, make_environment, read_metrics, small_run, train
 from support.warm import Python
 
-from benchmarks.soak import find_differences, workers_of
+from benchmarks.soak import find_differences, find_workers
 from dpo.checkpoint.files import check_complete, find_checkpoints
 
 SHARDED = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=40")
@@ -69,7 +69,7 @@ def is_whole_after(start, whole: Path, run_dir: Path, *overrides: str) -> None:
 def test_killed_in_the_middle_of_an_update(update, start, whole, tmp_path):
     run = start(fault=kill_after_update, arguments=(update,))
     assert run.wait() == -signal.SIGKILL
-    assert len(metrics_of(tmp_path / "run", "train")) == update
+    assert len(read_metrics(tmp_path / "run", "train")) == update
     is_whole_after(start, whole, tmp_path / "run")
 
 
@@ -134,17 +134,17 @@ STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 )
 def test_asked_to_stop_it_saves_and_exits_with_the_signals_status(number, start, tmp_path):
     run = start("n_examples=4000", "eval_every=40")
-    while not (tmp_path / "run" / "metrics.jsonl").exists() or len(metrics_of(tmp_path / "run", "train")) < 3:
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or len(read_metrics(tmp_path / "run", "train")) < 3:
         time.sleep(0.01)
     os.kill(run.process.pid, number)
     assert run.wait() == STATUS[number], run.log.read_text()
-    updates = metrics_of(tmp_path / "run", "train")
+    updates = read_metrics(tmp_path / "run", "train")
     newest = find_checkpoints(tmp_path / "run")[0]
     assert newest.name == f"step-{updates[-1]['examples']}"
     check_complete(newest)
     again = start("resume=auto", f"n_examples={updates[-1]['examples'] + 8}")
     assert again.wait() == 0, again.log.read_text()
-    assert [line["updates"] for line in metrics_of(tmp_path / "run", "train")] == list(range(1, len(updates) + 3))
+    assert [line["updates"] for line in read_metrics(tmp_path / "run", "train")] == list(range(1, len(updates) + 3))
 
 
 # --- in several processes ------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def start_sharded(rows: Path, run_dir: Path, *overrides: str) -> Python:
 
 def start_python(*arguments: str, **environment: str) -> Python:
     """As in a terminal: Ctrl-C goes to the command and all that it starts."""
-    return Python(*arguments, environment=environment_of(**environment), session=True, merge=True)
+    return Python(*arguments, environment=make_environment(**environment), session=True, merge=True)
 
 
 def start_interpreter(*arguments: str, **environment: str) -> subprocess.Popen:
@@ -164,7 +164,7 @@ def start_interpreter(*arguments: str, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=environment_of(**environment),
+        env=make_environment(**environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -287,7 +287,7 @@ def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(eval_every, slow_update,
 def test_workers_end_with_their_parent_and_the_run_continues(rows, whole_sharded, tmp_path):
     process = start_interpreter("train.py", *small_run(rows, tmp_path / "run", *SHARDED))
     wait_for_updates(tmp_path / "run", 3, process)
-    workers = workers_of(process.pid)
+    workers = find_workers(process.pid)
     process.kill()
     process.communicate(timeout=20)  # the workers hold its output open
     assert len(workers) == 2

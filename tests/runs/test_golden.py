@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import GOLDEN, SHARED, metrics_of, train
+from support.runs import GOLDEN, SHARED, read_metrics, train
 
 
-def command_of(golden: dict, data: str, run_dir: str) -> list[str]:
+def make_command(golden: dict, data: str, run_dir: str) -> list[str]:
     """The overrides that repeat a golden run: its `config`, a float32 reference, the tiny Llama."""
     settings = {k: v for k, v in golden["config"].items() if k != "loss"}
     loss = dict(golden["config"]["loss"])
@@ -93,7 +93,7 @@ def over_grids() -> Iterator[Any]:
 def test_every_metric_of_the_published_reference(run, overrides, tmp_path):
     golden = repeat(run, overrides, tmp_path)
     tolerance = 1e-3 if run.endswith("ipo") else 5e-4
-    updates, evaluations = metrics_of(tmp_path / "run", "train"), metrics_of(tmp_path / "run", "eval")
+    updates, evaluations = read_metrics(tmp_path / "run", "train"), read_metrics(tmp_path / "run", "eval")
     assert [u["examples"] for u in updates] == [4 * (i + 1) for i in range(16)]
     for i, (ours, theirs) in enumerate(zip(updates, golden["updates"], strict=True)):
         assert_same(ours, theirs, 3e-5 if i == 0 else tolerance, f"update {i + 1}")
@@ -118,12 +118,12 @@ BFLOAT16 = {
 def test_bfloat16_stays_within_a_band_of_the_published_float32_run(way, tmp_path):
     golden = repeat("words-dpo", BFLOAT16[way], tmp_path)
     band = {"logps": 5e-3, "loss": 0.1, "grad_norm": 0.1, "rewards": 0.2}  # rewards absolute, the others relative
-    for i, (ours, theirs) in enumerate(zip(metrics_of(tmp_path / "run", "train"), golden["updates"], strict=True)):
+    for i, (ours, theirs) in enumerate(zip(read_metrics(tmp_path / "run", "train"), golden["updates"], strict=True)):
         for name, value in theirs.items():
             kind = re.match("[a-z]+(_norm)?", name)[0]
             if kind in band and not name.endswith("accuracies"):
                 assert close(ours[name], value, name, band[kind]), f"update {i + 1} {name}: {ours[name]}, not {value}"
-    first = metrics_of(tmp_path / "run", "train")[0]
+    first = read_metrics(tmp_path / "run", "train")[0]
     assert first["grad_norm"] != pytest.approx(golden["updates"][0]["grad_norm"], rel=1e-5)  # it was bfloat16
 
 
@@ -137,7 +137,7 @@ def repeat(run: str, overrides: tuple[str, ...], tmp_path: Path) -> dict:
     data = GOLDEN / "words" if words else SHARED / "data" / "hh"
 
     settings = {o.split("=")[0] for o in overrides}
-    command = [o for o in command_of(golden, str(data), str(tmp_path / "run")) if o.split("=")[0] not in settings]
+    command = [o for o in make_command(golden, str(data), str(tmp_path / "run")) if o.split("=")[0] not in settings]
     result = train(*command, *overrides)
 
     assert result.returncode == 0, result.stderr

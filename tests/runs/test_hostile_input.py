@@ -21,7 +21,7 @@ from support.runs import ROOT, train
 from transformers import dynamic_module_utils
 
 import train as main
-from dpo.checkpoint.files import MANIFEST, PARTS, digest_of
+from dpo.checkpoint.files import MANIFEST, PARTS, hash_manifest
 from dpo.data.collation import find_examples, padded_batch
 from dpo.data.examples import iterate_examples
 from dpo.data.preflight import inspect_split
@@ -56,7 +56,7 @@ def plant(file: Path, proof: Path) -> None:
 
 def vouch(file: Path, manifest: dict) -> None:
     """Write a manifest whose own checksum is right."""
-    file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+    file.write_text(json.dumps({**manifest, "sha256": hash_manifest(manifest)}))
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import FAMILIES
-from support.runs import GOLDEN, ROOT, metrics_of, small_run, train
+from support.runs import GOLDEN, ROOT, read_metrics, small_run, train
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.soak import WALL_CLOCK, find_differences
@@ -80,7 +80,7 @@ def adapter_of(run_dir: Path) -> dict[str, torch.Tensor]:
 def assert_alike(first: Path, second: Path, tolerance: float = 1e-5) -> None:
     """Metrics of every update and evaluation, and the trained adapter, are those of another run."""
     for split in ("train", "eval"):
-        for ours, theirs in zip(metrics_of(first, split), metrics_of(second, split), strict=True):
+        for ours, theirs in zip(read_metrics(first, split), read_metrics(second, split), strict=True):
             for name in ours.keys() - {"split", *WALL_CLOCK}:
                 assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (split, name)
     ours, theirs = adapter_of(first), adapter_of(second)
@@ -101,11 +101,11 @@ def test_a_reference_that_shares_the_base_is_a_second_model(reference, run, sft,
     assert_alike(tmp_path / reference, tmp_path / "model", 1e-6)
     ours, theirs = ((tmp_path / name / "samples.jsonl").read_text() for name in (reference, "model"))
     assert ours == theirs
-    first = metrics_of(tmp_path / reference, "train")[0]
+    first = read_metrics(tmp_path / reference, "train")[0]
     assert first["loss/train"] == pytest.approx(math.log(2), rel=1e-6)
     assert first["rewards_train/chosen"] == first["rewards_train/rejected"] == first["rewards_train/accuracies"] == 0
     # as two models, into which PEFT merged what was saved
-    last, trained = metrics_of(tmp_path / reference, "eval")[-1], tmp_path / reference / "LATEST"
+    last, trained = read_metrics(tmp_path / reference, "eval")[-1], tmp_path / reference / "LATEST"
     expected = metrics_of_models(merged(trained), merged(adapter), command("merged", "n_examples=16"), tmp_path / "m")
     assert last["rewards_eval/margins"] != pytest.approx(0, abs=1e-3)
     for name, value in expected.items():
@@ -305,7 +305,7 @@ def test_an_adapter_on_a_base_in_half_precision_is_trained_in_float32(grid, comm
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     assert {state["exp_avg"].dtype for state in optimizer["state"].values()} == {torch.float32}
     assert len(optimizer["state"]) == len(weights)
-    first, *_, last = metrics_of(tmp_path / "run", "train")
+    first, *_, last = read_metrics(tmp_path / "run", "train")
     assert first["loss/train"] == pytest.approx(math.log(2), rel=1e-3)
     assert last["loss/train"] < 0.68
 

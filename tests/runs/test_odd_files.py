@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.runs import metrics_of, train, write_rows
+from support.runs import read_metrics, train, write_rows
 
 from dpo.checkpoint.files import (
     MANIFEST,
     PARTS,
     DamagedCheckpoint,
     check_complete,
-    digest_of,
+    hash_manifest,
     point,
     prune,
     read_state,
@@ -58,7 +58,7 @@ def make(kind: str, path: Path) -> None:
 def vouch(checkpoint: Path, **changes: Any) -> None:
     """Change a manifest, and let its own checksum say that it was so written."""
     manifest = json.loads((checkpoint / MANIFEST).read_text()) | changes
-    (checkpoint / MANIFEST).write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+    (checkpoint / MANIFEST).write_text(json.dumps({**manifest, "sha256": hash_manifest(manifest)}))
 
 
 def vouch_for_file(file: Path) -> None:
@@ -267,7 +267,7 @@ def test_settings_that_a_torch_before_did_not_have_are_those_of_today(run, tmp_p
 
     replace_state(tmp_path / "run" / "step-8" / "optimizer.pt", before)
     run("run", "n_examples=12", "resume=auto")
-    assert len(metrics_of(tmp_path / "run", "train")) == 3
+    assert len(read_metrics(tmp_path / "run", "train")) == 3
 
 
 def test_a_run_that_continues_elsewhere_meets_such_files_there(run, tmp_path):

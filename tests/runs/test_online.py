@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.faults import Run, kill_after_update
-from support.runs import GOLDEN, metrics_of, train
+from support.runs import GOLDEN, read_metrics, train
 from test_each_loss import COMMANDS, compose, next_batch, updates
 from test_lora import GRIDS, IN_EIGHTS, SLOW
 
@@ -58,7 +58,7 @@ def write_scorer(folder: Path, body: str, name: str = "rewards.py") -> tuple[str
 
 def assert_alike(first: Path, second: Path, tolerance: float = 1e-5) -> None:
     for split in ("train", "eval"):
-        for ours, theirs in zip(metrics_of(first, split), metrics_of(second, split), strict=True):
+        for ours, theirs in zip(read_metrics(first, split), read_metrics(second, split), strict=True):
             for name in ours.keys() - {"split", *WALL_CLOCK}:
                 assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (split, name)
 
@@ -69,7 +69,7 @@ def assert_alike(first: Path, second: Path, tolerance: float = 1e-5) -> None:
 def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, drawn, tmp_path):
     run("run", *ONLINE, "online.n_samples=3", "online.ties=keep", "online.missing_eos_penalty=2.5")
 
-    lines = metrics_of(tmp_path / "run", "train")
+    lines = read_metrics(tmp_path / "run", "train")
     assert lines[0]["loss/train"] == pytest.approx(math.log(2))
     assert lines[0]["online/kl"] == 0 != lines[-1]["online/kl"]
     for line, examples in zip(lines, drawn, strict=True):
@@ -95,7 +95,7 @@ def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, drawn, tmp_pat
 def test_the_policy_comes_to_say_what_is_scored_high(run, tmp_path):
     scorer = ("online.scorer=keyword", "online.keyword=e", "online.n_samples=4")
     run("run", *ONLINE, *scorer, "optimizer=AdamW", "lr=1e-2", "n_examples=120", "loss.beta=0.02", "eval_every=160")
-    lines = metrics_of(tmp_path / "run", "train")
+    lines = read_metrics(tmp_path / "run", "train")
     first, last = ([line["online/score"] for line in part] for part in (lines[:8], lines[-8:]))
     assert sum(last) / 8 > sum(first) / 8 + 1
     assert lines[-1]["online/kl"] > 0.1
@@ -120,7 +120,7 @@ def test_ties_are_trained_on_or_do_not_count(run, drawn, tmp_path):
     scorer = write_scorer(tmp_path, f"return [len(c) if {odd} else 0.0 for p, c in zip(prompts, completions)]")
     for ties in ("skip", "keep"):
         run(ties, *ONLINE, *scorer, f"online.ties={ties}", "batch_size=8", "n_examples=16", "eval_every=8")
-    skip, keep = (metrics_of(tmp_path / ties, "train") for ties in ("skip", "keep"))
+    skip, keep = (read_metrics(tmp_path / ties, "train") for ties in ("skip", "keep"))
     assert skip[0]["online/ties"] == keep[0]["online/ties"]
     assert 0 < skip[0]["online/ties"] < 1
     assert skip[0]["grad_norm"] != pytest.approx(keep[0]["grad_norm"], rel=1e-2)
@@ -138,13 +138,13 @@ def test_a_batch_of_ties_alone_changes_nothing(loss, run, tmp_path):
         "    return [float(first and i == 0) for i in range(len(completions))]",
     )
     run("run", *ONLINE, *scorer, f"loss={loss}", "loss.beta=0.1", "optimizer=AdamW", "lr=1e-2", "eval_every=4")
-    first, *others = metrics_of(tmp_path / "run", "train")
+    first, *others = read_metrics(tmp_path / "run", "train")
     assert (first["online/ties"], [line["online/ties"] for line in others]) == (0.75, [1, 1])
     assert first["grad_norm"] > 0
     assert [line["grad_norm"] for line in others] == [0, 0]
     states = [read_state(tmp_path / "run" / f"step-{n}" / "policy.pt") for n in (4, 12)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    before, after = (line["logps_eval/chosen"] for line in metrics_of(tmp_path / "run", "eval")[:2])
+    before, after = (line["logps_eval/chosen"] for line in read_metrics(tmp_path / "run", "eval")[:2])
     assert before != after  # the first batch was trained on
 
 
@@ -169,7 +169,7 @@ def test_a_share_of_each_batch_is_pairs_of_the_data(run, drawn, tmp_path):
         assert [example.drawn is None for example in examples].count(True) == 1
     places = {next(i for i, example in enumerate(examples) if example.drawn is None) for examples in drawn}
     assert len(places) > 1  # by chance
-    assert all("online/score" in line for line in metrics_of(tmp_path / "run", "train"))
+    assert all("online/score" in line for line in read_metrics(tmp_path / "run", "train"))
 
 
 # --- the same, however it is computed ------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_a_run_with_a_random_scorer_that_is_killed_continues_bit_for_bit(run, co
     run("killed", *settings, "resume=auto")
 
     assert find_differences(tmp_path / "whole", tmp_path / "killed") == []
-    scores = [line["online/score"] for line in metrics_of(tmp_path / "whole", "train")]
+    scores = [line["online/score"] for line in read_metrics(tmp_path / "whole", "train")]
     assert len({*scores}) == 5
 
 
@@ -272,7 +272,7 @@ def test_a_random_scorer_gives_several_processes_the_scores_of_one(run, command,
     run("one", *settings)
     result = train(*command("two", *settings, *GRIDS["sharded"]))
     assert result.returncode == 0, result.stderr
-    one, two = ([line["online/score"] for line in metrics_of(tmp_path / name, "train")] for name in ("one", "two"))
+    one, two = ([line["online/score"] for line in read_metrics(tmp_path / name, "train")] for name in ("one", "two"))
     assert one == two
     assert len(one) == 3
 
@@ -315,10 +315,10 @@ def test_a_reference_that_follows_is_the_policy_and_is_saved(run, tmp_path):
     policy, reference = (read_state(tmp_path / "run" / "LATEST" / f"{name}.pt") for name in ("policy", "reference"))
     assert policy.keys() == reference.keys()
     assert all(torch.equal(policy[name], reference[name]) for name in policy)
-    rewards = [line["rewards_eval/margins"] for line in metrics_of(tmp_path / "run", "eval")]
+    rewards = [line["rewards_eval/margins"] for line in read_metrics(tmp_path / "run", "eval")]
     assert rewards[-1] == 0
     run("run", *settings, "n_examples=12", "resume=auto")
-    assert metrics_of(tmp_path / "run", "train")[2]["online/kl"] == 0
+    assert read_metrics(tmp_path / "run", "train")[2]["online/kl"] == 0
 
 
 SYNC = (*ONLINE, "online.sync_reference_every=2", "loss.beta=0.1", "optimizer=AdamW", "lr=1e-2", "eval_every=12")
@@ -338,7 +338,7 @@ def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(why, resumed, 
         run("run", *SYNC, *scorer, "n_examples=8")
     run("run", *SYNC, *scorer, "resume=auto")
 
-    first, second, third = metrics_of(tmp_path / "run", "train")
+    first, second, third = read_metrics(tmp_path / "run", "train")
     assert first["online/kl"] == third["online/kl"] == 0 != second["online/kl"]
     assert third["loss/train"] == pytest.approx(math.log(2))
     assert ["rewards_train/accuracies" in line for line in (first, second, third)] == [False, True, False]
@@ -441,7 +441,7 @@ def test_a_function_may_turn_gradients_off_and_import_what_is_beside_it(run, tmp
     code += "    return torch.tensor([len(c) % LENGTH for c in completions])\n"
     (tmp_path / "gradients.py").write_text(code)
     run("run", *ONLINE, "online.scorer=function", f"online.function={tmp_path / 'gradients.py'}:score")
-    assert all(line["grad_norm"] > 0 for line in metrics_of(tmp_path / "run", "train"))
+    assert all(line["grad_norm"] > 0 for line in read_metrics(tmp_path / "run", "train"))
 
 
 @pytest.mark.parametrize("grid", [(), pytest.param(GRIDS["sharded"], marks=SLOW)])
@@ -463,7 +463,7 @@ def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_t
     assert (tmp_path / "run" / "LATEST").resolve().name == "step-16"
     result = train(*command("run", *settings, "resume=auto"))
     assert result.returncode == 0, result.stderr
-    assert [line["examples"] for line in metrics_of(tmp_path / "run", "train")] == [8, 16, 24, 32]
+    assert [line["examples"] for line in read_metrics(tmp_path / "run", "train")] == [8, 16, 24, 32]
 
 
 def test_a_scorer_that_fails_does_not_cost_the_evaluation_and_the_save_that_are_due(run, tmp_path):
@@ -476,7 +476,7 @@ def test_a_scorer_that_fails_does_not_cost_the_evaluation_and_the_save_that_are_
     return [-len(c) for c in completions]"""
     with pytest.raises(ScorerFailed):
         run("run", *ONLINE, *write_scorer(tmp_path, body), "eval_every=8")
-    assert [line["examples"] for line in metrics_of(tmp_path / "run", "eval")] == [0, 8]
+    assert [line["examples"] for line in read_metrics(tmp_path / "run", "eval")] == [0, 8]
     assert (tmp_path / "run" / "BEST").resolve().name == "step-8"
 
 

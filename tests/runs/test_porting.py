@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 from omegaconf import OmegaConf
-from support.runs import GOLDEN, ROOT, metrics_of, run_script
+from support.runs import GOLDEN, ROOT, read_metrics, run_script
 
 import train
 from dpo.errors import InputError, RunError
-from dpo.settings.files import defaults_of, flatten, with_defaults
+from dpo.settings.files import flatten, load_defaults, with_defaults
 from dpo.settings.keys import KEYS
 from dpo.system.process_group import get_open_port
 from preference_datasets import get_batch_iterator, get_collate_fn, strings_match_up_to_spaces
@@ -36,7 +36,7 @@ def test_the_example_of_the_page_runs(tmp_path):
     assert result.returncode == 0, result.stderr
     assert re.search(r"chosen: \(4, \d+\) labels: torch\.int64", result.stdout)
     run = tmp_path / "ported-run"
-    assert [m["examples"] for m in metrics_of(run, "train")] == [4, 8, 12, 16]
+    assert [m["examples"] for m in read_metrics(run, "train")] == [4, 8, 12, 16]
     assert (run / "step-8" / "policy.pt").exists()
     assert os.readlink(run / "LATEST") == "step-16"
 
@@ -103,9 +103,9 @@ def test_the_references_config_trains_into_a_directory_that_is_made(tiny_llama, 
     trainer = BasicTrainer(copy.deepcopy(tiny_llama), config, 0, str(run_dir), copy.deepcopy(tiny_llama), 0, 1)
     assert run_dir.is_dir()
     trainer.train()
-    assert [line["examples"] for line in metrics_of(run_dir, "train")] == [4, 8]
+    assert [line["examples"] for line in read_metrics(run_dir, "train")] == [4, 8]
     assert trainer.config.local_run_dir == str(run_dir)
-    composed = set(flatten(OmegaConf.create(defaults_of("dpo"))))
+    composed = set(flatten(OmegaConf.create(load_defaults("dpo"))))
     assert set(flatten(trainer.config)) == composed <= KEYS.keys() | {"dataset_sources"}
 
 
@@ -279,5 +279,5 @@ def test_two_processes_that_are_spawned_meet_and_give_the_numbers_of_one(tiny_ll
     result = run_script(str(script), str(tmp_path / "config.yaml"), PYTHONPATH=str(ROOT), LOGNAME="me")
     assert result.returncode == 0, result.stderr
     [run_dir] = (tmp_path / "me").glob("test_*")
-    losses = [[line["loss/train"] for line in metrics_of(where, "train")] for where in (tmp_path / "one", run_dir)]
+    losses = [[line["loss/train"] for line in read_metrics(where, "train")] for where in (tmp_path / "one", run_dir)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

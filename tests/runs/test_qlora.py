@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from support.models import batch_of
-from support.runs import GOLDEN, ROOT, metrics_of, train
+from support.runs import GOLDEN, ROOT, read_metrics, train
 
 from benchmarks.soak import WALL_CLOCK, find_differences
 from dpo.checkpoint.files import read_state
@@ -52,7 +52,7 @@ def config_of(command):
 def assert_alike(first: Path, second: Path) -> None:
     """Metrics of every update and evaluation, and the trained adapter, are those of another run."""
     for split in ("train", "eval"):
-        for ours, theirs in zip(metrics_of(first, split), metrics_of(second, split), strict=True):
+        for ours, theirs in zip(read_metrics(first, split), read_metrics(second, split), strict=True):
             for name in ours.keys() - {"split", *WALL_CLOCK}:
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (split, name)
     ours, theirs = (read_state(run_dir / "LATEST" / "policy.pt") for run_dir in (first, second))
@@ -62,7 +62,7 @@ def assert_alike(first: Path, second: Path) -> None:
 
 
 def assert_begins_at_the_reference(run_dir: Path) -> None:
-    first, last = metrics_of(run_dir, "train")[0], metrics_of(run_dir, "train")[-1]
+    first, last = read_metrics(run_dir, "train")[0], read_metrics(run_dir, "train")[-1]
     assert first["loss/train"] == pytest.approx(math.log(2), rel=1e-6)
     assert first["rewards_train/chosen"] == first["rewards_train/rejected"] == first["rewards_train/accuracies"] == 0
     assert last["loss/train"] != pytest.approx(math.log(2), abs=1e-4)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import GOLDEN, metrics_of, train
+from support.runs import GOLDEN, read_metrics, train
 
 from benchmarks.soak import find_differences, read_log
 from dpo.checkpoint import resume
-from dpo.checkpoint.files import MANIFEST, digest_of, find_checkpoints, read_state
+from dpo.checkpoint.files import MANIFEST, find_checkpoints, hash_manifest, read_state
 from dpo.errors import InputError, RunError
 from dpo.reporting.files import FileLogger
 from dpo.system.signals import Stopped
@@ -109,7 +109,7 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_agai
         run("stopped")
     monkeypatch.undo()
 
-    assert [line["examples"] for line in metrics_of(tmp_path / "stopped", "eval")] == [0, 8]
+    assert [line["examples"] for line in read_metrics(tmp_path / "stopped", "eval")] == [0, 8]
     run("stopped", "resume=auto")
     assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
 
@@ -143,7 +143,7 @@ def test_a_signal_while_it_samples_at_the_end_is_heard_at_the_next_token(number,
     del stopped  # which holds the run's lock
     assert len(tokens) == 3
     assert find_checkpoints(tmp_path / "stopped")[0].name == "step-24"
-    assert metrics_of(tmp_path / "stopped", "eval") == []
+    assert read_metrics(tmp_path / "stopped", "eval") == []
     run("stopped", *settings, "resume=auto")
     assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
     both = [(tmp_path / name / "samples.jsonl").read_text() for name in ("whole", "stopped")]
@@ -226,7 +226,7 @@ def test_what_continues_needs_neither_the_weights_it_replaces_nor_the_files_it_h
     monkeypatch.setattr(BasicTrainer, "train", look_and_train)
     run("run", *settings, "n_examples=16", "resume=auto")
 
-    assert len(metrics_of(tmp_path / "run", "train")) == 4
+    assert len(read_metrics(tmp_path / "run", "train")) == 4
     assert mapped == []
 
 
@@ -235,7 +235,7 @@ def test_if_every_checkpoint_is_damaged_nothing_is_thrown_away(run, tmp_path):
     (tmp_path / "run" / "step-8" / "manifest.json").unlink()
     with pytest.raises(InputError, match=r"resume=auto finds no complete checkpoint; .*step-8 has no manifest"):
         run("run", "n_examples=8", "resume=auto")
-    assert len(metrics_of(tmp_path / "run", "train")) == 2
+    assert len(read_metrics(tmp_path / "run", "train")) == 2
 
 
 def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, tmp_path):
@@ -269,7 +269,7 @@ def test_a_run_that_continues_elsewhere_and_dies_at_once_goes_on_with_the_same_c
 def test_a_run_in_a_directory_within_a_run_is_another(run, tmp_path):
     run("runs/inner", "n_examples=8")
     run("runs", f"resume={tmp_path}/runs/inner")
-    assert len(metrics_of(tmp_path / "runs", "train")) == 6
+    assert len(read_metrics(tmp_path / "runs", "train")) == 6
     assert [p.name for p in find_checkpoints(tmp_path / "runs" / "inner")] == ["step-8"]
 
 
@@ -285,7 +285,7 @@ def test_going_back_in_the_same_directory_is_refused(run, tmp_path):
     run("run")
     with pytest.raises(InputError, match=r"would overwrite a later checkpoint of its run \(step-24\)"):
         run("run", f"resume={tmp_path}/run/step-16")
-    assert len(metrics_of(tmp_path / "run", "train")) == 6
+    assert len(read_metrics(tmp_path / "run", "train")) == 6
 
 
 @pytest.mark.parametrize("what", ["nowhere", "file", "empty", "step-8"])
@@ -392,7 +392,7 @@ def test_a_key_more_in_the_models_config_is_noticed_unless_another_transformers_
     manifest = json.loads(file.read_text())
     if version == "another":
         manifest["model"]["transformers_version"] = "4.0"
-    file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+    file.write_text(json.dumps({**manifest, "sha256": hash_manifest(manifest)}))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "attention_factor": 0.3}))
     if version == "another":
@@ -475,7 +475,7 @@ def test_a_run_continues_with_other_processes_and_another_trainer_to_rounding(ru
         result = train(*command("run", *settings, *mesh, f"n_examples={n_examples}", "resume=auto"))
         assert result.returncode == 0, result.stderr
 
-    logs = [metrics_of(tmp_path / name, "train") for name in ("whole", "run")]
+    logs = [read_metrics(tmp_path / name, "train") for name in ("whole", "run")]
     assert [line["examples"] for line in logs[1]] == [4, 8, 12, 16, 20, 24]
     for ours, theirs in zip(*logs, strict=True):
         for name in ("loss/train", "grad_norm", "logps_train/chosen", "lr"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from support.models import save_reward_model
-from support.runs import metrics_of, train
+from support.runs import read_metrics, train
 
 ONLINE = (
     "online=online", "online.scorer=reward_model", "online.max_new_tokens=12", "max_length=44", "n_examples=12",
@@ -29,7 +29,7 @@ def test_processes_that_share_a_model_or_rows_agree_on_the_scores(reward_model, 
         settings = (*ONLINE, f"online.reward_model={reward_model}", f"trainer={trainer}")
         result = train(*command(name, *settings), *([f"world_size={size}"] * (size > 1)))
         assert result.returncode == 0, result.stderr
-        scores[name] = [row["online/score"] for row in metrics_of(tmp_path / name, "train")]
+        scores[name] = [row["online/score"] for row in read_metrics(tmp_path / name, "train")]
     assert len(scores["one"]) == 3
     assert scores["cut"] == pytest.approx(scores["one"], rel=1e-3)
 

@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from support.runs import ROOT, metrics_of, run_python, small_run
+from support.runs import ROOT, read_metrics, run_python, small_run
 
 BLOCK = re.compile(r"```(python|yaml)\n(.*?)```", re.DOTALL)
 FUNCTION, ROW, YAML = (
@@ -77,7 +77,7 @@ def test_a_loss_is_a_function_a_row_and_a_file_and_a_watcher_a_class_and_a_row(c
     )
     assert [run.returncode for run in (first, second, third)] == [0, 0, 0], first.stderr + second.stderr + third.stderr
     for folder, n_updates in ((run_dir, 4), (tmp_path / "elsewhere", 5)):  # the first from the checkpoint after 2
-        updates = metrics_of(folder, "train")
+        updates = read_metrics(folder, "train")
         assert [line["updates"] for line in updates] == [*range(1, n_updates + 1)]
         for line in updates:  # the loss is convex: its mean is at least that of the mean margin, and SFT comes on top
             of_margin = math.log1p(math.exp(-line["rewards_train/margins"]))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.faults import Run
-from support.runs import ROOT, environment_of, metrics_of, small_run
+from support.runs import ROOT, make_environment, read_metrics, small_run
 from support.warm import Python
 
 from dpo.checkpoint.files import find_checkpoints
@@ -43,7 +43,7 @@ def assert_stopped_before_training(number: int, status: int, said: str, run_dir:
     assert "Traceback" not in said
     assert "saving a checkpoint" not in said
     assert "resume=" not in said
-    assert not (run_dir / "metrics.jsonl").exists() or metrics_of(run_dir, "train") == []
+    assert not (run_dir / "metrics.jsonl").exists() or read_metrics(run_dir, "train") == []
     assert find_checkpoints(run_dir) == []
 
 
@@ -62,7 +62,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 def run_swallowing(step: str, number: int, *overrides: str) -> tuple[int, str]:
     """The status of a run in which the signal comes at this step, and all that it printed."""
-    environment = environment_of(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    environment = make_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     arguments = "-c", SWALLOWED, STEPS[step], str(int(number)), *overrides
     process = Python(*arguments, environment=environment, merge=True, session=True)
     said, _ = process.communicate(timeout=200)
@@ -108,7 +108,7 @@ def test_a_signal_during_imports_is_one_sentence(module, number, fate, rows, tmp
     process = subprocess.run(
         [sys.executable, "-c", INTERPRETER, module, str(int(number)), fate, *small_run(rows, tmp_path / "run")],
         cwd=ROOT,
-        env=environment_of(PYTHONPATH=str(ROOT)),
+        env=make_environment(PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
         timeout=200,
@@ -141,7 +141,7 @@ SHARDED = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_e
 @pytest.mark.parametrize("step", ["seed", "model", pytest.param("self-test", marks=pytest.mark.slow)])
 def test_of_several_processes_none_goes_on(step, rows, tmp_path):
     run_dir = tmp_path / "run"
-    environment = environment_of(PLACE=STEPS[step], PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    environment = make_environment(PLACE=STEPS[step], PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     process = Python(
         "-c", ASKED_TOGETHER, *small_run(rows, run_dir, *SHARDED), environment=environment, merge=True, session=True
     )
@@ -157,7 +157,7 @@ def test_a_rank_that_waits_for_the_others_in_a_call_that_runs_no_handler_is_kill
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address, port = silent.getsockname()
         rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        process = Python("train.py", *overrides, environment=environment_of(**rank), merge=True)
+        process = Python("train.py", *overrides, environment=make_environment(**rank), merge=True)
         silent.settimeout(100)
         connection, _ = silent.accept()
         with connection:
@@ -172,7 +172,7 @@ def test_a_run_that_has_a_checkpoint_says_how_to_continue(rows, tmp_path):
     assert status == 130
     way_on = f"stopped by Ctrl-C: rerun the same command with local_run_dir={run_dir} resume=auto to continue\n"
     assert said.endswith(way_on)
-    assert len(metrics_of(run_dir, "train")) == 2
+    assert len(read_metrics(run_dir, "train")) == 2
 
 
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
@@ -190,7 +190,7 @@ def start_interpreter(overrides: list[str], prepare) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "train.py", *overrides],
         cwd=ROOT,
-        env=environment_of(),
+        env=make_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

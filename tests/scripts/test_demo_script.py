@@ -39,7 +39,7 @@ def completed(tmp_path, monkeypatch):
                 {"split": "eval", "examples": n, "updates": n, "loss/eval": loss, "rewards_eval/accuracies": n / 32}
                 for n, loss in ((0, 88.0), (32, 6.5))
             ]
-            write_run(demo.directory_of(seed) / name, dialogues, metrics, 0.5 if name == "sft" else 0.9)
+            write_run(demo.find_directory(seed) / name, dialogues, metrics, 0.5 if name == "sft" else 0.9)
     return tmp_path
 
 
@@ -97,7 +97,7 @@ def test_the_picture_in_words():
 def test_dpo_makes_the_demo_courteous_and_breaks_no_sentences(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "DEMO", tmp_path)
     assert demo.main([]) == 0
-    outcome = demo.outcome_of(0)
+    outcome = demo.read_outcome(0)
     assert outcome.untrained.broken > 0.99
     assert outcome.before.courteous <= 0.5
     assert outcome.after.courteous >= 0.9

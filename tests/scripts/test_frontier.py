@@ -21,7 +21,7 @@ from scripts.frontier_parts.picture import draw as draw_picture
 from scripts.frontier_parts.reading import (
     at_equal_kl,
     controls_as_text,
-    course_of,
+    describe_course,
     mean_and_interval,
     rates_as_text,
     tables,
@@ -171,7 +171,7 @@ def test_reward_and_kl_agree_with_samples_of_generate(model, logps, rewards):
     texts = ["".join("abc"[i] for i in row if i < 3) for row in ids[:, len(prompt) :].tolist()]
     drawn = np.array([index[text] for text in texts])
     uniform = np.full_like(logps[:1], -math.log(40))
-    point = exact.point_of(logps[:1], uniform, rewards[:1])
+    point = exact.make_point(logps[:1], uniform, rewards[:1])
     for expected, values in ((point.reward, rewards[0, drawn]), (point.kl, (logps - uniform)[0, drawn])):
         assert abs(values.mean() - expected) < 4 * values.std() / math.sqrt(n)
 
@@ -217,19 +217,19 @@ def test_no_policy_is_above_the_limit_and_the_optimum_is_on_it(small):
     rng = np.random.default_rng(1)
     for beta in (5, 1, 0.3, 0.1):
         best = exact.optimum(beta, *small)
-        point = exact.point_of(best, *small)
+        point = exact.make_point(best, *small)
         assert exact.most_reward(point.kl, *small) == pytest.approx(point.reward, abs=1e-9)
         for scale in (0.01, 0.1, 1, 3):
             for _ in range(20):
                 logits = best + scale * rng.normal(size=best.shape)
                 other = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-                reward, kl = exact.point_of(other, *small)
+                reward, kl = exact.make_point(other, *small)
                 assert reward <= exact.most_reward(kl, *small) + 1e-9
 
 
 def test_more_kl_than_the_best_responses_have_buys_nothing(small):
     assert exact.most_reward(1e3, *small) == pytest.approx(small[1].max(-1).mean())
-    start = exact.point_of(small[0], *small)
+    start = exact.make_point(small[0], *small)
     assert exact.most_reward(0.0, *small) == pytest.approx(start.reward, abs=1e-5)
 
 
@@ -258,7 +258,7 @@ def test_best_of_n_is_what_all_draws_of_n_come_to(small, n):
 
 
 def test_best_of_many_is_the_best(small):
-    point = exact.point_of(exact.best_of(10**6, *small), *small)
+    point = exact.make_point(exact.best_of(10**6, *small), *small)
     assert point.reward == pytest.approx(small[1].max(-1).mean())
 
 
@@ -326,7 +326,7 @@ def test_the_table_of_controls_has_the_change_within_seeds(control_rows):
 
 def made_row(method, beta, seed, reward, kl, **more):
     return {
-        **frontier.row_of(method, beta, seed, reward, kl),
+        **frontier.make_row(method, beta, seed, reward, kl),
         "most_reward": 2.0,
         "label_noise": 0.0,
         "lr": 1e-3,
@@ -352,14 +352,14 @@ def made_rows():
 
 
 def test_a_course_is_in_the_order_of_kl(made_rows):
-    course = course_of(made_rows, "dpo")
+    course = describe_course(made_rows, "dpo")
     assert course.betas == [1.0, 0.1, 0.01]
     assert course.reward.tolist() == [[0.5, 1.0, 0.6], [0.5, 1.2, 0.6]]
 
 
 def test_rewards_at_equal_kl_are_below_the_limit_by_gaps_on_lines_from_the_reference(made_rows):
     """The gaps are 1.5 at KL 1 (which `made_row` puts at a limit of 2), and 1 and 0.8 at KL 2."""
-    course = course_of(made_rows, "dpo")
+    course = describe_course(made_rows, "dpo")
     assert np.isnan(at_equal_kl(course, made_rows, 0.5)).all()
     assert at_equal_kl(course, made_rows, 1.0).tolist() == pytest.approx([1.5 - 1.5] * 2)
     assert at_equal_kl(course, made_rows, 1.5).tolist() == pytest.approx([1.5 + 0.5 / 6 - 1.25, 1.5 + 0.5 / 6 - 1.15])
@@ -368,17 +368,17 @@ def test_rewards_at_equal_kl_are_below_the_limit_by_gaps_on_lines_from_the_refer
 
 def test_at_equal_kl_the_optimum_is_itself(small):
     """Whose frontier is concave, and has few policies here."""
-    rows = [frontier.row_of("sft", None, None, *exact.point_of(small[0], *small))]
+    rows = [frontier.make_row("sft", None, None, *exact.make_point(small[0], *small))]
     for beta in np.geomspace(20, 0.1, 60):
-        rows.append(frontier.row_of("pi_star", beta, None, *exact.point_of(exact.optimum(beta, *small), *small)))
+        rows.append(frontier.make_row("pi_star", beta, None, *exact.make_point(exact.optimum(beta, *small), *small)))
     few = [{**row, "method": "dpo", "seed": 0, "most_reward": row["reward"]} for row in rows[1::15]]
     kl = few[2]["kl"] * 0.8
-    assert at_equal_kl(course_of(few, "dpo"), rows, kl) == pytest.approx(exact.most_reward(kl, *small), abs=2e-3)
+    assert at_equal_kl(describe_course(few, "dpo"), rows, kl) == pytest.approx(exact.most_reward(kl, *small), abs=2e-3)
 
 
 def test_a_budget_is_spent_on_the_best_mixture_within_it(made_rows):
     """The first seed's best are mixtures of the reference and the policy at KL 2, which is also best beyond."""
-    found = within_budget(course_of(made_rows, "dpo"), made_rows[0], np.array([0.0, 1.0, 2.0, 5.0]))
+    found = within_budget(describe_course(made_rows, "dpo"), made_rows[0], np.array([0.0, 1.0, 2.0, 5.0]))
     assert found.tolist() == pytest.approx([(0 + 0.5 + 1 + 1) / 4, (0 + 0.6 + 1.2 + 1.2) / 4])
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from support.models import plain_logps
-from support.runs import ROOT, environment_of, run_script
+from support.runs import ROOT, make_environment, run_script
 
 from dpo.data.examples import Example
 from dpo.models.pretrained import load_model
@@ -206,7 +206,7 @@ def test_quick_controls_are_written_and_can_be_read(tmp_path):
     for command in (("--controls", "--quick", "--out", str(tmp_path)), ("--read", str(tmp_path / "controls.json"))):
         result = subprocess.run(
             [sys.executable, "-m", "scripts.frontier", *command],
-            cwd=ROOT, env=environment_of(), capture_output=True, text=True, check=False,
+            cwd=ROOT, env=make_environment(), capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
         assert "| 5 | 0.01 | " in result.stdout
@@ -220,7 +220,7 @@ def test_quick_on_one_process_and_two(tmp_path):
     for name, more in (("one", ()), ("two", ("trainer=FSDPTrainer", "world_size=2"))):
         command = ["-m", "scripts.frontier", "--quick", "--out", str(tmp_path / name), *more]
         result = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=environment_of(), capture_output=True, text=True
+            [sys.executable, *command], cwd=ROOT, env=make_environment(), capture_output=True, text=True
         )
         assert result.returncode == 0, result.stderr
         rows = json.loads((tmp_path / name / "frontier.json").read_text())

@@ -226,6 +226,6 @@ def test_shapes_of_published_models_are_cut_to_the_gpus_memory_and_say_so(monkey
 
 def test_a_slow_or_wrong_layout_fails_on_a_gpu(setting):
     summary = {"ours": {"share": 0.1, "losses": [0.7]}, "padded": {"losses": [0.6]}, "times": 1.0}
-    faults = speed.faults_of(summary, setting._replace(gpu=True))
+    faults = speed.find_faults(summary, setting._replace(gpu=True))
     assert [fault.split(" ")[0] for fault in faults] == ["losses", "less", "less"]
-    assert len(speed.faults_of(summary, setting)) == 1
+    assert len(speed.find_faults(summary, setting)) == 1

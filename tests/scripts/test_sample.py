@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support.runs import GOLDEN, environment_of, run_python, run_script, write_rows
+from support.runs import GOLDEN, make_environment, run_python, run_script, write_rows
 from support.warm import ROOT, Python
 
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.losses import preference_loss
-from dpo.models.adapters import AdapterState, adapter_weights, add_adapter, config_of
+from dpo.models.adapters import AdapterState, adapter_weights, add_adapter, make_adapter_config
 from dpo.models.answers import Sampling, answer, log_probabilities
 from dpo.models.export import export
 from dpo.models.layouts import Padded
@@ -300,7 +300,7 @@ def test_a_prompt_must_fit_the_models_positions_and_vocabulary(tokenizer):
 def adapted_run(run: Path, seed: int, lora: str = "base", archive: Path | None = None) -> Path:
     """A run of lora=lora whose adapter has moved."""
     model = load()
-    add_adapter(model, config_of(4, 8, ["q_proj", "v_proj"] if seed == 1 else "auto"))
+    add_adapter(model, make_adapter_config(4, 8, ["q_proj", "v_proj"] if seed == 1 else "auto"))
     model.peft_config["policy"].base_model_name_or_path = LLAMA
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -454,7 +454,7 @@ def test_ctrl_c_ends_it_cleanly(run_dir, tmp_path):
     file = write_rows(tmp_path / "p.jsonl", [{"prompt": f"Number {n}?"} for n in range(2000)])
     out = tmp_path / "out.jsonl"
     arguments = ("-m", "scripts.sample", str(run_dir), "--file", str(file), "--out", str(out), "--batch-size", "1")
-    process = Python(*arguments, environment=environment_of())
+    process = Python(*arguments, environment=make_environment())
     deadline = time.monotonic() + 60
     while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -9,7 +9,7 @@ import hydra
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from support.runs import ROOT, metrics_of, train
+from support.runs import ROOT, read_metrics, train
 
 import train as train_script
 from dpo.settings.command_line import find_problems, parse
@@ -77,7 +77,7 @@ def test_a_sweep_over_experiments_is_a_run_of_each(tmp_path):
     for number, name in enumerate(names):
         run = tmp_path / "runs" / f"{number}_experiment={name}"
         assert yaml.safe_load((run / "config.yaml").read_text())["exp_name"] == name
-        assert len(metrics_of(run, "train")) == 2
+        assert len(read_metrics(run, "train")) == 2
 
 
 def test_help_names_every_experiment_and_model():

@@ -15,7 +15,7 @@ import trainers
 from dpo.losses import LOSSES
 from dpo.models.pretrained import DTYPES
 from dpo.settings import choices
-from dpo.settings.files import defaults_of
+from dpo.settings.files import load_defaults
 from dpo.settings.keys import KEYS, Resume
 from dpo.settings.plan import ParallelDims, Plan, resolve
 from dpo.system import gpus
@@ -96,7 +96,7 @@ def test_the_names_of_the_config_are_those_of_the_tables():
     assert {name: f"torch.{name}" for name in choices.DTYPES} == {name: str(dtype) for name, dtype in DTYPES.items()}
     assert all(cls.__name__ == name and issubclass(cls, torch.optim.Optimizer) for name, cls in OPTIMIZERS.items())
     assert (tuple(SCHEDULES), tuple(LR_SCALINGS)) == (choices.SCHEDULES, choices.LR_SCALINGS)
-    assert (*defaults_of()["dataset_sources"], "demo") == preference_datasets.BUILT_IN
+    assert (*load_defaults()["dataset_sources"], "demo") == preference_datasets.BUILT_IN
     assert KEYS["loss.name"].rule.choices == tuple(LOSSES)
 
 

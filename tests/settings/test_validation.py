@@ -15,7 +15,7 @@ from support.runs import ROOT
 import train  # noqa: F401  (registers the config's resolvers)
 from dpo.losses import LOSSES, find_loss
 from dpo.settings import choices
-from dpo.settings.files import defaults_of, flatten
+from dpo.settings.files import flatten, load_defaults
 from dpo.settings.keys import ALIASES, KEYS
 from dpo.settings.plan import ParallelDims, Plan, resolve
 from dpo.settings.validation import find_config_problems, find_unused
@@ -310,15 +310,15 @@ def read(name: str) -> dict:
 
 def test_every_key_has_a_rule_and_every_rule_a_key():
     main = {k: v for k, v in read("config.yaml").items() if k not in ("defaults", "hydra", "dataset_sources")}
-    losses = set().union(*(keys_of(defaults_of(loss)["loss"], "loss.") for loss in LOSSES))
-    adapters = set().union(*(keys_of(defaults_of(lora=f.stem)["lora"], "lora.") for f in CONFIG.glob("lora/*.yaml")))
+    losses = set().union(*(keys_of(load_defaults(loss)["loss"], "loss.") for loss in LOSSES))
+    adapters = set().union(*(keys_of(load_defaults(lora=f.stem)["lora"], "lora.") for f in CONFIG.glob("lora/*.yaml")))
     models = {
         f.stem: keys_of(read(f"model/{f.name}"), "model.") - {"model.defaults"} for f in CONFIG.glob("model/*.yaml")
     }
 
     assert all(keys <= models["blank_model"] for keys in models.values())
     online = set().union(
-        *(keys_of(defaults_of(online=f.stem)["online"], "online.") for f in CONFIG.glob("online/*.yaml"))
+        *(keys_of(load_defaults(online=f.stem)["online"], "online.") for f in CONFIG.glob("online/*.yaml"))
     )
     assert keys_of(main) | losses | adapters | online | models["blank_model"] == KEYS.keys()
 
@@ -458,7 +458,7 @@ def test_losses_have_the_papers_options_and_those_with_a_reference_have_its_opti
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_files_of_losses_are_read_as_hydra_reads_them(loss):
-    assert OmegaConf.to_container(compose(f"loss={loss}").loss) == defaults_of(loss)["loss"]
+    assert OmegaConf.to_container(compose(f"loss={loss}").loss) == load_defaults(loss)["loss"]
 
 
 @pytest.mark.parametrize(
@@ -510,8 +510,8 @@ def test_options_of_losses_that_cannot_be_together_are_refused(overrides, proble
 
 
 def test_a_mix_has_a_weight_for_each_loss_that_can_be_in_it_and_all_options_of_these():
-    mix = copy.deepcopy(defaults_of("mix")["loss"])
-    parts = [copy.deepcopy(defaults_of(name)["loss"]) for name, loss in LOSSES.items() if loss.can_be_mixed]
+    mix = copy.deepcopy(load_defaults("mix")["loss"])
+    parts = [copy.deepcopy(load_defaults(name)["loss"]) for name, loss in LOSSES.items() if loss.can_be_mixed]
     assert mix.pop("weights") == {part.pop("name"): 0 for part in parts}
     assert mix.keys() == set().union(*parts) - {"momentum"} | {"name"}  # without updates before, no running average
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpo.analysis.ledger_file import SCHEMA, append, begin, schema_of
+from dpo.analysis.ledger_file import SCHEMA, append, begin, make_schema
 from support.records import evaluation, rewards, update, write_run
 
 
@@ -22,7 +22,7 @@ def row(example: str, number: int, split: str, chosen: float, rejected: float, t
 def with_ledger(folder: Path, rows: list[dict]) -> Path:
     """A run whose last evaluation has the means of the rows of split eval."""
     run = write_run(folder, [update(1), update(2), evaluation(2, 0.6, **rewards("eval", 0.1, -0.05))])
-    schema = schema_of(rows[0] if rows else SCHEMA.names)
+    schema = make_schema(rows[0] if rows else SCHEMA.names)
     begin(run / "ledger.arrows", schema)
     append(run / "ledger.arrows", {name: [row[name] for row in rows] for name in schema.names})
     return run

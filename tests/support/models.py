@@ -91,7 +91,7 @@ def batch_of(rows: int, length: int = 12, *, shared: bool = False) -> dict[str, 
     return batch
 
 
-def examples_of(rows: int, length: int = 12, *, shared: bool = False) -> list[Example]:
+def list_examples(rows: int, length: int = 12, *, shared: bool = False) -> list[Example]:
     """The examples of `batch_of`."""
     return find_examples(batch_of(rows, length, shared=shared))
 

@@ -20,7 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported, also by processe
 torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 
-def environment_of(**more: str) -> dict[str, str]:
+def make_environment(**more: str) -> dict[str, str]:
     """Without network, W&B key and settings of Hydra."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "HYDRA"))}
     return {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **more}
@@ -28,7 +28,7 @@ def environment_of(**more: str) -> dict[str, str]:
 
 def run_script(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """`python ARGUMENTS` without a terminal, forked from a process that has imported torch."""
-    return warm.run(*arguments, cwd=cwd, environment=environment_of(**environment), timeout=200)
+    return warm.run(*arguments, cwd=cwd, environment=make_environment(**environment), timeout=200)
 
 
 def run_python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +36,7 @@ def run_python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subproc
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env=environment_of(**environment),
+        env=make_environment(**environment),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -52,7 +52,7 @@ def train(*overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.C
     return run_script(str(ROOT / "train.py"), *overrides, cwd=cwd, **environment)
 
 
-def metrics_of(run_dir: Path, split: str) -> list[dict]:
+def read_metrics(run_dir: Path, split: str) -> list[dict]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["split"] == split]
 

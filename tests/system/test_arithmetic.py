@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.models import COMMON, FAMILIES, build, examples_of
+from support.models import COMMON, FAMILIES, build, list_examples
 from support.runs import GOLDEN
 from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -195,7 +195,7 @@ def test_rows_are_aligned_on_a_gpu_alone(monkeypatch):
         embeddings = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
         monkeypatch.setattr(model, "get_input_embeddings", lambda embeddings=embeddings: embeddings)
         layout, _ = layout_by_rules("shared_prefix", model, max_length=64)
-        [microbatch] = layout.split(examples_of(4, length=9), 1)
+        [microbatch] = layout.split(list_examples(4, length=9), 1)
         lengths[device] = microbatch.inputs.input_ids.shape[1]
     assert lengths["cpu"] % 8
     assert lengths["cuda"] == 64

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import warm
-from support.runs import ROOT, assert_gone, environment_of
+from support.runs import ROOT, assert_gone, make_environment
 
 from dpo.errors import InputError
 from dpo.system import launching
@@ -221,7 +221,7 @@ def test_tasks_of_a_slurm_step_join(tmp_path):
             "-c",
             script,
             str(tmp_path),
-            environment=environment_of(
+            environment=make_environment(
                 PYTHONPATH=TESTS,
                 SLURM_STEP_NUM_TASKS="2",
                 SLURM_PROCID=str(rank),
@@ -350,7 +350,7 @@ def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path):
     (tmp_path / "parent.py").write_text(script)
     parent = subprocess.Popen(
         [sys.executable, str(tmp_path / "parent.py"), str(tmp_path)],
-        env=environment_of(PYTHONPATH=TESTS),
+        env=make_environment(PYTHONPATH=TESTS),
     )
     deadline = time.monotonic() + 60
     while not all((tmp_path / f"pid{rank}").exists() for rank in (0, 1)):
@@ -395,7 +395,7 @@ def test_a_rank_of_another_machine_that_fails_is_named(how, ranks, said, tmp_pat
     started = [
         warm.Python(
             *("-c", FAILING_RANK, str(tmp_path), how),
-            environment=environment_of(PYTHONPATH=TESTS, RANK=str(rank), **meet),
+            environment=make_environment(PYTHONPATH=TESTS, RANK=str(rank), **meet),
         )
         for rank in range(ranks)
     ]

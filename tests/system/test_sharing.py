@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from support import warm
-from support.runs import GOLDEN, environment_of, train, write_rows
+from support.runs import GOLDEN, make_environment, train, write_rows
 
 import preference_datasets
 from benchmarks.step_overhead import compose
@@ -177,7 +177,7 @@ def test_asked_to_stop_while_the_data_is_loaded_all_processes_stop_at_once(rows,
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "train.jsonl.gz").write_bytes(gzip.compress(b"\n" * 2**28))  # takes a minute
     overrides = command("run", "trainer=FSDPTrainer", "world_size=2", f"dataset_sources.hh={tmp_path / 'slow'}")
-    process = warm.Python("train.py", *overrides, environment=environment_of(), merge=True)
+    process = warm.Python("train.py", *overrides, environment=make_environment(), merge=True)
     try:
         said = ""
         while "reading the data of" not in said and process.poll() is None:

@@ -18,7 +18,7 @@ SAMPLED = ("sample_during_eval=true", "n_eval_model_samples=4", "n_eval_tokens=5
 WAITS = "warning: no samples before the first update; the first come with the evaluation after "
 
 
-def samples_of(run_dir: Path) -> list[dict]:
+def collect_samples(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
 
 
@@ -112,7 +112,7 @@ def test_a_short_run_samples_at_its_next_evaluation_and_dry_run_says_so(processe
     assert announced[2].startswith("  evaluation of 4 examples in 1 batch (")
     assert announced[3].startswith(WAITS)
     assert "\n".join(announced) in tried.stdout
-    assert {sample["examples"] for sample in samples_of(tmp_path / "run")} == {8, 16, 24}
+    assert {sample["examples"] for sample in collect_samples(tmp_path / "run")} == {8, 16, 24}
 
 
 def test_samples_before_the_first_update_can_be_asked_for_and_have_at_most_so_many_tokens(rows, tmp_path):
@@ -122,7 +122,7 @@ def test_samples_before_the_first_update_can_be_asked_for_and_have_at_most_so_ma
         result = train(*small_run(rows, tmp_path / most, *SAMPLED, *settings, f"n_eval_tokens={most}"))
         assert result.returncode == 0, result.stderr
         assert WAITS not in result.stdout
-        samples = samples_of(tmp_path / most)
+        samples = collect_samples(tmp_path / most)
         assert [sample["examples"] for sample in samples] == [0] * 4 + [4] * 4
         texts[most] = [sample["policy"] for sample in samples]
 

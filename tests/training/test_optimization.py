@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.runs import metrics_of, train
+from support.runs import read_metrics, train
 
 from dpo.checkpoint.files import read_state
 from dpo.training.objective import Objective
@@ -96,7 +96,7 @@ def test_a_state_continues_on_the_curve_of_as_many_updates_as_there_now_are(kind
 
 
 def lrs(run_dir) -> list[float]:
-    return [line["lr"] for line in metrics_of(run_dir, "train")]
+    return [line["lr"] for line in read_metrics(run_dir, "train")]
 
 
 def test_a_run_that_is_made_longer_has_from_there_on_the_rates_of_the_longer_run(run, tmp_path, capsys):
