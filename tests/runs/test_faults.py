@@ -216,7 +216,7 @@ def test_the_launcher_passes_a_signal_on_and_all_exit_with_143(rows, whole_shard
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 143, said
-    assert said.count("SIGTERM: stopping; what was trained is saved\n") == 1
+    assert said.count("SIGTERM: stopping, after what was trained is saved\n") == 1
     go_on = f"rerun the same command with local_run_dir={tmp_path / 'run'} resume=auto to continue"
     assert said.count(go_on) == 1
     continue_sharded(rows, tmp_path / "run", whole_sharded)
@@ -229,7 +229,7 @@ def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(rows, w
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert said.count("Ctrl-C: stopping; what was trained is saved; press Ctrl-C again") == 1
+    assert said.count("Ctrl-C: stopping, after what was trained is saved; press Ctrl-C again") == 1
     assert said.count("stopped by Ctrl-C: rerun the same command") == 1
     assert "Traceback" not in said
     continue_sharded(rows, tmp_path / "run", whole_sharded)

@@ -122,7 +122,9 @@ OF_PROCESSES = {
 }
 
 
-@pytest.mark.parametrize("name", OF_PROCESSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("4") else ()) for name in OF_PROCESSES]
+)
 def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, folder, expected):
     processes, cases = OF_PROCESSES[name]
     sampling = ("n_eval_model_samples=16", "max_length=48")
