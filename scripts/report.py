@@ -24,7 +24,7 @@ from scripts.trust import add_trust_option
 
 
 def runs_in(path: Path) -> list[Path]:
-    """The runs that a path names: of a sweep's directory, those of its jobs."""
+    """Directories of the runs that a path names: those of the jobs for a sweep's directory, else the path."""
     if not (path / SWEEP).is_file():
         return [path]
     return sorted(file.parent for file in path.glob("*/config.yaml"))
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; of several runs: report")
     add_trust_option(parser)
     asked = parser.parse_args(arguments)
-    from dpo.analysis.page import write_report  # here: matplotlib takes a second, which --help need not pay
+    from dpo.analysis.page import write_report  # here, so that --help need not wait a second for matplotlib
     from scripts.ledger import find_texts
 
     runs = [run for named in asked.runs for run in runs_in(named.expanduser())]
