@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer on the pairs that `benchmarks.compare` wrote, which runs this with the Python of TRL's environment.
+"""TRL's DPOTrainer on pairs written by `benchmarks.compare`, which runs this with the Python of TRL's environment.
 
 Imports nothing of ours. Prints one line of JSON: seconds of each update but the first, and the peak memory.
 """
