@@ -51,7 +51,7 @@ print(most * 1024)
 
 
 class Sampler:
-    """Records the peak of this process's anonymous memory from its creation on."""
+    """Recorder of the peak of this process's anonymous memory, from its creation on."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-c", SAMPLER, str(os.getpid())]

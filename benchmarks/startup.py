@@ -107,7 +107,7 @@ def seconds_to_first_update(checkout: Path) -> float:
 
 
 def measure_answers(checkouts: list[Path], repeats: int) -> None:
-    """Print medians, a line for each answer and a column for each checkout; the first round warms the page cache."""
+    """Print medians, a line per answer and a column per checkout; the first round warms the page cache."""
     taken: dict[tuple[str, Path], list[float]] = defaultdict(list)
     for _ in range(repeats + 1):
         for checkout in checkouts:

@@ -43,7 +43,7 @@ def timed(part: str, function: Callable) -> Callable:
 
 
 class Stopwatch(Callback):
-    """Records the seconds of each update, and of its parts."""
+    """Recorder of the seconds of each update, and of its parts."""
 
     def on_start(self) -> None:
         self.rows: list[dict[str, float]] = []

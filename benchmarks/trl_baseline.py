@@ -32,7 +32,7 @@ class Stopwatch(TrainerCallback):
 
 
 class InOrder(DPOTrainer):
-    """Keeps the order of our pairs, which TRL would shuffle."""
+    """TRL's trainer with our pairs in order, which it would shuffle."""
 
     def _get_train_sampler(self, dataset=None):
         return SequentialSampler(dataset if dataset is not None else self.train_dataset)

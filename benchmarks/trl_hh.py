@@ -23,7 +23,7 @@ from benchmarks.trl_baseline import InOrder, Stopwatch
 
 
 class LikeOurs(InOrder):
-    """Adds our warm-up, and records each update's seconds and each pair's margin: a microbatch is one pair."""
+    """TRL's trainer with our warm-up, and a record of each update's seconds and each pair's (microbatch's) margin."""
 
     watch: Stopwatch
 

@@ -48,7 +48,7 @@ def draw() -> dict[str, Any]:
 
 
 class Model:
-    """Returns log-probabilities as a model with TRL's fused head does."""
+    """A stand-in that returns log-probabilities as a model with TRL's fused head does."""
 
     training, is_gradient_checkpointing = True, False
 

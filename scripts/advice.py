@@ -1,4 +1,4 @@
-"""Recommends how to train on given GPUs, or on the CPU: trainer, dtype, batch size, and a command line."""
+"""Recommendation for training on given GPUs or the CPU: trainer, dtype, batch size, and a command line."""
 
 from __future__ import annotations
 

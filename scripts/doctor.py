@@ -187,7 +187,7 @@ def check_all_reduce() -> list[Finding]:
 
 
 def reduce_finding(results: Sequence[Mapping[str, float]], backend: str) -> Finding:
-    """Whether every rank got the right sum, and the speed: bytes / time, and per link (NCCL's busbw)."""
+    """Finding on the sums of all ranks, and the speed: bytes / time, and per link (NCCL's busbw)."""
     count, size, seconds = len(results), results[0]["bytes"], max(r["seconds"] for r in results)
     wrong = ", ".join(f"{r['wrong']:.0f} elements on rank {rank}" for rank, r in enumerate(results) if r["wrong"])
     bus = f", bus {gb(size / seconds * 2 * (count - 1) / count)}/s" if count > 1 else ""

@@ -44,7 +44,7 @@ class Products(NamedTuple):
 
 
 class ChildError(Exception):
-    """Failure of a child process to start, finish or do so in time; the message is one sentence."""
+    """Failure or timeout of a child process; the message is one sentence."""
 
 
 def ask(*command: str, limit: float = 10) -> str:

@@ -3,10 +3,10 @@
     python -m scripts.report RUN [RUN ...] [--out DIR]
 
 RUN is the directory of a run that is complete, still trains, or crashed; or of a sweep: its runs. The page has the
-curves, what they mean and what looks wrong, samples of policy and reference, what differs between the runs, hardware,
-time and cost. Without --out it is in RUN/report, or, of several runs, in report. The texts of a ledger's pairs are in
-the report of one run if its data is on this machine; a comparison loads no data, which can take minutes. Exit status:
-0 written, 2 bad input. Changes nothing else, and uses no network.
+curves, findings and warnings, samples of policy and reference, differences between the runs, hardware, time and cost.
+Without --out it is in RUN/report, or, for several runs, in report. The texts of a ledger's pairs are in the report of
+one run if its data is on this machine; a comparison loads no data, as that can take minutes. Exit status: 0 written, 2
+bad input. Changes nothing else, and uses no network.
 """
 
 from __future__ import annotations

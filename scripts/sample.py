@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # InputError names what cannot be read
+    except OSError as error:  # InputError names unreadable files
         print(f"error: the answers cannot be written: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -22,7 +22,7 @@ class Cost(NamedTuple):
 
     @property
     def secs(self) -> float:
-        """Seconds known to have passed. After a resume, the time since the last start may be less than the updates'."""
+        """Elapsed time or time in updates, the longer one; after a resume, elapsed time is since the last start."""
         return float(np.nanmax([self.updating_secs, self.elapsed_secs, 0.0]))
 
     @property
@@ -68,7 +68,7 @@ def _elapsed(run: Run) -> float:
 
 
 def _time(text: Any) -> datetime | None:
-    """A time with its zone; None for anything else, such as a time that an older run did not record."""
+    """Parse a time with its zone; None for anything else, such as a missing time."""
     try:
         time = datetime.fromisoformat(str(text))
     except ValueError:

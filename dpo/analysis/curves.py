@@ -134,7 +134,7 @@ def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
 
 
 def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
-    """Lines of a chart: a colour for each of several runs, or for each side of pairs in one run."""
+    """Lines of a chart, with a colour per run, or, for a single run, per side of pairs."""
     several, found = len(runs) > 1, []
     for i, run in enumerate(runs):
         if chart.loss is not None and chart.loss != run.loss:
@@ -240,7 +240,7 @@ def _draw_line(axis: Any, line: Line, theme: Theme, *, several: bool) -> None:
         axis.plot(
             *(examples, held_out),
             color=color,
-            linestyle=(0, (1, 1.8)) if len(examples) > 2 else "none",  # two points are no course
+            linestyle=(0, (1, 1.8)) if len(examples) > 2 else "none",  # two points are not a course
             linewidth=1.1,
             marker="o",
             markersize=4.6 if len(examples) <= 30 else 2.6,
@@ -284,7 +284,7 @@ def _dress(axis: Any, chart: Chart, theme: Theme, lines: Sequence[Line]) -> None
 
 
 def _spans_decades(lines: Sequence[Line]) -> bool:
-    """Whether the values are all above 0, and the lines lie far apart or one of them spans a wide range."""
+    """Whether all values are above 0 and span a wide range, within a line or between lines."""
     values = [line.run.train.points(line.metric)[1] for line in lines]
     usual = [float(np.median(v)) for v in values]
     peaks = max(float(v.max()) for v in values) / min(usual) if min(usual) > 0 else 0.0

@@ -113,7 +113,7 @@ def _folders(run: Run) -> str:
 
 
 def find_spikes(values: np.ndarray) -> list[tuple[int, float]]:
-    """(index, ratio to the median of the 100 numbers before it) of each value above SPIKE times that median.
+    """Find spikes: (index, ratio to the median of the 100 numbers before) for ratios above SPIKE.
 
     Values below FAINT of the mean of the first 20 do not count: where hardly any gradient is left, an outlier is
     harmless."""
@@ -251,7 +251,7 @@ def saturation(run: Run) -> Iterator[Finding]:
 
 
 def _what_is_left(run: Run) -> str:
-    """Sentence on how much is left to learn, by the gradient norm now and at first, which works for every loss."""
+    """Sentence on how much is left to learn, by the gradient norm at first and now."""
     norms = run.train.points("grad_norm")[1]
     if not len(norms):
         return ""
@@ -312,7 +312,7 @@ def _how_to_evaluate_more(run: Run) -> str:
 
 
 def near(run: Run, name: str, examples: float) -> float:
-    """Mean of a training metric over the last updates up to a number of examples: a tenth of all, at least 10."""
+    """Mean of a training metric near a number of examples: over a tenth of the updates, at least 10, up to it."""
     places, values = run.train.points(name)
     length = max(10, len(values) // 10)
     up_to = values[places <= examples][-length:]

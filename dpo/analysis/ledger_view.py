@@ -16,7 +16,7 @@ TOP = 5  # pairs in each list
 
 Texts = Mapping[str, Mapping[str, str]]  # of examples: prompt, chosen, rejected
 FindTexts = Callable[[Run, Sequence["Pair"]], Texts]
-"""Finds the texts of a run's pairs. Raises InputError if they cannot be loaded."""
+"""Function that finds the texts of a run's pairs. Raises InputError if they cannot be loaded."""
 
 
 class Listed(NamedTuple):

@@ -31,7 +31,7 @@ NONFINITE = re.compile(r"nonfinite-(\d+)")  # directory with the examples of an 
 
 
 def number(value: Any) -> float:
-    """A number as a float; NaN for anything else, for null (a logged NaN), and for a size of `MOST` or more."""
+    """A number as a float; NaN for other types, for null (a logged NaN), and from `MOST` on."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST:
         return math.nan
     return float(value)
@@ -164,7 +164,7 @@ class Run:
         return int(total) if total > 0 else None
 
     def tail(self, split: str, name: str) -> float:
-        """Mean of a metric over the last tenth of the updates, at least 10, or its value at the last evaluation."""
+        """Value at the last evaluation, or mean over the last tenth of the updates, at least 10."""
         values = self.train.points(name)[1] if split == "train" else self.eval.points(name)[1][-1:]
         return float(values[-max(10, len(values) // 10) :].mean()) if len(values) else math.nan
 
@@ -280,7 +280,7 @@ def _read_mapping(run: Run, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         run.problems.append(f"{name} is missing")
         return {}
-    except (InputError, OSError, TypeError) as error:  # TypeError: keys of a mapping that are no names
+    except (InputError, OSError, TypeError) as error:  # TypeError: keys of a mapping that are not names
         run.problems.append(f"{name} cannot be read: {error}")
         return {}
     if not isinstance(value, dict):

@@ -92,7 +92,7 @@ def _as_chat(messages: list[dict[str, str]], tokenizer: Any, where: str) -> str:
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:
-    """A prompt and its answer as messages: those that were rendered, a dialogue's turns, or one turn of a user."""
+    """A prompt and its answer as messages: the rendered ones, a dialogue's turns, or one user turn."""
     form = find_format(prompt.text, rendered=prompt.rendered)
     if form == HH:
         return _turns(prompt.text, answer)

@@ -16,7 +16,7 @@ from dpo.losses import IGNORE_INDEX
 
 
 class Batch(TypedDict):
-    """Rows of a collated batch. In SFT mode the `rejected` keys are absent and `chosen` holds the SFT target.
+    """Rows of a collated batch; in SFT mode without `rejected` keys, and `chosen` holds the SFT target.
 
     Texts: `chosen` is prompt plus response. Tensors (rows, tokens), int64: chosen and rejected padded on the right,
     prompt on the left (as generation wants it), with the pad token, 0 in masks and -100 in labels.

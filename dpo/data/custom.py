@@ -84,7 +84,7 @@ def get_own(
 
 
 def _as_messages(field: Any, where: str) -> str | list[Any]:
-    """A text as it is; one message or several as a list with `role` and `content` (ShareGPT's `from` and `value`)."""
+    """A text as it is; one message or several as a list of `{role, content}`, also from ShareGPT's form."""
     if isinstance(field, str):
         return field
     field = field if isinstance(field, list) else [field]

@@ -87,7 +87,7 @@ class Example(NamedTuple):
 
 
 def content_key(prompt: Sequence[int], response: Sequence[int], *, beyond: int | None = None) -> bytes:
-    """Digest of the token ids after truncation; with `beyond`, a different one, for the tokens beyond so many."""
+    """Digest of the token ids after truncation; with `beyond`, a key of the tokens beyond this length."""
     digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=KEY_BYTES)
     digest.update(array("q", (*prompt, *response)).tobytes())
     if beyond is not None:

@@ -34,9 +34,10 @@ from dpo.wording import count
 
 @dataclass
 class SplitReport:
-    """Counts over the examples of a split (pairs, or SFT targets, which have no counts of pairs); lengths in tokens.
+    """Counts over the examples of a split: pairs, or SFT targets; lengths in tokens.
 
-    Counts that need token ids are over all examples, or over a random sample of a large split.
+    SFT targets have no counts of pairs. Counts that need token ids are over all examples, or over a random sample of a
+    large split.
     """
 
     prompts: int = 0
@@ -178,7 +179,7 @@ def _count_joined(report: SplitReport, prompt: Prompt, examples: Sequence[dict[s
 
 
 def _is_of_word(character: str) -> bool:
-    """Whether a prompt that ends with this character, or a response that begins with it, needs a space there."""
+    """Whether a prompt ending with this character, or a response beginning with it, needs a space there."""
     return bool(character) and not character.isspace() and unicodedata.east_asian_width(character) not in "WF"
 
 

@@ -42,7 +42,7 @@ class PreferenceData(dict[str, Entry]):
         self.messages: dict[str, Messages] = {}  # of each rendered prompt
 
     def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
-        """Add two responses; the one with index `better` (0 or 1) is preferred and becomes the prompt's SFT target."""
+        """Add two responses; number `better` (0 or 1) is preferred and becomes the prompt's SFT target."""
         entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
         n = len(entry["responses"])
         entry["responses"] += [first, second]

@@ -61,7 +61,7 @@ class Loss:
         return Losses(change_losses(losses, scores, **common) if self.pairwise else losses, *rewards)
 
     def constants(self, scores: Scores, loss_config: Mapping[str, Any]) -> Any:
-        """Compute what the examples take from their global batch, (B, k); for a loss with `of_batch` only."""
+        """Compute the constants of a global batch for each example, (B, k); for a loss with `of_batch` only."""
         assert self.of_batch is not None
         own, common = split_options(loss_config)
         return self.of_batch(change_scores(scores, **common), **own)

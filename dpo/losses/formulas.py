@@ -235,7 +235,7 @@ def dpop(scores: Scores, *, beta: float, penalty: float) -> Losses:
 
 
 def cal_dpo(scores: Scores, *, beta: float) -> Losses:
-    """Cal-DPO (arXiv 2412.14516, algorithm 1): the log-ratios are drawn to +-1 / (2 beta); no beta in the sigmoid."""
+    """Cal-DPO (arXiv 2412.14516, algorithm 1): log-ratios are pulled to +-1 / (2 beta); no beta in the sigmoid."""
     u_w, u_l = scores.log_ratios()
     calibration = (u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2
     return with_rewards(_minus_log_sigmoid(u_w - u_l) + calibration, u_w, u_l, beta)
@@ -251,11 +251,11 @@ def mean_gap(chosen: float, rejected: float, beta: float) -> float:
     return (chosen - rejected) / beta
 
 
-# --- losses of the whole global batch: what they take from it is a constant of the gradient, `Scores.of_batch` --------
+# --- losses of the whole global batch: its values, `Scores.of_batch`, are constants of the gradient -------------------
 
 
 def beta_of_batch(scores: Scores, *, beta: float, alpha: float, momentum: float, **_: Any) -> Tensor:
-    """The beta of a batch, (B, 1): section 4 of arXiv 2407.08639, with M in nats, without beta, as in its code."""
+    """Beta of a batch, (B, 1): section 4 of arXiv 2407.08639, with M in nats, without beta, as in its code."""
     u_w, u_l = scores.log_ratios()
     mean = (u_w - u_l).detach().mean()
     average = momentum * scores.average + (1 - momentum) * mean

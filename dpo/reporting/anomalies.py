@@ -1,4 +1,4 @@
-"""Guards against NaN or infinite losses and gradients; warnings about spikes and collapse."""
+"""Guard against NaN or infinite losses and gradients, and warnings about spikes and collapse."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MAX_SKIPPED = 10  # updates that a run skips before it aborts
 
 
 class NonFinite(RunError):
-    """The loss or the gradient is NaN or infinite; every process of a run raises it at the same update."""
+    """A NaN or infinite loss or gradient; every process of a run raises it at the same update."""
 
 
 class NonFiniteGuard(Callback):
-    """Aborts at or skips a NaN or infinite update, on every rank, and saves its batch for replay."""
+    """Guard that aborts at or skips a NaN or infinite update, on every rank, and saves its batch for replay."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -88,7 +88,7 @@ class NonFiniteGuard(Callback):
 
 
 class CourseWarner(Callback):
-    """Warns about each spike of gradient norm or loss, and once about a collapse.
+    """Warnings about each spike of gradient norm or loss, and one about a collapse.
 
     A spike is a value above `SPIKE` times the median of the last 100, after the first 20 updates. A loss below its
     start is not a spike: where nearly all pairs are learned, one that is not learned stands out. Nor is a value below

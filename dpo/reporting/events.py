@@ -26,7 +26,7 @@ class Update(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A prompt with continuations by the policy and the reference (None if there is none, or it was freed)."""
+    """A prompt with continuations by policy and reference, the latter None if missing or freed."""
 
     prompt: str
     policy: str
@@ -56,7 +56,7 @@ class RunContext(NamedTuple):
 
 
 class Callback:
-    """Watches a run, and may veto an update.
+    """A watcher of a run, which may veto updates.
 
     It is created before a checkpoint is loaded; `on_start` follows, and opens files.
     """
@@ -73,7 +73,7 @@ class Callback:
         return context.rank == 0
 
     def on_start(self) -> None:
-        """The run starts, or continues from what `load_state_dict` was given."""
+        """The run starts, or continues from the state given to `load_state_dict`."""
 
     def allows(self, update: Update) -> bool:
         """Whether the optimizer may apply an update, whose gradient is computed. All ranks must return the same."""

@@ -21,7 +21,7 @@ from dpo.wording import count
 
 
 class Appender(Callback):
-    """Appends to `files` in the run directory. Creates the directory if needed.
+    """A callback that appends to `files` in the run directory, which it creates if needed.
 
     At the start each file is cut to its last whole record within the size in the checkpoint; later records are removed,
     as they will be written again. Files unknown to the checkpoint, and damaged ones, are moved aside with a warning.
@@ -88,7 +88,7 @@ class Appender(Callback):
 
 
 class LogWriter(Appender):
-    """Appends lines, each flushed immediately."""
+    """An appender of lines, flushed immediately."""
 
     def find_end(self, path: Path, size: int) -> int:
         """End of the whole lines at the start. A whole line of a `.jsonl` file is a JSON object."""
@@ -124,9 +124,9 @@ def _is_object(line: bytes) -> bool:
 
 
 class FileLogger(LogWriter):
-    """Writes metrics, samples, and the answers drawn by the last update before an evaluation.
+    """Logger of metrics, samples, and the answers drawn by the last update before an evaluation.
 
-    Also records in `env.json` the parameter counts and when the run ended. NaN and infinite values are null."""
+    It also records in `env.json` the parameter counts and when the run ended. NaN and infinite values are null."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt")
 

@@ -21,7 +21,7 @@ GROWTH = 2  # growth of the rows since the last ledger.parquet before an evaluat
 
 
 class Ledger(Appender):
-    """Appends the examples of each update, even a skipped one, and of each evaluation.
+    """Ledger of the examples of each update, even a skipped one, and of each evaluation.
 
     An append is one write of some kilobytes. All rows are read and written as Parquet at the start, at an evaluation if
     they have doubled, and at the end: together at most three times the cost at the end.

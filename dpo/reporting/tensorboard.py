@@ -13,7 +13,7 @@ FLUSH_SECS = 10  # the most that a killed run loses
 
 
 class TensorBoardLogger(Callback):
-    """Writes every update and evaluation, under W&B's names, to event files in the run's `tensorboard`.
+    """Event files of every update and evaluation, under W&B's names, in the run's `tensorboard`.
 
     Steps are examples. A resumed run's new file makes TensorBoard hide values logged after the checkpoint.
     """

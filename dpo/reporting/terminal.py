@@ -45,7 +45,7 @@ def table(title: str, metrics: Mapping[str, float]) -> str:
 
 
 def _shows_bars() -> bool:
-    """Whether output goes to a terminal with rows; in one without, as of some recorders, tqdm draws nothing."""
+    """Whether output goes to a terminal with rows; without rows, as in some recorders, tqdm draws nothing."""
     if not sys.stdout.isatty():
         return False
     try:
@@ -93,7 +93,7 @@ class Task:
 
 
 class Progress(Callback):
-    """Shows progress as a bar on a terminal, or as lines in a log file.
+    """Progress as a bar on a terminal, or as lines in a log file.
 
     Lines come at most every `interval` seconds for updates, every ten seconds for other long tasks. `each` is the
     number of examples per item of a task, if known."""

@@ -25,7 +25,7 @@ FINISH_SECS = 300  # W&B's time limit for sending the rest at the end
 
 
 class WandbLogger(Callback):
-    """Logs to W&B under the reference's names; training metrics at most every `minimum_log_interval_secs`.
+    """Logger to W&B under the reference's names; training metrics at most every `minimum_log_interval_secs`.
 
     Steps are `counters/examples` (a metric, not W&B's own step), so that a run that resumes from an earlier checkpoint
     can log the same counts again without losing any. The summary has the last evaluation as `last/NAME`, the best

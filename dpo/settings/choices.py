@@ -16,7 +16,7 @@ RELATIVES = {"kto": ("bco", "apo_zero")}  # nearest names to a missing one (docs
 def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
     """A sentence on an unknown value of a key, with the nearest names.
 
-    It lists all names if they are few, and otherwise tells where to find them.
+    It lists all names if they are few, and otherwise the command that does.
     """
     by_small_letters = {name.lower(): name for name in sorted(names)}
     lower = value.lower()

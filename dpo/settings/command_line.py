@@ -118,7 +118,7 @@ def check_command_line(arguments: list[str]) -> list[str]:
 
 
 def exit_on(problems: list[str]) -> None:
-    """Exit with status 2 if there are problems; rank 0 alone prints them, as every rank finds the same."""
+    """Exit with status 2 if there are problems, which rank 0 alone prints: every rank finds the same."""
     if not problems:
         return
     if is_rank_0():
@@ -151,7 +151,7 @@ def parse(arguments: list[str]) -> CommandLine:
 
 
 def _find_sign(override: str) -> str:
-    """The sign that Hydra demands before an override that adds a key, so that users need not type it."""
+    """The sign that Hydra demands before some overrides, so that users need not type it."""
     if override.startswith(("dataset_sources.", "dataset_sources=")):  # open to new names
         return "++"
     return "+" if override.startswith("experiment=") else ""  # none is chosen by default
@@ -337,7 +337,7 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
 
 
 def _explain_place(group: str, value: str) -> str | None:
-    """A sentence on where a directory or Hub id belongs that was given as a group's option; None for other values."""
+    """A sentence on the right key for a directory or Hub id given as a group's option; None for other values."""
     if "/" not in value and not Path(value).is_dir():
         return None
     if group == "lora":

@@ -24,7 +24,7 @@ WAITING = object()  # in place of a value made from another key that has a probl
 
 
 def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path | None = None) -> DictConfig:
-    """A config with missing keys filled in from `config/`, such as keys that the reference's own config lacks.
+    """A config with missing keys filled in from `config/`, such as those that the reference's config lacks.
 
     `run_dir`, if given, becomes its `local_run_dir` if it has none. No key that it has is changed.
     """
@@ -102,7 +102,7 @@ def flatten(config: DictConfig) -> dict[str, Any]:
 
 
 def keys_in(file: Path) -> list[str]:
-    """The keys that a YAML file of ours or of a user sets; '???' counts as a value."""
+    """Keys that a YAML file sets; '???' counts as a value."""
     return [*_load(file)]
 
 

@@ -1,4 +1,4 @@
-"""Every key of the config: its rule, whether a resumed run may change it, and its conditions to have an effect.
+"""Keys of the config: rule of each, whether a resumed run may change it, conditions for an effect.
 
 Meaning and default of each key are in `config/`. Imports no torch.
 """
@@ -121,7 +121,7 @@ DTYPE = _choice(DTYPES)
 
 
 class Needs(NamedTuple):
-    """Condition for a key to have an effect. If it is set without it, there is a message.
+    """Condition for a key to have an effect. If it is not met, a message names the key.
 
     The run is `refused` instead if it would compute something else than was asked for."""
 

@@ -131,7 +131,7 @@ def _find_reference(values: Mapping[str, Any]) -> str:
 
 
 def _named(table: Mapping[str, Any], name: Any, default: Any) -> Any:
-    """The entry of a table under a name, or the default if the name is unknown or not a text."""
+    """The table's entry for a name, or the default if there is none or the name is not a text."""
     return table.get(name, default) if isinstance(name, str) else default
 
 

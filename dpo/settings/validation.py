@@ -22,7 +22,7 @@ from dpo.settings.keys import ALIASES, KEYS, SCORED_BY, TEXT, Key, Needs, key_of
 from dpo.settings.places import Source, built_in, name_datasets
 from dpo.settings.plan import Plan, resolve
 
-# Hydra's own keys that an override may set: with others, Hydra would import and call what they name
+# Hydra's own keys that an override may set; others can name code, which Hydra would import and call
 HYDRAS_OWN = (
     "hydra.run.dir",
     "hydra.sweep.dir",
@@ -128,7 +128,7 @@ def find_unused(config: DictConfig, plan: Plan) -> list[str]:
     ]
     if values["lora.name"] in ADAPTED and values["optimizer"] in STEPS_OF_LR and values["lr"] < 1e-6:
         lines.append(f"lr={values['lr']} is a rate for all weights; adapters take some ten times as much: 5e-6 to 2e-4")
-    # a step is about lr, and what changes a weight by less than 1/512 to 1/256 is rounded away in bfloat16
+    # a step is about lr, and a relative change below 1/512 to 1/256 of a weight is rounded away in bfloat16
     lr, dtype = values["lr"], values["model.policy_dtype"]
     trained_in_it = values["lora.name"] not in ADAPTED  # adapters are float32
     if dtype == "bfloat16" and trained_in_it and values["optimizer"] in STEPS_OF_LR and lr < 1e-5:
@@ -149,7 +149,7 @@ def _find_unused(values: Mapping[str, Any], plan: Plan) -> Iterator[tuple[str, A
 
 
 def _process_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
-    """Problems with the number of processes, and with what the trainer can do."""
+    """Problems with the number of processes, and with the trainer's abilities."""
     size, several, asked = plan.dims.world_size, plan.trainer.multi_process, sound.get("world_size")
     if not several and plan.launched and size > 1:
         yield f"trainer={sound.get('trainer')} is one process, and {size} were launched: use trainer=FSDPTrainer"
@@ -344,7 +344,7 @@ def _column_problems(name: str, columns: Any) -> Iterator[str]:
 
 
 def refuse_hydras_own(key: str, override: str) -> str | None:
-    """A sentence on why an override of one of Hydra's own keys is refused; None if it cannot run code."""
+    """A sentence on why an override of one of Hydra's own keys is refused; None if it is harmless."""
     if key.partition("@")[0].partition(".")[0].partition("/")[0] != "hydra" and "@hydra" not in key:
         return None
     if (key in HYDRAS_OWN or key.startswith(OF_HYDRAS_PLUGINS)) and "_target_" not in override:

@@ -80,7 +80,7 @@ def within_budget(course: Course, start: Row, budgets: np.ndarray) -> np.ndarray
 
 
 def mean_and_interval(values: np.ndarray, sign: str = "") -> str:
-    """Mean over seeds with its 95 % interval by Student's t; `-` if a seed has no value, bold if it excludes 0."""
+    """Mean over seeds and its 95 % interval (Student's t); `-` if a value is missing, bold if it excludes 0."""
     if np.isnan(values).any():
         return "-"
     mean, n = values.mean(), len(values)
