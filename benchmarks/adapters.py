@@ -2,11 +2,11 @@
 
     python -m benchmarks.adapters model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR loss=dpo loss.beta=0.1 ...
 
-Takes the overrides of train.py (W&B is off; all weights are float32). An SFT adapter is trained for one update first,
+Takes the overrides of train.py (W&B is off; all weights are float32). First, an SFT adapter is trained for one update,
 from which `lora.reference=adapter` starts. Each row trains on the same batches in fresh processes, after one warm-up
 update, and in turn with the others, `--rounds` times. The columns: seconds of an update on the clock, and those of the
-CPU, which other work on the machine changes less; the process's peak of memory, and how much of it came with models
-and updates. Of several processes, the one with the most.
+CPU, which other work on the machine changes less; the process's peak memory, and the part of it added by models and
+updates. With several processes, each value is the largest of any.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SETTINGS = {
 
 
 def measure(rank: int, world_size: int, config: Any, folder: Path, updates: int) -> None:
-    """Run a few updates in this process; writes their median seconds, and memory in GB."""
+    """Run a few updates in this process, and write their median seconds, and memory in GB."""
     config.n_examples, before = (updates + 1) * config.batch_size, resident_memory() / 1e9
     plan = resolve(config, world_size=world_size)
     policy, reference = model_loaders(config, plan, rank=rank)
@@ -63,7 +63,7 @@ def measure(rank: int, world_size: int, config: Any, folder: Path, updates: int)
 
 
 def run_setting(overrides: list[str], updates: int) -> dict[str, float]:
-    """The measurements of fresh processes, of each the most that any of them has. Exits if one fails."""
+    """Measure in fresh processes; each value is the largest of any process. Exits if one fails."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.adapters", f"--measure={folder}", f"--updates={updates}"]
         done = subprocess.run(
@@ -76,7 +76,7 @@ def run_setting(overrides: list[str], updates: int) -> dict[str, float]:
 
 
 def train_adapter(overrides: list[str], run_dir: Path) -> Path:
-    """An SFT adapter after one update."""
+    """Train an SFT adapter for one update."""
     own = [o for o in overrides if not o.startswith(("loss", "trainer", "world_size", "lora.reference"))]
     config = compose(
         [*COMMON, f"local_run_dir={run_dir}", *own, "loss=sft", "lora=lora", "debug=false", "export=false"]

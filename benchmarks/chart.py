@@ -1,4 +1,4 @@
-"""Draws docs/speed.svg, the README's picture, from the first table under "Speed and memory" in docs/RESULTS.md.
+"""Draw docs/speed.svg, the README's picture, from the first table under "Speed and memory" in docs/RESULTS.md.
 
 python -m benchmarks.chart
 """
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 def read_rows(text: str) -> list[Row]:
-    """The table's rows that the picture shows."""
+    """Read the table's rows that the picture shows."""
     section = text.split("## Speed and memory", 1)[1].split("\n**", 1)[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line]
     found = {row[0]: row for row in cells}

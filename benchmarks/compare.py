@@ -62,7 +62,7 @@ TRL = {
 
 
 class Shape(NamedTuple):
-    """The sizes that FLOPs depend on."""
+    """Sizes that determine the FLOPs."""
 
     matrices: int  # parameters that a token is multiplied with, without the head's
     head: int  # parameters of the head
@@ -81,7 +81,7 @@ def read_shape(model: Any) -> Shape:
 
 
 def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
-    """FLOPs of a microbatch: policy forward and backward (twice the forward), reference forward.
+    """Count the FLOPs of a microbatch: policy forward and backward (twice the forward), reference forward.
 
     2 per parameter and token; attention 4 per token, column, layer and feature; the head only for scored positions.
     Recomputation to save memory is not counted.
@@ -95,7 +95,7 @@ def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
 
 
 def measure(overrides: list[str], updates: int) -> dict[str, Any]:
-    """Train in this process; measurements of each update but the first."""
+    """Train in this process, and measure each update but the first."""
     with tempfile.TemporaryDirectory() as folder:
         config = compose([*COMMON, f"local_run_dir={folder}", f"local_dirs=[{folder}]", *overrides])
         config.n_examples = (updates + 1) * config.batch_size
@@ -130,7 +130,7 @@ def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:
 
 
 def measure_peak(dtype: torch.dtype) -> float:
-    """FLOP/s of products of square matrices, the best of five."""
+    """Measure FLOP/s of products of square matrices, the best of five."""
     torch.backends.cuda.matmul.allow_tf32 = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 8192 if device == "cuda" else 2048
@@ -149,7 +149,7 @@ def measure_peak(dtype: torch.dtype) -> float:
 
 
 def in_a_process(arguments: list[str], python: str = sys.executable) -> dict[str, Any]:
-    """The last line that a fresh Python prints, from JSON."""
+    """Run a fresh Python. Returns the last line that it prints, parsed from JSON."""
     environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ} if python == sys.executable else None  # as train.py does
     result = subprocess.run(
         [python, *arguments],
@@ -180,7 +180,7 @@ def run_all(overrides: list[str], updates: int, only: list[str] | None, trl: str
 
 
 def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, Any]:
-    """Write the pairs of our batches as records for TRL, in order; returns the settings."""
+    """Write the pairs of our batches as records for TRL, in order. Returns the settings."""
     from dpo.data.examples import iterate_examples
     from preference_datasets import load_data
 
@@ -208,7 +208,7 @@ def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, A
 
 
 def print_table(results: dict[str, dict], peaks: Callable[[str], float]) -> None:
-    """A line per result; times and memory also relative to the first, which is `padded` unless it was left out."""
+    """Print a line per result, also relative to the first, which is `padded` unless it was left out."""
     first = next((result for result in results.values() if "rows" in result), None)
     titles = ("s/pair", "speedup", "memory GB", "of first", "fed/pair", "needed", "needed/s", "TFLOP/update", "of peak")
     print(f"\n{'':34}" + "".join(f"{title:>13}" for title in titles))

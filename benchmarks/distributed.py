@@ -37,7 +37,7 @@ UPDATES = 4  # the first is a warm-up
 
 
 def count_collectives(profile: Any) -> dict[str, float]:
-    """The number of collectives, the tensor elements that they send, and the seconds in them, including waiting."""
+    """Count the collectives, the tensor elements that they send, and the seconds in them, including waiting."""
     events = [event for event in profile.events() if event.name.startswith(("gloo:", "nccl:"))]
     return {
         "collectives": len(events),
@@ -47,7 +47,7 @@ def count_collectives(profile: Any) -> dict[str, float]:
 
 
 def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
-    """Run a few updates in this process; rank 0 writes the seconds and the collectives of one."""
+    """Run a few updates in this process; rank 0 writes the seconds and collectives of one update."""
     plan = resolve(config, world_size=world_size)
     policy, reference = model_loaders(config, plan, rank=rank)
     run_dir = Path(config.local_run_dir)
@@ -66,7 +66,7 @@ def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
 
 
 def memory_of_tree(pid: int) -> int:
-    """Bytes of memory that a process and its descendants use, counting shared memory once (PSS)."""
+    """Memory of a process and its descendants in bytes, counting shared memory once (PSS)."""
     try:
         fields = dict(line.split(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
         own = int(fields["Pss"].split()[0]) * 1024
@@ -77,7 +77,7 @@ def memory_of_tree(pid: int) -> int:
 
 
 def run_layout(overrides: list[str]) -> dict[str, Any] | str:
-    """The measurements of a fresh process tree with its peak of host memory, or why it failed."""
+    """Measure a fresh process tree, with its peak host memory, or return the reason of its failure."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", "benchmarks.distributed", "--measure", str(result)]

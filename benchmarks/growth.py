@@ -46,7 +46,7 @@ def write_pairs(path: Path, n: int, *, tokens: int, pairs_per_prompt: int) -> No
 
 
 def measure(sizes: dict[str, int], updates: int, overrides: list[str]) -> list[str]:
-    """Seconds per pair and memory of both layouts, and their ratios."""
+    """Measure seconds per pair and memory of both layouts, and their ratios."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
         for split in ("train", "test"):

@@ -1,4 +1,4 @@
-"""The tables and the picture of `benchmarks.hh_smollm2`."""
+"""Tables and picture of `benchmarks.hh_smollm2`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OURS, TRL = 0, 1  # indices of a theme's colours
 
 
 class Result(NamedTuple):
-    """What was measured of one policy; the reference is the policy of SFT. Log-probabilities are sums over tokens."""
+    """Measurements of one policy; the reference is SFT's policy. Log-probabilities are sums over tokens."""
 
     name: str
     beta: float | None
@@ -26,21 +26,21 @@ class Result(NamedTuple):
     accuracy: Interval | None  # share of test pairs with a gap above 0
     accuracy_if_shorter: Interval | None  # of pairs whose chosen response has fewer tokens than the rejected one
     accuracy_if_longer: Interval | None
-    balanced: Interval | None  # the mean of these two: ranking by length alone has 0.5
-    length_correlation: float | None  # of the gap with the tokens of chosen minus those of rejected
-    gap: Interval  # nats: (log pi - log ref) of chosen minus that of rejected; the reward margin is beta times it
+    balanced: Interval | None  # the mean of these two, which is 0.5 for ranking by length alone
+    length_correlation: float | None  # of the gap with the difference of lengths, chosen minus rejected tokens
+    gap: Interval  # nats: log pi - log ref, chosen minus rejected; the reward margin is beta times it
     chosen_logp: Interval
     rejected_logp: Interval
     chosen_change: Interval  # log pi - log ref
     rejected_change: Interval
     kl: Interval  # KL(policy || reference) of a response, nats
-    kl_by_log_ratio: Interval  # the same by the mean log-ratio
+    kl_by_log_ratio: Interval  # the same, estimated by the mean log-ratio
     length: Interval  # tokens of a sample
     ended: Interval  # share of samples that ended before the limit
     empty: Interval  # share of samples without text
     online_accuracy: Interval | None  # over the second half of the training pairs, each before its update
     online_balanced: Interval | None  # the same, as `balanced`
-    online_shorter: float | None  # the share of these pairs that choosing the shorter response ranks right; ties half
+    online_shorter: float | None  # share of these pairs whose chosen response is shorter; ties count half
     seconds_per_pair: float
     trl_evaluation: dict[str, float] | None
 
@@ -65,7 +65,7 @@ TEST_COLUMNS: dict[str, Callable[[Result], str]] = {
 
 
 def tables(results: Sequence[Result]) -> str:
-    """Two in Markdown, the second of the test pairs; brackets are 95 % intervals."""
+    """Two Markdown tables, the second on the test pairs; brackets are 95 % intervals."""
     trained = [result for result in results if result.accuracy]
     return f"{_table(COLUMNS, results)}\n{_table(TEST_COLUMNS, trained)}"
 
@@ -77,7 +77,7 @@ def _table(columns: dict[str, Callable[[Result], str]], results: Sequence[Result
 
 
 def draw_picture(results: Sequence[Result], file: Path, *, dark: bool) -> None:
-    """Points with intervals, a row per policy: accuracy, gap, change of both sides, KL."""
+    """Draw points with intervals, a row per policy: accuracy, gap, change of both sides, KL."""
     theme = DARK if dark else LIGHT
     shown = [result for result in results if result.accuracy]
     panels: list[tuple[str, float | None, list[Callable[[Result], Interval | None]]]] = [

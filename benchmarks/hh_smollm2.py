@@ -37,7 +37,7 @@ from dpo.models.answers import Sampling
 from dpo.settings.files import CONFIG_DIR
 from preference_datasets import load_data
 
-LENGTHS = ("max_length=1024", "max_prompt_length=512")  # nothing in HH's harmless-base rows here is truncated
+LENGTHS = ("max_length=1024", "max_prompt_length=512")  # these truncate no row of HH's harmless-base
 COMMON = (
     "datasets=[hh]", "wandb.enabled=false", "batch_size=16", "gradient_accumulation_steps=4", "eval_batch_size=16",
     "n_eval_examples=64", "sample_during_eval=false", *LENGTHS, "eval_every=100000", "save_every=320",
@@ -52,7 +52,7 @@ LR = {"sft": 1e-5, "preferences": 5e-6}
 
 
 class Method(NamedTuple):
-    """A run: the name of its directory and row, and what is special about it."""
+    """A run: the name of its directory and row, and its settings."""
 
     name: str
     loss: str  # sft, dpo, ipo
@@ -80,7 +80,7 @@ def find_folder(out: Path, method: Method) -> Path:
 
 
 def find_policy(out: Path, method: Method) -> Path:
-    """Where the trained policy is, as a model of transformers."""
+    """Path of the trained policy, as a model of transformers."""
     return find_folder(out, method) / ("hf" if method.trl else "LATEST/hf")
 
 
@@ -88,7 +88,7 @@ def find_policy(out: Path, method: Method) -> Path:
 
 
 def train_ours(out: Path, method: Method, model: str, overrides: Sequence[str]) -> None:
-    """Run train.py."""
+    """Train with train.py."""
     special = [f"loss.beta={method.beta}", "cache_reference_logps=all"] if method.loss != "sft" else []
     special += ["loss.average=true"] if method.average else []
     lr = LR.get(method.loss, LR["preferences"])
@@ -102,7 +102,7 @@ def train_ours(out: Path, method: Method, model: str, overrides: Sequence[str]) 
 
 
 def train_with_trl(out: Path, method: Method, python: str, overrides: Sequence[str]) -> None:
-    """The same by TRL: rows, order, learning rates, batches."""
+    """Train with TRL, with the same rows, order, learning rates and batches."""
     config = compose_for(out, overrides)
     data = load_data(config, silent=True)
     shuffled = {"n_epochs": config.n_epochs, "n_examples": config.n_examples, "seed": config.seed}
@@ -126,7 +126,7 @@ def train_with_trl(out: Path, method: Method, python: str, overrides: Sequence[s
 
 
 def run(command: list[str], made: Path) -> None:
-    """Run a command, unless what it makes is there; if it fails, end with its exit status."""
+    """Run a command unless its result `made` exists; if it fails, exit with its status."""
     if made.exists():
         print(f"{made} is there", flush=True)
         return
@@ -139,7 +139,7 @@ def run(command: list[str], made: Path) -> None:
 
 
 def compose_for(out: Path, overrides: Sequence[str]) -> Any:
-    """The config of a DPO run, for its data."""
+    """Compose the config of a DPO run, for its data."""
     start = f"model.name_or_path={find_policy(out, SFT)}"
     return compose([*COMMON, "loss=dpo", "loss.beta=0.1", start, f"local_run_dir={out / 'cache'}", *overrides])
 
@@ -153,13 +153,13 @@ def test_pairs(config: Any, data: Any) -> list[Any]:
 
 def load(path: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    # of which only EOS applies, as in scripts.sample: samples are draws from the policy itself
+    # only EOS of it applies, as in scripts.sample: samples are draws from the policy itself
     model.generation_config = transformers.GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     return model
 
 
 def score(out: Path, methods: Sequence[Method], config: Any, data: Any, n_samples: int, max_new_tokens: int) -> None:
-    """Write DIR/NAME/scores.json of every policy that has none with these settings, or is newer than it."""
+    """Write DIR/NAME/scores.json of every policy without one, or with one of other settings or an older policy."""
     lengths = {"max_length": config.max_length, "max_prompt_length": config.max_prompt_length}
     pairs = encode_examples(test_pairs(config, data), data.encode, **lengths)
     settings = {"pairs": [pair.digest for pair in pairs], "n_samples": n_samples, "max_new_tokens": max_new_tokens}
@@ -191,19 +191,19 @@ def list_scores(out: Path, method: Method) -> dict[str, Any]:
 
 
 def log_ratios(out: Path, method: Method) -> np.ndarray:
-    """(n, 2): log pi - log ref of chosen and rejected of each test pair."""
+    """Log-ratios log pi - log ref of chosen and rejected responses of the test pairs, (n, 2)."""
     return np.array(list_scores(out, method)["logps"]) - np.array(list_scores(out, SFT)["logps"])
 
 
 class OnlinePairs(NamedTuple):
-    """The training pairs in order, each before its update."""
+    """Training pairs in order, each measured before its update."""
 
     gaps: np.ndarray  # (n,): log-ratio of chosen minus that of rejected
     longer: np.ndarray  # (n,): tokens of chosen minus those of rejected
 
 
 def online_pairs(folder: Path, method: Method) -> OnlinePairs:
-    """From a run's ledger, or from what TRL logged.
+    """Read the training pairs from a run's ledger, or from TRL's logs.
 
     The gaps of TRL's per-token IPO are sums too: its rewards are beta times log-ratios, whatever the loss.
     """
@@ -221,7 +221,7 @@ def online_pairs(folder: Path, method: Method) -> OnlinePairs:
 
 
 def seconds_per_pair(folder: Path, method: Method) -> float:
-    """The median over updates."""
+    """Seconds per pair, the median over updates."""
     if method.trl:
         found = json.loads((folder / "trl.json").read_text())
         return float(np.median(found["seconds"])) * len(found["seconds"]) / len(found["margins"])
@@ -236,12 +236,12 @@ def make_result(out: Path, method: Method) -> Result:
     gaps = ratios[:, 0] - ratios[:, 1]
 
     def accuracy(of: np.ndarray) -> Interval | None:
-        """None where policy and reference are one, and if there are no such pairs."""
+        """Accuracy on the pairs `of`; None for SFT, whose policy is the reference, and without such pairs."""
         return None if method == SFT or not of.any() else bootstrap(gaps[of] > 0)
 
     drawn = [{**sample, "empty": not sample["text"].strip()} for sample in own["samples"]]
     samples = {key: by_prompt(drawn, key) for key in ("kl", "log_ratio", "tokens", "ended", "empty")}
-    half = None  # of the training pairs: those that the policy had not been trained on
+    half = None  # the second half of the training pairs, each measured before its update
     if method != SFT:
         half = OnlinePairs(*(values[len(values) // 2 :] for values in online_pairs(folder, method)))
     return Result(
@@ -272,7 +272,7 @@ def make_result(out: Path, method: Method) -> Result:
 
 
 def side_by_side(out: Path, methods: Sequence[Method]) -> list[str]:
-    """A line for each policy of TRL whose counterpart of ours is there: do they rank the test pairs alike?"""
+    """Lines that compare the rankings of each TRL policy and our counterpart, if there is one, on test pairs."""
     lines = []
     for method in methods:
         twin = METHODS[method.name.removeprefix("TRL ")]
@@ -287,7 +287,7 @@ def side_by_side(out: Path, methods: Sequence[Method]) -> list[str]:
 
 
 def write_samples(out: Path, methods: Sequence[Method], config: Any, data: Any) -> None:
-    """The first sample of each policy for each prompt, to be read side by side."""
+    """Write the first sample of each policy for each prompt, to be read side by side."""
     samples = {method.name: list_scores(out, method)["samples"] for method in methods}
     lines = []
     for number, (prompt, _, texts) in enumerate(test_pairs(config, data)):

@@ -2,8 +2,8 @@
 
     python -m benchmarks.ledger [--batch-size 64] [--updates 2000]
 
-Gives the callback updates of random pairs, on rank 0's training thread as in a run. No model is involved: compare the
-milliseconds with those of an update. Times are of the CPU, all threads together.
+Passes updates of random pairs to the callback, on rank 0's training thread as in a run. No model is involved: compare
+the milliseconds with those of an update. Times are CPU times of all threads together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLUMNS = ("logps_train/chosen", "logps_train/rejected", "reference/chosen", "re
 
 
 def update_of(number: int, n: int) -> Update:
-    """An update of pairs of the usual length."""
+    """Make an update of pairs of the usual length."""
     names = (hashlib.blake2b(f"{number} {i}".encode(), digest_size=16).hexdigest() for i in range(n))
     examples = [Example((1,) * 100, ((2,) * 80, (3,) * 70), (0, 0), "hh", name) for name in names]
     table = {name: torch.randn(n) for name in (*COLUMNS, "loss/train", "rewards_train/margins")}

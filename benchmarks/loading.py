@@ -1,4 +1,4 @@
-"""The peak of rank 0's host memory while models are loaded, in excess of what stays in use afterwards.
+"""Peak host memory of rank 0 while models are loaded, in excess of the memory still in use afterwards.
 
     python -m benchmarks.loading model.name_or_path=DIR [overrides of train.py ...]
 
@@ -51,7 +51,7 @@ print(most * 1024)
 
 
 class Sampler:
-    """Records the peak of this process's anonymous memory from its creation on."""
+    """Recorder of the peak of this process's anonymous memory, from its creation on."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-c", SAMPLER, str(os.getpid())]
@@ -63,7 +63,7 @@ class Sampler:
 
 
 def anonymous_memory() -> int:
-    """Bytes in anonymous pages of this process, without freed memory that its allocator keeps."""
+    """Bytes in this process's anonymous pages, without freed memory that its allocator keeps."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     status = Path("/proc/self/status").read_text().splitlines()
@@ -71,7 +71,7 @@ def anonymous_memory() -> int:
 
 
 def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
-    """Load as a run does, without training; rank 0 writes the memory used."""
+    """Load models as a run does, without training; rank 0 writes the memory used."""
     load_data, samplers = BasicTrainer.load_data, []
 
     def load_data_and_watch(*arguments: Any, **options: Any) -> Any:

@@ -1,10 +1,10 @@
-"""What an update costs under each loss, relative to DPO: the last columns of the table in docs/losses.md.
+"""Cost of an update under each loss, relative to DPO: the last columns of the table in docs/losses.md.
 
     OMP_NUM_THREADS=1 python -m benchmarks.losses [LOSS ...]
 
 A small random Llama on the words of `tests/golden`, 8 pairs per update in 2 microbatches, 8 batches twice: first the
-reference scores each pair, then its log-probabilities are cached. Counts the CPU seconds of this process,
-which other processes of the machine change little; for this it trains on the CPU.
+reference scores each pair, then its log-probabilities are cached. Counts this process's CPU seconds, which other
+processes of the machine change little; therefore it trains on the CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainers import BasicTrainer
 
 GOLDEN = CONFIG_DIR.parent / "tests" / "golden"
 BATCHES = 8
-ROWS = {  # what is timed: a loss, or an option of DPO
+ROWS = {  # the timed loss, or option of DPO
     **{name: (f"loss={name}",) for name in LOSSES},
     "dpo": ("loss=dpo", "loss.beta=0.1"),
     "ipo": ("loss=ipo", "loss.beta=0.1"),
@@ -67,7 +67,7 @@ def make_trainer(overrides: tuple[str, ...], folder: str, model: transformers.Pr
 
 
 def measure(overrides: tuple[str, ...], model: transformers.PreTrainedModel) -> list[float]:
-    """CPU time of an update over that of DPO's, in turn on the same pairs: while the reference scores, and cached."""
+    """Ratio of an update's CPU time to DPO's, in turn on the same pairs: while the reference scores, and cached."""
     with tempfile.TemporaryDirectory() as folder:
         trainers = [make_trainer(o, folder, model) for o in (ROWS["dpo"], overrides)]
     batches = [list(itertools.islice(trainer.train_iterator, BATCHES)) for trainer in trainers]

@@ -36,7 +36,7 @@ Asked = Mapping[int, Example]
 
 
 def generate_bare(model: Any, tokenizer: Any, batches: Sequence[Sequence[Example]], config: DictConfig) -> None:
-    """As anyone would sample from the model: each batch padded on the left, from all tokens (no top-k)."""
+    """Sample with plain `model.generate`: each batch padded on the left, from all tokens (no top-k)."""
     online = config.online
     for prompts in batches:
         rows = [prompt for prompt in prompts for _ in range(online.n_samples)]
@@ -58,7 +58,7 @@ def _tensors(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def timed(model: Any, draw: Callable[[], None]) -> tuple[float, int]:
-    """Seconds, on a CPU those of all its threads, so that other work on the machine does not count; and forwards."""
+    """Measure seconds and count forwards; on a CPU, seconds of all threads, without other work on the machine."""
     forwards: list[int] = []
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     with before_each_forward(model, forwards.append):
@@ -70,7 +70,7 @@ def timed(model: Any, draw: Callable[[], None]) -> tuple[float, int]:
 
 
 def measure(batches: OnlineBatches, asked: Asked, update: int) -> dict[str, tuple[float, int]]:
-    """Both ways to answer the prompts of an update, in an order that changes with every round."""
+    """Time both ways to answer the prompts of an update, in an order that alternates between rounds."""
     config, model = batches.config, batches.objective.policy
     by_length = sorted(asked.values(), key=lambda example: len(example.prompt))
     bare = [by_length[start : start + config.eval_batch_size] for start in range(0, len(asked), config.eval_batch_size)]

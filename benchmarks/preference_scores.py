@@ -1,6 +1,6 @@
-"""What `benchmarks.hh_smollm2` measures of a policy against its reference: pairs, samples, divergence, intervals.
+"""Scores of a policy against its reference in `benchmarks.hh_smollm2`: pairs, samples, divergence, intervals.
 
-Everything is computed by our own code and in float32, whoever trained the policy and in whatever dtype.
+Everything is computed by our own code and in float32, whichever code and dtype the policy was trained with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BATCH = 8  # pairs, and four times as many prompts, in a forward
 
 
 class Interval(NamedTuple):
-    """A mean over prompts with what of it lies between the 2.5th and the 97.5th percentile of resampled means."""
+    """A mean over prompts, with the 2.5th and the 97.5th percentile of resampled means."""
 
     mean: float
     low: float
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 def bootstrap(values: Sequence[float] | np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """The mean of (n,) values, one per prompt, and its 95 % interval: the percentile bootstrap.
+    """Mean of (n,) values, one per prompt, and its 95 % interval by the percentile bootstrap.
 
     The same seed draws the same prompts for values of another policy, so that a difference of two policies is the
     mean of the differences.
@@ -42,14 +42,14 @@ def bootstrap(values: Sequence[float] | np.ndarray, *, resamples: int = RESAMPLE
 def balance_over_length(right: np.ndarray, longer: np.ndarray) -> Interval | None:
     """Mean of the accuracies on pairs whose chosen response is shorter and longer; None without pairs of one kind.
 
-    Ranking by length alone has 0.5. Pairs of equal lengths do not count. Each kind is resampled separately.
+    Ranking by length alone scores 0.5. Pairs of equal lengths do not count. Each kind is resampled separately.
     """
     strata = [right[longer < 0].astype(np.float64), right[longer > 0].astype(np.float64)]
     return _bootstrap_strata(strata, RESAMPLES, 0) if all(map(len, strata)) else None
 
 
 def _bootstrap_strata(strata: Sequence[np.ndarray], resamples: int, seed: int) -> Interval:
-    """The mean of the strata's means."""
+    """Mean of the strata's means, with its interval."""
     draw = np.random.default_rng(seed)
     means = np.mean(
         [[part[draw.integers(len(part), size=len(part))].mean() for _ in range(resamples)] for part in strata], axis=0
@@ -60,7 +60,7 @@ def _bootstrap_strata(strata: Sequence[np.ndarray], resamples: int, seed: int) -
 
 @torch.no_grad()
 def pair_logps(model: Any, examples: Sequence[Example], *, max_length: int) -> list[list[float]]:
-    """[log pi(chosen), log pi(rejected)] of each pair, summed over tokens, as training scores them."""
+    """Score each pair as in training: [log pi(chosen), log pi(rejected)], summed over tokens."""
     layout, _ = layout_by_rules("shared_prefix", model, max_length=max_length)
     found: list[list[float]] = []
     for start in range(0, len(examples), BATCH):
@@ -72,20 +72,20 @@ def pair_logps(model: Any, examples: Sequence[Example], *, max_length: int) -> l
 
 
 class Drawn(NamedTuple):
-    """A sample of the policy, and what it says of KL(policy || reference)."""
+    """A sample of the policy, and its estimates of KL(policy || reference)."""
 
     prompt: int  # index
     text: str
     tokens: int  # EOS too, if it ended
     ended: bool
-    log_ratio: float  # log pi - log ref of the tokens that were drawn
+    log_ratio: float  # log pi - log ref of the drawn tokens
     kl: float  # sum over its tokens of the KL of the next token's distributions
 
 
 def draw(
     policy: Any, reference: Any, tokenizer: Any, prompts: Sequence[Tokens], n_samples: int, sampling: Sampling
 ) -> list[Drawn]:
-    """`n_samples` of the policy for each prompt. Sample k of prompt i has the same random numbers for every policy."""
+    """Draw `n_samples` per prompt. Sample k of prompt i has the same random numbers for every policy."""
     asked = [(i, k) for i in range(len(prompts)) for k in range(n_samples)]
     asked.sort(key=lambda ask: len(prompts[ask[0]]))  # neighbours are equally long, so little is padding
     found = []
@@ -102,10 +102,10 @@ def draw(
 
 @torch.no_grad()
 def divergence(policy: Any, reference: Any, prompt: Tokens, response: Tokens) -> tuple[float, float]:
-    """Two estimates of KL(policy || reference) at this prompt from a response that the policy drew, both unbiased.
+    """Two unbiased estimates of KL(policy || reference) at this prompt, from a response drawn from the policy.
 
     The log-ratio of the response; and the sum over its tokens of the exact KL of the two distributions of that token
-    given those before, which varies less (Rao-Blackwell; arXiv 2504.10637).
+    given the tokens before, which varies less (Rao-Blackwell; arXiv 2504.10637).
     """
     ids = torch.tensor([[*prompt, *response]])
     ours, theirs = (
@@ -119,7 +119,7 @@ def divergence(policy: Any, reference: Any, prompt: Tokens, response: Tokens) ->
 
 
 def by_prompt(samples: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
-    """The mean over each prompt's samples: samples of a prompt are no independent observations."""
+    """Mean over each prompt's samples, which are not independent observations."""
     values: dict[int, list[float]] = {}
     for sample in samples:
         values.setdefault(sample["prompt"], []).append(sample[key])

@@ -27,7 +27,7 @@ from dpo.settings.plan import resolve
 from dpo.system.malloc import keep_freed_memory
 
 ATTENTION = re.compile("attention", re.IGNORECASE)
-KINDS = {  # the first that matches the name of an operation
+KINDS = {  # the first pattern that matches an operation's name counts
     "matrix products": re.compile(r"aten::(mm|addmm|bmm|baddbmm)$"),
     "casts and copies": re.compile(r"aten::copy_$"),
     "log-softmax of logits": re.compile(r"aten::(_log_softmax|exp_)$"),

@@ -4,8 +4,8 @@
 
 A kill is a SIGKILL of the run or of one of its two ranks, some time after its start, during training or during a save,
 drawn from the seed; then the run is resumed with `resume=auto`. Runs are started until the number of kills is reached.
-Counted are lost runs (which could not be resumed) and runs that differ in a metric or a bit of weights, optimizer state
-or counters.
+The benchmark counts lost runs (which could not be resumed) and runs that differ in a metric or a bit of weights,
+optimizer state or counters.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ GRIDS = {"BasicTrainer": (), "FSDPTrainer": ("trainer=FSDPTrainer", "world_size=
 
 
 def read_log(run_dir: Path) -> list[dict]:
-    """The lines of `metrics.jsonl` without what depends on time."""
+    """Read the lines of `metrics.jsonl` without values that depend on time."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in WALL_CLOCK} for line in lines]
 
 
 def find_differences(whole: Path, other: Path) -> list[str]:
-    """The differences between two complete runs, bit for bit; empty if there are none."""
+    """List the differences between two complete runs, bit for bit; empty without any."""
     logs = [read_log(run_dir) for run_dir in (whole, other)]
     found = [] if logs[0] == logs[1] else ["metrics.jsonl"]
     for name in ("samples.jsonl", "samples.txt"):
@@ -56,7 +56,7 @@ def find_differences(whole: Path, other: Path) -> list[str]:
 
 
 def _unequal(a: Any, b: Any, where: str = "") -> list[str]:
-    """Where two nested states differ. Sizes of logs are left out, for they depend on the digits of times."""
+    """Places where two nested states differ, except the sizes of logs, which depend on the digits of times."""
     if where.endswith(".log_bytes"):
         return []
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
@@ -69,7 +69,7 @@ def _unequal(a: Any, b: Any, where: str = "") -> list[str]:
 
 
 class Soak:
-    """Runs of one trainer, killed until they complete, and compared with the one at `whole`."""
+    """Runs of one trainer, killed until they complete, and compared with the uninterrupted run at `whole`."""
 
     def __init__(self, folder: Path, trainer: str, overrides: list[str], draw: random.Random) -> None:
         self.folder, self.draw = folder, draw
@@ -107,7 +107,7 @@ class Soak:
             print(f"DIFFERENT {run_dir}: {found[:10]}", flush=True)
 
     def _kill_at_random(self, process: subprocess.Popen, run_dir: Path) -> bool:
-        """Kill it at a random moment; False if it ended before."""
+        """Kill a run at a random moment. Returns False if it ended before."""
         before = _n_lines(run_dir)
         way = self.draw.choice(("update", "save", "start"))
         wait = self.draw.uniform(0, 2.0) if way == "update" else self.draw.uniform(0.0, 8.0)
@@ -152,7 +152,7 @@ def _saving(run_dir: Path) -> list[Path]:
 
 
 def find_workers(parent: int) -> list[int]:
-    """The process ids of the ranks that a run has started."""
+    """Process ids of the ranks that a run has started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -3,8 +3,8 @@
     python -m benchmarks.stack_exchange model.name_or_path=DIR [--questions 100000] [--processes 1,2,4] [--batches 50]
 
 Writes synthetic questions with 2 to 6 answers in HTML, in the Hub's format, and loads them as `datasets=[se]` in one,
-two and four processes of a process group. Each line is a fresh run without cached results. Memory is what a process
-holds after loading in addition to what it held before: its own (anonymous), and its share of shared memory.
+two and four processes of a process group. Each line is a fresh run without cached results. Memory is the increase of a
+process's memory by loading: its own (anonymous), and its share of shared memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def memory() -> dict[str, int]:
 
 
 def load(rank: int, world_size: int, config: DictConfig, folder: Path, batches: int) -> None:
-    """The work of one process: load, as from the Hub's cache, and build some batches."""
+    """Load the data in one process, as from the Hub's cache, and build some batches."""
     datasets.disable_progress_bars()
     datasets.load_dataset = lambda *_, **__: datasets.Dataset.from_parquet(
         str(folder / "train.parquet"), cache_dir=os.environ["HF_DATASETS_CACHE"]
@@ -96,7 +96,7 @@ def _batches(config: DictConfig, data: Any) -> Any:
 
 
 def run(processes: int, folder: Path, batches: int, overrides: list[str]) -> None:
-    """Launch the processes from this one."""
+    """Launch the processes that load the data."""
     config = compose([*SETTINGS, f"local_dirs=[{folder}]", "++dataset_sources.se=made/up", *overrides])
     launching.launch(load, processes, config, folder, batches, process_group=True)
 
@@ -119,7 +119,7 @@ def main() -> None:
         print(f"{'processes':>9} {'rank':>4} {'loaded after s':>14} {'own GB':>7} {'shared GB':>9} {'peak GB':>8}")
         for processes in arguments.processes:
             command = ["-m", "benchmarks.stack_exchange", f"--run={processes}", f"--folder={folder}"]
-            # its own cache: datasets would reuse what an earlier run has parsed
+            # a separate cache: datasets would reuse an earlier run's parsed data
             environment = {**os.environ, "HF_DATASETS_CACHE": str(Path(name) / f"datasets{processes}")}
             subprocess.run(
                 [sys.executable, *command, f"--batches={arguments.batches}", *overrides], check=True, env=environment

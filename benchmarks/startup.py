@@ -3,12 +3,12 @@
     python -m benchmarks.startup --answers [--checkout DIR ...] [--repeats 5]
     python -m benchmarks.startup model.name_or_path=DIR [--pairs 160800] [overrides of train.py ...]
 
-`--answers` prints medians of what a user waits for: a refused config, `--help`, `--cfg job`, completion, and the first
-update of the golden run `words-dpo`; with `--checkout`, of other checkouts of this project in turns with this one.
+`--answers` prints median times that a user waits: for a refused config, `--help`, `--cfg job`, completion, and the
+first update of the golden run `words-dpo`; with `--checkout`, also for other checkouts of this project, in turns.
 
 Without `--answers` it writes synthetic pairs in HH's format and lengths (dialogues of one to four turns, log-normal
 numbers of words), then runs the command line on all of them and on a thousandth of them, in fresh processes, for a few
-updates. The difference in resident memory is what the data takes.
+updates. The difference in resident memory is the data's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FIXED = (
 
 
 def make_text(draw: random.Random) -> list[str]:
-    """A million words of a synthetic language."""
+    """Make a million words of a synthetic language."""
     words = ["".join(draw.choices(LETTERS, range(len(LETTERS), 0, -1), k=draw.randint(2, 9))) for _ in range(5000)]
     return draw.choices(words, [1 / (rank + 2) for rank in range(len(words))], k=1_000_000)  # Zipf's law
 
@@ -68,7 +68,7 @@ TO_FIRST_UPDATE = "golden run to first update"
 
 
 def seconds_to_answer(checkout: Path, arguments: tuple[str, ...]) -> float:
-    """From the command to its end, which is an answer."""
+    """Seconds from the start of a command to its end."""
     start = time.perf_counter()
     subprocess.run(
         [sys.executable, str(checkout / "train.py"), *arguments],
@@ -80,7 +80,7 @@ def seconds_to_answer(checkout: Path, arguments: tuple[str, ...]) -> float:
 
 
 def seconds_to_first_update(checkout: Path) -> float:
-    """From the command of the golden run `words-dpo` to the line of its first update."""
+    """Seconds from the start of the golden run `words-dpo` to the logged line of its first update."""
     golden = checkout / "tests" / "golden"
     settings = json.loads((golden / "words-dpo.json").read_text())["config"]
     loss = settings.pop("loss")
@@ -107,7 +107,7 @@ def seconds_to_first_update(checkout: Path) -> float:
 
 
 def measure_answers(checkouts: list[Path], repeats: int) -> None:
-    """Print medians, a line for each answer and a column for each checkout; the first round warms the page cache."""
+    """Print medians, a line per answer and a column per checkout; the first round warms the page cache."""
     taken: dict[tuple[str, Path], list[float]] = defaultdict(list)
     for _ in range(repeats + 1):
         for checkout in checkouts:
@@ -120,13 +120,13 @@ def measure_answers(checkouts: list[Path], repeats: int) -> None:
 
 
 def measure(data: Path, overrides: list[str], folder: Path) -> tuple[float, float]:
-    """Seconds to the first line of `metrics.jsonl`, and the peak of resident memory in GB."""
+    """Measure the seconds to the first line of `metrics.jsonl`, and the peak of resident memory in GB."""
     run_dir = folder / f"run_{data.name}"
     command = [sys.executable, str(CONFIG_DIR.parent / "train.py"), *FIXED, f"dataset_sources.hh={data}",
                f"local_run_dir={run_dir}", *overrides]  # fmt: skip
     start = time.perf_counter()
     with (folder / f"{data.name}.log").open("w") as log:
-        # its own cache: datasets would reuse what an earlier run has parsed
+        # a separate cache: datasets would reuse an earlier run's parsed data
         environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / f"cache_{data.name}")}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     first = None

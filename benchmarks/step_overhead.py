@@ -1,4 +1,4 @@
-"""The time of an update outside forward, backward and optimizer: data, metrics, logging, the loop itself.
+"""Time of an update outside forward, backward and optimizer: data, metrics, logging, the loop itself.
 
     python -m benchmarks.step_overhead model.name_or_path=DIR dataset_sources.hh=DIR batch_size=16 n_examples=64 ...
 
@@ -43,7 +43,7 @@ def timed(part: str, function: Callable) -> Callable:
 
 
 class Stopwatch(Callback):
-    """The seconds of each update, and of its parts."""
+    """Recorder of the seconds of each update, and of its parts."""
 
     def on_start(self) -> None:
         self.rows: list[dict[str, float]] = []

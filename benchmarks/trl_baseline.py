@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer on the pairs that `benchmarks.compare` wrote, which runs this with the Python of TRL's environment.
+"""TRL's DPOTrainer on pairs written by `benchmarks.compare`, which runs this with the Python of TRL's environment.
 
 Imports nothing of ours. Prints one line of JSON: seconds of each update but the first, and the peak memory.
 """
@@ -32,7 +32,7 @@ class Stopwatch(TrainerCallback):
 
 
 class InOrder(DPOTrainer):
-    """Keeps the order of our pairs, which TRL would shuffle."""
+    """TRL's trainer with our pairs in order, which it would shuffle."""
 
     def _get_train_sampler(self, dataset=None):
         return SequentialSampler(dataset if dataset is not None else self.train_dataset)

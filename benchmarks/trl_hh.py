@@ -1,9 +1,9 @@
-"""TRL's DPOTrainer on the rows that `benchmarks.hh_smollm2` wrote, which runs this with TRL's Python.
+"""TRL's DPOTrainer on rows written by `benchmarks.hh_smollm2`, which runs this with TRL's Python.
 
-Imports nothing of ours but `trl_baseline`. What is set is what our runs have: rows in their order, RMSprop, their
-learning rate at every update, the same tokens. A run that was stopped continues from its last checkpoint. Leaves the
-policy in FOLDER/hf, and in FOLDER/trl.json the margin of each training pair before its update, the seconds of each
-update and what TRL's own evaluation says of the test rows.
+Imports nothing of ours but `trl_baseline`. The settings match our runs: rows in their order, RMSprop, their learning
+rate at every update, the same tokens. A stopped run continues from its last checkpoint. Leaves the policy in FOLDER/hf,
+and in FOLDER/trl.json the margin of each training pair before its update, the seconds of each update and TRL's own
+evaluation of the test rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.trl_baseline import InOrder, Stopwatch
 
 
 class LikeOurs(InOrder):
-    """With our warm-up, and a record of each update's seconds and of each pair's margin: a microbatch is one pair."""
+    """TRL's trainer with our warm-up, and a record of each update's seconds and each pair's (microbatch's) margin."""
 
     watch: Stopwatch
 

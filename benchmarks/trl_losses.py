@@ -1,10 +1,10 @@
-"""What TRL's own code makes of log-probabilities: the oracle of `tests/test_losses.py`.
+"""Losses of given log-probabilities by TRL's own code: the oracle of `tests/test_losses.py`.
 
     python -m venv .trl && .trl/bin/pip install torch==2.13.0 trl==1.16.0
     .trl/bin/python -m benchmarks.trl_losses > tests/golden/trl_losses.json
 
-Needs nothing of ours. TRL's trainers compute the losses between a model's forward and their metrics, so they are given
-a model that has these log-probabilities, and nothing else of a trainer.
+Needs nothing of ours. TRL's trainers compute the losses between a model's forward and their metrics, so their methods
+get a model that returns these log-probabilities, and only the trainer's attributes that they need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = max(map(max, LENGTHS))
 
 
 def draw() -> dict[str, Any]:
-    """Log-probabilities of each token, of policy and reference, and log sum_v pi(v)^2 of the policy's."""
+    """Draw log-probabilities of each token by policy and reference, and log sum_v pi(v)^2 of the policy."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(n: int, low: float, high: float) -> list[float]:
@@ -48,7 +48,7 @@ def draw() -> dict[str, Any]:
 
 
 class Model:
-    """Gives log-probabilities as a model with TRL's fused head does."""
+    """A stand-in that returns log-probabilities as a model with TRL's fused head does."""
 
     training, is_gradient_checkpointing = True, False
 
@@ -67,13 +67,13 @@ class Model:
 
 
 def table(pairs: list[dict], kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """(2 * pairs, T): all chosen, then all rejected."""
+    """Values of each token, (2 * pairs, T): all chosen, then all rejected."""
     rows = [pair[side][kind] for side in ("chosen", "rejected") for pair in pairs]
     return torch.tensor([row + [0.0] * (T - len(row)) for row in rows], dtype=dtype)
 
 
 def dpo_trainer(pairs: list[dict], dtype: torch.dtype = torch.float64, **options: Any) -> tuple[float, torch.Tensor]:
-    """The mean loss of these pairs, and its gradient with respect to each token, (2 * pairs, T)."""
+    """Mean loss of these pairs, and its gradient with respect to each token, (2 * pairs, T)."""
     log_probs = table(pairs, "policy", dtype).requires_grad_()
     squares = table(pairs, "squares", dtype)
     lengths = [len(pair[side]["policy"]) for side in ("chosen", "rejected") for pair in pairs]
@@ -108,7 +108,7 @@ def dpo_trainer(pairs: list[dict], dtype: torch.dtype = torch.float64, **options
 
 
 def reference_free(pairs: list[dict], loss_of: Callable[..., torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """The same of a loss of the mean log-probabilities."""
+    """The same for a loss of the mean log-probabilities."""
     log_probs = table(pairs, "policy", torch.float64).requires_grad_()
     lengths = torch.tensor([len(pair[side]["policy"]) for side in ("chosen", "rejected") for pair in pairs])
     loss = loss_of(*(log_probs.sum(1) / lengths).chunk(2)).mean()
@@ -123,15 +123,15 @@ def simpo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
 
 
 def orpo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """With our SFT term, of the response alone; TRL's also has the prompt's tokens, and is a mean over the batch's."""
+    """ORPO with our SFT term, on the response alone; TRL's includes the prompt, and is a mean over the batch."""
     trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), beta=0.2)
     return -chosen - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]
 
 
 def conservative(pairs: list[dict], options: dict[str, Any]) -> tuple[float, torch.Tensor]:
-    """CPO's sigmoid loss of what its log-probabilities stand for: the log-ratios of DPO, if there is a reference.
+    """CPO's sigmoid loss, with DPO's log-ratios in place of log-probabilities if there is a reference.
 
-    TRL's DPO trainer takes no notice of `label_smoothing` under `sigmoid`; CPO's, which has the same formula, does.
+    TRL's DPO trainer ignores `label_smoothing` under `sigmoid`; CPO's, which has the same formula, uses it.
     """
     log_probs = table(pairs, "policy", torch.float64).requires_grad_()
     sums = log_probs.sum(1)

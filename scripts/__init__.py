@@ -1,3 +1,3 @@
 from dpo.system.entry import open_standard_streams
 
-open_standard_streams()  # before a script imports what opens files
+open_standard_streams()  # before a script imports modules that open files

@@ -1,4 +1,4 @@
-"""Recommends how to train on given GPUs, or on the CPU: trainer, dtype, batch size, and a command line."""
+"""Recommendation for training on given GPUs or the CPU: trainer, dtype, batch size, and a command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Model(NamedTuple):
     pair_fp32: float
 
 
-MODELS = {  # counted with fake tensors; tests/scripts/test_advice.py counts again
+MODELS = {  # counted with fake tensors; tests/scripts/test_advice.py checks them
     "gpt2-large": Model(0.774e9, 2.9e9, 5.5e9),
     "gpt2-xl": Model(1.558e9, 4.6e9, 9.0e9),
     "pythia28": Model(2.775e9, 3.2e9, 6.3e9),
@@ -36,14 +36,14 @@ MODELS = {  # counted with fake tensors; tests/scripts/test_advice.py counts aga
 }
 STATE = 4 + 4 + 4 + 2  # bytes per parameter: float32 weights, gradients and RMSprop state, 16-bit reference
 ADAPTER = 0.2  # bytes per parameter of its base: of rank 16, in float32, with gradients and RMSprop state
-NOT_QUANTIZED = 0.13  # the share of parameters that lora=qlora leaves as they are: embeddings and head of an 8B model
-QUANTIZED = 0.52  # bytes of each other one, with scales
+NOT_QUANTIZED = 0.13  # share of parameters that lora=qlora does not quantize: embeddings and head of an 8B model
+QUANTIZED = 0.52  # bytes of each quantized parameter, with scales
 FASTER = 1.2  # bfloat16 is recommended on a CPU if its products are this many times as fast as float32's
 CHECKPOINTED = 0.2  # at most this share of the activations remains with activation_checkpointing
 
 
 class Advice(NamedTuple):
-    """`examples_per_gpu` go through one backward pass; None if no model in the table fits."""
+    """Recommended settings. `examples_per_gpu` go through one backward pass; None if no model in the table fits."""
 
     trainer: str
     model: str
@@ -56,7 +56,7 @@ class Advice(NamedTuple):
 def recommend(
     gpus: Sequence[Gpu], *, memory: float, products: Products | None = None, model: str = "pythia28"
 ) -> Advice:
-    """How to train `model`, or the largest smaller one that fits, on these GPUs.
+    """Recommend how to train `model`, or the largest smaller one that fits, on these GPUs.
 
     `memory` is the host's, in bytes; `products` is the CPU's speed, if it was measured.
     """
@@ -96,7 +96,7 @@ def recommend(
 
 
 def training_command(model: str, trainer: str, n_gpus: int, examples: int, *, bf16: bool, checkpointing: bool) -> str:
-    """A command with about 64 examples per update, as in the README, and sizes that divide it."""
+    """Command with about 64 examples per update, as in the README, and batch sizes that divide it."""
     accumulation = max(1, 64 // (n_gpus * examples))
     return (
         f"python train.py loss=sft model={model} datasets=[hh] exp_name=hh_sft trainer={trainer}"
@@ -107,7 +107,7 @@ def training_command(model: str, trainer: str, n_gpus: int, examples: int, *, bf
 
 
 def says_of_bfloat16(products: Products) -> str:
-    """Whether `model.autocast=bfloat16` is faster on this CPU, with both speeds."""
+    """Sentence on whether `model.autocast=bfloat16` is faster on this CPU, with both speeds."""
     float32, bfloat16 = (f"{rate / 1e9:,.0f}" for rate in products)
     measured = f"matrix products run at {bfloat16} GFLOP/s in bfloat16 here, {float32} in float32"
     if products.bfloat16 >= FASTER * products.float32:
@@ -116,7 +116,7 @@ def says_of_bfloat16(products: Products) -> str:
 
 
 def says_of_adapters(usable: float, *, n_gpus: int, bf16: bool = False) -> str:
-    """How large the base of an adapter may be, if half of the memory is for activations."""
+    """Sentence on the largest base of an adapter, with half of the memory for activations."""
     width = 2 if bf16 else 4
     frozen = {"lora": width, "qlora": (1 - NOT_QUANTIZED) * QUANTIZED + NOT_QUANTIZED * width}
     shards = {"lora": max(1, n_gpus), "qlora": 1}  # every process holds a whole 4-bit base
@@ -132,7 +132,7 @@ def says_of_adapters(usable: float, *, n_gpus: int, bf16: bool = False) -> str:
 
 
 def small_model_advice(usable: float, *, n_gpus: int, products: Products | None = None) -> Advice:
-    """BasicTrainer and the demo model; the size of the largest model that fits."""
+    """Recommend BasicTrainer and the demo model, with the size of the largest model that fits."""
     reasons = [
         f"{'the GPUs are small' if n_gpus else 'no GPU'}: models of up to about {usable / 2 / STATE / 1e6:.0f} million "
         f"parameters fit ({STATE} bytes each, and as much for activations, in 90 % of the memory)",

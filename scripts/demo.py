@@ -33,7 +33,7 @@ COMMON = [
     "max_length=96",
     "max_prompt_length=72",
     "eval_batch_size=64",
-    "do_first_sampling=true",  # what the page compares with
+    "do_first_sampling=true",  # the page compares with these samples
     "n_eval_examples=256",
     "schedule=cosine",
     "wandb.enabled=false",
@@ -52,7 +52,7 @@ STAGES = {
     "dpo": [
         "loss=dpo",
         "loss.beta=0.5",
-        "optimizer=SGD",  # others move all weights about equally far, also those that say nothing about manners
+        "optimizer=SGD",  # others move all weights about equally far, even those unrelated to manners
         "lr=0.2",
         "warmup_steps=10",
         "batch_size=32",
@@ -64,7 +64,7 @@ STAGES = {
 
 
 class Outcome(NamedTuple):
-    """What the runs of a seed came to, on held-out prompts."""
+    """Results of a seed's runs on held-out prompts."""
 
     seed: int
     untrained: Shares
@@ -101,7 +101,7 @@ def read(run_dir: Path, file: str) -> list[dict]:
 
 
 def collect_samples(run_dir: Path, which: int) -> list[dict]:
-    """Those of the first (0) or last (-1) evaluation."""
+    """Samples of the first (0) or last (-1) evaluation."""
     samples = read(run_dir, "samples.jsonl")
     examples = sorted({sample["examples"] for sample in samples})[which]
     return [sample for sample in samples if sample["examples"] == examples]
@@ -148,7 +148,7 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
 
 
 def write_page(outcomes: Sequence[Outcome], picture: Path | None) -> Path:
-    """The report of all runs, opened by the picture of what DPO changed, which also goes to `picture`."""
+    """Write the report of all runs, which begins with the picture of DPO's effect, also written to `picture`."""
     from dpo.analysis.page import Lead, write_report  # matplotlib takes a second to import
     from scripts.demo_picture import ALT, describe, draw
 

@@ -1,4 +1,4 @@
-"""The picture that opens the demo's page: what the samples were before DPO, and what they are after it."""
+"""First picture of the demo's page: kinds of samples before and after DPO."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = (("courteous", 2), ("curt", 6), ("broken", 1))  # a share, and its colou
 
 
 def draw(changes: Sequence[Change], *, dark: bool) -> bytes:
-    """A PNG with a bar of each run's samples before and after DPO, cut into courteous, curt and broken."""
+    """Draw a PNG with bars of each run's samples before and after DPO, divided into courteous, curt and broken."""
     theme = DARK if dark else LIGHT
     thickness = 0.8 / len(changes)
     with mpl.rc_context({"font.size": 10, "font.family": "sans-serif"}):
@@ -56,7 +56,7 @@ def draw(changes: Sequence[Change], *, dark: bool) -> bytes:
 
 
 def describe(changes: Sequence[Change]) -> str:
-    """The same in a sentence."""
+    """Describe the picture in words."""
     before, after = (
         {kind: _between([getattr(change[stage], kind) for change in changes]) for kind, _ in KINDS}
         for stage in range(2)

@@ -5,8 +5,8 @@
     python -m scripts.doctor --json             # the same as one JSON object
 
 Exit status 1 if there is a problem, else 0. Changes nothing, and uses the network only to see whether the Hugging Face
-Hub answers. What may hang or crash (devices, all-reduce, optional packages) runs in child processes with a time limit.
-torch is imported only where it is needed, so that there is a report without it.
+Hub answers. Checks that may hang or crash (devices, all-reduce, optional packages) run in child processes with a time
+limit. torch is imported only where needed, so that there is a report even without it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Finding(NamedTuple):
 
 
 def judge(check: str, text: str, value: float, *, ok: float = 1, warning: float = 0, fix: str | None = None) -> Finding:
-    """Ok from `ok` upwards, else a warning from `warning` upwards, else a problem. True is 1 and False 0."""
+    """Judge a value: ok from `ok` upwards, a warning from `warning` upwards, else a problem. True is 1, False 0."""
     level = OK if value >= ok else WARNING if value >= warning else PROBLEM
     return Finding(check, level, text, None if level == OK else fix or FIXES[check])
 
@@ -89,7 +89,7 @@ def processes(count: int) -> str:
 
 
 def check_software(requirements: Path = ROOT / "requirements.txt") -> list[Finding]:
-    """Compares installed packages with the tested ones: missing is a problem, another major version a warning."""
+    """Compare installed packages with the tested ones; a missing one is a problem, another major version a warning."""
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", requirements.read_text(encoding="utf-8"), re.M))
     pinned = {name: version for name, version in pinned.items() if name.replace("-", "_") not in BACKENDS}
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
@@ -102,7 +102,7 @@ def check_software(requirements: Path = ROOT / "requirements.txt") -> list[Findi
 
 @functools.cache
 def visible_gpus() -> tuple[list[Gpu], str | None]:
-    """The GPUs that torch sees, or the error of asking for them."""
+    """List the GPUs that torch sees, or return the error of the query."""
     try:
         import torch
 
@@ -115,7 +115,7 @@ def visible_gpus() -> tuple[list[Gpu], str | None]:
 
 @functools.cache
 def cpu_products() -> tuple[Products | None, str | None]:
-    """The speed of matrix products on the CPU, or why it could not be measured; (None, None) if there is a GPU."""
+    """Measure matrix products on the CPU, or return the reason for failure; (None, None) if there is a GPU."""
     if visible_gpus()[0]:
         return None, None
     try:
@@ -148,7 +148,9 @@ def check_gpu() -> list[Finding]:
 
 
 def no_gpu_finding(driver: str | None, cuda: str | None, hidden: str | None, failure: str | None = None) -> Finding:
-    """`cuda` is what torch was built for, `hidden` CUDA_VISIBLE_DEVICES, `failure` the error of asking for GPUs."""
+    """Finding on why there is no GPU.
+
+    `cuda` is the CUDA version of torch's build, `hidden` CUDA_VISIBLE_DEVICES, `failure` the error of the query."""
     if driver is None and failure is None:
         return Finding("gpu", OK, "none; runs use the CPU, which is enough for small models")
     if cuda and hidden is not None and failure is None:
@@ -160,7 +162,7 @@ def no_gpu_finding(driver: str | None, cuda: str | None, hidden: str | None, fai
 
 
 def gpu_findings(gpus: Sequence[Gpu]) -> list[Finding]:
-    """Memory, arithmetic, bfloat16 and peer access."""
+    """Findings on memory, arithmetic, bfloat16 and peer access."""
     findings = [
         judge("gpu", f"{i}: {g.name}, {gb(g.free)} of {gb(g.total)} free", g.free / g.total, ok=0.85, warning=0.5)
         for i, g in enumerate(gpus)
@@ -185,7 +187,7 @@ def check_all_reduce() -> list[Finding]:
 
 
 def reduce_finding(results: Sequence[Mapping[str, float]], backend: str) -> Finding:
-    """Whether every rank got the right sum, and the speed: bytes / time, and per link (NCCL's busbw)."""
+    """Finding on the sums of all ranks, and the speed: bytes / time, and per link (NCCL's busbw)."""
     count, size, seconds = len(results), results[0]["bytes"], max(r["seconds"] for r in results)
     wrong = ", ".join(f"{r['wrong']:.0f} elements on rank {rank}" for rank, r in enumerate(results) if r["wrong"])
     bus = f", bus {gb(size / seconds * 2 * (count - 1) / count)}/s" if count > 1 else ""
@@ -201,7 +203,7 @@ def check_host() -> list[Finding]:
 
 
 def check_open_files() -> list[Finding]:
-    """Checks the hard limit: a run raises its soft limit to it."""
+    """Check the hard limit, to which a run raises its soft limit."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
     text = f"{soft} soft, {hard} hard; a run raises its soft limit to the hard one"
@@ -221,7 +223,7 @@ def check_disk() -> list[Finding]:
 
 
 def check_hub() -> list[Finding]:
-    """Whether the Hub answers; in a child process, because DNS look-ups ignore our timeout."""
+    """Check whether the Hub answers, in a child process, because DNS look-ups ignore our timeout."""
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname
@@ -237,7 +239,7 @@ def check_hub() -> list[Finding]:
 
 
 def check_wandb() -> list[Finding]:
-    """Where W&B would log. Looks for an API key; neither shows nor tries it."""
+    """Check where W&B would log. Looks for an API key, without showing or trying it."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc.split("@")[-1]
     files = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
     if (mode := os.environ.get("WANDB_MODE")) in ("offline", "disabled"):
@@ -255,7 +257,7 @@ def check_wandb() -> list[Finding]:
 
 
 def check_block_class(configs: Path = ROOT / "config" / "model") -> list[Finding]:
-    """Whether transformers still has the block class that each model config names."""
+    """Check that transformers still has the block class of each model config."""
     import yaml
 
     package: Any = importlib.util.find_spec("transformers")
@@ -302,7 +304,7 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
 
 
 def examine(checks: Mapping[str, Callable[[], list[Finding]]]) -> list[Finding]:
-    """The findings of all checks. An unexpected exception in one is a finding too, and the others still run."""
+    """Run all checks. An unexpected exception in one becomes a finding, and the others still run."""
     findings = []
     for name, check in checks.items():
         try:
@@ -317,7 +319,7 @@ def examine(checks: Mapping[str, Callable[[], list[Finding]]]) -> list[Finding]:
 
 
 def as_text(findings: Sequence[Finding], advice: Advice) -> str:
-    """The report, in lines of at most 100 columns."""
+    """Format the report in lines of at most 100 columns."""
     lines = []
     for finding in findings:
         parts = [("", finding.text)] + ([("fix: ", finding.fix)] if finding.fix else [])

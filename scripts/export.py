@@ -3,10 +3,10 @@
     python -m scripts.export CHECKPOINT OUT [--dtype bfloat16]
     python -m scripts.export CHECKPOINT OUT --merge [--dtype bfloat16]     # of an adapter: with its base, as one model
 
-CHECKPOINT is a run's directory (its LATEST), one of its step-N, LATEST or BEST, or a policy.pt, the published
-reference's too. A policy.pt whose run's config.yaml is not beside it needs `--model`, its base model. The weights keep
-their dtype unless `--dtype` is given. An adapter is exported in PEFT's format without `--merge`, which also takes an
-adapter's directory from elsewhere. Exit status: 0 it is written, 1 it could not be written, 2 bad input.
+CHECKPOINT is a run's directory (its LATEST), one of its step-N, LATEST or BEST, or a policy.pt, also one of the
+published reference. A policy.pt without its run's config.yaml beside it needs `--model`, its base model. The weights
+keep their dtype unless `--dtype` is given. Without `--merge` an adapter is exported in PEFT's format; `--merge` also
+takes an adapter's directory from elsewhere. Exit status: 0 written, 1 could not be written, 2 bad input.
 """
 
 from __future__ import annotations

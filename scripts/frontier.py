@@ -7,7 +7,7 @@ and KL(policy || reference) of each policy by enumeration, beside pi* and best-o
 each method, beta and seed), `frontier.png` and `frontier-dark.png` to DIR (.cache/frontier), and prints a table.
 --quick is smaller: one seed, two betas, a third of the pairs. `trainer=FSDPTrainer world_size=2` runs it on two
 processes.
-What the task is and what the numbers mean: docs/frontier.md.
+docs/frontier.md describes the task and the numbers.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / ".cache" / "frontier"
 SFT = ("loss=sft", "lr=3e-3", "batch_size=32", "warmup_steps=50")
 BATCH = 64  # pairs of an update
-OPTIMAL_BETAS = np.geomspace(50, 0.05, 61)  # close together: the curve is drawn, and read, between them
+OPTIMAL_BETAS = np.geomspace(50, 0.05, 61)  # close together, as the curve is interpolated between them
 DRAWS = tuple(2**k for k in range(1, 13))  # best-of-N
-TUNED_ON = 100  # the seed of --tune, which no other run has
-RATES = (1e-3, 2e-3, 4e-3)  # which --tune tries
-BUDGETS = np.linspace(0, 5, 51)  # of KL, over which --tune takes the mean
+TUNED_ON = 100  # the seed of --tune, used by no other run
+RATES = (1e-3, 2e-3, 4e-3)  # learning rates that --tune tries
+BUDGETS = np.linspace(0, 5, 51)  # of KL; --tune averages over them
 
 
 class Size(NamedTuple):
-    """How much is run."""
+    """Size of the experiment."""
 
     pairs: int
     epochs: int
@@ -57,7 +57,7 @@ QUICK = Size(pairs=1024, epochs=2, sft_epochs=4, seeds=(0,), few_betas=True)
 
 
 class Run(NamedTuple):
-    """A policy to be trained."""
+    """A policy to train."""
 
     method: str
     beta: float | None
@@ -73,7 +73,7 @@ class Run(NamedTuple):
 
 
 def train_reference(root: Path, task: Task, size: Size, extra: Sequence[str]) -> exact.Limit:
-    """Run SFT on a demonstrator's texts; its policy is where every method starts and what it is held to."""
+    """Run SFT on a demonstrator's texts; its policy is the start and the reference of every method."""
     rng = np.random.default_rng([task.seed, 5])
 
     def demonstrations(prompts: np.ndarray) -> Pairs:  # SFT reads the chosen ones alone
@@ -94,7 +94,7 @@ def keep_policy(root: Path, job: Job) -> None:
 
 
 def write_preferences(root: Path, task: Task, size: Size, seeds: Sequence[int], noises: Sequence[float]) -> None:
-    """For each seed pairs of responses that the reference draws, the same with each noise, and labels."""
+    """Write labelled pairs of the reference's responses for each seed, the same pairs for each noise."""
     model = runs.load_policy(root, root / "reference.pt")
     for seed in seeds:
         for noise in noises:
@@ -112,7 +112,7 @@ def data_name(seed: int, noise: float) -> str:
 
 
 def make_job(root: Path, task: Task, size: Size, run: Run, noise: float, extra: Sequence[str]) -> Job:
-    """As many labels and updates for each method; pairs that are drawn online are new, and so seen once."""
+    """Make a run's job, with as many labels and updates as the others; online pairs are new, so seen once."""
     method = METHODS[run.method]
     epochs, batch_size = (1, BATCH // size.epochs) if method.once else (size.epochs, BATCH)
     online = {"scorer": runs.write_scorer(root, task, run.seed), "longest": task.response_length}
@@ -126,20 +126,20 @@ def make_job(root: Path, task: Task, size: Size, run: Run, noise: float, extra: 
 
 
 def judge(root: Path, task: Task, limit: exact.Limit, job: Job) -> None:
-    """Write where the policy of a run is on the plane, and what else its row says, to `point.json`."""
+    """Write the reward and KL of a run's policy, and the other values of its row, to `point.json`."""
     model = runs.load_policy(root, job.directory / "LATEST" / "policy.pt")
     found = exact.measure(exact.leaf_logps(model, task, task.test_prompts), task, limit)
     metrics = (job.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ties = [line["online/ties"] for line in map(json.loads, metrics) if "online/ties" in line]
     if ties:
-        found["ties"] = float(np.mean(ties))  # labels that were spent and taught nothing
+        found["ties"] = float(np.mean(ties))  # share of labels spent without effect
     (job.directory / "point.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def train_all(
     root: Path, task: Task, size: Size, limit: exact.Limit, wanted: Sequence[Run], noise: float, extra: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The rows of all runs, in their order."""
+    """Train all runs. Returns their rows, in the same order."""
     jobs = {make_job(root, task, size, run, noise, extra): run for run in wanted}
     rows, began = {}, time.perf_counter()
     finish = functools.partial(judge, root, task, limit)
@@ -159,7 +159,7 @@ def train_all(
 def make_row(
     method: str, beta: float | None, seed: int | None, reward: float, kl: float, **more: Any
 ) -> dict[str, Any]:
-    """Both are exact, so that their standard errors are 0; how much seeds differ is seen from their rows."""
+    """Make a row. Reward and KL are exact, so their standard errors are 0; rows of seeds show the spread."""
     exactly = {"reward": reward, "reward_se": 0.0, "kl": kl, "kl_se": 0.0}
     return {"method": method, "beta": beta, "seed": seed, **exactly, **more}
 
@@ -170,7 +170,7 @@ def sentence(row: dict[str, Any]) -> str:
 
 
 def known_rows(limit: exact.Limit, task: Task) -> list[dict[str, Any]]:
-    """Policies that no run is needed for: the reference, pi*, best-of-N and the law of the chosen responses."""
+    """Rows of policies known without a run: the reference, pi*, best-of-N, the law of the chosen responses."""
 
     def known(method: str, logps: np.ndarray, beta: float | None = None, **more: Any) -> dict[str, Any]:
         return make_row(method, beta, None, **exact.measure(logps, task, limit, optimal=method == "pi_star"), **more)
@@ -203,7 +203,7 @@ def wanted_runs(size: Size, noise: float) -> list[Run]:
 
 
 def rates_to_try() -> list[Run]:
-    """The same for each method: every rate with every second beta."""
+    """Runs of --tune, the same for each method: every learning rate with every second beta."""
     methods = {name: method for name, method in METHODS.items() if not method.noisy}
     return [
         Run(name, beta, TUNED_ON, lr) for name, method in methods.items() for lr in RATES for beta in method.betas[::2]
@@ -215,7 +215,7 @@ def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def start_afresh(out: Path, task: Task, size: Size, extra: Sequence[str]) -> tuple[Path, exact.Limit]:
-    """An empty directory for runs, with the reference in it."""
+    """Make an empty directory for runs, and train the reference in it."""
     root = out / "frontier-runs"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
@@ -224,7 +224,7 @@ def start_afresh(out: Path, task: Task, size: Size, extra: Sequence[str]) -> tup
 
 
 def sweep(out: Path, task: Task, size: Size, noise: float, extra: Sequence[str], *, tune: bool = False) -> None:
-    """Run everything, and write what came of it. Raises InputError and RunError as train.py does."""
+    """Run everything, and write the results. Raises InputError and RunError as train.py does."""
     from scripts.frontier_parts.picture import draw
     from scripts.frontier_parts.reading import rates_as_text, tables
 
@@ -258,7 +258,7 @@ def run_controls(out: Path, task: Task, size: Size, extra: Sequence[str]) -> Non
 
 
 def read_rows(files: Sequence[Path]) -> str:
-    """The tables of a sweep's file, of a controls' file, or of both; then reweighted DPO is in the sweep's tables."""
+    """Format the tables of a sweep's file, a controls' file, or both, with reweighted DPO in the sweep's tables."""
     from scripts.frontier_parts.reading import controls_as_text, tables
 
     rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]

@@ -30,8 +30,7 @@ STATES = ("passed", "failed", "skipped")
 
 
 class Result(NamedTuple):
-    """`figure` is what was found in words, `details` in numbers; `log` is the end of the log of a check without a
-    verdict."""
+    """Result of a check. `figure` has it in words, `details` in numbers; `log` is the log's end without a verdict."""
 
     number: int
     name: str
@@ -46,7 +45,7 @@ class Result(NamedTuple):
 def run_checks(
     checks: Mapping[str, Check], setting: Setting, *, at_once: int = 1, budget: float = BUDGET
 ) -> Iterator[Result]:
-    """Yields results in the order of the checks, each as soon as it and all before it are done.
+    """Run checks, and yield results in their order, each once it and all before it are done.
 
     Checks start in that order, up to `at_once` at a time; on a GPU some run alone.
     """
@@ -78,7 +77,7 @@ def may_start(name: str, running: Mapping[str, Job], checks: Mapping[str, Check]
 
 
 def as_text(result: Result) -> str:
-    """The result, in lines of at most 120 columns."""
+    """Format a result in lines of at most 120 columns."""
     head = f"{result.number:>2} {result.name:<10} {result.state:<8}{result.seconds:>5.0f} s  "
     lines = textwrap.wrap(head + result.figure, 120, subsequent_indent=" " * len(head), break_on_hyphens=False)
     for line in result.details.get("lines", ()):
@@ -105,7 +104,7 @@ def describe_machine(gpu: bool) -> dict[str, str]:
 
 
 def import_all() -> None:
-    """Import what the checks need, before they are forked from this process."""
+    """Import the checks' modules before they are forked from this process."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny
     import datasets  # noqa: F401
     import hydra  # noqa: F401
@@ -120,8 +119,7 @@ def import_all() -> None:
 
 
 def at_once(gpu: bool) -> int:
-    """How many checks run at the same time: on a GPU those that measure no time or memory; without one they mostly
-    wait."""
+    """Number of checks at a time: on a GPU, of those that do not measure time or memory; on a CPU, they mostly wait."""
     return max(1, min(3, len(os.sched_getaffinity(0)) // 4)) if gpu else 4
 
 

@@ -3,8 +3,8 @@
     python -m scripts.ledger RUN [--top 10] [--no-texts] [--json] [--trust-remote-code]
 
 For runs with `ledger=true`, also while they train or after a kill. The texts come from the run's datasets, if they can
-be loaded here; those of pairs that the policy drew are in the ledger. docs/metrics.md says what is counted. Exit
-status: 0, or 2 if RUN has no ledger. Changes nothing.
+be loaded here; those of pairs that the policy drew are in the ledger. docs/metrics.md explains the counts. Exit status:
+0, or 2 if RUN has no ledger. Changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CUT = 300  # characters of a text
 
 
 def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = False) -> Texts:
-    """The texts of pairs from the run's datasets. Raises InputError if they cannot be loaded."""
+    """Find the texts of pairs in the run's datasets. Raises InputError if they cannot be loaded."""
     from dpo.analysis import ledger_texts  # tokenizers and datasets take seconds to import
     from preference_datasets import BUILT_IN, get_dataset
 
@@ -40,7 +40,7 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
 
 
 def tell(view: LedgerView) -> list[str]:
-    """The lines to print, which cannot command a terminal."""
+    """Lines to print, without control characters, which could steer the terminal."""
     lines = [view.text]
     for listed in view.lists:
         lines += ["", f"{listed.title}: {listed.text}"]
@@ -54,7 +54,7 @@ def tell(view: LedgerView) -> list[str]:
 
 
 def cut(text: str, *, keep_end: bool) -> str:
-    """A text on one line, of a long one the part that matters."""
+    """A text on one line, shortened at its start or end."""
     text = " ".join(text.split())
     if len(text) <= CUT:
         return text
@@ -62,7 +62,7 @@ def cut(text: str, *, keep_end: bool) -> str:
 
 
 def tell_table(table: Table) -> list[str]:
-    """Its lines: names to the left, numbers to the right."""
+    """Lines of a table: names to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
     return [
         "  ".join(["", row[0].ljust(widths[0]), *(v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True))])

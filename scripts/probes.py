@@ -1,4 +1,4 @@
-"""The doctor's probes, which run in child processes with a time limit: devices, matrix products, an all-reduce.
+"""The doctor's probes, in child processes with a time limit: devices, matrix products, an all-reduce.
 
 Not to be run by hand: `python -m scripts.probes NAME RANK COUNT FOLDER` is one such process.
 """
@@ -26,8 +26,7 @@ WORKER = (sys.executable, "-m", "scripts.probes")
 
 
 class Gpu(NamedTuple):
-    """Memory in bytes; `peers` are the GPUs whose memory it reads directly; `error` is what went wrong in its
-    matmul."""
+    """A GPU, with memory in bytes, `peers` whose memory it reads directly, and the `error` of its matmul."""
 
     name: str
     total: int
@@ -45,11 +44,11 @@ class Products(NamedTuple):
 
 
 class ChildError(Exception):
-    """A child process could not start, failed or took too long; the message is one sentence."""
+    """Failure or timeout of a child process; the message is one sentence."""
 
 
 def ask(*command: str, limit: float = 10) -> str:
-    """The output of a command. Raises ChildError; either way the process has ended."""
+    """Return the output of a command. Raises ChildError; either way the process has ended."""
     from dpo.system.redaction import redact
 
     try:
@@ -69,7 +68,7 @@ def ask(*command: str, limit: float = 10) -> str:
 
 
 def run_workers(name: str, count: int) -> list[Any]:
-    """The results of `count` processes of `WORKERS[name]`, in rank order. Raises ChildError; leaves none running."""
+    """Run `count` processes of `WORKERS[name]`. Returns results by rank, or raises ChildError; none stays running."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(count) as pool:
         commands = [(*WORKER, name, str(rank), str(count), folder) for rank in range(count)]
         limit = START_LIMIT + WORK_LIMIT + NCCL_LIMIT * (name == "nccl")
@@ -81,7 +80,7 @@ def run_workers(name: str, count: int) -> list[Any]:
 
 
 def work(name: str, rank: str, count: str, folder: str) -> None:
-    """Run one such process, which prints its result as JSON."""
+    """Run one worker process, which prints its result as JSON."""
     try:
         print(json.dumps(WORKERS[name](int(rank), int(count), folder)), flush=True)
     except Exception as error:
@@ -90,7 +89,7 @@ def work(name: str, rank: str, count: str, folder: str) -> None:
 
 
 def probe_devices(rank: int, count: int, folder: str) -> list[Gpu]:
-    """Every visible GPU, with the result of small matrix products on it."""
+    """Probe every visible GPU with small matrix products."""
     import torch
 
     gpus = range(torch.cuda.device_count())
@@ -111,8 +110,7 @@ def probe_devices(rank: int, count: int, folder: str) -> list[Gpu]:
 
 
 def matmul_error(device: str, dtype: Any) -> str | None:
-    """The error of a product computed on `device` in `dtype` against float64 on the CPU; None if it is within
-    rounding."""
+    """Compare a product on `device` in `dtype` with float64 on the CPU; None if the error is within rounding."""
     import torch
 
     left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(dtype)  # (512, 512) each
@@ -123,7 +121,7 @@ def matmul_error(device: str, dtype: Any) -> str | None:
 
 
 def probe_products(rank: int, count: int, folder: str) -> Products:
-    """The speed of matrix products on the CPU: the fastest within a second, alternating between dtypes."""
+    """Measure matrix products on the CPU: the fastest within a second, alternating between dtypes."""
     import torch
 
     signal.alarm(WORK_LIMIT)
@@ -139,8 +137,9 @@ def probe_products(rank: int, count: int, folder: str) -> Products:
 
 
 def all_reduce(rank: int, count: int, folder: str, *, backend: str) -> dict[str, float]:
-    """Sum a tensor over the processes. Returns its bytes, the wrong elements on this rank, and the fastest of 5 in
-    s."""
+    """Sum a tensor over the processes.
+
+    Returns its bytes, the number of wrong elements on this rank, and the fastest of 5 times in seconds."""
     import torch
     import torch.distributed as dist
 

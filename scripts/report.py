@@ -3,10 +3,10 @@
     python -m scripts.report RUN [RUN ...] [--out DIR]
 
 RUN is the directory of a run that is complete, still trains, or crashed; or of a sweep: its runs. The page has the
-curves, what they mean and what looks wrong, samples of policy and reference, what differs between the runs, hardware,
-time and cost. Without --out it is in RUN/report, or, of several runs, in report. The texts of a ledger's pairs are in
-the report of one run if its data is on this machine; a comparison loads no data, which can take minutes. Exit status:
-0 written, 2 bad input. Changes nothing else, and uses no network.
+curves, findings and warnings, samples of policy and reference, differences between the runs, hardware, time and cost.
+Without --out it is in RUN/report, or, for several runs, in report. The texts of a ledger's pairs are in the report of
+one run if its data is on this machine; a comparison loads no data, as that can take minutes. Exit status: 0 written, 2
+bad input. Changes nothing else, and uses no network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scripts.trust import add_trust_option
 
 
 def runs_in(path: Path) -> list[Path]:
-    """The runs that a path names: of a sweep's directory, those of its jobs."""
+    """Directories of the runs that a path names: those of the jobs for a sweep's directory, else the path."""
     if not (path / SWEEP).is_file():
         return [path]
     return sorted(file.parent for file in path.glob("*/config.yaml"))
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; of several runs: report")
     add_trust_option(parser)
     asked = parser.parse_args(arguments)
-    from dpo.analysis.page import write_report  # here: matplotlib takes a second, which --help need not pay
+    from dpo.analysis.page import write_report  # here, so that --help need not wait a second for matplotlib
     from scripts.ledger import find_texts
 
     runs = [run for named in asked.runs for run in runs_in(named.expanduser())]

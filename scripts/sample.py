@@ -80,7 +80,7 @@ TEMPERATURE = Rule(lambda v: 0 <= v < math.inf, "a number, 0 or more")
 
 
 def _value(kind: type, rule: Rule) -> Callable[[str], Any]:
-    """For argparse: an option's value, under the rule of a config's key."""
+    """Parser of an option's value for argparse, by the rule of a config's key."""
 
     def parse_value(text: str) -> Any:
         try:
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # InputError names what cannot be read
+    except OSError as error:  # InputError names unreadable files
         print(f"error: the answers cannot be written: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -180,7 +180,7 @@ def _answer_all(panel: Panel, sampling: Sampling, records: list[Any], asked: arg
 
 
 def _finite(rewards: Rewards) -> Rewards:
-    """Rewards with null for NaN and infinity, which JSON has not."""
+    """Rewards with null for NaN and infinity, which JSON lacks."""
     return {name: value if value is not None and math.isfinite(value) else None for name, value in rewards.items()}
 
 
@@ -223,7 +223,7 @@ def _converse(panel: Panel, sampling: Sampling) -> int:
 
 
 def _typed(on_terminal: bool) -> Iterator[str]:
-    """The lines that are typed, but for empty ones, until Ctrl-D or Ctrl-C."""
+    """Yield the typed lines that are not empty, until Ctrl-D or Ctrl-C."""
     while True:
         try:
             line = input("> " if on_terminal else "")

@@ -1,4 +1,4 @@
-"""The option by which alone a script runs the Python code that a model brings."""
+"""The only option by which a script runs Python code of a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--trust-remote-code`: the config of a run, which may come from anywhere, cannot give it."""
+    """Add `--trust-remote-code`, which a run's config cannot set, as it may come from anywhere."""
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",

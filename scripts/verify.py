@@ -20,7 +20,7 @@ from dpo.checkpoint.files import MANIFEST, STEP, DamagedCheckpoint, check_comple
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoint that a path or link names, or those of the run whose directory it is."""
+    """The checkpoint that a path or link names, or all of the run whose directory it is."""
     path = path.expanduser().resolve()
     if path.is_dir() and (STEP.fullmatch(path.name) or (path / MANIFEST).exists()):
         return [path]
@@ -28,7 +28,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def examine(checkpoint: Path) -> dict[str, Any]:
-    """The result for one checkpoint."""
+    """Check one checkpoint."""
     try:
         files = check_complete(checkpoint)["files"]
     except DamagedCheckpoint as error:

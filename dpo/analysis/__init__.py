@@ -1,1 +1,1 @@
-"""Reads the records of runs: curves, findings, the ledger, the report."""
+"""Analysis of a run's records: curves, findings, the ledger, the report."""

@@ -1,4 +1,4 @@
-"""What a run took: time, tokens, hours of its devices."""
+"""Cost of a run: time, tokens, device hours."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dpo.analysis.runs import Run, number
 
 
 class Cost(NamedTuple):
-    """Time, tokens and devices, of all updates that are in the metrics; NaN where they do not tell."""
+    """Time, tokens and devices of all updates in the metrics; NaN where unknown."""
 
-    updating_secs: float  # in updates alone: not loading, evaluating, sampling, saving
+    updating_secs: float  # in updates alone, without loading, evaluating, sampling and saving
     elapsed_secs: float  # from the last start to the end, or till now; NaN if the run did not end in order
     tokens: float
     devices: float
@@ -22,12 +22,12 @@ class Cost(NamedTuple):
 
     @property
     def secs(self) -> float:
-        """What is known to have passed. After a resume the last start tells less than the updates do."""
+        """Elapsed time or time in updates, the longer one; after a resume, elapsed time is since the last start."""
         return float(np.nanmax([self.updating_secs, self.elapsed_secs, 0.0]))
 
     @property
     def updates_alone(self) -> bool:
-        """Whether this is the time in updates, because nothing tells more."""
+        """Whether `secs` is the time in updates alone, because nothing more is known."""
         return not self.elapsed_secs >= self.updating_secs
 
     @property
@@ -36,13 +36,13 @@ class Cost(NamedTuple):
 
 
 def measure_cost(run: Run) -> Cost:
-    """What a run took so far."""
+    """Measure the cost of a run so far."""
     seconds = seconds_of_updates(run)
     tokens = seconds * run.train["tokens_per_second"]
     gpus = run.env.get("gpus")
     n_gpus = len(gpus) if isinstance(gpus, list) else 0
     processes = number(run.env.get("processes"))
-    if n_gpus:  # one process drives all that it sees, several one each
+    if n_gpus:  # a single process uses all GPUs it sees, several use one each
         devices, kind = (processes if processes > 1 else float(n_gpus)), "GPU"
     else:
         devices, kind = number(run.env.get("cpus")), "CPU"
@@ -50,7 +50,7 @@ def measure_cost(run: Run) -> Cost:
 
 
 def seconds_of_updates(run: Run) -> np.ndarray:
-    """The time that each update took, (updates,); NaN where it is not known."""
+    """Seconds that each update took, (updates,); NaN where unknown."""
     examples = np.diff(run.train.examples, prepend=0.0)
     speed = run.train["examples_per_second"]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -68,7 +68,7 @@ def _elapsed(run: Run) -> float:
 
 
 def _time(text: Any) -> datetime | None:
-    """A time with its zone; None for anything else, and for what an older run has not recorded."""
+    """Parse a time with its zone; None for anything else, such as a missing time."""
     try:
         time = datetime.fromisoformat(str(text))
     except ValueError:

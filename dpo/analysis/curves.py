@@ -1,6 +1,7 @@
-"""The curves of one run or several as PNG, light and dark: every update thin, their running mean, evaluations as dots.
+"""Curves of one run or several as PNG, light and dark.
 
-Draws with matplotlib's own canvas: no window, no state of pyplot.
+Every update is a thin line under the running mean, evaluations are dots. Drawn with matplotlib's own canvas: no window,
+no state of pyplot.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from dpo.wording import percent
 SIZE, DPI = (4.8, 3.0), 200
 SIDES = ("chosen", "rejected")
 FEWEST_TO_SMOOTH = 8
-MOST_POINTS = 1000  # of a line; a picture is that wide
+MOST_POINTS = 1000  # of a line: about the pixels of a picture's width
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of the page, and of Okabe and Ito's palette, which people who see fewer colours tell apart too."""
+    """Colours of the page, and Okabe and Ito's palette, which colour-blind readers can tell apart."""
 
     name: str  # light, dark
     background: str
@@ -61,20 +62,20 @@ THEMES = (LIGHT, DARK)
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of one metric, or of the same for both sides of pairs."""
+    """A picture of one metric, or of one metric for both sides of pairs."""
 
     name: str  # of the file
     title: str
     metrics: tuple[str, ...]  # SPLIT stands for train and eval
     unit: str = ""
-    log_scale: bool = False  # if the largest is far above the least
+    log_scale: bool = False  # used if the largest value is far above the least
     share: bool = False  # from 0 to 1
-    chance: bool = False  # a share that is 0.5 by chance
+    chance: bool = False  # by chance the share is 0.5
     loss: str | None = None  # only of runs with this loss
 
 
 class Picture(NamedTuple):
-    """A chart that was drawn."""
+    """A drawn chart."""
 
     name: str
     title: str
@@ -93,7 +94,7 @@ class Line(NamedTuple):
 
 
 def charts_for(runs: Sequence[Run]) -> list[Chart]:
-    """What there may be to draw, in the page's order; losses of different kinds are different pictures."""
+    """List the charts that runs may have, in the page's order; different losses get separate pictures."""
     losses = list(dict.fromkeys(run.loss for run in runs))
 
     def of_each(name: str, title: str, *metrics: str) -> list[Chart]:
@@ -124,7 +125,7 @@ def _plain(name: str) -> str:
 
 
 def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
-    """Each chart for which a run has a number."""
+    """Draw each chart for which a run has values."""
     for chart in charts_for(runs):
         lines = make_lines(chart, runs)
         if lines:
@@ -133,7 +134,7 @@ def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
 
 
 def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
-    """What a chart shows: of several runs each has its colour, of one run each side of pairs."""
+    """Lines of a chart, with a colour per run, or, for a single run, per side of pairs."""
     several, found = len(runs) > 1, []
     for i, run in enumerate(runs):
         if chart.loss is not None and chart.loss != run.loss:
@@ -151,16 +152,16 @@ def split_logs(run: Run) -> tuple[tuple[str, Log], tuple[str, Log]]:
 
 
 def evaluated(line: Line) -> tuple[np.ndarray, np.ndarray]:
-    """(examples, values) of a line's evaluations; accuracies without that of equal models, where each pair is a tie."""
+    """(examples, values) of a line's evaluations, without an accuracy of equal models, where every pair is a tie."""
     examples, values = line.run.eval.points(line.metric.replace("SPLIT", "eval"))
     ties = (examples == 0) & (values == 0) & line.metric.endswith("accuracies")
     return examples[~ties], values[~ties]
 
 
 def smoothed(values: np.ndarray, width: int, *, robust: bool = False) -> np.ndarray:
-    """The running mean over `width` values around each, fewer at the ends, or the median; NaN does not count."""
+    """Running mean, or median if `robust`, of `width` values around each, fewer at the ends; NaN does not count."""
     there, half, n = np.isfinite(values), width // 2, len(values)
-    if robust:  # of a long run at every so many values, which is what a picture can show
+    if robust:  # in a long run only at as many places as a picture can show
         at = places(n)
         windows = (values[max(0, i - half) : i + half + 1] for i in at)
         medians = [np.median(w[np.isfinite(w)]) if np.isfinite(w).any() else np.nan for w in windows]
@@ -177,7 +178,7 @@ def places(n: int) -> np.ndarray:
 
 
 def extremes(values: np.ndarray) -> np.ndarray:
-    """Indices that show every peak: of a long run the least and the largest value between two places."""
+    """Indices that show every peak: in a long run, the least and the largest value of each part."""
     if len(values) <= 2 * MOST_POINTS:
         return np.arange(len(values))
     found = []
@@ -188,7 +189,7 @@ def extremes(values: np.ndarray) -> np.ndarray:
 
 
 def choose_width(n: int) -> int:
-    """Over how many of n updates the running mean goes: a fifteenth, odd, at least 5."""
+    """Width of the running mean for n updates: a fifteenth of them, odd, at least 5."""
     return max(5, n // 15 | 1)
 
 
@@ -196,7 +197,7 @@ def choose_width(n: int) -> int:
 
 
 def draw(chart: Chart, lines: Sequence[Line], theme: Theme, *, several: bool) -> bytes:
-    """A PNG."""
+    """Draw a chart as PNG."""
     settings = {"font.size": 9, "text.parse_math": False, "path.simplify_threshold": 0.5}  # names hold no formulas
     with mpl.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in a script that the font lacks
@@ -239,7 +240,7 @@ def _draw_line(axis: Any, line: Line, theme: Theme, *, several: bool) -> None:
         axis.plot(
             *(examples, held_out),
             color=color,
-            linestyle=(0, (1, 1.8)) if len(examples) > 2 else "none",  # two points are no course
+            linestyle=(0, (1, 1.8)) if len(examples) > 2 else "none",  # two points are not a course
             linewidth=1.1,
             marker="o",
             markersize=4.6 if len(examples) <= 30 else 2.6,
@@ -255,7 +256,7 @@ def _is_noisy(metric: str) -> bool:
 
 
 def _dress(axis: Any, chart: Chart, theme: Theme, lines: Sequence[Line]) -> None:
-    """Scales, ticks and what to compare with."""
+    """Set scales and ticks, and draw the lines to compare with."""
     if chart.log_scale and _spans_decades(lines):
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -283,7 +284,7 @@ def _dress(axis: Any, chart: Chart, theme: Theme, lines: Sequence[Line]) -> None
 
 
 def _spans_decades(lines: Sequence[Line]) -> bool:
-    """Whether the lines lie far apart, or one goes far, and all of it is above 0."""
+    """Whether all values are above 0 and span a wide range, within a line or between lines."""
     values = [line.run.train.points(line.metric)[1] for line in lines]
     usual = [float(np.median(v)) for v in values]
     peaks = max(float(v.max()) for v in values) / min(usual) if min(usual) > 0 else 0.0
@@ -291,7 +292,7 @@ def _spans_decades(lines: Sequence[Line]) -> bool:
 
 
 def _least(lines: Sequence[Line]) -> float:
-    """The least accuracy of an evaluation, or that training usually has; at most 0.45."""
+    """Least accuracy of the evaluations and of the smoothed training curve; at most 0.45."""
     found = [0.45]
     for line in lines:
         values = line.run.train.points(line.metric.replace("SPLIT", "train"))[1]
@@ -314,7 +315,7 @@ def _rule(axis: Any, height: float, text: str, theme: Theme) -> None:
 
 
 def _short(value: float, _: Any = None) -> str:
-    """A tick of examples: 800, 2k, 1.5M."""
+    """Label of a tick in examples: 800, 2k, 1.5M."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
@@ -322,7 +323,7 @@ def _short(value: float, _: Any = None) -> str:
 
 
 def _head(picture: Any, axes: Any, chart: Chart, panels: list[list[Line]], theme: Theme, *, several: bool) -> None:
-    """Title, unit and what the colours are."""
+    """Draw title, unit and legend."""
     title = f"{chart.title} ({chart.unit})" if chart.unit else chart.title
     picture.suptitle(title, color=theme.ink, fontsize=10.5, fontweight="bold", x=0.02, ha="left")
     shown = {line.color: (line.run.name if several else line.label) for panel in panels for line in panel}
@@ -342,7 +343,7 @@ def _head(picture: Any, axes: Any, chart: Chart, panels: list[list[Line]], theme
 
 
 def describe(chart: Chart, lines: Sequence[Line]) -> str:
-    """What a picture shows, for those who do not see it."""
+    """Describe a picture in words, for readers who cannot see it."""
     say = percent if chart.share else in_words
     parts = []
     for line in lines:

@@ -1,6 +1,6 @@
-"""What the metrics say of how a run trained: rules, pure functions of a `Run` that yield findings.
+"""Findings on how a run trained: rules, pure functions of a `Run` that yield findings.
 
-A finding says what is the case with the metric's value, and what it means. A warning is what looks wrong.
+A finding gives a fact, the metric's value, and what it means. A warning is a finding that looks like a fault.
 docs/metrics.md has every rule.
 """
 
@@ -33,11 +33,11 @@ WARNING, NOTE = "warning", "note"
 SATURATED = 0.99  # accuracy of training pairs
 SPENT = 0.1  # of the first gradients' norm
 TELL_60 = 400  # pairs: an accuracy of 0.60 is then four standard errors above chance
-USEFUL = 0.55  # an accuracy below which nothing was learned that is of use
-TURNED = 0.05  # of its best value, that the loss of an evaluation has risen
-LOST = 0.02  # accuracy that an evaluation has lost, if chance explains less
-SPIKE = 10.0  # times the median of the 100 values before, of which there must be 20
-FAINT = 0.01  # of the mean of the first 20 values: what is below is no spike
+USEFUL = 0.55  # below this accuracy nothing useful was learned
+TURNED = 0.05  # rise of the evaluation loss, as a fraction of its best value
+LOST = 0.02  # accuracy lost by an evaluation, unless chance explains more
+SPIKE = 10.0  # times the median of up to 100 values before; at least 20 are needed
+FAINT = 0.01  # of the mean of the first 20 values: a value below that is not a spike
 GAP = 0.15  # between accuracy on training and evaluation pairs
 SLOWER = 0.7  # of the speed of the first quarter of the updates
 CLIPPED = 0.5  # of the updates
@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 
 
 def find_start(run: Run) -> Means | None:
-    """Loss and margin before the first update; of a run that was not evaluated then, of its first updates."""
+    """Loss and margin before the first update, else, without an evaluation then, of the first updates."""
     for split, log, n in (("eval", run.eval, 1), ("train", run.train, updates_at_start(run.has_reference))):
         values = np.stack([log[f"loss/{split}"], log[f"rewards_{split}/margins"]])[:, :n]
         first = log.updates[:n]
@@ -61,28 +61,28 @@ def find_start(run: Run) -> Means | None:
 
 
 def chance(accuracy: float, n: float) -> float:
-    """Two standard errors of an accuracy that was measured on n examples."""
+    """Two standard errors of an accuracy measured on n examples."""
     return 2 * math.sqrt(max(accuracy * (1 - accuracy), 0.0) / n) if n > 0 else 0.0
 
 
 def is_untold(accuracy: float, n: float) -> bool:
-    """Tell whether n pairs leave open if an accuracy is chance or of use."""
+    """Whether n pairs cannot tell a useful accuracy from chance."""
     low, high = wilson_interval(accuracy, n)
     return low <= 0.5 and high >= USEFUL
 
 
 def n_evaluated(run: Run) -> float:
-    """Different examples of an evaluation: no more than there are."""
+    """Number of different examples in an evaluation, at most those of the test split."""
     n, there = number(run.setting("n_eval_examples", 256)), run.count("test.examples")
     n = n if n > 0 else 256.0
     return min(n, there) if there > 0 else n
 
 
-# --- numbers that are none, and spikes --------------------------------------------------------------------------------
+# --- NaN, and spikes --------------------------------------------------------------------------------------------------
 
 
 def nan_skips(run: Run) -> Iterator[Finding]:
-    """Updates that were left out, and the one that ended the run."""
+    """Skipped updates, and an update that ended the run."""
     odd = [
         line
         for line in run.train.lines
@@ -113,8 +113,10 @@ def _folders(run: Run) -> str:
 
 
 def find_spikes(values: np.ndarray) -> list[tuple[int, float]]:
-    """(index, times the median of the 100 numbers before it) of each value above SPIKE times that median, unless it is
-    below FAINT of the mean of the first 20: where hardly any gradient is left, what stands out is no shock."""
+    """Find spikes: (index, ratio to the median of the 100 numbers before) for ratios above SPIKE.
+
+    Values below FAINT of the mean of the first 20 do not count: where hardly any gradient is left, an outlier is
+    harmless."""
     places = np.flatnonzero(np.isfinite(values))
     there = values[places]
     if len(there) <= 20:
@@ -132,12 +134,12 @@ def find_spikes(values: np.ndarray) -> list[tuple[int, float]]:
 
 
 def spikes(run: Run) -> Iterator[Finding]:
-    """Gradients and losses far above what was usual just before."""
+    """Gradient norms and losses far above the values just before."""
     for name, what in (("grad_norm", "Gradient"), ("loss/train", "Loss")):
         values = run.train[name]
         found = find_spikes(values)
         if name == "loss/train" and (start := find_start(run)):
-            # where nearly all pairs are learned, one that is not stands far out
+            # where nearly all pairs are learned, one that is not learned stands out
             found = [(place, times) for place, times in found if values[place] > start.loss]
         if not found:
             continue
@@ -159,7 +161,7 @@ def spikes(run: Run) -> Iterator[Finding]:
 def collapse(run: Run) -> Iterator[Finding]:
     """A loss far above its start, with margins that show no preference."""
     start, width = find_start(run), count_window(number(run.setting("batch_size", 1)))
-    if start is None or run.setting("loss.wpo"):  # whose weights move with the policy
+    if start is None or run.setting("loss.wpo"):  # weights of wpo move with the policy
         return
     columns = np.stack([run.train[name] for name in ("loss/train", "rewards_train/margins")])
     there = np.isfinite(columns).all(0)
@@ -198,8 +200,8 @@ def collapse(run: Run) -> Iterator[Finding]:
 def find_evaluation_error(run: Run) -> float:
     """Two standard errors of `loss/eval`; NaN after fewer than 20 updates.
 
-    From the spread of an example's loss where it was widest, as that of batches shows it: training examples may be
-    learned by now.
+    From the widest spread of an example's loss during training, estimated from batches: by now, training examples may
+    be learned.
     """
     losses = run.train.points("loss/train")[1]
     if len(losses) < 20:
@@ -210,7 +212,7 @@ def find_evaluation_error(run: Run) -> float:
 
 
 def best_checkpoint(run: Run) -> Iterator[Finding]:
-    """A checkpoint that is better than the last one."""
+    """A checkpoint better than the last one."""
     if run.best is None or run.objective is None:
         return
     name, sign = run.objective.best
@@ -230,7 +232,7 @@ def best_checkpoint(run: Run) -> Iterator[Finding]:
 
 
 def saturation(run: Run) -> Iterator[Finding]:
-    """Training pairs that are all ranked right already."""
+    """Training pairs that are nearly all ranked right."""
     accuracy, held_out = run.tail("train", "rewards_train/accuracies"), run.tail("eval", "rewards_eval/accuracies")
     if not accuracy >= SATURATED or len(run.train.points("rewards_train/accuracies")[0]) < 5:
         return
@@ -249,7 +251,7 @@ def saturation(run: Run) -> Iterator[Finding]:
 
 
 def _what_is_left(run: Run) -> str:
-    """To be learned, by how much of the first gradients is left: the loss of every kind tells it by that."""
+    """Sentence on how much is left to learn, by the gradient norm at first and now."""
     norms = run.train.points("grad_norm")[1]
     if not len(norms):
         return ""
@@ -262,7 +264,7 @@ def _what_is_left(run: Run) -> str:
 
 
 def no_better_than_chance(run: Run) -> Iterator[Finding]:
-    """Held-out pairs that are ranked as a coin would, or too few of them to tell."""
+    """Held-out pairs ranked as by chance, or too few of them to tell."""
     examples, values = run.eval.points("rewards_eval/accuracies")
     if not len(values) or examples[-1] <= 0 or run.updates < 20:
         return
@@ -310,7 +312,7 @@ def _how_to_evaluate_more(run: Run) -> str:
 
 
 def near(run: Run, name: str, examples: float) -> float:
-    """Mean of a training metric over a tenth of the updates, at least 10, up to a number of examples."""
+    """Mean of a training metric near a number of examples: over a tenth of the updates, at least 10, up to it."""
     places, values = run.train.points(name)
     length = max(10, len(values) // 10)
     up_to = values[places <= examples][-length:]
@@ -319,7 +321,7 @@ def near(run: Run, name: str, examples: float) -> float:
 
 
 def evaluation_turns(run: Run) -> Iterator[Finding]:
-    """Evaluations that become worse while training becomes better."""
+    """Evaluations that get worse while training gets better."""
     for stem, sign in (("loss/{}", -1), ("rewards_{}/accuracies", +1)):
         examples, values = run.eval.points(stem.format("eval"))
         if len(values) < 2:
@@ -363,14 +365,14 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
 
 
 def _accuracy_rose(run: Run, since: float) -> bool:
-    """Whether held-out accuracy is no lower than in an evaluation after the first update; false without pairs."""
+    """Whether held-out accuracy is at least that at `since`; false without pairs or before the first update."""
     examples, values = run.eval.points("rewards_eval/accuracies")
     then = values[(examples == since) & (examples > 0)]  # equal models have an accuracy of 0
     return bool(len(then)) and bool(values[-1] >= then[0])
 
 
 def gap(run: Run) -> Iterator[Finding]:
-    """Training pairs that are ranked much better than held-out ones."""
+    """Training pairs ranked much better than held-out ones."""
     train, held_out = run.tail("train", "rewards_train/accuracies"), run.tail("eval", "rewards_eval/accuracies")
     if run.eval.points("rewards_eval/accuracies")[0][-1:].sum() > 0 and train - held_out > max(
         GAP, chance(held_out, n_evaluated(run))
@@ -387,7 +389,7 @@ def gap(run: Run) -> Iterator[Finding]:
 
 
 def learning_rate(run: Run) -> Iterator[Finding]:
-    """A warmup that did not end. A scaled rate is not looked at: what it was scaled by is not on record."""
+    """A warmup that did not end. Scaled rates are skipped: their factor is not recorded."""
     if run.setting("lr_scaling", "none") != "none":
         return
     wanted, rates = number(run.setting("lr")), run.train.points("lr")[1]
@@ -401,7 +403,7 @@ def learning_rate(run: Run) -> Iterator[Finding]:
 
 
 def clipping(run: Run) -> Iterator[Finding]:
-    """Gradients that are clipped as a rule."""
+    """Gradients clipped in most updates."""
     limit, norms = number(run.setting("max_grad_norm")), run.train.points("grad_norm")[1]
     share = float((norms > limit).mean()) if len(norms) else 0.0
     if share >= CLIPPED:
@@ -430,7 +432,7 @@ def slowing(run: Run) -> Iterator[Finding]:
 
 
 def data(run: Run) -> Iterator[Finding]:
-    """Counts of the preflight that are worth a look."""
+    """Preflight counts worth a look."""
     n, tokenized = run.count("train.examples"), run.count("train.tokenized")
     kinds = (
         ("joined_words", n, 0.0, "response follows its", "responses follow their", "prompt without a space"),

@@ -1,4 +1,4 @@
-"""What the rows of a ledger say about the data: pairs, lengths, datasets."""
+"""Summary of a ledger's rows: pairs, lengths, datasets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pyarrow.compute as pc
 
 from dpo.analysis.ledger_file import TEXTS, encode
 
-PERIODS = 10  # in which the updates of a run are compared
+PERIODS = 10  # equal parts of a run's updates, which are compared
 LENGTHS = (-64, -16, 0, 1, 17, 65)  # lower ends of the classes of length differences, in tokens
 LARGEST_ROUNDING = 0.01  # of a reward, where policy and reference are equal but for their dtype
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair over the visits after the first update; before it margins are 0, or rounding."""
+    """A pair over its visits after the first update; earlier margins are 0 or rounding errors."""
 
     example: str
     dataset: str
@@ -29,14 +29,14 @@ class Pair:
     first_margin: float
     last_margin: float
     highest_margin: float
-    relative_margin: float  # mean of the margins, each over the median size of the margins of its time and split
+    relative_margin: float  # mean of its margins, each divided by the median |margin| of its period and split
     texts: dict[str, str] | None = None  # prompt, chosen, rejected of a pair that was drawn; others are in the data
     scores: tuple[float, float] | None = None  # of chosen and rejected, of a pair that was drawn
 
 
 @dataclass(frozen=True)
 class LengthClass:
-    """Pairs whose chosen response is so many tokens longer than the rejected one, at their last visit."""
+    """Pairs with similar length differences (chosen minus rejected tokens), at their last visit."""
 
     difference: str
     pairs: int
@@ -55,7 +55,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Period:
-    """Means over the visits of a dataset's examples in a period of a run. What SFT has not is None."""
+    """Means over the visits of a dataset's examples in a period of a run; None where SFT has no value."""
 
     dataset: str
     split: str
@@ -73,7 +73,7 @@ class Period:
 
 @dataclass(frozen=True)
 class LedgerSummary:
-    """What a ledger says. Lists of pairs are cut at the number asked for; `n_` counts all."""
+    """Summary of a ledger. Lists of pairs hold at most the number asked for; `n_` counts all."""
 
     rows: int
     examples: int
@@ -81,14 +81,14 @@ class LedgerSummary:
     n_seen_again: int  # pairs with at least two visits after the first update
     n_never_flipped: int  # of these: the margin was never above 0
     never_flipped: list[Pair]
-    n_suspected_noise: int  # never right either, by more than the typical margin of their time
+    n_suspected_noise: int  # never right either, and wrong by more than the typical margin of their period
     suspected_noise: list[Pair]
     lengths: list[Lengths]
     drift: list[Period]
 
 
 def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
-    """What a ledger says about pairs, lengths and datasets, with `top` pairs in each list, the worst first."""
+    """Summarize a ledger's pairs, lengths and datasets, with `top` pairs in each list, the worst first."""
     table = encode(table)
     pairs = _Pairs(table)
     wrong = pairs.wrong
@@ -110,13 +110,13 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 
 
 class _Pairs:
-    """The pairs of each split but ties, as arrays in order of their first visit after the first update."""
+    """Pairs of both splits, without ties: arrays in order of the first visit after the first update."""
 
     def __init__(self, table: pa.Table) -> None:
         updates, margins = _numbers(table, "update"), _numbers(table, "margin")
-        applied = updates - _is_train(table)  # updates of the policy that was asked
+        applied = updates - _is_train(table)  # updates of the policy before the visit
         finite = np.isfinite(margins)
-        # between equal models margins are rounding, of a float16 reference too; models that differ have larger ones
+        # margins between equal models are rounding errors, also with a float16 reference; others are larger
         rounding = min(abs(margins[finite & (applied == 0)]).max(initial=0.0), LARGEST_ROUNDING)
         rows = (finite & (applied > 0) & ~_is_tie(table)).nonzero()[0]
         self._table, margins = table, margins[rows]
@@ -152,7 +152,7 @@ class _Pairs:
         ]
 
     def lengths(self) -> list[Lengths]:
-        """Of each split that has pairs."""
+        """Margins against lengths, for each split that has pairs."""
         rows, margins = self._rows[self._last], self._margins[self._last]
         longer = _numbers(self._table, "chosen_tokens")[rows] - _numbers(self._table, "rejected_tokens")[rows]
         is_train = _is_train(self._table)[rows]
@@ -185,7 +185,7 @@ def _lengths(split: str, longer: np.ndarray, margins: np.ndarray) -> Lengths:
 
 
 def _drift(table: pa.Table) -> list[Period]:
-    """Of each dataset and split, over the periods."""
+    """Means of each dataset and split by period."""
     splits, datasets, periods = _codes(table, "split"), _codes(table, "dataset"), _periods(table)
     keys = np.stack([datasets, splits, periods])
     groups, group = np.unique(keys, axis=1, return_inverse=True)
@@ -193,7 +193,7 @@ def _drift(table: pa.Table) -> list[Period]:
     for side in ("chosen", "rejected"):
         columns[f"{side}_change"] = columns[f"policy_{side}"] - _numbers(table, f"reference_{side}")
     updates = _numbers(table, "update")
-    # nothing is right of what was asked before the first update, and of ties
+    # visits before the first update, and ties, are neither right nor wrong
     undecided = np.isnan(columns["margin"]) | (updates == _is_train(table)) | _is_tie(table)
     columns["right"] = np.where(undecided, np.nan, columns["margin"] > 0)
     names = {name: _dictionary(table, name).dictionary.to_pylist() for name in ("dataset", "split")}
@@ -207,7 +207,7 @@ def _drift(table: pa.Table) -> list[Period]:
 
 
 def _mean(values: np.ndarray) -> float | None:
-    """Of what is there and finite: a skipped update may have NaN."""
+    """Mean of the finite values, None without any; a skipped update may have NaN."""
     values = values[np.isfinite(values)]
     return float(values.mean()) if len(values) else None
 
@@ -230,14 +230,14 @@ def _is_train(table: pa.Table) -> np.ndarray:
 
 
 def _is_tie(table: pa.Table) -> np.ndarray:
-    """Of which pairs the scorer did not tell the better one."""
+    """Whether the scorer left each row's pair undecided, (rows,)."""
     if "tie" not in table.schema.names:
         return np.zeros(len(table), dtype=bool)
     return pc.fill_null(table["tie"], False).to_numpy()
 
 
 def _periods(table: pa.Table) -> np.ndarray:
-    """The number of each row's period: a tenth of the run's updates; an evaluation belongs to the updates before it."""
+    """Period of each row, a tenth of the run's updates; an evaluation belongs to the updates before it."""
     updates = _numbers(table, "update")
     last = max(int(updates.max()), 1) if len(updates) else 1
     return np.ceil(updates * min(PERIODS, last) / last).astype(np.int64)

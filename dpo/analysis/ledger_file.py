@@ -1,7 +1,7 @@
-"""The files of a ledger: a row for each example of a run and visit.
+"""The files of a ledger: one row for each visit to an example.
 
-A training run appends to `ledger.arrows`, an Arrow stream: what a kill leaves of it can be read, and a resumed run can
-cut it. `ledger.parquet` is made from it, and depends on its rows alone.
+A training run appends to `ledger.arrows`, an Arrow stream that can be read after a kill and that a resumed run can
+truncate. `ledger.parquet` is made from it, and depends on its rows alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCHEMA = pa.schema(
         "margin": pa.float64(),
     }
 )
-DRAWN = pa.schema(  # more columns of a run that draws its pairs; null in rows of pairs of the data
+DRAWN = pa.schema(  # further columns of a run that draws pairs; null in rows whose pair is from the data
     {
         "tie": pa.bool_(),
         "prompt": pa.large_string(),  # may be more than 2 GB together
@@ -51,7 +51,7 @@ DRAWN = pa.schema(  # more columns of a run that draws its pairs; null in rows o
     }
 )
 ONLINE_SCHEMA = pa.schema([*SCHEMA, *DRAWN])
-ROW_GROUP = 2**16  # rows that are in memory at a time while a file is written
+ROW_GROUP = 2**16  # rows in memory at a time while a file is written
 
 
 def make_schema(names: Collection[str]) -> pa.Schema:
@@ -60,19 +60,19 @@ def make_schema(names: Collection[str]) -> pa.Schema:
 
 
 def encoded(schema: pa.Schema) -> pa.Schema:
-    """The schema with texts that recur as dictionaries."""
+    """The schema with recurring texts dictionary-encoded."""
     return pa.schema([(f.name, pa.dictionary(pa.int32(), f.type) if f.name in TEXTS else f.type) for f in schema])
 
 
 def begin(stream: Path, schema: pa.Schema = SCHEMA) -> None:
-    """Begin a stream, unless it has begun."""
+    """Write the schema to a stream that is empty or missing."""
     with stream.open("ab") as file:
         if file.tell() == 0:
             file.write(schema.serialize())
 
 
 def append(stream: Path, columns: Mapping[str, Any]) -> None:
-    """Add rows, in one write: lists or tensors by column, None for a column that has no values."""
+    """Append rows in one write: lists or tensors by column, None for a column without values."""
     n, schema = len(columns["example"]), make_schema(columns)
     with stream.open("ab") as file:
         file.write(pa.record_batch([_column(f, columns[f.name], n) for f in schema], schema=schema).serialize())
@@ -99,7 +99,7 @@ def write_parquet(stream: Path, target: Path) -> int:
 
 
 def read_ledger(run_dir: Path) -> pa.Table | None:
-    """All rows in order, as far as the run has come; None if it has no ledger. Raises InputError for another file."""
+    """Read all rows so far, in order; None if the run has no ledger. Raises InputError for another kind of file."""
     if (run_dir / STREAM).exists():
         empty = encoded(_schema_in(run_dir / STREAM)).empty_table()
         table = pa.concat_tables([empty, *_groups(run_dir / STREAM)])
@@ -114,7 +114,7 @@ def read_ledger(run_dir: Path) -> pa.Table | None:
 
 
 def _groups(stream: Path) -> Iterator[pa.Table]:
-    """The rows in tables of ROW_GROUP, however they were appended; the last may have fewer."""
+    """Yield the rows in tables of ROW_GROUP, however they were appended; the last may have fewer."""
     waiting, n = [], 0
     for batch in _batches(stream):
         waiting.append(batch)
@@ -129,14 +129,14 @@ def _groups(stream: Path) -> Iterator[pa.Table]:
 
 
 def encode(table: pa.Table) -> pa.Table:
-    """The columns in one piece each, texts that recur as dictionaries."""
+    """The table with one chunk per column, and recurring texts dictionary-encoded."""
     schema = encoded(make_schema(table.schema.names))
     columns = [table[field.name].combine_chunks().cast(field.type) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _schema_in(stream: Path) -> pa.Schema:
-    """The schema with which a stream begins."""
+    """Read the schema at the start of a stream. Raises InputError if it is not a ledger's."""
     check_readable(stream)
     with stream.open("rb") as file, _explaining(stream):
         schema = pa.ipc.open_stream(file).schema
@@ -146,7 +146,7 @@ def _schema_in(stream: Path) -> pa.Schema:
 
 
 def find_end(stream: Path, size: int) -> int:
-    """The end of the last whole append within the first `size` bytes; 0 if the stream does not begin as a ledger."""
+    """End of the last whole append within the first `size` bytes; 0 if the stream does not begin like a ledger."""
     end = 0
     with suppress(InputError):
         _schema_in(stream)
@@ -158,12 +158,12 @@ def find_end(stream: Path, size: int) -> int:
 
 
 def _batches(stream: Path) -> Iterator[pa.RecordBatch]:
-    """What was appended at a time, up to what a kill cut off, what is damaged, or what is just being written."""
+    """Batches as they were appended, up to one that is cut off, damaged, or still being written."""
     return (batch for batch, _ in _appends(stream) if batch is not None)
 
 
 def _appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
-    """The whole appends of a stream, and where each ends; the first is the schema."""
+    """Whole appends of a stream, each with its end in bytes; the first, None, is the schema."""
     with stream.open("rb") as file:
         with _explaining(stream):
             reader = pa.ipc.open_stream(file)
@@ -175,7 +175,7 @@ def _appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
         except pa.ArrowException:
             return
         except OSError as error:
-            if error.errno is not None:  # the system's, not Arrow's about a body that is cut off
+            if error.errno is not None:  # from the system, not Arrow's for a truncated body
                 raise
 
 

@@ -1,4 +1,4 @@
-"""The texts of pairs in a ledger, which has only their ids: from the datasets that the run's config names."""
+"""Texts of a ledger's pairs, looked up by id in the datasets that the run's config names."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def find_texts(
     built_in: Collection[str],
     trust_remote_code: bool = False,
 ) -> Texts:
-    """The texts of pairs. `get_dataset` loads the datasets; own data, not `built_in`, also needs a tokenizer, whose
-    code is run if it is trusted, whatever the run's config says.
+    """Find the texts of pairs in the datasets that `get_dataset` loads.
 
-    Raises InputError if the run's config does not tell how, or the data cannot be loaded.
+    Own data, which is not `built_in`, also needs a tokenizer; its code runs only with `trust_remote_code`, whatever the
+    run's config says. Raises InputError if the run's config is unusable, or the data cannot be loaded.
     """
     wanted: dict[tuple[str, str], set[str]] = {}
     for pair in pairs:
@@ -46,7 +46,7 @@ def find_texts(
     config = _read_run_config(run, ("local_dirs", "dataset_sources", *(OF_TOKENIZER if has_own else ())))
     cache_dir, sources = get_cache_dir(config.local_dirs), OmegaConf.to_container(config.dataset_sources, resolve=True)
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
-    if has_own:  # it may be chats, which a tokenizer renders
+    if has_own:  # it may hold chats, which a tokenizer renders
         name = config.model.tokenizer_name_or_path or config.model.name_or_path
         options["tokenizer"] = load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
         options["sft_mode"] = True  # whatever it trained on
@@ -61,7 +61,7 @@ def find_texts(
 
 
 def _read_run_config(run: Run, keys: tuple[str, ...]) -> DictConfig:
-    """A run's config with the defaults. Raises InputError if one of these keys is not as it should be."""
+    """A run's config with the defaults filled in. Raises InputError if one of `keys` has a problem."""
     if not run.config:
         raise InputError(next((p for p in run.problems if p.startswith("config.yaml")), "config.yaml is empty"))
     try:

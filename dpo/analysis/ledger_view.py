@@ -1,4 +1,4 @@
-"""What is shown of a ledger: pairs that never flip, suspected label noise, margin against length, drift."""
+"""View of a ledger: pairs that never flip, suspected label noise, margin against length, drift."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOP = 5  # pairs in each list
 
 Texts = Mapping[str, Mapping[str, str]]  # of examples: prompt, chosen, rejected
 FindTexts = Callable[[Run, Sequence["Pair"]], Texts]
-"""The texts of pairs of a run. Raises InputError if they cannot be loaded."""
+"""Function that finds the texts of a run's pairs. Raises InputError if they cannot be loaded."""
 
 
 class Listed(NamedTuple):
@@ -47,7 +47,7 @@ class LedgerView(NamedTuple):
 
 
 def view_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerView | None:
-    """None if the run has no ledger. Texts are shown if there is a way to find them."""
+    """View of a run's ledger, with texts if `find_texts` can load them; None without a ledger."""
     if run.ledger is None:
         return None
     from dpo.analysis.ledger import summarize
@@ -61,9 +61,9 @@ def view_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerView | N
 
 
 def load_texts(run: Run, found: LedgerSummary, find_texts: FindTexts | None) -> tuple[Texts, str]:
-    """The texts of the pairs that are listed, and, if some or all are not there, a note that says why.
+    """Texts of the listed pairs, and a note that explains why any are missing.
 
-    Those of drawn pairs are in the ledger; for others there may be a way to find them.
+    Texts of drawn pairs are in the ledger; `find_texts` finds the others.
     """
     listed = [*found.never_flipped, *found.suspected_noise]
     drawn = {pair.example: pair.texts for pair in listed if pair.texts is not None}
@@ -83,7 +83,7 @@ def load_texts(run: Run, found: LedgerSummary, find_texts: FindTexts | None) -> 
 
 
 def view_summary(found: LedgerSummary, texts: Texts, note: str) -> LedgerView:
-    """What a ledger says, in words and tables."""
+    """Present a ledger's summary in words and tables."""
     visits, examples = count(found.rows, "visit"), count(found.examples, "example")
     text = f"{visits} of {examples}, of which {count(found.truncated, 'is', 'are')} truncated."
     return LedgerView(text, _lists(found, texts), [*_lengths(found), *_drift(found)], note)
@@ -91,7 +91,7 @@ def view_summary(found: LedgerSummary, texts: Texts, note: str) -> LedgerView:
 
 def _lists(found: LedgerSummary, texts: Texts) -> list[PairList]:
     if not found.lengths:
-        return []  # nothing of pairs, or nothing after the first update
+        return []  # no pairs, or no visit after the first update
     never = (
         f"{found.n_never_flipped:,} of {count(found.n_seen_again, 'pair')} that were seen at least twice "
         f"{'was' if found.n_never_flipped == 1 else 'were'} wrong each time: with a margin never above 0."
@@ -132,7 +132,7 @@ def _lengths(found: LedgerSummary) -> list[Table]:
 
 
 def _drift(found: LedgerSummary) -> list[Table]:
-    """Where there are pairs, the margin and how both sides moved; else the loss."""
+    """Table of drift: with pairs, margins and the change of both sides; else loss and log-probabilities."""
     has_pairs = any(period.margin is not None for period in found.drift)
     wanted = ("loss", "margin", "right", "chosen_change", "rejected_change") if has_pairs else ("loss", "policy_chosen")
     rows = []

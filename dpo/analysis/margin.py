@@ -1,4 +1,4 @@
-"""What a reward margin is made of: chosen rising, rejected falling, and the lengths of both."""
+"""Parts of a reward margin: chosen rising, rejected falling, and the lengths of both."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ COLUMNS = (
 
 
 class MarginParts(NamedTuple):
-    """What each side gives to a margin = chosen - rejected: mean rewards relative to the reference, or, under a loss
-    without one, how far they have moved since the start. NaN where something is not known."""
+    """Contribution of each side to a margin = chosen - rejected; NaN where unknown.
+
+    Mean rewards relative to the reference, or, under a loss without one, their change since the start."""
 
     split: str
     chosen: float
     rejected: float
-    chosen_tokens: float = math.nan  # as `rejected_tokens` NaN also where rewards are per token: none is length then
+    chosen_tokens: float = math.nan  # like `rejected_tokens`, NaN for rewards per token, to which length adds nothing
     rejected_tokens: float = math.nan
-    length_by_pair: float = math.nan  # what length gives, worked out in each pair of the ledger
+    length_by_pair: float = math.nan  # the part due to length, computed for each pair of the ledger
     since_start: bool = False  # not relative to a reference
 
     @property
@@ -31,7 +32,7 @@ class MarginParts(NamedTuple):
 
     @property
     def length(self) -> float:
-        """What of the margin there is because one side is longer, pair by pair if there is a ledger, else of means.
+        """Part of the margin due to different lengths, by pair if there is a ledger, else from means.
 
         With a change per token of a on the chosen side and b on the rejected one, and lengths m and n, the margin is
         a m - b n = (a - b) (m + n) / 2 + (a + b) / 2 (m - n), of which the second term is 0 for equal lengths.
@@ -49,8 +50,9 @@ def _of_length(chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens: 
 
 
 def length_by_pair(run: Run) -> float:
-    """Mean over the pairs of the last evaluation in the ledger; NaN without one, or if rewards are not beta times the
-    change of log-probabilities."""
+    """Mean part of the margin due to length, over the ledger's pairs of the last evaluation.
+
+    NaN without a ledger, or if rewards are not beta times the change of log-probabilities."""
     beta, margin = number(run.setting("loss.beta")), run.eval.last("rewards_eval/margins")
     if run.ledger is None or not beta > 0:
         return math.nan
@@ -68,10 +70,9 @@ def length_by_pair(run: Run) -> float:
 
 
 def margin_parts(run: Run) -> MarginParts | None:
-    """The parts of the last evaluation's margin, or of the last training updates'.
+    """Parts of the margin at the last evaluation, or, without one after an update, in the last training updates.
 
-    Those of training only if there was no evaluation after an update. None without pairs, and without a reference if
-    there is nothing to compare with.
+    None without pairs, and for a loss without a reference if there are no earlier values to compare with.
     """
     examples = run.eval.points("rewards_eval/chosen")[0]
     split = "eval" if len(examples) and examples[-1] > 0 else "train"
@@ -91,13 +92,13 @@ def margin_parts(run: Run) -> MarginParts | None:
 
 
 class Change(NamedTuple):
-    """Means of chosen and rejected responses, at first and now."""
+    """Change of the means of chosen and rejected responses since the start."""
 
     split: str
     stem: str  # of the metrics: logps, rewards
     chosen_before: float
     chosen_after: float
-    rejected: float  # how far it has moved
+    rejected: float  # its change
 
     @property
     def chosen(self) -> float:
@@ -105,17 +106,17 @@ class Change(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """How far the sides have parted."""
+        """Change of the difference of the two sides."""
         return self.chosen - self.rejected
 
 
 def find_change(run: Run) -> Change | None:
-    """Of summed log-probabilities: in these units, not in rewards."""
+    """Change of summed log-probabilities, in nats and not in rewards."""
     return _moves(run, "logps")
 
 
 def _moves(run: Run, stem: str) -> Change | None:
-    """From the first evaluation to the last; without two, from the first updates to the last."""
+    """Change from the first evaluation to the last; without two, from the first updates to the last."""
     for split, log in (("eval", run.eval), ("train", run.train)):
         sides = [log.points(f"{stem}_{split}/{side}")[1] for side in ("chosen", "rejected")]
         length = 1 if split == "eval" else max(10, len(sides[0]) // 10)

@@ -1,4 +1,4 @@
-"""Whether a difference is more than noise: intervals and tests of the findings, in plain arithmetic."""
+"""Intervals and tests that tell a difference from noise, in plain arithmetic."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Interval(NamedTuple):
 
 
 def wilson_interval(share: float, n: float) -> Interval:
-    """The 95 % interval of a share that was measured on n examples (Wilson's, which holds for few and near 0 and 1)."""
+    """Wilson's 95 % interval of a share measured on n examples; valid also for small n and near 0 and 1."""
     share = min(max(share, 0.0), 1.0)
     middle, half = share + Z**2 / (2 * n), Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
     return Interval((middle - half) / (1 + Z**2 / n), (middle + half) / (1 + Z**2 / n))
 
 
 def mean_and_bound(differences: np.ndarray) -> tuple[float, float]:
-    """The mean of differences, and half of its 98 % interval: Student's t times its standard error.
+    """Mean of differences, and half the width of its 98 % interval: Student's t times the standard error.
 
-    Not 95 %, which few samples of skewed lengths would miss by chance in just above one run of twenty.
+    Not 95 %: with few samples of skewed lengths, that would miss by chance in slightly more than one run of twenty.
     """
     n = len(differences)
     error = float(differences.std(ddof=1)) / math.sqrt(n)
@@ -45,5 +45,5 @@ def _student(freedom: int) -> float:
 
 
 def binomial_tail(heads: int, tosses: int) -> float:
-    """The probability of so many heads or more of a fair coin."""
+    """Probability that a fair coin shows at least `heads` heads in `tosses` tosses."""
     return sum(math.comb(tosses, k) for k in range(heads, tosses + 1)) / 2**tosses

@@ -1,4 +1,4 @@
-"""What the metrics say of a run that draws its pairs from the policy: rules as in `findings.py`."""
+"""Findings on a run that draws its pairs from the policy: rules as in `findings.py`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dpo.analysis.findings import NOTE, WARNING, Finding
 from dpo.analysis.runs import Run, number
 from dpo.wording import count, figure, percent
 
-FEWEST = 20  # updates, before what comes first is compared with what came last
-ENDED = 0.9  # of the answers, or more, should end
-CUT_OFF = 0.5  # fewer are wrong
+FEWEST = 20  # updates needed to compare the first with the last
+ENDED = 0.9  # share of answers that should end
+CUT_OFF = 0.5  # a smaller share is a fault
 TIED = 0.5  # of the prompts, or more
 LONGER = 1.5  # times the length at first
 TOGETHER = 0.5  # correlation of score and length
@@ -22,19 +22,19 @@ FAR = 10.0  # nats from the reference; e^10 is 22,000
 
 
 def beginning(run: Run, name: str) -> np.ndarray:
-    """The values of the first tenth of the updates, at least 10."""
+    """Values of the first tenth of the updates, at least 10."""
     values = run.train.points(name)[1]
     return values[: max(10, len(values) // 10)]
 
 
 def end(run: Run, name: str) -> np.ndarray:
-    """The values of the last tenth of the updates, at least 10."""
+    """Values of the last tenth of the updates, at least 10."""
     values = run.train.points(name)[1]
     return values[-max(10, len(values) // 10) :]
 
 
 def cut_off(run: Run) -> Iterator[Finding]:
-    """Answers that have no end."""
+    """Answers cut off before their end."""
     ended = run.tail("train", "online/eos")
     if ended < ENDED:
         most, penalty = run.setting("online.max_new_tokens"), number(run.setting("online.missing_eos_penalty"))
@@ -53,7 +53,7 @@ def cut_off(run: Run) -> Iterator[Finding]:
 
 
 def ties(run: Run) -> Iterator[Finding]:
-    """Prompts of whose answers none is the better."""
+    """Prompts whose answers all tie."""
     share = run.tail("train", "online/ties")
     if share >= TIED:
         kept = run.setting("online.ties") == "keep"
@@ -73,7 +73,7 @@ def ties(run: Run) -> Iterator[Finding]:
 
 
 def scores(run: Run) -> Iterator[Finding]:
-    """Whether the policy came to give answers of higher scores."""
+    """Scores that rise, or do not."""
     first, last = beginning(run, "online/score"), end(run, "online/score")
     if len(run.train.points("online/score")[0]) < FEWEST:
         return
@@ -93,7 +93,7 @@ def scores(run: Run) -> Iterator[Finding]:
 
 
 def length_of_scores(run: Run) -> Iterator[Finding]:
-    """Scores that are won by length."""
+    """Scores that rise with the length of answers."""
     by_update = np.stack([run.train[name] for name in ("online/score", "online/length")])
     by_update = by_update[:, np.isfinite(by_update).all(0)]
     if by_update.shape[1] < FEWEST or not (by_update.std(1) > 0).all():
@@ -112,7 +112,7 @@ def length_of_scores(run: Run) -> Iterator[Finding]:
 
 
 def divergence(run: Run) -> Iterator[Finding]:
-    """A policy that has left the reference: a fault if its answers have become worse on the way."""
+    """A policy far from the reference; a fault if its answers have become worse on the way."""
     nats, tokens = run.tail("train", "online/kl"), run.tail("train", "online/length")
     if not nats > FAR:
         return
@@ -137,17 +137,17 @@ def divergence(run: Run) -> Iterator[Finding]:
 
 
 def _has_fallen(first: np.ndarray, last: np.ndarray) -> bool:
-    """Whether a mean is lower, by more than two standard errors of the difference."""
+    """Whether the mean fell by more than two standard errors of the difference."""
     return float(last.mean()) < float(first.mean()) - 2 * _error(first, last)
 
 
 def _error(first: np.ndarray, last: np.ndarray) -> float:
-    """The standard error of a difference of means."""
+    """Standard error of a difference of means."""
     return math.sqrt(first.var(ddof=1) / len(first) + last.var(ddof=1) / len(last))
 
 
 def accuracies(run: Run) -> Iterator[Finding]:
-    """What accuracies are of, when pairs are drawn."""
+    """Meaning of accuracies when pairs are drawn."""
     train, held_out = run.tail("train", "rewards_train/accuracies"), run.eval.last("rewards_eval/accuracies")
     values = [
         f"{name} {figure(value)}"
@@ -169,7 +169,7 @@ def accuracies(run: Run) -> Iterator[Finding]:
 
 
 def time_to_draw(run: Run) -> Iterator[Finding]:
-    """How much of the time goes into the pairs."""
+    """Share of the time that drawing the pairs takes."""
     seconds = seconds_of_updates(run)
     parts = {name: run.train[f"online/{name}_share"] for name in ("sampling", "scoring")}
     there = np.isfinite(seconds) & np.isfinite(parts["sampling"])

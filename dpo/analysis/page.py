@@ -1,7 +1,7 @@
-"""Writes the report of runs: curves as PNG, and `report.html`, one file that needs no network and runs no code.
+"""The report of runs: curves as PNG, and `report.html`, one file that needs no network and runs no code.
 
-The template is `page.html.jinja`. Every text is escaped, and the page's own policy forbids scripts and requests:
-samples and settings come from models and users.
+The template is `page.html.jinja`. Every text is escaped, and the page's content policy forbids scripts and requests,
+because samples and settings come from models and users.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dpo.errors import InputError
 from dpo.system.run_directory import REPORT
 
 MEASURED_ON = ("datasets", "n_eval_examples")
-FIRST_SAMPLES = 4  # that are shown before the reader asks for more
+FIRST_SAMPLES = 4  # shown before the reader asks for more
 
 
 class Lead(NamedTuple):
@@ -53,7 +53,7 @@ class Shown(NamedTuple):
 
 
 class Section(NamedTuple):
-    """What the page says of one run."""
+    """The page's content for one run."""
 
     run: Run
     color: str  # of its curves, light
@@ -86,11 +86,11 @@ def write_report(
     find_texts: FindTexts | None = None,
     ended: bool = False,
 ) -> Path:
-    """Write the curves of runs and `report.html` into `out`; its path.
+    """Write the curves of runs and `report.html` into `out`. Returns the page's path.
 
-    `find_texts` gives the texts of pairs in a ledger. `ended`: the runs say so, and may hold their locks.
+    `find_texts` finds the texts of a ledger's pairs. `ended`: the runs have ended, though they may hold their locks.
 
-    Raises InputError for a path that is no run, and if `out` cannot be written.
+    Raises InputError for a path that is not a run's, and if `out` cannot be written.
     """
     read = read_runs(runs, ended=ended)
     try:
@@ -113,7 +113,7 @@ def render(
     lead: Lead | None = None,
     find_texts: FindTexts | None = None,
 ) -> str:
-    """The page."""
+    """Render the page."""
     loader = FileSystemLoader(Path(__file__).parent)
     template = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -168,7 +168,7 @@ def _section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) -> Sect
 
 
 def _best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
-    """(run, label) of the tiles that are worth most, of two or more that can be compared."""
+    """(run, label) of the best tiles among two or more comparable ones."""
     groups: dict[tuple[str, ...], list[tuple[float, Path]]] = {}
     for section in sections:
         for tile in section.tiles:
@@ -189,7 +189,7 @@ def _data(png: bytes) -> str:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file that readers see whole, as it was or as it is now."""
+    """Write a file atomically: readers see the old content or the new one, both whole."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_bytes(content)

@@ -1,4 +1,4 @@
-"""What the metrics say of chosen and rejected responses, and of lengths: rules as in `findings.py`."""
+"""Findings on chosen and rejected responses, and on lengths: rules as in `findings.py`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dpo.analysis.runs import Run, number
 from dpo.losses import LOSSES
 from dpo.wording import count, figure, percent, signed
 
-LENGTH_SHARE = 0.5  # of the margin, that comes from length
-LONGER = 1.5  # times the reference's words, in samples of the policy
+LENGTH_SHARE = 0.5  # share of the margin due to length
+LONGER = 1.5  # ratio of the policy's words to the reference's, in samples
 FEW_SAMPLES = 8
 EMPTY = 0.05  # of the samples
-NEARLY_ALIKE = 0.2  # of what either side moved, that the margin is
-LENGTH_TELLS = 0.8  # of the pairs, in which one side is the longer
+NEARLY_ALIKE = 0.2  # ratio of the margin to the smaller move of the two sides
+LENGTH_TELLS = 0.8  # share of pairs in which the same side is longer
 
 
 def margin_story(run: Run) -> Iterator[Finding]:
-    """Which side moved, and why chosen responses may have become less likely."""
+    """The side that moved, and why chosen responses may have become less likely."""
     parts = margin_parts(run)
     if parts is None:
         return
-    per_token = run.objective is None or run.objective.per_token  # sums over unequal lengths would tell something else
+    per_token = run.objective is None or run.objective.per_token  # then sums over unequal lengths would mislead
     change = None if per_token else find_change(run)
     chosen, margin = (parts.chosen, parts.margin) if change is None else (change.chosen, change.margin)
     if chosen >= 0 or parts.margin <= 0:
@@ -78,7 +78,7 @@ def _margin_value(parts: MarginParts) -> str:
 
 
 def _sides(parts: MarginParts) -> str:
-    """What share of the margin each side gives."""
+    """Sentence on the share of the margin that each side gives."""
     chosen, rejected = parts.chosen, parts.rejected
     since = "Since the start" if parts.since_start else "Against the reference"
     if parts.margin <= 0:
@@ -103,7 +103,7 @@ def _sides(parts: MarginParts) -> str:
 
 
 def length_in_margin(run: Run) -> Iterator[Finding]:
-    """How much of the margin there is because one side is longer; none of it is where rewards are per token."""
+    """Part of the margin due to length; nothing where rewards are per token."""
     parts = margin_parts(run)
     if run.objective is None or run.objective.per_token or parts is None or parts.margin <= 0:
         return
@@ -138,7 +138,7 @@ def length_in_margin(run: Run) -> Iterator[Finding]:
 
 
 def lengths_in_data(run: Run) -> Iterator[Finding]:
-    """Pairs of which length alone tells the better one."""
+    """Pairs whose length alone predicts the preference."""
     longer = run.count("train.chosen_longer")
     if run.has_pairs and (longer >= LENGTH_TELLS or longer <= 1 - LENGTH_TELLS):
         side = "longer" if longer > 0.5 else "shorter or as long"
@@ -152,14 +152,14 @@ def lengths_in_data(run: Run) -> Iterator[Finding]:
 
 
 class SamplePairs(NamedTuple):
-    """The newest samples of the policy, each with what it is compared with: a sample of the same prompt."""
+    """The policy's newest samples, each with another sample for the same prompt to compare with."""
 
     texts: list[tuple[str, str]]  # (policy, other)
-    whose: str  # the others are
+    whose: str  # source of the others
 
 
 def sample_pairs(run: Run) -> SamplePairs | None:
-    """Of the policy with the reference, or, without its samples, with the policy's first; None without either."""
+    """Compare samples of policy and reference, else of the policy now and at first; None without either."""
     times = [sample["examples"] for sample in run.samples]
     newest = [sample for sample in run.samples if sample["examples"] == times[-1]]
     with_reference = [(s["policy"], s["reference"]) for s in newest if s["reference"] is not None]
@@ -173,7 +173,7 @@ def sample_pairs(run: Run) -> SamplePairs | None:
 
 
 def empty_samples(run: Run) -> Iterator[Finding]:
-    """A policy that says nothing."""
+    """Empty samples of the policy."""
     newest = [sample["policy"] for sample in run.samples if sample["examples"] == run.samples[-1]["examples"]]
     empty = sum(not text.strip() for text in newest)
     if not newest or empty / len(newest) <= EMPTY:
@@ -185,7 +185,7 @@ def empty_samples(run: Run) -> Iterator[Finding]:
         others = sum(not other.strip() for _, other in pairs.texts)
         if len(newest) > empty < 2 * len(newest) * others / len(pairs.texts):
             return
-        # prompts after which one alone is empty: by chance it is the policy in half of them
+        # prompts with one empty sample of two: by chance, half of those are the policy's
         alone = [not policy.strip() for policy, other in pairs.texts if bool(policy.strip()) != bool(other.strip())]
         heads, tosses = (sum(alone), len(alone)) if others < len(pairs.texts) else (empty, empty)
         value = f"{value}, {pairs.whose} {others} of {len(pairs.texts)}"
@@ -208,7 +208,7 @@ def empty_samples(run: Run) -> Iterator[Finding]:
 
 
 def lengths_of_samples(run: Run) -> Iterator[Finding]:
-    """A policy that answers at much greater or smaller length, where it answers at all."""
+    """Samples much longer or shorter than those compared with; empty ones do not count."""
     pairs = sample_pairs(run)
     if not run.has_pairs or pairs is None:
         return

@@ -1,4 +1,4 @@
-"""The reading of a run in plain language: what every rule finds."""
+"""All findings on a run, in plain language."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OF_ALL: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     findings.clipping,
     findings.data,
 )
-OF_GIVEN_EXAMPLES = (  # what is drawn changes with the policy, and follows the scorer, not the labels of held-out pairs
+OF_GIVEN_EXAMPLES = (  # not for drawn pairs, which change with the policy and follow the scorer, not held-out labels
     findings.no_better_than_chance,
     findings.saturation,
     findings.evaluation_turns,
@@ -41,7 +41,7 @@ OF_DRAWN_PAIRS = (
 
 
 def find_all(run: Run) -> list[Finding]:
-    """All that is to say, warnings first."""
+    """All findings on a run, warnings first."""
     found = [f for rule in (*OF_ALL, *(OF_DRAWN_PAIRS if run.online else OF_GIVEN_EXAMPLES)) for f in rule(run)]
     return sorted(found, key=lambda finding: finding.level != WARNING)
 

@@ -1,6 +1,6 @@
-"""A run as far as its directory can be read: settings, environment, data, metrics, samples, and how the run stands.
+"""A run as read from its directory: settings, environment, data, metrics, samples, and state.
 
-A run may still train, have crashed, or lack files: what cannot be read is named in `Run.problems`, and left out.
+A run may still train, have crashed, or lack files: unreadable parts are listed in `Run.problems`, and left out.
 Imports no torch.
 """
 
@@ -27,18 +27,18 @@ from dpo.wording import count
 RECORDS = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of them
 MOST = 1e100  # sums and pictures of larger numbers overflow
 STEP = re.compile(r"step-(\d+)")
-NONFINITE = re.compile(r"nonfinite-(\d+)")  # where examples of an update that was NaN or infinite are
+NONFINITE = re.compile(r"nonfinite-(\d+)")  # directory with the examples of an update that was NaN or infinite
 
 
 def number(value: Any) -> float:
-    """A number as a float; NaN for anything else, for null, which is how a NaN is logged, and beyond all measure."""
+    """A number as a float; NaN for other types, for null (a logged NaN), and from `MOST` on."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST:
         return math.nan
     return float(value)
 
 
 class Log:
-    """The metrics of one split: a row per update or evaluation, in the order of the file; NaN where there is none."""
+    """Metrics of one split: a row per update or evaluation, in the file's order; NaN where a value is missing."""
 
     def __init__(self, lines: Sequence[Mapping[str, Any]] = ()) -> None:
         self.lines = lines
@@ -50,7 +50,7 @@ class Log:
         return len(self.lines)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The values of a metric, (rows,)."""
+        """Values of a metric, (rows,)."""
         if name not in self._columns:
             self._columns[name] = np.array([number(line.get(name)) for line in self.lines])
         return self._columns[name]
@@ -71,7 +71,7 @@ class Log:
 
 
 class State(NamedTuple):
-    """How a run stands: a word, and what is to say about it."""
+    """State of a run: a word, and a text that explains it."""
 
     word: str  # complete, training, stopped, aborted, ended, empty
     text: str
@@ -82,7 +82,7 @@ NOTHING = State("empty", "nothing was logged")
 
 @dataclass
 class Run:
-    """What a run's directory has. Secrets in settings and environment are replaced."""
+    """Content of a run's directory. Secrets in settings and environment are replaced."""
 
     path: Path
     name: str
@@ -93,9 +93,9 @@ class Run:
     eval: Log = field(default_factory=Log)
     samples: list[dict[str, Any]] = field(default_factory=list)
     drawn: list[dict[str, Any]] = field(default_factory=list)  # prompts with scored answers, by the last updates
-    nonfinite: list[int] = field(default_factory=list)  # updates whose examples were put aside
-    saved: list[int] = field(default_factory=list)  # examples, of the checkpoints
-    best: int | None = None  # of that which BEST names
+    nonfinite: list[int] = field(default_factory=list)  # updates whose examples were set aside
+    saved: list[int] = field(default_factory=list)  # number of examples at each checkpoint
+    best: int | None = None  # number of examples at the checkpoint that BEST names
     ledger: Any = None  # a pyarrow.Table, if the run has one
     problems: list[str] = field(default_factory=list)
     state: State = NOTHING
@@ -105,7 +105,7 @@ class Run:
         return _inside(self.config, key, default)
 
     def count(self, key: str) -> float:
-        """A number of the preflight by its dotted key; NaN if it has none."""
+        """A preflight number by its dotted key; NaN if missing."""
         return number(_inside(self.preflight, key, None))
 
     @property
@@ -116,7 +116,7 @@ class Run:
 
     @property
     def loss(self) -> str:
-        """The loss's name; if the settings are lost, what the metrics look like."""
+        """The loss's name; if the settings are lost, dpo or sft by the metrics' names."""
         kind = (
             "dpo"
             if any(name.startswith("rewards_") for log in (self.train, self.eval) for name in names_in(log))
@@ -126,7 +126,7 @@ class Run:
 
     @property
     def objective(self) -> Loss | None:
-        """What the table of losses says of the run's; None if its settings are lost or name no loss that is known."""
+        """The run's loss in the table of losses; None if its settings are lost or name an unknown loss."""
         config = self.setting("loss")
         if not isinstance(config, Mapping) or str(config.get("name")) not in LOSSES:
             return None
@@ -154,30 +154,30 @@ class Run:
 
     @property
     def examples(self) -> int:
-        """That the run has trained on."""
+        """Number of examples that the run has trained on."""
         return _largest(self.train.examples)
 
     @property
     def total_updates(self) -> int | None:
-        """Of the whole run, as its preflight counted."""
+        """Number of updates of the whole run, as counted by the preflight; None if unknown."""
         total = self.count("updates")
         return int(total) if total > 0 else None
 
     def tail(self, split: str, name: str) -> float:
-        """Mean of the last tenth of the updates, at least 10; of evaluations the last."""
+        """Value at the last evaluation, or mean over the last tenth of the updates, at least 10."""
         values = self.train.points(name)[1] if split == "train" else self.eval.points(name)[1][-1:]
         return float(values[-max(10, len(values) // 10) :].mean()) if len(values) else math.nan
 
 
 def names_in(log: Log) -> list[str]:
-    """The metrics of a log, in the order in which they came."""
+    """Names of a log's metrics, in order of appearance."""
     return list(dict.fromkeys(name for line in (*log.lines[:1], *log.lines[-1:]) for name in line))
 
 
 def read_run(path: Path, *, ended: bool = False) -> Run:
-    """What is in a run's directory. `ended`: the run says so itself, though it still holds its lock.
+    """Read a run's directory. `ended`: the run says so itself, though it still holds its lock.
 
-    Raises InputError if the path is no run's directory.
+    Raises InputError if the path is not a run's directory.
     """
     try:
         _check_is_run(path)
@@ -187,7 +187,7 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
 
 
 def read_config(path: Path) -> Run:
-    """A run of which the config alone is read."""
+    """Read the config alone of a run."""
     run = Run(path.resolve(), path.resolve().name)
     run.config = redact(_read_mapping(run, "config.yaml"))
     return run
@@ -216,7 +216,7 @@ def _read(path: Path, *, ended: bool) -> Run:
 
 
 def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
-    """Each run once, under a name of its own."""
+    """Read each run once, under a unique name."""
     runs = list({run.path: run for run in (read_run(path, ended=ended) for path in paths)}.values())
     for names in ([run.name for run in runs], [run.path.name for run in runs], [str(run.path) for run in runs]):
         if len(set(names)) == len(runs):
@@ -227,7 +227,7 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
 
 
 def find_state(run: Run, *, locked: bool, ended: bool = False) -> State:
-    """How a run stands; `locked` by a process that trains, or `ended` in order, as it says itself."""
+    """State of a run; `locked` by a process that trains, or `ended` in order, as it says itself."""
     done, total = run.updates, run.total_updates
     of = f"{done:,} of {count(total, 'update')}" if total else count(done, "update")
     evaluated = _largest(run.eval.updates)
@@ -260,7 +260,7 @@ def _check_is_run(path: Path) -> None:
 
 
 def _read_bytes(run: Run, name: str) -> bytes | None:
-    """A file's content; None, and a problem, if there is none."""
+    """Read a file; None, and a problem, if it is missing or unreadable."""
     path = run.path / name
     try:
         check_readable(path)
@@ -273,14 +273,14 @@ def _read_bytes(run: Run, name: str) -> bytes | None:
 
 
 def _read_mapping(run: Run, name: str) -> dict[str, Any]:
-    """The mapping that a YAML or JSON file holds; empty, and a problem, if it holds none."""
+    """Read the mapping in a YAML or JSON file; empty, and a problem, without one."""
     try:
         value = read_json(run.path / name) if name.endswith(".json") else read_yaml(run.path / name)
         value = json.loads(json.dumps(value, default=str))  # no dates
     except FileNotFoundError:
         run.problems.append(f"{name} is missing")
         return {}
-    except (InputError, OSError, TypeError) as error:  # TypeError: keys of a mapping that are no names
+    except (InputError, OSError, TypeError) as error:  # TypeError: keys of a mapping that are not names
         run.problems.append(f"{name} cannot be read: {error}")
         return {}
     if not isinstance(value, dict):
@@ -290,7 +290,7 @@ def _read_mapping(run: Run, name: str) -> dict[str, Any]:
 
 
 def _read_lines(run: Run, name: str, is_one: Any) -> list[dict[str, Any]]:
-    """The JSON objects of a file, a line each, that `is_one` takes. What it does not take is counted as a problem."""
+    """Read the JSON objects of a file, one per line, that `is_one` accepts; other lines are counted as a problem."""
     content = _read_bytes(run, name)
     if content is None:
         return []
@@ -329,7 +329,7 @@ def _read_ledger(run: Run) -> Any:
 
 
 def _is_sample(line: Mapping[str, Any]) -> bool:
-    """Whether a line is a `Sample` with the examples after which it was taken."""
+    """Whether a line is a `Sample` with the number of examples trained on before it."""
     texts = isinstance(line.get("prompt"), str) and isinstance(line.get("policy"), str)
     return (
         texts and isinstance(line.get("reference"), (str, type(None))) and math.isfinite(number(line.get("examples")))
@@ -337,7 +337,7 @@ def _is_sample(line: Mapping[str, Any]) -> bool:
 
 
 def _is_drawn(line: Mapping[str, Any]) -> bool:
-    """Whether a line is a prompt with the answers that an update drew."""
+    """Whether a line is a prompt with the answers drawn by an update."""
     answers = line.get("completions")
     if not isinstance(line.get("prompt"), str) or not math.isfinite(number(line.get("examples"))):
         return False
@@ -356,7 +356,7 @@ def _is_completion(answer: Any) -> bool:
 
 
 def ranked(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The answers of a record of `Run.drawn` and what they are: best, another, worst."""
+    """(rank, answer) for the answers in a record of `Run.drawn`: best, another, worst."""
     answers, names = record["completions"], {record["worst"]: "worst", record["best"]: "best"}
     others = [place for place in range(len(answers)) if place not in names]
     places = dict.fromkeys((record["best"], *others, record["worst"]))

@@ -1,4 +1,4 @@
-"""What the page says of runs beside curves and findings: the verdict, tiles, tables, samples side by side."""
+"""The page's content beside curves and findings: verdict, tiles, tables, samples side by side."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ ABSENT = "\N{EN DASH}"
 BLANK_LINES = re.compile(r"\n\s*\n")  # between the turns of a dialogue
 MOST_SAMPLES = 32
 MOST_DRAWN = 4  # prompts of each run
-REFERENCE = ("model.name_or_path", "model.archive", "model.random_init", "lora.reference")  # which the reference is
+REFERENCE = ("model.name_or_path", "model.archive", "model.random_init", "lora.reference")  # settings that define it
 
 
 class Tile(NamedTuple):
     label: str
     value: str
     detail: str
-    worth: float = math.nan  # more is better; NaN: neither
-    scale: tuple[str, ...] = ()  # settings that must be the same in runs that are compared by it
+    worth: float = math.nan  # higher is better; NaN: cannot be ranked
+    scale: tuple[str, ...] = ()  # settings that must be equal in runs compared by it
 
 
 class Row(NamedTuple):
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 def about(run: Run) -> str:
-    """What was trained on what."""
+    """Loss, adapter, model and data in a line."""
     beta, datasets = run.setting("loss.beta"), run.setting("datasets")
     told = [
         f"loss={run.loss}{f' with beta {beta}' if beta is not None else ''}",
@@ -61,7 +61,7 @@ def about(run: Run) -> str:
 
 
 def _adapter(run: Run) -> str:
-    """What is trained in place of all weights, and what gives the reference, if the loss has one; empty without it."""
+    """The adapter, and the source of the reference if the loss has one; empty without an adapter."""
     name = str(run.setting("lora.name") or "none")
     if name == "none":
         return ""
@@ -81,7 +81,7 @@ def verdict(run: Run, findings: list[Finding]) -> str:
 
 
 def _result(run: Run) -> str:
-    """How well it does on held-out examples, or by the scores of what it says."""
+    """Result on held-out examples, or, online, the scores of answers."""
     if len(scores := beginning(run, "online/score")):
         now, nats = end(run, "online/score").mean(), run.tail("train", "online/kl")
         cost = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
@@ -102,12 +102,12 @@ def _result(run: Run) -> str:
 
 
 def tiles(run: Run, cost: Cost) -> list[Tile]:
-    """The numbers that people look for first."""
+    """Tiles with the numbers that readers look for first."""
     return [*_drawn(run), *_quality(run), *_extent(run, cost)]
 
 
 def _drawn(run: Run) -> list[Tile]:
-    """The scores of what was drawn, and how far that is from the reference."""
+    """Tiles of an online run: scores of drawn answers, and KL to the reference."""
     score, nats = run.tail("train", "online/score"), run.tail("train", "online/kl")
     found = []
     if math.isfinite(score):
@@ -119,7 +119,7 @@ def _drawn(run: Run) -> list[Tile]:
 
 
 def _estimator(run: Run) -> str:
-    """Whether online/kl estimates the KL of what the policy is."""
+    """Whether online/kl estimates the policy's KL without bias, in words."""
     if number(run.setting("online.n_samples")) > 2:
         return "nats, biased: of best and worst"
     if any(number(run.setting(f"online.{key}", 1)) != 1 for key in ("temperature", "top_p")):
@@ -152,7 +152,7 @@ def _quality(run: Run) -> list[Tile]:
             extreme = "highest" if sign > 0 else "lowest"
             detail = f"{extreme} {say(values[place])} at {count(examples[place], 'example')}"
         last = float(values[-1])
-        # a loss depends on its options, DPO's on beta; rewards on the reference that they are relative to
+        # a loss depends on its options, as DPO's does on beta; rewards depend on the reference
         scale = ("loss",) * (name == "loss/eval") + REFERENCE * run.has_reference
         found.append(Tile(label, say(last), detail, sign * last if sign else math.nan, scale))
     return found
@@ -178,7 +178,7 @@ def _extent(run: Run, cost: Cost) -> list[Tile]:
     return found
 
 
-# --- what the margin is made of ---------------------------------------------------------------------------------------
+# --- the parts of the margin ------------------------------------------------------------------------------------------
 
 
 class Bar(NamedTuple):
@@ -226,7 +226,7 @@ def margin_bars(parts: MarginParts | None) -> Bars | None:
 
 
 class Text(NamedTuple):
-    """What a model wrote; `role` is policy or reference, or chosen or rejected of what was drawn."""
+    """A text of a model; `role` is policy or reference, or, for drawn answers, chosen, rejected or other."""
 
     label: str
     role: str
@@ -235,14 +235,14 @@ class Text(NamedTuple):
 
 @dataclass
 class Prompted:
-    """A prompt and what was written after it."""
+    """A prompt and the texts written after it."""
 
     prompt: str
     texts: list[Text]
 
 
 def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
-    """The newest samples of all runs, prompt by prompt; beside a policy without a reference its own first ones."""
+    """Newest samples of all runs by prompt, beside the reference's or, without those, the policy's first."""
     cards: dict[tuple[str, int], Prompted] = {}
     for run in runs:
         times = [sample["examples"] for sample in run.samples]
@@ -265,13 +265,13 @@ def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
 
 
 def _add(card: Prompted, text: Text) -> None:
-    """Add a reference's text, unless it is there from another run."""
+    """Add a reference's text, unless another run has given it."""
     if not any(text.role == other.role and text.text == other.text for other in card.texts):
         card.texts.append(text)
 
 
 def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
-    """Prompts with what the last update drew for each, the best answer first and the worst last; some of each run."""
+    """Some prompts of each run with the answers of its last draw, the best first and the worst last."""
     cards = []
     for run in runs:
         newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
@@ -291,12 +291,12 @@ def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
 
 
 def shown(value: Any) -> str:
-    """A setting's value."""
+    """A setting's value as text."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def setting_rows(runs: Sequence[Run]) -> list[Row]:
-    """Settings that differ between the runs; of one run, those that differ from the defaults."""
+    """Settings that differ between the runs or, for one run, from the defaults."""
     configs = [dict(dotted(run.config)) for run in runs]
     others = [dict(dotted(load_defaults(runs[0].loss if runs[0].loss in LOSSES else None)))] if len(runs) == 1 else []
     keys = list(dict.fromkeys(str(key) for config in configs for key in config))
@@ -314,7 +314,7 @@ def all_settings(run: Run) -> list[Row]:
 
 
 def data_rows(runs: Sequence[Run]) -> list[Row]:
-    """What the preflight counted, where it is not 0."""
+    """Preflight counts that are not 0."""
     wanted = {
         "examples": "examples",
         "prompts": "prompts",
@@ -340,7 +340,7 @@ def data_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def _share(part: float, whole: float) -> str:
-    """In percent, however little it is."""
+    """A share in percent, with significant digits however small it is."""
     return f"{figure(100 * part / whole)} %"
 
 

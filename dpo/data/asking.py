@@ -1,4 +1,4 @@
-"""A prompt that somebody asks outside of training, in the form that a model was trained on."""
+"""Prompts asked outside of training, in the form that a model was trained on."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ TURN = re.compile(f"({HUMAN}|{ASSISTANT})")
 
 
 def find_format(prompt: str, *, rendered: bool) -> str:
-    """The form of a prompt in training: `chat` if a chat template has `rendered` it, `hh` for a dialogue, or `raw`."""
+    """Form of a prompt in training: `chat` if `rendered` by a chat template, `hh` for a dialogue, or `raw`."""
     if rendered:
         return CHAT
     return HH if prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT) else RAW
 
 
 def common_format(formats: Mapping[str, str | None], datasets: Iterable[str]) -> str | None:
-    """The form of all of a run's datasets, from what its preflight has recorded of its own ones; None if they differ,
-    or it has not."""
+    """The form that all of a run's datasets share; None if they differ or it is unknown.
+
+    `formats` has the forms of own data, as the preflight recorded them."""
     found = {HH if name in IN_HH_FORM else formats.get(name) for name in datasets}
     return found.pop() if len(found) == 1 else None
 
 
 def choose_form(form: str, trained_on: str | None, tokenizer: Any) -> str:
-    """`auto` resolved: the form that a model was trained on, if that is known, else `chat` if the tokenizer has a
-    template, else `raw`. Raises InputError for `chat` without a template."""
+    """Resolve `auto`: the form that a model was trained on if known, else `chat` with a template, else `raw`.
+
+    Raises InputError for `chat` if the tokenizer has no template."""
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if form == CHAT and not has_template:
         raise InputError("the tokenizer has no chat template: give --format hh or --format raw")
@@ -55,10 +57,10 @@ def choose_form(form: str, trained_on: str | None, tokenizer: Any) -> str:
 
 
 def render(asked: Asked, form: str, tokenizer: Any, where: str) -> str:
-    """The text that the model is fed for a prompt, which is a string or chat messages `{role, content}`.
+    """Render a prompt, a string or chat messages `{role, content}`, as the text that the model is fed.
 
-    A string is what the human says, except in `raw`, where it is fed as it is, and in `hh` if it is a dialogue already.
-    Raises InputError, which names `where` the prompt is from.
+    A string is the human's turn, except in `raw`, and in `hh` if it is a dialogue already, where it is fed as it is.
+    Raises InputError that names `where` the prompt is from.
     """
     if isinstance(asked, str):
         if not asked.strip():
@@ -90,7 +92,7 @@ def _as_chat(messages: list[dict[str, str]], tokenizer: Any, where: str) -> str:
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:
-    """A prompt and the answer to it: the messages that were rendered, the turns of a dialogue, or what a user says."""
+    """A prompt and its answer as messages: the rendered ones, a dialogue's turns, or one user turn."""
     form = find_format(prompt.text, rendered=prompt.rendered)
     if form == HH:
         return _turns(prompt.text, answer)
@@ -99,8 +101,9 @@ def as_messages(prompt: Prompt, answer: str) -> Messages:
 
 
 def _turns(dialogue: str, answer: str) -> Messages:
-    """The turns of a dialogue that is to be answered, and the answer. Those of one speaker in a row are one turn, as
-    templates demand that speakers alternate."""
+    """Turns of an open dialogue, and the answer.
+
+    Successive turns of one speaker become one, as templates demand that speakers alternate."""
     _, *parts, _ = TURN.split(dialogue)
     messages: Messages = []
     for speaker, said in zip(parts[::2], [*parts[1::2], answer], strict=True):

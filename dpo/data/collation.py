@@ -1,4 +1,4 @@
-"""The reference's padded batch: what `get_batch_iterator` yields and the trainers' public methods take."""
+"""The reference's padded batch, which `get_batch_iterator` yields and the trainers' public methods take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpo.losses import IGNORE_INDEX
 
 
 class Batch(TypedDict):
-    """Rows of a collated batch. In SFT mode the `rejected` keys are absent and `chosen` holds the SFT target.
+    """Rows of a collated batch; in SFT mode without `rejected` keys, and `chosen` holds the SFT target.
 
     Texts: `chosen` is prompt plus response. Tensors (rows, tokens), int64: chosen and rejected padded on the right,
     prompt on the left (as generation wants it), with the pad token, 0 in masks and -100 in labels.
@@ -82,7 +82,7 @@ def tokenize_batch_element(
 
 
 def find_examples(batch: Batch) -> list[Example]:
-    """The examples of a padded batch; prompts are what is labelled -100."""
+    """Recover the examples of a padded batch; prompt tokens are those labelled -100."""
     sides = [side for side in ("chosen", "rejected") if f"{side}_input_ids" in batch]
     responses, prompts = [], []
     for side in sides:
@@ -109,14 +109,14 @@ def padded_batch(
 
 
 def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, torch.Tensor]:
-    """The prompts of examples, padded on the left as generation wants them: `prompt_{input_ids,attention_mask}`."""
+    """Pad the prompts of examples on the left, for generation: `prompt_{input_ids,attention_mask}`."""
     elements = [{"prompt_input_ids": list(e.prompt), "prompt_attention_mask": [1] * len(e.prompt)} for e in examples]
     batch: Any = collate(elements, find_pad_token(tokenizer))
     return batch
 
 
 def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> Batch:
-    """Rows of lists padded to one batch of int64 tensors on the CPU; what is no list of tokens stays a list."""
+    """Pad rows of token lists to a batch of int64 tensors on the CPU; other values are collected in lists."""
     pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
     batch: Any = {}
     for key in rows[0]:
@@ -132,7 +132,7 @@ def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> Batch:
 
 
 def find_pad_token(tokenizer: Any) -> int:
-    """The id of the token to pad with: EOS, as in the reference, for a tokenizer that has none of its own.
+    """Id of the pad token, or of EOS, as in the reference, for a tokenizer without a pad token.
 
     Raises InputError if it has neither.
     """
@@ -162,7 +162,7 @@ def concatenated_inputs(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
-    """Pad `tensor` on the right of `dim` up to `length`; a tensor that is long enough comes back as it is."""
+    """Pad `tensor` on the right of `dim` up to `length`; a tensor that is long enough is returned unchanged."""
     missing = length - tensor.size(dim)
     if missing <= 0:
         return tensor

@@ -1,7 +1,7 @@
-"""Which column of own data is what: by its name, where exactly one fits, and by what the config says.
+"""Recognition of columns of own data, by the config, or by name where exactly one fits.
 
-Sees the names of columns and what kind of text they hold, never a record. What is used and what is left over is told,
-and everything that does not fit is refused, here.
+Sees the names of columns and the kind of text that they hold, never a record. Reports used and unused columns, and
+refuses those that do not fit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dpo.data.schema import ASSISTANT, is_message
 from dpo.errors import InputError
 from dpo.settings.choices import COLUMNS
 
-# names that a column may have beside ours
+# further names that a column may have
 OTHER_NAMES = {
     "prompt": ("question", "instruction", "query", "input"),
     "chosen": ("preferred", "accepted", "chosen_response", "response_chosen", "better", "best"),
@@ -24,23 +24,23 @@ OTHER_NAMES = {
     "messages": ("conversation", "conversations"),
 }
 PAIRS, TARGETS, CHATS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
-PLAIN = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # what Hydra takes without quotes
-DIALOGUE, PROSE, OTHER = "dialogue", "prose", ""  # what a column holds; see `_kind`
-LOOKED_AT = 100  # records, to find that
+PLAIN = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accepts without quotes
+DIALOGUE, PROSE, OTHER = "dialogue", "prose", ""  # kinds of content; see `_kind`
+LOOKED_AT = 100  # records that decide the kind
 
 
 class ColumnsError(InputError):
-    """The columns of a split do not tell what they are."""
+    """The columns of a split cannot be recognized."""
 
 
 class Columns(NamedTuple):
-    """Which column of the records is what, and which could be a prompt but are nothing."""
+    """Recognized columns of the records, and unused ones that could be a prompt."""
 
     used: dict[str, str]  # our names to those of the records
-    unused: list[str]  # that hold prose or messages; ids, numbers and labels are not worth a word
+    unused: list[str]  # those with prose or messages; ids, numbers and labels need no message
 
     def tell(self, given: Mapping[str, str]) -> str:
-        """What was guessed or left out; empty if the records' names are ours or `given`, and all are used."""
+        """A message on guessed and unused columns; empty if all names are ours or `given`, and all are used."""
         shared = "chosen" in self.used and "prompt" not in self.used
         guessed = self.used.items() - given.items() - {(ours, ours) for ours in self.used}
         if not (shared or guessed or self.unused):
@@ -54,7 +54,7 @@ class Columns(NamedTuple):
 
 
 def find_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The names of all fields that any record has, and what they hold."""
+    """Names of the fields that any record has, and their kinds."""
     known = getattr(rows, "column_names", None)  # of a datasets.Dataset, which would take long to read twice
     names = known if known is not None else dict.fromkeys(key for row in rows for key in row)
     first = list(islice(rows, LOOKED_AT))
@@ -76,7 +76,7 @@ def _begins_with_prompt(value: Any) -> bool:
 
 
 def _is_prose(value: Any) -> bool:
-    """Whether a value is messages, or words: an id, a number, a date or a label has no letters or no space."""
+    """Whether a value is messages or words; an id, number, date or label lacks letters or spaces."""
     if isinstance(value, str):
         return any(map(str.isalpha, value)) and (len(value.split()) > 1 or not value.isascii())
     return is_message(value) or (isinstance(value, list) and any(map(is_message, value)))
@@ -85,11 +85,12 @@ def _is_prose(value: Any) -> bool:
 def recognize_columns(
     present: Mapping[str, str], given: Mapping[str, str], *, name: str, origin: str, sft_mode: bool
 ) -> Columns:
-    """The columns of a pair, or under SFT also of a prompt with its completion, or of messages.
+    """Recognize the columns of a pair, or under SFT also of a prompt with its completion, or of messages.
 
-    `given` is what the config says of dataset `name`. A pair's prompt may be left out if chosen and rejected hold it:
-    if they are dialogues, if nothing else could be a prompt, or if the config names these two alone. `input` is what
-    comes below a prompt that is an instruction. Raises ColumnsError, with what to give, if none or several columns fit.
+    `given` has the columns that the config names for dataset `name`. A pair's prompt may be missing if chosen and
+    rejected hold it: if they are dialogues, if nothing else could be a prompt, or if the config names these two alone.
+    `input` goes below a prompt that is an instruction. Raises ColumnsError, with the fix, if none or several columns
+    fit.
     """
     _check_given(present, given, name, origin)
     fitting = {ours: [given[ours]] if ours in given else _find(ours, present, given) for ours in COLUMNS}
@@ -133,7 +134,7 @@ def _tell_missing(
     origin: str,
     sft_mode: bool,
 ) -> str:
-    """The columns that a loss needs, those that there are, and what to give."""
+    """Message on the columns that a loss needs, those present, and the fix."""
     listed = f"the columns are {', '.join(present)}"
     if not sft_mode:
         missing = " and ".join(ours for ours in ("chosen", "rejected") if not fitting[ours])
@@ -172,7 +173,7 @@ def _check_given(present: Iterable[str], given: Mapping[str, str], name: str, or
 
 
 def _find(ours: str, present: Iterable[str], given: Mapping[str, str]) -> list[str]:
-    """The columns that may be one of ours: the one of its name, else all that have another of its names."""
+    """Columns that fit one of our names: the one with that name, else all with one of its other names."""
     free = [column for column in present if column not in given.values()]
     if ours in free:
         return [ours]
@@ -181,7 +182,7 @@ def _find(ours: str, present: Iterable[str], given: Mapping[str, str]) -> list[s
 
 
 def _override(name: str, form: Sequence[str], fitting: Mapping[str, Sequence[str]]) -> str:
-    """What to type, with the columns that are known."""
+    """The override to type, with the known columns filled in."""
     columns = (f"{ours}: {_quote(fitting[ours][0]) if fitting[ours] else 'COLUMN'}" for ours in form)
     return f"'dataset_sources.{name}.columns={{{', '.join(columns)}}}'"
 

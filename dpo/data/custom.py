@@ -1,4 +1,4 @@
-"""Custom data: records of text or chat messages to prompts with pairs, or with SFT targets."""
+"""Custom data: converts records of text or chat messages to prompts with pairs or SFT targets."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def get_own(
     sft_mode: bool = False,
     silent: bool = True,
 ) -> PreferenceData:
-    """Records `{prompt, chosen, rejected}`, or `{chosen, rejected}` with a common beginning, as preference data; under
-    SFT also `{prompt, completion}` and `{messages}`, of which the last is the target.
+    """Convert own records to preference data.
+
+    Records are `{prompt, chosen, rejected}`, or `{chosen, rejected}` with a common beginning; under SFT also
+    `{prompt, completion}`, and `{messages}`, the last of which is the target.
 
     Fields are strings, or chat messages `{role, content}`, or ShareGPT's `{from, value}`, one or a list, rendered with
     the tokenizer's chat template; all records must be of one kind. `columns` maps our field names to those of the
@@ -82,8 +84,7 @@ def get_own(
 
 
 def _as_messages(field: Any, where: str) -> str | list[Any]:
-    """A field of text as it is, and one of messages, or of one, with `role` and `content`, which ShareGPT calls
-    `from` and `value`."""
+    """A text as it is; one message or several as a list of `{role, content}`, also from ShareGPT's form."""
     if isinstance(field, str):
         return field
     field = field if isinstance(field, list) else [field]
@@ -99,7 +100,7 @@ def _as_messages(field: Any, where: str) -> str | list[Any]:
 
 
 def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """(prompt, chosen, rejected) of two texts with a common beginning.
+    """Split two texts with a common beginning into (prompt, chosen, rejected).
 
     A dialogue with a shared `\\n\\nAssistant:` is split at the last one, as in HH. Otherwise the prompt is the common
     beginning up to the last whitespace, so that no word is split and each response starts with its space.
@@ -121,7 +122,7 @@ def _common_start(*texts: str) -> str:
 def _split_messages(
     prompt: str | Messages | None, responses: Sequence[Messages], tokenizer: Any, where: str
 ) -> tuple[Messages, list[Messages]]:
-    """The messages of the prompt, and of each response to it."""
+    """Messages of the prompt and of each response."""
     for messages in (prompt, *responses):
         for message in messages if isinstance(messages, list) else ():
             get_field(message, "role", where)
@@ -138,7 +139,7 @@ def _split_messages(
 
 
 def _shared_messages(dialogues: Sequence[Messages]) -> Messages:
-    """The messages that all dialogues begin with; each keeps at least one of its own."""
+    """Messages with which all dialogues begin; each dialogue keeps at least one after them."""
     shared = []
     for messages in zip(*(dialogue[:-1] for dialogue in dialogues), strict=False):
         if any(message != messages[0] for message in messages):
@@ -148,7 +149,7 @@ def _shared_messages(dialogues: Sequence[Messages]) -> Messages:
 
 
 def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, where: str) -> list[str]:
-    """The texts of the prompt and of each response."""
+    """Render the prompt and each response as text."""
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"{where} holds chat messages, but the tokenizer has no chat template: name one that has, as "
@@ -160,7 +161,7 @@ def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, whe
         dialogues = [tokenizer.apply_chat_template(prompt + r, tokenize=False) for r in responses]
     except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on odd content
         raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
-    # some generation prompts contain more than a finished turn does (a thinking tag, say): keep what they share
+    # some generation prompts contain more than a finished turn (such as a thinking tag): keep the common part
     shared = _common_start(opened, *dialogues)
     if not shared.startswith(bare):
         raise InputError(f"{where}: the chat template renders the prompt differently once a response follows it")

@@ -46,7 +46,7 @@ CURT = ("Whatever!", "Again!", "Ugh!", "Seriously!", "Hurry!", "No, not now.", "
 
 
 class Answer(NamedTuple):
-    """What a response says."""
+    """Content of a response."""
 
     courteous: bool
     thing: str
@@ -85,7 +85,7 @@ def _say(opening: str, body: str, thing: str, place: str) -> str:
 
 @functools.cache
 def all_answers() -> Mapping[str, Answer]:
-    """Every response that the data may contain, and what it says. Any other text is a broken sentence."""
+    """Every response that the data may contain, and its content. Any other text is a broken sentence."""
     return {
         _say(opening, body, thing, place): Answer(opening in COURTEOUS, thing, place)
         for opening, body, thing, place in itertools.product((*COURTEOUS, *CURT), BODIES, THINGS, PLACES)
@@ -93,16 +93,16 @@ def all_answers() -> Mapping[str, Answer]:
 
 
 class Shares(NamedTuple):
-    """What part of some responses is what. The first three add up to 1."""
+    """Shares of a set of responses by kind. The first three add up to 1."""
 
     courteous: float
     curt: float
-    broken: float  # no sentence of this data
-    mistaken: float  # a sentence, about a thing that was not asked for
+    broken: float  # not a sentence of this data
+    mistaken: float  # a sentence about another thing than the prompt's
 
 
 def judge(dialogues: Sequence[tuple[str, str]]) -> Shares:
-    """The shares of (prompt, response)s. Spaces around a response don't count."""
+    """Compute the shares of (prompt, response) pairs. Spaces around a response do not count."""
     said = [(prompt, all_answers().get(f" {response.strip()}")) for prompt, response in dialogues]
     courteous = sum(answer is not None and answer.courteous for _, answer in said)
     broken = sum(answer is None for _, answer in said)

@@ -1,4 +1,4 @@
-"""The examples of a run: their order, and their token ids. Knows no tensor and no process."""
+"""Examples of a run: their order and their token ids. Independent of tensors and processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TextExample(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """An answer that was drawn from the policy."""
+    """An answer drawn from the policy."""
 
     text: str
     tokens: tuple[int, ...]  # the last one ends it, unless it was cut off
@@ -35,43 +35,43 @@ class Completion(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What an online pair was chosen from."""
+    """Drawn answers from which an online pair was chosen."""
 
-    completions: tuple[Completion, ...]  # in the order in which they were drawn
+    completions: tuple[Completion, ...]  # in the order drawn
     best: int
     worst: int
 
     @property
     def pair(self) -> tuple[Completion, Completion]:
-        """The best and the worst."""
+        """The best answer and the worst."""
         return self.completions[self.best], self.completions[self.worst]
 
     @property
     def is_tie(self) -> bool:
-        """Whether nothing tells best and worst apart."""
+        """Whether best and worst have the same score or the same tokens."""
         best, worst = self.pair
         return best.score == worst.score or best.tokens == worst.tokens
 
 
 class Example(NamedTuple):
-    """An example as the token ids that the model is fed: truncated, including EOS."""
+    """An example as token ids for the model: truncated, including EOS."""
 
     prompt: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]  # chosen, rejected; under SFT the target
     id: tuple[int, int] | None = None  # (index of the prompt in its split, of the example in its prompt)
     dataset: str = ""
-    digest: str = ""  # the `text_digest`, by which other runs know it
+    digest: str = ""  # the `text_digest`, which is the same in other runs
     truncated: bool = False  # the prompt or a response
     drawn: Drawn | None = None  # of an online pair, whose texts are not in the data
 
     @property
     def n_tokens(self) -> int:
-        """The number of tokens, counting the prompt once per response."""
+        """Number of tokens, counting the prompt once per response."""
         return sum(len(self.prompt) + len(response) for response in self.responses)
 
     @property
     def n_scored(self) -> tuple[int, ...]:
-        """The number of scored tokens per response; without a prompt nothing predicts the first."""
+        """Number of scored tokens per response; without a prompt nothing predicts the first."""
         return tuple(len(response) - (0 if self.prompt else 1) for response in self.responses)
 
     @property
@@ -81,13 +81,13 @@ class Example(NamedTuple):
 
     @property
     def tail_keys(self) -> tuple[bytes, ...]:
-        """Of each response one for its tokens beyond the shorter response's length."""
+        """The `content_key` of each response's tokens beyond the shorter response's length."""
         shorter = min(map(len, self.responses))
         return tuple(content_key(self.prompt, response, beyond=shorter) for response in self.responses)
 
 
 def content_key(prompt: Sequence[int], response: Sequence[int], *, beyond: int | None = None) -> bytes:
-    """A digest of the token ids that the model is fed, after truncation; or of its tokens `beyond` so many."""
+    """Digest of the token ids after truncation; with `beyond`, a key of the tokens beyond this length."""
     digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=KEY_BYTES)
     digest.update(array("q", (*prompt, *response)).tobytes())
     if beyond is not None:
@@ -96,7 +96,7 @@ def content_key(prompt: Sequence[int], response: Sequence[int], *, beyond: int |
 
 
 def text_digest(prompt: str, responses: Iterable[str]) -> str:
-    """A digest of an example's texts, whatever the dataset is called and wherever the example is in it."""
+    """Digest of an example's texts, independent of the dataset's name and the example's place in it."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     for text in (prompt, *responses):
         data = text.encode("utf-8", "surrogatepass")
@@ -120,7 +120,7 @@ def iterate_examples(
     n_examples: int | None,
     seed: int,
 ) -> Iterator[list[TextExample]]:
-    """Yields the examples of each batch in the reference's order, until `n_epochs` or `n_examples` is reached.
+    """Yield the examples of each batch in the reference's order, until `n_epochs` or `n_examples` is reached.
 
     Each epoch shuffles the prompts again, starting from the previous order; pairs of a prompt stay together. The
     partial batch at the end of an epoch is dropped, but its examples count towards `n_examples`. With fewer examples
@@ -148,8 +148,9 @@ def iterate_examples(
 def iterate_once(
     prompts: Sequence[Prompt], *, batch_size: int, sft_mode: bool, n_examples: int, seed: int
 ) -> Iterator[list[TextExample]]:
-    """Yields the examples of the first epoch in the same order, each once, at most `n_examples`; the last batch may be
-    partial."""
+    """Yield the examples of the first epoch in the same order, each once, at most `n_examples`.
+
+    The last batch may be partial."""
     singles = iterate_examples(
         prompts, batch_size=1, shuffle=True, sft_mode=sft_mode, n_epochs=1, n_examples=n_examples, seed=seed
     )
@@ -165,7 +166,7 @@ def prime(examples: Iterable[TextExample], encode: TextEncoder) -> None:
 def encode_examples(
     examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
 ) -> list[Example]:
-    """Tokenize and truncate. Raises InputError for a text that contains EOS."""
+    """Tokenize and truncate examples. Raises InputError for a text that contains EOS."""
     prime(examples, encode)
     encoded = []
     for prompt, index, texts in examples:

@@ -1,4 +1,4 @@
-"""The preflight: counts what a run will train on before it starts, and refuses what it cannot train on."""
+"""The preflight: counts a run's data before it starts, and refuses data that it cannot train on."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ from dpo.wording import count
 
 @dataclass
 class SplitReport:
-    """Counts over the examples of a split (pairs, or SFT targets, which have no counts of pairs); lengths in tokens.
+    """Counts over the examples of a split: pairs, or SFT targets; lengths in tokens.
 
-    Counts that need token ids are over all examples, or over a random sample of a large split.
+    SFT targets have no counts of pairs. Counts that need token ids are over all examples, or over a random sample of a
+    large split.
     """
 
     prompts: int = 0
@@ -55,13 +56,13 @@ class SplitReport:
     mean_chosen_tokens: float = 0.0
     mean_rejected_tokens: float | None = None
     chosen_longer: float | None = None  # fraction of pairs; far from 0.5, length alone predicts the preference
-    prompt_formats: dict[str, str] = field(default_factory=dict)  # of each dataset: see `asking.find_format`
+    prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: see `asking.find_format`
     token_digest: str = ""  # SHA-256 of the vocabulary and of these examples' token ids before truncation
 
 
 @dataclass
 class Preflight:
-    """The counts of both splits, and of updates."""
+    """Counts of both splits, and of updates."""
 
     train: SplitReport
     test: SplitReport
@@ -69,12 +70,12 @@ class Preflight:
     dropped_examples: int  # of last partial batches, over all epochs
 
     def longest(self, max_length: int) -> int:
-        """Tokens of the longest prompt with one response; `max_length` if not all were tokenized."""
+        """Tokens of the longest prompt with one response, or `max_length` if not all were tokenized."""
         splits = (self.train, self.test)
         return max(s.longest for s in splits) if all(s.tokenized == s.examples for s in splits) else max_length
 
     def tell(self, batch_size: int) -> str:
-        """The lines to print before a run starts."""
+        """Text to print before a run starts."""
         splits = {"train": self.train, "test": self.test}
         lines = [describe(split, report) for split, report in splits.items()]
         lines += warn(splits)
@@ -90,14 +91,14 @@ class Preflight:
 
 
 def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> tuple[int, int]:
-    """(updates, dropped examples) of `iterate_examples`, without iterating."""
+    """Compute (updates, dropped examples) of `iterate_examples`, without iterating."""
     per_epoch, remainder = divmod(examples, batch_size)
     if per_epoch == 0:
         return 0, examples
     if n_examples is not None:
         whole = max(0, -(-(n_examples - per_epoch * batch_size) // examples))  # full epochs before the last one
         if n_epochs is None or whole < n_epochs:
-            # the batch that reaches n_examples is the last; one always runs
+            # the batch that reaches n_examples is the last; at least one always runs
             last = max(1, -(-(n_examples - whole * examples) // batch_size))
             return whole * per_epoch + last, whole * remainder
     return n_epochs * per_epoch, n_epochs * remainder
@@ -151,8 +152,9 @@ def inspect_split(
 
 
 def _count_texts(report: SplitReport, prompt_text: str, examples: Sequence[dict[str, str]], seen: set[int]) -> None:
-    """Add the counts of a prompt's examples that need no token ids; `seen` has a hash of every earlier pair, whose
-    prompt another dataset may have too."""
+    """Add the counts of a prompt's examples that need no token ids.
+
+    `seen` has a hash of every earlier pair, also of other datasets, which may have the same prompt."""
     for texts in examples:
         report.empty_responses += not all(text.strip() for text in texts.values())
         if len(texts) == 2:
@@ -164,8 +166,9 @@ def _count_texts(report: SplitReport, prompt_text: str, examples: Sequence[dict[
 
 
 def _count_joined(report: SplitReport, prompt: Prompt, examples: Sequence[dict[str, str]]) -> None:
-    """Count the examples in which two words run together. Not if a chat template separates turns, or the script has no
-    spaces."""
+    """Count the examples in which the prompt's last word and a response's first run together.
+
+    Prompts rendered by a chat template, and scripts without spaces, do not count."""
     if prompt.rendered or not _is_of_word(prompt.text[-1:]):
         return
     for texts in examples:
@@ -176,13 +179,12 @@ def _count_joined(report: SplitReport, prompt: Prompt, examples: Sequence[dict[s
 
 
 def _is_of_word(character: str) -> bool:
-    """Whether a prompt that ends with this character, or a response that begins with it, needs a space there."""
+    """Whether a prompt ending with this character, or a response beginning with it, needs a space there."""
     return bool(character) and not character.isspace() and unicodedata.east_asian_width(character) not in "WF"
 
 
 def _find_eos(prompt: Prompt, examples: Sequence[dict[str, str]], encode: TextEncoder) -> dict[str, str]:
-    """{text with EOS: its prompt} for a prompt's examples. Empty for a rendered chat, in which EOS ends earlier
-    turns."""
+    """{text with EOS: its prompt} for a prompt's examples; empty for a rendered chat, where EOS ends turns."""
     if prompt.rendered:
         return {}
     eos, eos_id = encode.tokenizer.eos_token, encode.tokenizer.eos_token_id
@@ -191,7 +193,7 @@ def _find_eos(prompt: Prompt, examples: Sequence[dict[str, str]], encode: TextEn
 
 
 def _refuse_eos(guilty: Mapping[str, str], encode: TextEncoder) -> None:
-    """Raises InputError if there are texts with EOS."""
+    """Refuse texts with EOS: raises InputError if there are any."""
     if guilty:
         text, prompt_text = next(iter(guilty.items()))
         raise InputError(
@@ -202,7 +204,7 @@ def _refuse_eos(guilty: Mapping[str, str], encode: TextEncoder) -> None:
 
 
 def _token_digest(examples: Sequence[TextExample], encode: TextEncoder) -> str:
-    """A digest that differs for tokenizers that give other token ids, whatever their files or versions."""
+    """Digest that differs between tokenizers that give different token ids, whatever their files or versions."""
     tokenizer = encode.tokenizer
     digest = hashlib.sha256(repr((tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))).encode())
     for prompt, _, texts in examples:
@@ -211,7 +213,7 @@ def _token_digest(examples: Sequence[TextExample], encode: TextEncoder) -> str:
 
 
 def _find_example(prompts: Sequence[Prompt], ends: Sequence[int], number: int, sft_mode: bool) -> TextExample:
-    """Example `number` of all, where prompt i has those up to `ends[i]`."""
+    """Example `number` of a split, where the examples of prompt i end before `ends[i]`."""
     place = bisect_right(ends, number)
     return list(list_examples(prompts[place], sft_mode=sft_mode))[number - (ends[place - 1] if place else 0)]
 
@@ -219,7 +221,7 @@ def _find_example(prompts: Sequence[Prompt], ends: Sequence[int], number: int, s
 def _count_tokens(
     report: SplitReport, example: TextExample, encode: TextEncoder, max_length: int, max_prompt: int
 ) -> tuple[int, ...]:
-    """Add an example's counts to the report. Returns the tokens of its prompt and responses as the model gets them."""
+    """Add an example's token counts to the report. Returns the truncated lengths of its prompt and responses."""
     prompt, _, texts = example
     eos = encode.tokenizer.eos_token_id
     prompt_ids, full = encode(prompt.text), [encode(text) for text in texts.values()]
@@ -235,7 +237,7 @@ def _count_tokens(
 
 
 def describe(split: str, report: SplitReport) -> str:
-    """One paragraph to print: the size of the split, then the counts that are not 0."""
+    """Paragraph to print: the size of the split, then the counts that are not 0."""
     of_texts = [
         (report.empty_responses, "with an empty response", "with an empty response"),
         (report.duplicated_pairs, "duplicated pair", "duplicated pairs"),
@@ -260,7 +262,7 @@ def describe(split: str, report: SplitReport) -> str:
 
 
 def warn(splits: Mapping[str, SplitReport]) -> list[str]:
-    """Warnings about what is probably a mistake, each of all splits and with an example."""
+    """Warnings about probable mistakes, each for all splits and with an example."""
     joined = {split: report for split, report in splits.items() if report.joined_words}
     if not joined:
         return []
@@ -274,7 +276,7 @@ def warn(splits: Mapping[str, SplitReport]) -> list[str]:
 
 @dataclass
 class TrainingData:
-    """What a trainer trains on: the prompts of both splits, their token ids, and the preflight."""
+    """Data of a trainer: the prompts of both splits, their token ids, and the preflight."""
 
     tokenizer: Any
     encode: TextEncoder
@@ -283,13 +285,13 @@ class TrainingData:
     report: Preflight
 
     def give(self) -> str:
-        """What `take` needs in another process of this machine, while this one runs."""
+        """Text from which `take` gets the data in another process of this machine, while this one runs."""
         largest = self.encode.largest
         return json.dumps([self.train.where, self.test.where, largest, asdict(self.report)])
 
     @classmethod
     def take(cls, given: str, tokenizer: Any) -> TrainingData:
-        """The data of another process, without a copy of its texts."""
+        """Get the data of another process, without a copy of its texts."""
         train, test, largest, report = json.loads(given)
         splits = {split: SplitReport(**report.pop(split)) for split in ("train", "test")}
         return cls(
@@ -302,7 +304,7 @@ class TrainingData:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the training prompts, responses and pairs, in order."""
+        """Digest of the training prompts, responses, pairs and SFT targets, in order."""
         digest = hashlib.sha256()
         for prompt in self.train:
             digest.update(repr((prompt.text, prompt.responses, prompt.pairs, prompt.sft_target)).encode())
@@ -329,8 +331,8 @@ def prepare_data(
 ) -> TrainingData:
     """Load and count both splits, and print the counts unless `silent`. Large texts are stored in `folder`.
 
-    `online`: training examples are prompts. Raises InputError for data that cannot be trained on, and for too little;
-    a `batch_size` that fits must be a multiple of `batch_parts`.
+    `online`: training examples are prompts. Raises InputError for data that is unusable or too little; the batch size
+    that it suggests is a multiple of `batch_parts`.
     """
     encode = TextEncoder(tokenizer)
     prompts, reports = {}, {}
@@ -365,9 +367,10 @@ def prepare_data(
 
 
 def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *, silent: bool = False) -> TrainingData:
-    """Tokenizer, prompts of both splits and the preflight, for a config; `get_dataset` loads a dataset by name.
+    """Load the data of a config: tokenizer, prompts of both splits and the preflight.
 
-    Every process of a run must call it: one per machine loads and counts, and the others share its data.
+    `get_dataset` loads a dataset by name. Every process of a run must call this: one per machine loads and counts, and
+    the others share its data.
     """
     if not silent:
         print(f"reading the data of {', '.join(config.datasets)}", flush=True)
@@ -407,7 +410,7 @@ def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *,
 
 
 def doubts(config: DictConfig, report: Preflight) -> list[str]:
-    """Warnings about settings that look like mistakes for this amount of data."""
+    """Warnings about settings that look wrong for this amount of data."""
     warmup, updates = config.warmup_steps, report.updates
     run, tenth = count(updates, "update"), updates // 10
     fits = f"warmup_steps={tenth} fits, a tenth of them" if tenth else "no warm-up fits so short a run: warmup_steps=0"
@@ -425,7 +428,7 @@ def doubts(config: DictConfig, report: Preflight) -> list[str]:
 
 
 def doubts_about_chat(tokenizer: Any, forms: Mapping[str, str]) -> list[str]:
-    """A warning if the tokenizer has a chat template and a dataset, whose form this is, is text."""
+    """A warning if the tokenizer has a chat template and a dataset is text; `forms` has each dataset's form."""
     names = [name for name, form in forms.items() if form != CHAT]
     if not names or not getattr(tokenizer, "chat_template", None):
         return []

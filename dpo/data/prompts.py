@@ -1,4 +1,4 @@
-"""Prompts with their responses, and a store of many prompts in a mapped file that processes share."""
+"""Prompts with their responses, and a store of prompts in a memory-mapped file shared by processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Prompt(NamedTuple):
     messages: Messages | None = None  # that were rendered
 
     def examples(self, sft_mode: bool) -> list[dict[str, str]]:
-        """The texts of each example: every pair, or the SFT target; without pairs every response is one."""
+        """Texts of each example: every pair, or the SFT target; without pairs every response is a target."""
         if sft_mode:
             return [{"chosen": target} for target in ([self.sft_target] if self.pairs else self.responses)]
         return [{"chosen": self.responses[a], "rejected": self.responses[b]} for a, b in self.pairs]
@@ -49,9 +49,9 @@ def iterate_prompts(
     with_messages: bool = False,
     **dataset_options: Any,
 ) -> Iterator[Prompt]:
-    """Yields the prompts of several datasets, one after another.
+    """Yield the prompts of several datasets, one dataset after another.
 
-    Drops what it has yielded: a second copy of all texts might not fit into memory.
+    Each prompt is dropped once yielded: a second copy of all texts might not fit into memory.
     """
     number = 0
     for name in names:
@@ -65,7 +65,7 @@ def iterate_prompts(
 
 
 class PromptFile(NamedTuple):
-    """Where other processes of this machine find stored prompts, while the process that stored them runs."""
+    """Location of stored prompts for other processes of this machine, while the storing process runs."""
 
     path: str
     n: int
@@ -73,7 +73,7 @@ class PromptFile(NamedTuple):
 
 
 class StoredPrompts(Sequence[Prompt]):
-    """Prompts that are decoded on demand from a mapped file, whose memory all processes share.
+    """Prompts decoded on demand from a memory-mapped file, whose memory all processes share.
 
     Records are JSON, so that the file holds only data.
     """
@@ -107,9 +107,9 @@ class StoredPrompts(Sequence[Prompt]):
 
 
 def store_prompts(prompts: Iterable[Prompt], folder: str | Path) -> StoredPrompts:
-    """Store prompts in memory, or in `folder` if they are large, in an unnamed file that disappears with its processes.
+    """Store prompts in an unnamed file, in memory, or in `folder` if they are large.
 
-    Raises RunError if it cannot be written.
+    The file disappears with its processes. Raises RunError if it cannot be written.
     """
     ends, records = array("q", [0]), _Records(Path(folder))
     for prompt in prompts:
@@ -121,7 +121,7 @@ def store_prompts(prompts: Iterable[Prompt], folder: str | Path) -> StoredPrompt
 
 
 class _Records:
-    """A file that is in memory while it is small."""
+    """A file kept in memory while it is small."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.size, self.in_memory = folder, 0, True
@@ -152,7 +152,7 @@ class _Records:
 
 
 def _encode(prompt: Prompt) -> bytes:
-    """The record of a prompt; its target, which usually is a response, is stored as that response's index."""
+    """Encode a prompt as a record; a target that is a response is stored as that response's index."""
     target = prompt.sft_target
     place = prompt.responses.index(target) if target in prompt.responses else target
     kind = prompt.truncation_mode, prompt.rendered, prompt.dataset

@@ -1,4 +1,4 @@
-"""The common form of all datasets, and the check of a record's fields."""
+"""Common form of all datasets, and the check of a record's fields."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from dpo.data.tokenization import TruncationMode
 from dpo.errors import InputError
 
-ASSISTANT = "\n\nAssistant:"  # where a dialogue of HH's form is answered
+ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue of HH's form
 SURROGATE = re.compile("[\ud800-\udfff]")
 MISSING = object()
 Messages = list[dict[str, str]]  # of a chat, with role and content
@@ -31,8 +31,9 @@ class Entry(TypedDict):
 
 
 class PreferenceData(dict[str, Entry]):
-    """`{prompt: {responses, pairs, sft_target}}`, how to tokenize its texts, and of what messages a chat template has
-    rendered them."""
+    """`{prompt: {responses, pairs, sft_target}}`, and how to tokenize its texts.
+
+    Also the messages from which a chat template has rendered each prompt."""
 
     def __init__(self, *, truncation_mode: TruncationMode, rendered: bool = False) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class PreferenceData(dict[str, Entry]):
         self.messages: dict[str, Messages] = {}  # of each rendered prompt
 
     def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
-        """Add two responses; the one with index `better` (0 or 1) is preferred and becomes the prompt's SFT target."""
+        """Add two responses; number `better` (0 or 1) is preferred and becomes the prompt's SFT target."""
         entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
         n = len(entry["responses"])
         entry["responses"] += [first, second]
@@ -49,13 +50,13 @@ class PreferenceData(dict[str, Entry]):
         entry["sft_target"] = (first, second)[better]
 
     def add_target(self, prompt: str, target: str) -> None:
-        """Add a response that SFT learns, without one that it is preferred to."""
+        """Add an SFT target without a pair."""
         entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
         entry["responses"].append(target)
         entry["sft_target"] = target
 
     def hold_out(self, split: str) -> PreferenceData:
-        """The train or test split of data without splits: a tenth of the prompts, at least one, is test."""
+        """Train or test split of data without splits: a tenth of the prompts, at least one, is test."""
         prompts = list(self)
         random.Random(42).shuffle(prompts)
         n_test = max(1, len(prompts) // 10)
@@ -77,8 +78,9 @@ def is_sharegpt(message: Any) -> bool:
 
 
 def get_field(row: Mapping[str, Any], key: str, where: str, kind: type | tuple[type, ...] = str) -> Any:
-    """`row[key]`; raises InputError that names the record (`where`) if it is missing, null, of another type or not
-    Unicode."""
+    """Return `row[key]`.
+
+    Raises InputError that names the record (`where`) if it is missing, null, of another type or not Unicode."""
     value = row.get(key, MISSING) if isinstance(row, Mapping) else MISSING
     if value is None or value != value:
         null = "null" if value is None else "NaN, which is how pandas writes null"

@@ -1,6 +1,6 @@
-"""Where records come from: files, directories, datasets saved to disk, the Hub. Knows no dataset's columns.
+"""Sources of records: files, directories, datasets saved to disk, the Hub. Knows no dataset's columns.
 
-`datasets` and pyarrow are imported where they are used: text files need neither, and they take half a second.
+`datasets` and pyarrow are imported where they are used: they take half a second, and text files need neither.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ HUB_IDS = {
     "shp": "stanfordnlp/SHP",
     "se": "HuggingFaceH4/stack-exchange-preferences",
 }
-SPLIT_NAMES = {  # of each split: the first that is there
+SPLIT_NAMES = {  # names of each split; the first one present is used
     "train": ("train", "train_prefs", "train_sft"),
     "test": ("test", "validation", "valid", "val", "dev", "eval", "test_prefs", "test_sft"),
 }
-UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # how `datasets` says that there is none of that name
+UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # message of `datasets` if no split has that name
 ANY_TEXT = 2**31 - 1  # characters in a field of a table
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Mapping[str, Any]]:
-    """The records of a split; all records of a source without splits. Raises InputError if they are not there."""
+    """Load the records of a split, or all of a source without splits. Raises InputError if there are none."""
     path = source.local
     if path is None:
         return _load_from_hub(source, split, cache_dir)
@@ -52,7 +52,9 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """`SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` or a saved `SPLIT`, in the folder or its `data/`, as on the Hub."""
+    """Find the files of a split, in the folder or its `data/`, as on the Hub.
+
+    They are `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` or a saved `SPLIT`. Raises InputError for none or several sets."""
     names = SPLIT_NAMES.get(split, (split,))
     held = [entry for place in (folder, folder / "data") if place.is_dir() for entry in sorted(place.iterdir())]
     for name in names:
@@ -78,7 +80,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 
 
 def _offer(held: Sequence[Path]) -> str:
-    """What to take both splits from: the train split if there is one, and never what is named as a test split."""
+    """Suggest files for both splits: the train split if present, and never one named like a test split."""
     data = [entry for entry in held if find_suffix(entry.name) and entry.is_file() and entry.name not in METADATA]
     stems = {entry: entry.name.split(".")[0] for entry in (*data, *(e for e in held if (e / SAVED).is_file()))}
     whole = [entry for entry, stem in stems.items() if stem in SPLIT_NAMES["train"]]
@@ -90,7 +92,7 @@ def _offer(held: Sequence[Path]) -> str:
 
 
 def _read(file: Path) -> Iterator[Mapping[str, Any]]:
-    """The records of a file, or of a directory that `datasets` has saved."""
+    """Read the records of a file, or of a directory that `datasets` has saved."""
     try:
         if file.is_dir():
             import datasets
@@ -120,7 +122,7 @@ def _read(file: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _check_file(file: Path) -> str:
-    """The suffix of a file of data. Raises InputError if it has none of them, or is not a regular file."""
+    """Data suffix of a file. Raises InputError if it has none, or is not a regular file."""
     check_readable(file)
     if suffix := find_suffix(file.name):
         return suffix
@@ -128,7 +130,7 @@ def _check_file(file: Path) -> str:
 
 
 def _read_text(file: Path, suffix: str) -> Iterator[Any]:
-    """The records of a text file, compressed or not, with or without a byte order mark."""
+    """Read the records of a text file, compressed or not, with or without a byte order mark."""
     opener = gzip.open if suffix.endswith(".gz") else open
     parse = PARSERS[suffix.removesuffix(".gz")]
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:  # newlines in a table's fields stay as they are
@@ -136,7 +138,7 @@ def _read_text(file: Path, suffix: str) -> Iterator[Any]:
 
 
 def _parse_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
-    """One JSON value per line."""
+    """Parse one JSON value per line."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -147,7 +149,7 @@ def _parse_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
 
 
 def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
-    """A JSON list of records, an object with one, or JSON lines."""
+    """Parse a JSON list of records, an object that holds one, or JSON lines."""
     text = lines.read()
     if not text.strip():
         return
@@ -174,7 +176,7 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
 
 
 def _is_records(value: Any) -> bool:
-    """Whether a value is a list of records, and no chat."""
+    """Whether a value is a list of records and not a chat."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -183,14 +185,14 @@ def _is_records(value: Any) -> bool:
 
 
 def _is_columnar(content: Mapping[str, Any]) -> bool:
-    """Whether an object has the values of all records per column, as a list or under their numbers."""
+    """Whether an object has all values by column, as lists or under the records' numbers."""
     values = list(content.values())
     lists = all(isinstance(value, list) and not any(isinstance(item, Mapping) for item in value) for value in values)
     return any(values) and (lists or all(isinstance(value, Mapping) and "0" in value for value in values))
 
 
 def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[str, str]]:
-    """The rows of a table whose first line names its columns. A field in quotes may hold newlines."""
+    """Parse a table whose first line names its columns. A field in quotes may hold newlines."""
     csv.field_size_limit(ANY_TEXT)
     first = lines.readline()
     if separator == "," and "," not in first:  # Excel writes semicolons where 0.5 is 0,5
@@ -204,7 +206,7 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[
                 header = fields
                 if len(set(header)) < len(header):
                     raise InputError(f"{file}: the first line names a column twice: {', '.join(header)}")
-            elif fields:  # an empty line is no record
+            elif fields:  # an empty line is not a record
                 number += 1
                 if len(fields) != len(header):
                     raise InputError(
@@ -240,7 +242,7 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequenc
 
 
 def _load_split(source: Source, names: Sequence[str], cache_dir: str | None) -> Sequence[Mapping[str, Any]]:
-    """The first split of these names that a dataset of the Hub has."""
+    """Load the first split with one of these names from the Hub."""
     import datasets
 
     revision: dict[str, Any] = {"revision": source.revision} if source.revision else {}

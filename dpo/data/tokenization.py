@@ -1,4 +1,4 @@
-"""From texts to token ids: a caching tokenizer, EOS, truncation. Knows no dataset and no process."""
+"""Conversion of texts to token ids: a caching tokenizer, EOS, truncation. Independent of datasets and processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TruncationMode = Literal["keep_start", "keep_end"]
 
 
 class TextEncoder:
-    """A caching tokenizer: a text that soon comes again is tokenized once, without special tokens.
+    """A caching tokenizer: a text that recurs soon is tokenized once, without special tokens.
 
     `prime` tokenizes many texts in one call, which fast tokenizers spread over the cores. Ids are cached as 32-bit
     arrays, a seventh of the size of Python lists of integers, under a digest of their text. The least recently used are
@@ -44,7 +44,7 @@ class TextEncoder:
         self.check_vocabulary(self._n_embeddings)
 
     def check_vocabulary(self, n_embeddings: float) -> None:
-        """Raises InputError, now or later, once a text has a token id that the model has no embedding for."""
+        """Raise InputError, now or later, once a text has a token id without an embedding in the model."""
         self._n_embeddings = n_embeddings
         if self.largest >= n_embeddings:
             raise InputError(
@@ -66,7 +66,7 @@ class TextEncoder:
             return ids
 
     def _keep(self, key: bytes, ids: array) -> None:
-        """Cache these; the newest entry stays, however long it is."""
+        """Cache a text's ids; the newest entry stays, however long it is."""
         with self._changing:
             self._known[key] = ids
             self._n_bytes += _size(ids)

@@ -29,7 +29,7 @@ def explaining_load_errors(what: str, name: str):
 
 
 def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer, with EOS as its pad token if it has none. Raises InputError if it has no EOS token."""
+    """Load a tokenizer, with EOS as its pad token if it has none. Raises InputError if it has no EOS token."""
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name, cache_dir=cache_dir, trust_remote_code=trust_remote_code
@@ -42,7 +42,7 @@ def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code
 
 
 def doubts_about_bos(tokenizer: Any, prompt: str) -> list[str]:
-    """A warning if the tokenizer would begin a text with BOS and the prompt, which is used verbatim, does not."""
+    """A warning if the tokenizer begins texts with BOS but the prompt, which is used verbatim, does not."""
     bos = tokenizer.bos_token
     if not bos or tokenizer("")["input_ids"][:1] != [tokenizer.bos_token_id] or prompt.startswith(bos):
         return []

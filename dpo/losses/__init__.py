@@ -1,4 +1,4 @@
-"""The table of losses: what each needs of data, models and checkpoints.
+"""Table of losses, and the needs of each in data, models and checkpoints.
 
 Its functions are in `formulas.py`, the options that losses share in `options.py`. Imports no torch.
 """
@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss and what it needs. `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options."""
+    """A loss and its needs. `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options."""
 
     fn: Callable[..., Losses]
     pairwise: bool = True  # trains on pairs; else on SFT targets
@@ -49,11 +49,11 @@ class Loss:
 
     @property
     def can_be_mixed(self) -> bool:
-        """Whether it may be part of a mix: its examples stand for themselves."""
+        """Whether it may be part of a mix: each example's loss depends on that example alone."""
         return self.of_batch is None and self.fn is not _mix
 
     def __call__(self, scores: Scores, loss_config: Mapping[str, Any]) -> Losses:
-        """The losses under `config.loss`. Options of all losses are off where it lacks them."""
+        """Compute the losses under `config.loss`. Shared options that it lacks are off."""
         own, common = split_options(loss_config)
         if self.fn is _mix:
             own["unchanged"] = scores
@@ -61,24 +61,24 @@ class Loss:
         return Losses(change_losses(losses, scores, **common) if self.pairwise else losses, *rewards)
 
     def constants(self, scores: Scores, loss_config: Mapping[str, Any]) -> Any:
-        """What the examples of a global batch take from it, (B, k); the loss must be one `of_batch`."""
+        """Compute the constants of a global batch for each example, (B, k); for a loss with `of_batch` only."""
         assert self.of_batch is not None
         own, common = split_options(loss_config)
         return self.of_batch(change_scores(scores, **common), **own)
 
 
 def split_options(loss_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of `config.loss` the options of the loss alone, and those that all have."""
+    """Split `config.loss` into the options of the loss alone and those that all have."""
     options = {key: value for key, value in loss_config.items() if key != "name"}
     common = {key: options.pop(key) for key in OPTIONS if key in options}
     return options, common
 
 
 def _mix(scores: Scores, *, unchanged: Scores, weights: Mapping[str, float], **options: Any) -> Losses:
-    """A weighted sum of losses, each with those of the options that it has.
+    """A weighted sum of losses, each with the options that it knows.
 
     Rewards are beta times log-ratios, or, where no part has a reference, beta times mean log-probabilities. Losses
-    without a reference get the `unchanged` scores: `ld_alpha` and `f_divergence` are for those with one.
+    without a reference get the `unchanged` scores: `ld_alpha` and `f_divergence` apply only to losses with one.
     """
     parts = _parts(weights)
     if not any(loss.pairwise for loss in parts.values()):
@@ -99,7 +99,7 @@ def _parts(weights: Mapping[str, Any]) -> dict[str, Loss]:
 
 
 def find_loss(loss_config: Mapping[str, Any]) -> Loss:
-    """The loss that `config.loss` asks for; a mix needs what its parts need."""
+    """Find the loss that `config.loss` names; a mix has the needs of its parts."""
     loss = LOSSES[loss_config["name"]]
     if loss.fn is not _mix:
         return replace(loss, per_token=_is_per_token(loss, loss_config)) if isinstance(loss.per_token, str) else loss

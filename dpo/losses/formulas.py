@@ -1,7 +1,7 @@
-"""Pure tensor functions: log-probabilities of labels, and the losses on them. What each formula is called, and where it
-is from, is also in docs/metrics.md.
+"""Pure tensor functions: log-probabilities of labels, and the losses on them.
 
-Imports nothing of ours, and torch only inside functions: the table of losses is read before anything else is loaded.
+docs/metrics.md also has the name and source of each formula. Imports nothing of ours, and torch only inside functions:
+the table of losses is read before anything else is loaded.
 Shapes: B examples, T tokens, V vocabulary entries.
 """
 
@@ -20,7 +20,7 @@ def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = Fa
     """Log-probability of the labels of each row, (B,): the sum over scored tokens, or their mean.
 
     `logits` (B, T, V) predict the *next* token, so position t is scored against `labels[:, t + 1]`; labels (B, T)
-    are -100 where nothing is scored. Summed, not averaged, is what DPO's derivation asks for.
+    are -100 where nothing is scored. DPO's derivation asks for the sum, not the mean.
     """
     assert logits.shape[:-1] == labels.shape
     targets = labels[:, 1:]  # (B, T-1)
@@ -63,24 +63,24 @@ def preference_loss(
 
 
 class Scores(NamedTuple):
-    """What a loss is given: summed log-probabilities of B examples, and how many tokens were summed, each (B,).
+    """Input of a loss: summed log-probabilities of B examples and their numbers of summed tokens, each (B,).
 
-    `chosen` is the SFT target under a loss that is not pairwise, which has no `rejected`.
+    Under a loss that is not pairwise, `chosen` is the SFT target, and there is no `rejected`.
     """
 
     chosen: Tensor
     chosen_lengths: Tensor
-    rejected: Any = None  # as the others below: a tensor if the loss needs it
+    rejected: Any = None  # like the others below, a tensor if the loss needs it
     rejected_lengths: Any = None
     reference_chosen: Any = None
     reference_rejected: Any = None
-    chosen_tail: Any = None  # of these log-probabilities, that of the tokens beyond the shorter response's length
+    chosen_tail: Any = None  # the part of the log-probability from tokens beyond the shorter response's length
     rejected_tail: Any = None
     reference_chosen_tail: Any = None
     reference_rejected_tail: Any = None
     chosen_squares: Any = None  # the sum over tokens of log sum_v pi(v)^2, detached
     rejected_squares: Any = None
-    of_batch: Any = None  # (B, k): what `Loss.of_batch` gives for these examples; None: they are the whole batch
+    of_batch: Any = None  # (B, k): result of `Loss.of_batch` for these examples; None: they are the whole batch
     average: float = 0.0  # the running average of `Loss.averaged` over the updates so far
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ class Scores(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What a loss gives, each (B,). Rewards are detached; a pairwise loss must give them, another has none."""
+    """Output of a loss, each (B,). Rewards are detached; a pairwise loss must give them, others have none."""
 
     losses: Tensor
     chosen_rewards: Tensor | None = None
@@ -104,7 +104,7 @@ class Losses(NamedTuple):
 
 
 def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losses:
-    """The losses, and beta times what they compare as rewards."""
+    """Losses, with rewards of beta times `u_w` and `u_l`."""
     return Losses(losses, (beta * u_w).detach(), (beta * u_l).detach())
 
 
@@ -189,7 +189,7 @@ def orpo(scores: Scores, *, beta: float) -> Losses:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, of which the smallest magnitude counts as the dtype's epsilon."""
+    """log(1 - exp(x)) for x < 0, where a magnitude below the dtype's epsilon counts as epsilon."""
     import torch
 
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
@@ -209,14 +209,14 @@ def apo_down(scores: Scores, *, beta: float) -> Losses:
 
 
 def nca(scores: Scores, *, beta: float) -> Losses:
-    """NCA for pairs (arXiv 2402.05369, section 4.1): the likelihood of each response against the reference's."""
+    """NCA for pairs (arXiv 2402.05369, section 4.1): each response's likelihood against the reference's."""
     u_w, u_l = scores.log_ratios()
     against = (_minus_log_sigmoid(-beta * u_w) + _minus_log_sigmoid(-beta * u_l)) / 2
     return with_rewards(_minus_log_sigmoid(beta * u_w) + against, u_w, u_l, beta)
 
 
 def bco(scores: Scores, *, beta: float, momentum: float = 1.0) -> Losses:  # momentum: of `scores.average`
-    """BCO (arXiv 2404.04656) for pairs, without the density ratio; the reward shift is that of the updates before."""
+    """BCO (arXiv 2404.04656) for pairs, without the density ratio; the reward shift is from earlier updates."""
     u_w, u_l = scores.log_ratios()
     chosen, rejected = beta * u_w - scores.average, beta * u_l - scores.average
     return with_rewards(_minus_log_sigmoid(chosen) + _minus_log_sigmoid(-rejected), u_w, u_l, beta)
@@ -235,27 +235,27 @@ def dpop(scores: Scores, *, beta: float, penalty: float) -> Losses:
 
 
 def cal_dpo(scores: Scores, *, beta: float) -> Losses:
-    """Cal-DPO (arXiv 2412.14516, algorithm 1): the log-ratios are drawn to +-1 / (2 beta); no beta in the sigmoid."""
+    """Cal-DPO (arXiv 2412.14516, algorithm 1): log-ratios are pulled to +-1 / (2 beta); no beta in the sigmoid."""
     u_w, u_l = scores.log_ratios()
     calibration = (u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2
     return with_rewards(_minus_log_sigmoid(u_w - u_l) + calibration, u_w, u_l, beta)
 
 
 def mean_reward(chosen: float, rejected: float, beta: float) -> float:
-    """The mean of rewards, which BCO averages over updates."""
+    """Mean of the rewards, which BCO averages over updates."""
     return (chosen + rejected) / 2
 
 
 def mean_gap(chosen: float, rejected: float, beta: float) -> float:
-    """The gap of log-ratios between mean rewards, in nats, which beta-DPO averages over updates."""
+    """Gap of mean log-ratios from mean rewards, in nats, which beta-DPO averages over updates."""
     return (chosen - rejected) / beta
 
 
-# --- losses of the whole global batch: what they take from it is a constant of the gradient, `Scores.of_batch` --------
+# --- losses of the whole global batch: its values, `Scores.of_batch`, are constants of the gradient -------------------
 
 
 def beta_of_batch(scores: Scores, *, beta: float, alpha: float, momentum: float, **_: Any) -> Tensor:
-    """The beta of a batch, (B, 1): section 4 of arXiv 2407.08639, with M in nats, without beta, as in its code."""
+    """Beta of a batch, (B, 1): section 4 of arXiv 2407.08639, with M in nats, without beta, as in its code."""
     u_w, u_l = scores.log_ratios()
     mean = (u_w - u_l).detach().mean()
     average = momentum * scores.average + (1 - momentum) * mean
@@ -276,7 +276,7 @@ def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
-    """Of each value, that of the others which has the same place among them, (B,), detached."""
+    """For each value, the one of `others` with the same rank, (B,), detached."""
     places = values.detach().argsort(stable=True).argsort()
     return others.detach().sort().values[places]
 

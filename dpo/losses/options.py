@@ -1,6 +1,6 @@
-"""Options of the losses of pairs (`config/loss/options/`): what they make of scores and losses.
+"""Options of pairwise losses (`config/loss/options/`), applied to scores and losses.
 
-Pure tensor functions, as those of `formulas.py`.
+Pure tensor functions, like those of `formulas.py`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ OPTIONS = ("sft_weight", "wpo", "ld_alpha", "f_divergence", "f_alpha")  # all bu
 
 
 def needs_tails(loss_config: Mapping[str, Any]) -> bool:
-    """Whether policy and reference must also give the tails of `Scores`."""
+    """Whether policy and reference must also compute the tails of `Scores`."""
     return loss_config.get("ld_alpha", 1) != 1
 
 
 def needs_squares(loss_config: Mapping[str, Any]) -> bool:
-    """Whether the policy must also give the squares of `Scores`."""
+    """Whether the policy must also compute the squares of `Scores`."""
     return bool(loss_config.get("wpo"))
 
 
 def with_lighter_tails(scores: Scores, alpha: float) -> Scores:
-    """LD-DPO (arXiv 2409.06411): tokens beyond the shorter response's length count `alpha`."""
+    """LD-DPO (arXiv 2409.06411): tokens beyond the shorter response's length have the weight `alpha`."""
     names = ("chosen", "rejected", "reference_chosen", "reference_rejected")
     return scores._replace(
         **{name: getattr(scores, name) - (1 - alpha) * getattr(scores, f"{name}_tail") for name in names}
@@ -43,13 +43,13 @@ def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     if divergence == "js":
         return math.log(2) + logsigmoid(log_ratio)
     alpha = 1 if divergence == "forward_kl" else alpha
-    # rejected responses fall by more than 88 nats in ordinary runs: an infinite margin has gradients that are NaN
+    # rejected responses fall by more than 88 nats in ordinary runs, and an infinite margin has NaN gradients
     most = 0.9 * math.log(torch.finfo(log_ratio.dtype).max)
     return -(-alpha * log_ratio).clamp(max=most).expm1() / alpha
 
 
 def with_divergence(scores: Scores, divergence: str, alpha: float) -> Scores:
-    """Scores whose log-ratios are f' of the ratios, which is what stands in their place under another divergence."""
+    """Scores whose log-ratios are replaced by f' of the ratios, as another divergence demands."""
     u_w, u_l = (f_derivative(u, divergence, alpha) for u in scores.log_ratios())
     none = u_w.detach() * 0
     return scores._replace(chosen=u_w, rejected=u_l, reference_chosen=none, reference_rejected=none)
@@ -68,7 +68,7 @@ def wpo_weights(scores: Scores) -> Tensor:
 def change_scores(
     scores: Scores, *, ld_alpha: float = 1, f_divergence: str = "reverse_kl", f_alpha: float = 0.5, **_: Any
 ) -> Scores:
-    """What a loss with a reference is given under these options; without them the same."""
+    """Apply these options to the scores of a loss with a reference; without options, return them unchanged."""
     if ld_alpha != 1:
         scores = with_lighter_tails(scores, ld_alpha)
     return scores if f_divergence == "reverse_kl" else with_divergence(scores, f_divergence, f_alpha)

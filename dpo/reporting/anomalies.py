@@ -1,4 +1,4 @@
-"""NaN or infinite losses and gradients, spikes, and runs that collapse."""
+"""Guard against NaN or infinite losses and gradients, and warnings about spikes and collapse."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ MAX_SKIPPED = 10  # updates that a run skips before it aborts
 
 
 class NonFinite(RunError):
-    """The loss or the gradient is NaN or infinite; every process of a run raises it at the same update."""
+    """A NaN or infinite loss or gradient; every process of a run raises it at the same update."""
 
 
 class NonFiniteGuard(Callback):
-    """Aborts or skips an update with a NaN or infinite loss or gradient, on every rank, and saves its batch for
-    replay."""
+    """Guard that aborts at or skips a NaN or infinite update, on every rank, and saves its batch for replay."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -39,7 +38,7 @@ class NonFiniteGuard(Callback):
     def allows(self, update: Update) -> bool:
         """Whether losses and gradient are finite.
 
-        Raises NonFinite if not, unless `nan_policy` is to skip the update and few were skipped.
+        Raises NonFinite if not, unless `nan_policy` is skip and at most MAX_SKIPPED updates were skipped.
         """
         norm, losses = update.metrics["grad_norm"], update.table["loss/train"]
         if math.isfinite(norm) and losses.isfinite().all():
@@ -60,8 +59,7 @@ class NonFiniteGuard(Callback):
         return False
 
     def _write(self, folder: Path, update: Update) -> None:
-        """Write the examples, with the indices of their prompts and their metrics, as a dataset for
-        `dataset_sources`."""
+        """Write the examples, with prompt indices and metrics, as a dataset for `dataset_sources`."""
         sft_mode = not LOSSES[self.context.config.loss.name].pairwise
         columns = {name: column.tolist() for name, column in update.table.items()}
         lines = []
@@ -90,18 +88,18 @@ class NonFiniteGuard(Callback):
 
 
 class CourseWarner(Callback):
-    """Warns about a gradient norm or loss above `SPIKE` times the median of the last 100, after the first 20 updates,
-    and once if the run collapses.
+    """Warnings about each spike of gradient norm or loss, and one about a collapse.
 
-    A loss below its start is no spike: where nearly all pairs are learned, one that is not stands far out. Nor is a
-    value below `FAINT` of the mean of the first 20.
+    A spike is a value above `SPIKE` times the median of the last 100, after the first 20 updates. A loss below its
+    start is not a spike: where nearly all pairs are learned, one that is not learned stands out. Nor is a value below
+    `FAINT` of the mean of the first 20.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         loss = find_loss(context.config.loss)
         self._reference = loss.reference
-        # weights of wpo move with the policy, and the loss with them: it is not held against its start
+        # weights of wpo move with the policy, and the loss with them: it is not compared with its start
         self._may_collapse = loss.pairwise and not context.config.loss.get("wpo")
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
         self._first: dict[str, float] = {}  # means of the first 20
@@ -171,7 +169,7 @@ class CourseWarner(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`. Without one, of an older run, its start is not known."""
+        """Continue from a `state_dict()`. An older run has none, and its start is unknown."""
         start = state.get("start")
         self._start = Means(start["loss"], start["margin"]) if start else None
         self._warned = state.get("warned", False)

@@ -1,4 +1,4 @@
-"""Texts that grow, beside each other in columns of a terminal."""
+"""Growing texts, side by side in columns of a terminal."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ NARROWEST = 20
 
 
 def measure_width(text: str) -> int:
-    """Columns that a text takes on a terminal."""
+    """Number of columns that a text takes on a terminal."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def printable(text: str) -> str:
-    """The text with what would steer the terminal replaced: models may say anything."""
+    """Replace control characters, which would steer the terminal: models may write anything."""
     return "".join(
         c if c.isprintable() or c == "\n" else " " if c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Lines of at most `width`, broken at spaces where there are any. A longer text begins with the same lines, but for
-    the last."""
+    """Break a text into lines of at most `width`, at spaces if possible.
+
+    As a text grows, all its lines but the last stay the same."""
     lines = []
     for paragraph in printable(text).split("\n"):
         line = ""
@@ -44,7 +45,7 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 class Columns:
-    """A block of columns on a terminal, drawn again as its texts grow; what is above the last lines stays."""
+    """A block of columns on a terminal, redrawn as its texts grow; finished lines stay."""
 
     def __init__(self, titles: Sequence[str]) -> None:
         columns, self.rows = shutil.get_terminal_size()
@@ -54,20 +55,20 @@ class Columns:
         self._print(f"\x1b[1m{self._row(list(titles))}\x1b[0m\n")
 
     def show(self, title: str, text: str) -> None:
-        """Set a column's text, which begins as the former did."""
+        """Set a column's text, which must extend the previous one."""
         self.texts[title] = text
         wrapped = [wrap(text, self.width) for text in self.texts.values()]
         fixed = min(len(lines) - 1 for lines in wrapped)
         self._draw(wrapped, fixed)
 
     def close(self, footers: Sequence[str]) -> None:
-        """Draw all that is left, and a last line."""
+        """Draw the remaining lines and the footers."""
         wrapped = [wrap(text, self.width) for text in self.texts.values()]
         self._draw(wrapped, max(map(len, wrapped)))
         self._print(f"\x1b[2m{self._row(footers)}\x1b[0m\n\n")
 
     def _draw(self, wrapped: list[list[str]], n_fixed: int) -> None:
-        """Lines up to `n_fixed` are drawn for the last time; of the others as many as the screen holds."""
+        """Draw lines up to `n_fixed` for the last time, and as many others as the screen holds."""
         end = min(max(map(len, wrapped)), max(n_fixed + self.rows - 2, n_fixed))
         rows = [self._row([lines[i] if i < len(lines) else "" for lines in wrapped]) for i in range(self.n_fixed, end)]
         back = f"\x1b[{self.n_drawn}A\r\x1b[J" if self.n_drawn else ""

@@ -1,4 +1,4 @@
-"""The events of a run, and the callbacks that watch it: each owns its files and its part of a checkpoint."""
+"""Events of a run, and its callbacks: each owns its files and its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dpo.models.adapters import ParameterCount
 
 
 class Update(NamedTuple):
-    """A global batch that was trained on, or skipped because a callback did not allow it. Counts include it."""
+    """A global batch, trained on, or skipped because a callback did not allow it. Counts include it."""
 
     number: int
-    n_examples: int  # that the run has trained on
+    n_examples: int  # trained on so far
     examples: Sequence[Example]
     table: Mapping[str, torch.Tensor]  # of each example, (B,): metrics and the reference's log-probabilities
     metrics: Mapping[str, float]  # means over the examples and grad_norm; in `on_update` also lr and speed
 
 
 class Sample(NamedTuple):
-    """A prompt with continuations by the policy and the reference (None if there is none, or it was freed)."""
+    """A prompt with continuations by policy and reference, the latter None if missing or freed."""
 
     prompt: str
     policy: str
@@ -45,7 +45,7 @@ class Evaluation(NamedTuple):
 
 
 class RunContext(NamedTuple):
-    """What a callback may know of its run."""
+    """Facts about a run for its callbacks."""
 
     config: DictConfig
     run_dir: Path
@@ -56,24 +56,24 @@ class RunContext(NamedTuple):
 
 
 class Callback:
-    """Watches a run, and may veto an update.
+    """A watcher of a run, which may veto updates.
 
-    It is made before a checkpoint is loaded; `on_start` comes after, and is where files are opened.
+    It is created before a checkpoint is loaded; `on_start` follows, and opens files.
     """
 
-    files: tuple[str, ...] = ()  # names in the run directory of what it appends to
-    derived: tuple[str, ...] = ()  # of what it makes from these
+    files: tuple[str, ...] = ()  # files in the run directory that it appends to
+    derived: tuple[str, ...] = ()  # files made from these
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        """Whether this process has one. Most are on rank 0 only."""
+        """Whether this process gets such a callback; most run on rank 0 only."""
         return context.rank == 0
 
     def on_start(self) -> None:
-        """The run starts, or continues from what `load_state_dict` was given."""
+        """The run starts, or continues from the state given to `load_state_dict`."""
 
     def allows(self, update: Update) -> bool:
         """Whether the optimizer may apply an update, whose gradient is computed. All ranks must return the same."""
@@ -92,7 +92,7 @@ class Callback:
         """The run has ended: it is complete, was stopped by a signal, or aborted on NaN."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the callback needs on resume, for a checkpoint: tensors, numbers, texts, and lists and dicts of them."""
+        """State needed on resume, for a checkpoint: tensors, numbers, texts, and lists and dicts of them."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -100,30 +100,30 @@ class Callback:
 
 
 class Callbacks:
-    """The callbacks of a process by name; events go to them in this order."""
+    """Callbacks of a process by name, which get events in this order."""
 
     def __init__(self, callbacks: Mapping[str, Callback]) -> None:
         self.callbacks = dict(callbacks)
-        self._idle: dict[str, dict[str, Any]] = {}  # states of callbacks that this run has not, for one that has
+        self._idle: dict[str, dict[str, Any]] = {}  # states of callbacks that are switched off, for a later run
 
     @classmethod
     def of(cls, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> Callbacks:
-        """The callbacks given by name, then those of the table that are wanted."""
+        """Build from the callbacks given by name, then the wanted ones of the table."""
         wanted = {name: callback for name, callback in table.items() if callback.is_wanted(context)}
         return cls({**given, **{name: callback(context) for name, callback in wanted.items()}})
 
     def emit(self, event: str, *details: Any) -> None:
-        """Call `on_EVENT(*details)` of each."""
+        """Call `on_EVENT(*details)` of each callback."""
         for callback in self.callbacks.values():
             getattr(callback, f"on_{event}")(*details)
 
     def allow(self, update: Update) -> bool:
-        """Whether all allow an update."""
+        """Whether all callbacks allow an update."""
         answers = [callback.allows(update) for callback in self.callbacks.values()]  # every one is asked
         return all(answers)
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """The states of those that have one, and of those that are switched off but were not always."""
+        """Non-empty states of the callbacks, and the kept states of callbacks now switched off."""
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         for name, state in states.items():
             _check_plain(state, f"{name}.state_dict()")
@@ -136,7 +136,7 @@ class Callbacks:
 
 
 def _check_plain(value: Any, place: str) -> None:
-    """Raises TypeError for what a checkpoint, which is read as data, would not give back."""
+    """Check a state. Raises TypeError for a value that a checkpoint, which is read as data, would not restore."""
     if isinstance(value, dict):
         for key, item in value.items():
             _check_plain(item, f"{place}[{key!r}]")

@@ -1,6 +1,6 @@
-"""Files that a run appends to and that a resumed run cuts: `metrics.jsonl`, `samples.jsonl` and `samples.txt`.
+"""Files that a run appends to and a resumed run truncates: `metrics.jsonl`, `samples.jsonl`, `samples.txt`.
 
-docs/metrics.md has the form of their lines.
+docs/metrics.md describes their lines.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dpo.wording import count
 
 
 class Appender(Callback):
-    """Appends to `files` in the run directory. Creates the directory if needed.
+    """A callback that appends to `files` in the run directory, which it creates if needed.
 
-    At the start each file is what the checkpoint vouches for, up to its last whole record: what was written later is
-    removed, as it will be written again. What no checkpoint knows, and what is damaged, is moved aside with a warning.
+    At the start each file is cut to its last whole record within the size in the checkpoint; later records are removed,
+    as they will be written again. Files unknown to the checkpoint, and damaged ones, are moved aside with a warning.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -34,7 +34,7 @@ class Appender(Callback):
         self._was_off = False
 
     def find_end(self, path: Path, size: int) -> int:
-        """Where the last whole record within the first `size` bytes of a file ends. Here: any byte is one."""
+        """End of the last whole record within the first `size` bytes of a file. Here every byte is a record."""
         return size
 
     def on_start(self) -> None:
@@ -45,7 +45,7 @@ class Appender(Callback):
             self.context.log(f"warning: {', '.join(self.files)}: nothing of what was trained while this was off")
 
     def _keep_known(self, path: Path, size: int | None) -> None:
-        """Keep the first `size` bytes of a file; None: the checkpoint does not know it."""
+        """Keep the first `size` bytes of a file; None if the checkpoint does not know it."""
         found = path.stat().st_size if path.exists() else 0
         if size is None:
             if found:
@@ -67,7 +67,7 @@ class Appender(Callback):
             os.truncate(path, end)
 
     def _move_aside(self, *files: Path) -> str:
-        """Rename files and what is derived from them. Returns the new name of the first."""
+        """Rename files and those derived from them. Returns the new name of the first."""
         derived = (self.run_dir / name for name in self.derived)
         return ", ".join([move_aside(path).name for path in (*files, *derived) if path.exists()][:1])
 
@@ -88,10 +88,10 @@ class Appender(Callback):
 
 
 class LogWriter(Appender):
-    """Appends lines, which are flushed immediately."""
+    """An appender of lines, flushed immediately."""
 
     def find_end(self, path: Path, size: int) -> int:
-        """Where the first lines, as many as are whole, end. A whole line of a `.jsonl` is an object in JSON."""
+        """End of the whole lines at the start. A whole line of a `.jsonl` file is a JSON object."""
         end = 0
         if not size:
             return end
@@ -124,8 +124,9 @@ def _is_object(line: bytes) -> bool:
 
 
 class FileLogger(LogWriter):
-    """Metrics, samples, and what the last update before an evaluation drew; in `env.json` what is trained and when the
-    run ended. NaN and infinite values are null."""
+    """Logger of metrics, samples, and the answers drawn by the last update before an evaluation.
+
+    It also records in `env.json` the parameter counts and when the run ended. NaN and infinite values are null."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt")
 
@@ -163,7 +164,7 @@ class FileLogger(LogWriter):
         self.append("samples.txt", lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Also what was drawn, of which a continued run may have to write what a stopped one drew."""
+        """Sizes and the last drawn answers, which a resumed run may still have to write."""
         return super().state_dict() | ({"drawn": self._drawn} if self._drawn else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -174,7 +175,7 @@ class FileLogger(LogWriter):
         add_to_record(self.run_dir, ended=now())
 
     def _as_record(self, example: Example) -> dict[str, Any]:
-        """A prompt, its answers in the order in which they were drawn, and which of them are the pair."""
+        """A prompt, its answers in the order drawn, and the indices of the pair."""
         assert example.id is not None
         assert example.drawn is not None
         drawn = example.drawn
@@ -192,7 +193,7 @@ class FileLogger(LogWriter):
 
 
 def _as_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """A record of what was drawn, for eyes: the best answer first."""
+    """A record of drawn answers as readable lines, the best answer first."""
     yield record["prompt"].strip()
     for name, answer in ranked(record):
         cut_off = "" if answer["ended"] else ", cut off"

@@ -1,6 +1,6 @@
-"""`ledger.parquet`: what each example gave at each visit. See `dpo/analysis/ledger_file.py` for its columns and files.
+"""`ledger.parquet`: values of each example at each visit; columns and files are in `dpo/analysis/ledger_file.py`.
 
-pyarrow is imported by runs that have a ledger.
+Only runs with a ledger import pyarrow.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dpo.system.run_directory import PARQUET, STREAM
 if TYPE_CHECKING:
     import torch
 
-GROWTH = 2  # of the rows since ledger.parquet was written last, before an evaluation writes it again
+GROWTH = 2  # growth of the rows since the last ledger.parquet before an evaluation writes it again
 
 
 class Ledger(Appender):
-    """Appends the examples of each update, also of one that was skipped, and of each evaluation.
+    """Ledger of the examples of each update, even a skipped one, and of each evaluation.
 
     An append is one write of some kilobytes. All rows are read and written as Parquet at the start, at an evaluation if
-    they have doubled, and at the end: together at most three times what the end takes.
+    they have doubled, and at the end: together at most three times the cost at the end.
     """
 
     files, derived = (STREAM,), (PARQUET,)
@@ -70,7 +70,7 @@ class Ledger(Appender):
     def _append(
         self, split: str, number: int, done: int, examples: Sequence[Example], table: Mapping[str, torch.Tensor]
     ) -> None:
-        """Add a row for each example of update or evaluation `number`, of a policy that had `done` updates."""
+        """Add a row for each example of update or evaluation `number`, by a policy after `done` updates."""
         from dpo.analysis.ledger_file import append
 
         context, n = self.context, len(examples)
@@ -98,7 +98,7 @@ class Ledger(Appender):
         self.rows += n
 
     def _drawn_columns(self, examples: Sequence[Example]) -> dict[str, list[Any]]:
-        """What was drawn for each example, and its scores, which are nowhere else; None of a pair of the data."""
+        """Drawn texts and scores of each example, stored nowhere else; None for pairs from the data."""
         from dpo.analysis.ledger_file import DRAWN
 
         rows = []

@@ -1,4 +1,4 @@
-"""Keeps the report of a run fresh (`report=true`): a process of its own writes it, so that training does not wait."""
+"""Report of a training run (`report=true`), written by a separate process so that training does not wait."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dpo.reporting.events import Callback, Evaluation, RunContext
 from dpo.system.run_directory import REPORT
 
 ROOT = Path(__file__).resolve().parents[2]
-LAST_SECS = 120  # for the last report, for which the end of the run waits
+LAST_SECS = 120  # the longest that the end of a run waits for the last report
 
 
 class ReportWriter(Callback):
-    """Starts `python -m dpo.analysis` and goes on: training neither waits for it nor fails with it.
+    """Runner of `python -m dpo.analysis` in the background: training neither waits for it nor fails with it.
 
-    One process at a time: an evaluation that finds one at work is reported by the next.
+    One process at a time: if one is still running at an evaluation, the next report includes that evaluation.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -34,8 +34,8 @@ class ReportWriter(Callback):
             self._begin()
 
     def on_end(self) -> None:
-        """Write the last report, and say where it is."""
-        self._stop()  # what it is writing is not of the end
+        """Write the last report, and log its path."""
+        self._stop()  # its report would lack the end
         self._begin("--ended")
         try:
             if self._process is not None:
@@ -58,13 +58,13 @@ class ReportWriter(Callback):
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the run, which then ends it in order
+                start_new_session=True,  # so that Ctrl-C reaches only the run, which then ends it in order
             )
         except OSError as error:
             self._warn(str(error))
 
     def _has_ended(self) -> bool:
-        """Whether none is at work. Tells once why the last one failed."""
+        """Whether no report is being written. Warns once if the last one failed."""
         if self._process is None:
             return True
         status = self._process.poll()
@@ -81,7 +81,7 @@ class ReportWriter(Callback):
             self._process.kill()
             self._process.wait()
             for part in (self.context.run_dir / REPORT).parent.glob(f".*.{self._process.pid}"):
-                part.unlink()  # a file that it was writing
+                part.unlink()  # an unfinished file
             self._forget()
 
     def _forget(self) -> None:

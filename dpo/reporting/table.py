@@ -1,4 +1,4 @@
-"""The callbacks of every run, by the names under which checkpoints hold their states."""
+"""Table of callbacks, by the names of their states in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard, through torch's writer, which needs the package `tensorboard`."""
+"""Logging to TensorBoard with torch's writer, which needs the package `tensorboard`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dpo.errors import InputError
 from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
 from dpo.system.plain_files import move_aside
 
-FLUSH_SECS = 10  # what a killed run loses at most
+FLUSH_SECS = 10  # the most that a killed run loses
 
 
 class TensorBoardLogger(Callback):
-    """Event files in `tensorboard` of the run directory: every update and evaluation, under W&B's names.
+    """Event files of every update and evaluation, under W&B's names, in the run's `tensorboard`.
 
-    Steps are examples. A resumed run begins a file that makes TensorBoard hide what was logged after the checkpoint.
+    Steps are examples. A resumed run's new file makes TensorBoard hide values logged after the checkpoint.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._n_examples: int | None = None  # that were logged; None: the checkpoint knows of no events
+        self._n_examples: int | None = None  # at the last event; None: the checkpoint knows of no events
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -67,7 +67,7 @@ class TensorBoardLogger(Callback):
 
 
 def _as_markdown(samples: Iterable[Sample], who: str) -> str:
-    """Prompts and what `who` continued them with as literal blocks, which nothing in a text can end."""
+    """Prompts and continuations by `who` as literal blocks, which no text can end."""
     parts = []
     for sample in samples:
         if (continuation := getattr(sample, who)) is not None:

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, or plain lines with the same text in a log file, which grep finds."""
+"""Progress of a run: a bar on a terminal, or plain lines with the same text in a log file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 from dpo.reporting.events import Callback, Evaluation, Update
 from dpo.wording import count
 
-# in a log file, for an evaluation, sampling or an update that takes long: between two lines on its progress, and before
-# the first one if it will take longer than that
+# in a log file, for a long evaluation, sampling or update: seconds between two lines on its progress, and before the
+# first line, if the task will take longer than QUIET_SECS
 QUIET_SECS, SOON_SECS = 10, 2
 SHOWN = {  # metrics of an update that are shown: their label and significant digits
     "loss/train": ("loss", 4),
@@ -27,7 +27,7 @@ SHOWN = {  # metrics of an update that are shown: their label and significant di
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A value with so many significant digits, without an exponent if it is large."""
+    """A value with `digits` significant digits, without an exponent if large."""
     return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
@@ -45,8 +45,7 @@ def table(title: str, metrics: Mapping[str, float]) -> str:
 
 
 def _shows_bars() -> bool:
-    """Whether output goes to a terminal; not if it has no rows, as with terminal recorders, where tqdm draws
-    nothing."""
+    """Whether output goes to a terminal with rows; without rows, as in some recorders, tqdm draws nothing."""
     if not sys.stdout.isatty():
         return False
     try:
@@ -56,8 +55,9 @@ def _shows_bars() -> bool:
 
 
 class Task:
-    """The progress of a long task: updates, an evaluation, sampling. `each` is the number of examples per item, and
-    `examples` that of all, if the last item has fewer."""
+    """Progress of a long task: updates, an evaluation, sampling.
+
+    `each` is the number of examples per item; `examples` is the total number, if the last item has fewer."""
 
     def __init__(self, what: str, *, total: int, done: int, each: int | None, examples: int | None = None) -> None:
         self.what, self.total, self.done, self.each = what, total, done, each
@@ -65,10 +65,10 @@ class Task:
         self.part, self.note = 0.0, ""  # of the current item
         self.began, self.before = time.monotonic(), done
         self.elsewhere = 0.0  # seconds spent in other tasks meanwhile
-        self.said: float | None = None  # when there was a line on it
+        self.said: float | None = None  # when its last line was printed
 
     def seconds_left(self) -> float | None:
-        """At the speed so far; None while that is unknown."""
+        """Seconds left at the speed so far; None while unknown."""
         done = self.done + self.part - self.before
         seconds = time.monotonic() - self.began - self.elsewhere
         return seconds / done * (self.total - self.done - self.part) if done > 0 else None
@@ -79,7 +79,7 @@ class Task:
         return "" if seconds is None else f"{duration(seconds)} left"
 
     def is_due(self) -> bool:
-        """Whether a log file should get a line: the first as soon as the task is known to take long."""
+        """Whether a log file should get a line, the first as soon as the task turns out to be long."""
         now = time.monotonic()
         if self.said is None and now - self.began - self.elsewhere < QUIET_SECS:
             return now - self.began - self.elsewhere >= SOON_SECS and (self.seconds_left() or 0) >= QUIET_SECS
@@ -93,8 +93,10 @@ class Task:
 
 
 class Progress(Callback):
-    """A bar on a terminal. In a log file, lines: for updates at most one every `interval` seconds, for whatever else
-    takes long one every ten. `each` is the number of examples per item of a task, if known."""
+    """Progress as a bar on a terminal, or as lines in a log file.
+
+    Lines come at most every `interval` seconds for updates, every ten seconds for other long tasks. `each` is the
+    number of examples per item of a task, if known."""
 
     def __init__(self, *, interval: float, silent: bool, each: Mapping[str, int] | None = None) -> None:
         self.interval, self.silent, self.each = interval, silent, each or {}
@@ -104,12 +106,12 @@ class Progress(Callback):
 
     @classmethod
     def of(cls, config: DictConfig, *, silent: bool) -> Progress:
-        """With the settings of a config."""
+        """Build with the settings of a config."""
         each = {"update": config.batch_size, **dict.fromkeys(("evaluate", "sample"), config.eval_batch_size)}
         return cls(interval=config.minimum_log_interval_secs, silent=silent, each=each)
 
     def updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
-        """Iterate over the batches of updates; `done` of `total` were done before. `on_update` follows each."""
+        """Iterate over the batches of updates, of which `done` were done before; `on_update` follows each."""
         with self._showing("update", total=total, done=done, leave=True):
             yield from items
 

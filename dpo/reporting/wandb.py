@@ -1,4 +1,4 @@
-"""Weights & Biases. The only file that imports wandb."""
+"""Logging to Weights & Biases. The only file that imports wandb."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FINISH_SECS = 300  # W&B's time limit for sending the rest at the end
 
 
 class WandbLogger(Callback):
-    """Weights & Biases, with the reference's names; training metrics at most every `minimum_log_interval_secs`.
+    """Logger to W&B under the reference's names; training metrics at most every `minimum_log_interval_secs`.
 
     Steps are `counters/examples` (a metric, not W&B's own step), so that a run that resumes from an earlier checkpoint
     can log the same counts again without losing any. The summary has the last evaluation as `last/NAME`, the best
-    one after the first update as `best/NAME`. A run never waits or fails because of W&B: what cannot be sent stays on
-    the disk (`wandb sync`), and `metrics.jsonl` has everything.
+    one after the first update as `best/NAME`. A run never waits or fails because of W&B: unsent data stays on the disk
+    (`wandb sync`), and `metrics.jsonl` has everything.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -72,7 +72,7 @@ class WandbLogger(Callback):
 
     @staticmethod
     def _start(wandb: Any, settings: Mapping[str, Any]) -> Any:
-        """A W&B run; offline, with a message, if it cannot reach its server or has no key."""
+        """Start a W&B run; offline, with a message, if the server cannot be reached or the key is missing."""
         init = partial(
             wandb.init,
             **settings,
@@ -147,7 +147,7 @@ class WandbLogger(Callback):
         self._unless_lost(self.run.finish, int(self._aborted))
 
     def _upload(self, name: str) -> None:
-        """A file of the run directory, if it is there and wanted, under the same name."""
+        """Upload a file of the run directory under the same name, if it exists and artifacts are wanted."""
         file = self.context.run_dir / name
 
         def copy_and_save() -> None:  # W&B would link it, with a warning

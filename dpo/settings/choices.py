@@ -1,6 +1,6 @@
-"""The names that keys may have as values: trainers with what they can do, optimizers, dtypes, ... Imports no torch.
+"""Names that keys accept as values: trainers and their abilities, optimizers, dtypes, ... Imports no torch.
 
-What the names stand for is where it is used; tests hold that the tables there have the same names.
+The tables that map these names to code are where that code is; tests check that they have the same names.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import difflib
 from collections.abc import Collection
 from typing import NamedTuple
 
-FEW, NEAR = 12, 5  # names that are all listed; those that may have been meant
-RELATIVES = {"kto": ("bco", "apo_zero")}  # of what is not here, the nearest (docs/losses.md)
+FEW, NEAR = 12, 5  # most names that are listed in full; most that are suggested
+RELATIVES = {"kto": ("bco", "apo_zero")}  # nearest names to a missing one (docs/losses.md)
 
 
 def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
     """A sentence on an unknown value of a key, with the nearest names.
 
-    It has all names if they are few, and otherwise where to find them.
+    It lists all names if they are few, and otherwise the command that does.
     """
     by_small_letters = {name.lower(): name for name in sorted(names)}
     lower = value.lower()
@@ -32,7 +32,7 @@ def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
 
 
 class TrainerSpec(NamedTuple):
-    """What a trainer can do; `trainers.py` has its class under the same name."""
+    """Abilities of a trainer; `trainers.py` has its class under the same name."""
 
     name: str
     multi_process: bool = False  # several processes share a run, joined by a process group
@@ -56,7 +56,7 @@ OPTIMIZERS = (  # classes of torch.optim
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
 NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # in torch 2.13 these fail on sharded tensors
-STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # of about lr, whatever the gradient
+STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # steps are about lr, whatever the gradient
 DTYPES = ("float32", "bfloat16", "float16")
 AUTOCAST_DTYPES = ("bfloat16",)
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
@@ -65,7 +65,7 @@ CACHING = ("as_needed", "all")
 LORA = ("none", "lora", "qlora")
 ADAPTED = ("lora", "qlora")  # with an adapter
 QUANTIZED = ("qlora",)  # over a 4-bit base
-REFERENCES = ("base", "adapter", "model")  # what gives the reference's log-probabilities under an adapter
+REFERENCES = ("base", "adapter", "model")  # sources of the reference's log-probabilities under an adapter
 ONLINE = ("none", "online")
 SCORERS = ("reward_model", "function", "keyword", "shorter")
 TIES = ("skip", "keep")
@@ -73,4 +73,4 @@ SCHEDULES = ("constant", "linear", "cosine")
 LR_SCALINGS = ("none", "linear", "sqrt")
 NAN_POLICIES = ("raise", "skip")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
-COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")  # of own data, in our words
+COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")  # our names for columns of own data

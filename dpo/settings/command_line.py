@@ -1,7 +1,7 @@
-"""The command line before Hydra sees it: options by an allow-list, every override that cannot be applied, no secret
-written down, no code named.
+"""Checks of the command line before Hydra sees it.
 
-Hydra stops at the first override it cannot apply; this finds all of them, and whatever else is wrong with the rest.
+Options must be on an allow-list, no secret may be written down, and no key may name code to run. Hydra stops at the
+first override it cannot apply; this finds all of them, and all other problems of the rest.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-sc", "--shell-
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
 SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")
 
-TO_QUOTE = re.compile(r"[^\w\s/\\.+$%*@?|:-]|[^\x00-\x7f]")  # what Hydra takes in quotes alone
-MEANT = re.compile(r"""[\[\]{},'"]""")  # lists, mappings, quotes: somebody who writes them knows of Hydra's grammar
+TO_QUOTE = re.compile(r"[^\w\s/\\.+$%*@?|:-]|[^\x00-\x7f]")  # characters that Hydra accepts only in quotes
+MEANT = re.compile(r"""[\[\]{},'"]""")  # lists, mappings, quotes: whoever writes them knows Hydra's grammar
 GLOB = re.compile(r"=\s*glob\(")
 RESOLVER = re.compile(r"\$\{[^}]*:")
-# a group's option that is a number, keys inside of what is no mapping, a file that is no YAML
+# a group's option that is a number, keys inside a value that is not a mapping, a file that is not YAML
 COMPOSING = (HydraException, OmegaConfBaseException, ValueError, AssertionError, AttributeError, yaml.YAMLError)
 HOW_COMPOSED = ("hydra.runtime.", "hydra.overrides.", "hydra.searchpath", "hydra.job.override_dirname")
 NAMES_CODE = ("model.trust_remote_code", "online.function")
@@ -57,7 +57,7 @@ SAME_IN_ALL = "hydra.job.config.override_dirname.exclude_keys"
 
 
 class CommandLine(NamedTuple):
-    """Hydra's options, and the overrides."""
+    """Hydra's options and the overrides, parsed."""
 
     options: list[str]
     overrides: list[str]
@@ -78,19 +78,19 @@ class CommandLine(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        """Hydra wants its options first; a sweep's jobs are told what is the same for all of them."""
+        """Arguments for Hydra: its options first; for a sweep, also the keys that are the same in all jobs."""
         if not self.is_sweep:
             return [*self.options, *self.overrides, *self.search]
         fixed = [override for override in self.overrides if _parts_of_sweep(override) is None]
         told = f"{SAME_IN_ALL}={[*map(parse_key, fixed)]!r}".replace(" ", "")
         swept = tuple(f"{parse_key(override)}." for override in self.overrides if override not in fixed)
-        # Hydra tries what is fixed without what is swept: an option of `-m loss=dpo,ipo` with the default loss
+        # Hydra tries fixed overrides without swept ones: with `-m loss=dpo,ipo`, an option of the loss on the default
         forced = [f"++{o}" if o in fixed and o.startswith(swept) else o for o in self.overrides]
         return [*self.options, *forced, *self.search, told]
 
     @property
     def search(self) -> list[str]:
-        """The override by which Hydra finds a user's own config files: the same when they are checked and used."""
+        """Override by which Hydra finds a user's config files, the same for checking and running."""
         if self.config_dir is None:
             return []
         place = str(Path(self.config_dir).resolve()).replace("'", "\\'")
@@ -103,7 +103,7 @@ def parse_key(override: str) -> str:
 
 
 def check_command_line(arguments: list[str]) -> list[str]:
-    """The arguments as Hydra takes them. Exits with status 2 and a sentence for everything that is wrong with them."""
+    """Convert the arguments for Hydra. Exits with status 2 and a sentence for each problem."""
     try:
         line = parse(arguments)
     except ValueError as error:
@@ -118,7 +118,7 @@ def check_command_line(arguments: list[str]) -> list[str]:
 
 
 def exit_on(problems: list[str]) -> None:
-    """Exit with status 2 if there are problems; rank 0 prints them, for every rank finds the same."""
+    """Exit with status 2 if there are problems, which rank 0 alone prints: every rank finds the same."""
     if not problems:
         return
     if is_rank_0():
@@ -127,7 +127,7 @@ def exit_on(problems: list[str]) -> None:
 
 
 def parse(arguments: list[str]) -> CommandLine:
-    """Raises ValueError for an option that Hydra has not or that is refused; abbreviations are not taken."""
+    """Parse a command line. Raises ValueError for an option that is unknown, abbreviated or refused."""
     options, overrides, config_dir = [], [], None
     left = iter(arguments)
     for argument in left:
@@ -151,14 +151,14 @@ def parse(arguments: list[str]) -> CommandLine:
 
 
 def _find_sign(override: str) -> str:
-    """What Hydra wants before an override that adds something, so that nobody has to type it."""
+    """The sign that Hydra demands before some overrides, so that users need not type it."""
     if override.startswith(("dataset_sources.", "dataset_sources=")):  # open to new names
         return "++"
     return "+" if override.startswith("experiment=") else ""  # none is chosen by default
 
 
 def _with_paths(overrides: list[str]) -> list[str]:
-    """`dataset_sources.NAME=PLACE` as `dataset_sources.NAME.path=PLACE` where more is said of NAME, as its columns."""
+    """Write `dataset_sources.NAME=PLACE` as `dataset_sources.NAME.path=PLACE` if other keys of NAME are also set."""
     keys = [parse_key(override) for override in overrides]
 
     def with_path(override: str, key: str) -> str:
@@ -171,8 +171,9 @@ def _with_paths(overrides: list[str]) -> list[str]:
 
 
 def find_problems(line: CommandLine, own_configs: Path) -> list[str]:
-    """Everything wrong with a command line, one sentence each; what is in its config is looked at if it is composed
-    at all, and only if an override cannot be applied: `main` does it for every job of a sweep."""
+    """List the problems of a command line, one sentence each.
+
+    The config's values are checked only if an override cannot be applied: else `main` checks those of every job."""
     problems = _find_problems(line, own_configs)
     for secret in (text for text in secrets_in(line.overrides) if len(text) > 3):  # or it would be in any word
         problems = [problem.replace(secret, "REDACTED") for problem in problems]
@@ -204,7 +205,7 @@ def _find_problems(line: CommandLine, own_configs: Path) -> list[str]:
 
 
 def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -> list[str]:
-    """Why Hydra cannot apply overrides, and what is wrong with the config that the others make."""
+    """List why Hydra refuses overrides, and the problems of the config composed from the others."""
 
     def refusal(tried: list[str]) -> str | None:
         return _refusal(tried, search, places)
@@ -214,12 +215,12 @@ def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -
     groups = [o for o in overrides if any((place / parse_key(o)).is_dir() for place in places)]
     refused = {o: reason for o in groups if (reason := refusal([o]))}
     groups = [o for o in groups if o not in refused]
-    # which keys there are in a group whose option is refused is not known
+    # the keys of a group are unknown if its option is refused
     unknown = tuple(f"{parse_key(o)}." for o in refused)
     overrides = [o for o in overrides if not parse_key(o).startswith(unknown)]
     refused |= {o: reason for o in overrides if o not in refused and (reason := refusal([*groups, o]))}
     rest = [o for o in overrides if o not in refused]
-    # a refused override leaves its key as it was, which is not another problem
+    # a refused override leaves its key as it was: no further problem
     keys = (*unknown, *(f"{o.split('=')[0]} is not set" for o in refused))
     keys += (NO_PAIRS,) if any(parse_key(o).startswith(WEIGHTS.rstrip(".")) for o in refused) else ()
     try:
@@ -230,8 +231,9 @@ def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -
 
 
 def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]:
-    """What a user's own config files would change of the keys by which code is run: found by composing with them and
-    without, whatever they write and however they are chosen."""
+    """Find keys that can run code and that a user's config files would change.
+
+    Composes with the files and without them, so that neither their content nor the way they are chosen matters."""
     directory = Path(line.config_dir)
     if not directory.is_dir():
         yield f"--config-dir {directory} is not a directory"
@@ -240,7 +242,7 @@ def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]
         for file in _yaml_files(directory):
             check_readable(file)
             content = yaml.safe_load(file.read_text(encoding="utf-8"))
-            # by the time or the environment they would name one file while they are checked and another when they run
+            # a resolver of the time or environment could name one file during the check and another in the run
             if isinstance(content, Mapping) and RESOLVER.search(str(content.get("defaults"))):
                 yield f"{file}: its defaults may refer to other choices, not to resolvers: {content['defaults']}"
     except (InputError, OSError, ValueError, yaml.YAMLError) as error:
@@ -272,7 +274,7 @@ def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]
 
 
 def _yaml_files(directory: Path) -> Iterator[Path]:
-    """Those below a directory, each real directory once, also behind links."""
+    """YAML files below a directory, each real directory once, also behind links."""
     seen: set[str] = set()
     for folder, inner, names in os.walk(directory, followlinks=True):
         inner[:] = [] if os.path.realpath(folder) in seen else inner
@@ -281,8 +283,9 @@ def _yaml_files(directory: Path) -> Iterator[Path]:
 
 
 def _runs_code(overrides: list[str]) -> dict[str, Any]:
-    """What of a composed config can run code: Hydra's keys, dotted and not resolved, without what says how it was
-    composed, and ours that allow or name code. Empty if it cannot compose."""
+    """Keys of a composed config that can run code; empty if it cannot be composed.
+
+    Hydra's keys, dotted and not resolved, without those about composition, and our keys that allow or name code."""
     try:
         config = hydra.compose("config", overrides, return_hydra_config=True)
     except COMPOSING:
@@ -294,7 +297,7 @@ def _runs_code(overrides: list[str]) -> dict[str, Any]:
 
 
 def _refusal(overrides: list[str], search: list[str], places: list[Path]) -> str | None:
-    """Why Hydra cannot compose with these overrides, in a sentence; None if it can."""
+    """A sentence on why Hydra cannot compose with these overrides; None if it can."""
     try:
         hydra.compose("config", [*search, *overrides], return_hydra_config=True)
         return None
@@ -334,7 +337,7 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
 
 
 def _explain_place(group: str, value: str) -> str | None:
-    """Where a directory or Hub id belongs that was given as an option of a group; None if it is no such thing."""
+    """A sentence on the right key for a directory or Hub id given as a group's option; None for other values."""
     if "/" not in value and not Path(value).is_dir():
         return None
     if group == "lora":
@@ -348,13 +351,13 @@ def _explain_place(group: str, value: str) -> str | None:
 
 
 def _first_of_sweep(override: str) -> str:
-    """`loss.beta=0.1,0.5` as `loss.beta=0.1`: a sweep's first job stands for all when keys are checked."""
+    """Reduce `loss.beta=0.1,0.5` to `loss.beta=0.1`: keys are checked for a sweep's first job alone."""
     parts = _parts_of_sweep(override)
     return override if parts is None else f"{override.split('=', 1)[0]}={next(parts)}"
 
 
 def _parts_of_sweep(override: str) -> Iterator[str] | None:
-    """The values over which an override sweeps; None if it has only one."""
+    """Yield the values over which an override sweeps; None if it has only one."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:

@@ -1,4 +1,4 @@
-"""The files in `config/`, read without Hydra: what a config lacks, each key's comment; dotted keys and their values."""
+"""The files in `config/`, read without Hydra: defaults, the comment of each key, dotted keys and their values."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dpo.settings.choices import explain_unknown
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 OF_HYDRA = ("defaults", "hydra")
 OPTIONAL = ("loss", "lora", "online")  # groups whose options have different keys
-ANYTHING = ("dataset_sources",)  # mappings of names that are the user's
+ANYTHING = ("dataset_sources",)  # mappings whose keys the user chooses
 ABSENT = object()
 WAITING = object()  # in place of a value made from another key that has a problem of its own
 
 
 def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path | None = None) -> DictConfig:
-    """A config with what it lacks as `config/` has it, such as keys that the reference's own config does not know.
+    """A config with missing keys filled in from `config/`, such as those that the reference's config lacks.
 
-    `run_dir`, if given, is its `local_run_dir` if it has none. Nothing that it has is changed.
+    `run_dir`, if given, becomes its `local_run_dir` if it has none. No key that it has is changed.
     """
     config = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     defaults = load_defaults(**options_in(config))
@@ -38,7 +38,7 @@ def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path
 
 
 def require(config: DictConfig) -> None:
-    """Raises InputError if a config lacks what has no default: a loss, its options, a model's name."""
+    """Check for keys without a default. Raises InputError if the loss, its options or the model's name is missing."""
     from dpo.errors import InputError
 
     defaults = load_defaults(OmegaConf.select(config, "loss.name"))
@@ -54,13 +54,14 @@ def require(config: DictConfig) -> None:
 
 
 def options_in(config: DictConfig) -> dict[str, Any]:
-    """The option of each group of OPTIONAL that a config names, for `load_defaults`."""
+    """The option that a config names for each group of OPTIONAL, for `load_defaults`."""
     return {group: OmegaConf.select(config, f"{group}.name") for group in OPTIONAL}
 
 
 def load_defaults(loss: str | None = None, lora: str | None = None, online: str | None = None) -> dict[str, Any]:
-    """What `config/` has under each key, with these options of its groups: of `loss` only if it is one, of the others
-    `none` unless it is one."""
+    """Load the defaults of `config/`, with these options of its groups.
+
+    An unknown option means no `loss` at all, and `none` for the other groups."""
     defaults = _load(CONFIG_DIR / "config.yaml") | {"model": _load(CONFIG_DIR / "model" / "blank_model.yaml")}
     for group, option in (("loss", loss), ("lora", lora), ("online", online)):
         files = {file.stem: file for file in (CONFIG_DIR / group).glob("*.yaml")}
@@ -70,7 +71,7 @@ def load_defaults(loss: str | None = None, lora: str | None = None, online: str 
 
 
 def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys with dots and what is under them, in their order; an empty mapping is a value."""
+    """Yield dotted keys and their values, in order; an empty mapping is a value."""
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
             yield from dotted(value, f"{prefix}{key}.")
@@ -86,7 +87,7 @@ def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[
 
 
 def flatten(config: DictConfig) -> dict[str, Any]:
-    """Dotted keys to plain values, `dataset_sources` left whole; '???' and what cannot be resolved stay as they are."""
+    """Map dotted keys to plain values, with `dataset_sources` whole; '???' and unresolvable values stay as they are."""
     values: Any = OmegaConf.to_container(config, resolve=False)
     whole = {key: values.pop(key) for key in ANYTHING if key in values}
     flat = {key: value for key, value in dotted(values) if value != {}} | whole
@@ -101,7 +102,7 @@ def flatten(config: DictConfig) -> dict[str, Any]:
 
 
 def keys_in(file: Path) -> list[str]:
-    """The keys that a YAML file of ours or of a user sets; '???' counts as a value."""
+    """Keys that a YAML file sets; '???' counts as a value."""
     return [*_load(file)]
 
 
@@ -112,7 +113,7 @@ def name_in(file: Path) -> str | None:
 
 @cache  # the files do not change while a process runs
 def _load(file: Path) -> dict[str, Any]:
-    """What a file sets, also through other files that its defaults list names: what is named later wins."""
+    """Keys that a file sets, itself or through the files in its defaults list; later ones win."""
     content: Any = OmegaConf.to_container(OmegaConf.load(file))
     own = {key: value for key, value in content.items() if key not in OF_HYDRA}
     entries = content.get("defaults", ["_self_"])
@@ -125,7 +126,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def _missing(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of keys that a config has not; those that must be set have none."""
+    """Defaults of the keys that a config lacks, without those that must be set."""
     missing: dict[str, Any] = {}
     for key, value in defaults.items():
         if not isinstance(value, Mapping):
@@ -139,7 +140,7 @@ def _missing(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def help_text() -> str:
-    """Every key with its default and its comment, as `config/` has them, and which groups there are."""
+    """Help text: every key with its default and comment from `config/`, and the groups."""
     groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
     options = {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
     main = (CONFIG_DIR / "config.yaml").read_text(encoding="utf-8").split("\ndefaults:")[0]

@@ -1,6 +1,6 @@
-"""Every key of the config, once: its rule, whether a resumed run may change it, what it needs to have an effect.
+"""Keys of the config: rule of each, whether a resumed run may change it, conditions for an effect.
 
-What each key means and its default are in `config/`. Imports no torch.
+Meaning and default of each key are in `config/`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dpo.settings.plan import Plan
 
 
 class Rule(NamedTuple):
-    """What a value must be: `holds(value)`, and, if there are `choices`, one of them."""
+    """Conditions on a value: `holds(value)`, and, if there are `choices`, to be one of them."""
 
     holds: Callable[[Any], bool]
     wanted: str
@@ -121,11 +121,12 @@ DTYPE = _choice(DTYPES)
 
 
 class Needs(NamedTuple):
-    """What a key needs to have an effect. Set without it, it gets a line; or the run is `refused`, if it would compute
-    otherwise than was asked for."""
+    """Condition for a key to have an effect. If it is not met, a message names the key.
+
+    The run is `refused` instead if it would compute something else than was asked for."""
 
     what: str
-    met: Callable[[Mapping[str, Any], Plan], Any]  # of values by dotted key; true or false
+    met: Callable[[Mapping[str, Any], Plan], Any]  # (values by dotted key, plan) -> true or false
     refused: bool = False
 
 
@@ -188,7 +189,7 @@ WANDB = Needs(
 
 
 class Resume(Enum):
-    """What a resumed run may do with a key."""
+    """Whether a resumed run may change a key."""
 
     KEEP = "as it was: another value would make it another run"
     CHANGE = "may change: where it runs, how it rounds, how long it trains, what it logs"
@@ -199,16 +200,16 @@ KEEP, CHANGE, ANEW = Resume
 
 
 class Key(NamedTuple):
-    """All that is asked of a key."""
+    """All conditions on a key."""
 
     rule: Rule
     resume: Resume
     needs: Needs | None = None
-    how_to_set: str = ""  # what to say if it has no value; "": give KEY=VALUE
+    how_to_set: str = ""  # advice if it has no value; "": give KEY=VALUE
 
 
 def key_of_option(default: Any) -> Key:
-    """For an option of a loss that has no row: a value like its default in `config/loss`, and for '???' a number."""
+    """Key for a loss's option without a row: a value like its default in `config/loss`, or for '???' a number."""
     if isinstance(default, bool):
         return Key(FLAG, KEEP)
     if _is_number(default) or default == "???":
@@ -337,7 +338,7 @@ KEYS: dict[str, Key] = {
     "online.mix_offline": Key(SHARE, KEEP),
 }
 
-# what other trainers call it -> what it is here
+# name in other trainers -> name here
 ALIASES = {
     "learning_rate": "lr",
     "optim": "optimizer",

@@ -1,4 +1,4 @@
-"""Where datasets are: what `datasets` and `dataset_sources` come to. Opens no file, knows no record."""
+"""Places of datasets, from `datasets` and `dataset_sources`. Opens no file, knows no record."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from dpo.settings.files import load_defaults
 
 SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz")), ".parquet")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-METADATA = ("dataset_dict.json", "dataset_info.json", "state.json")  # that `datasets` leaves beside what it saves
-SAVED = "state.json"  # which `datasets.Dataset.save_to_disk` leaves in its directory
+METADATA = ("dataset_dict.json", "dataset_info.json", "state.json")  # files that `datasets` saves beside the data
+SAVED = "state.json"  # file that `datasets.Dataset.save_to_disk` leaves in its directory
 
 
 def find_suffix(name: str) -> str:
-    """The suffix of a file of data, in lower case; empty if it has none of them."""
+    """The data suffix of a file's name, in lower case; empty if it has none."""
     return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A local path or a Hub id, with an optional Hub revision (branch, tag or commit), and a map from our names of
-    columns to the source's."""
+    """A local path or a Hub id, with an optional Hub revision (branch, tag or commit).
+
+    `columns` maps our names of columns to the source's."""
 
     path: str
     revision: str | None = None
@@ -36,7 +37,7 @@ class Source:
 
     @classmethod
     def parse(cls, name: str, value: Any) -> Source:
-        """From `dataset_sources.NAME`: a path or Hub id, or `{path: ..., revision: ..., columns: ...}`."""
+        """Parse `dataset_sources.NAME`: a path or Hub id, or `{path: ..., revision: ..., columns: ...}`."""
         if isinstance(value, str) and value:
             return cls(value)
         if isinstance(value, Mapping) and value.get("path") and set(value) <= {"path", "revision", "columns"}:
@@ -55,12 +56,12 @@ class Source:
 
     @property
     def has_no_splits(self) -> bool:
-        """Whether it is one file, or one saved dataset, with all records."""
+        """Whether it is one file, or one saved dataset, that holds all records."""
         return self.local is not None and (self.local.is_file() or (self.local / SAVED).is_file())
 
 
 class Datasets(NamedTuple):
-    """The names of the datasets, the place of each that is not built in, and why some have none."""
+    """Names of the datasets, places of those not built in, and problems of those without a place."""
 
     names: list[str]
     sources: dict[str, Any]
@@ -68,12 +69,12 @@ class Datasets(NamedTuple):
 
 
 def built_in() -> tuple[str, ...]:
-    """The datasets that need no place."""
+    """Names of the datasets that need no place."""
     return *load_defaults()["dataset_sources"], "demo"
 
 
 def name_datasets(given: str | Sequence[str], sources: Mapping[str, Any]) -> Datasets:
-    """What `datasets` names, and where; a path or Hub id among them is own data, named after its last part."""
+    """Find the names and places in `datasets`; a path or Hub id is own data, named after its last part."""
     names, places, problems = [], dict(sources), []
     listed = [given] if isinstance(given, str) else given
     for value in listed:
@@ -105,18 +106,18 @@ def _has_place(source: Any) -> bool:
 
 
 def seen_from(path: Path) -> str:
-    """Where a relative path was looked for."""
+    """` in DIR` for a relative path, which was looked for in the current directory; else empty."""
     return "" if path.is_absolute() else f" in {Path.cwd()}"
 
 
 def _name_after(place: str) -> str:
-    """`mine` for `/data/mine.csv.gz` and `somebody/mine`: a name that can be part of a key."""
+    """A name that can be part of a key: `mine` for `/data/mine.csv.gz` and `somebody/mine`."""
     name = os.path.basename(os.path.abspath(os.path.expanduser(place)))
     return re.sub(r"[^\w-]", "_", name[: len(name) - len(find_suffix(name))])
 
 
 def place_datasets(config: DictConfig) -> None:
-    """Make `datasets` a list of names, whose places are in `dataset_sources`."""
+    """Make `datasets` a list of names, and put their places into `dataset_sources`."""
     sources: Any = OmegaConf.to_container(config.dataset_sources)
     given: Any = config.datasets if isinstance(config.datasets, str) else list(config.datasets)
     names, sources, _ = name_datasets(given, sources)

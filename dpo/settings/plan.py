@@ -1,6 +1,6 @@
-"""What a config comes to: its trainer, how processes share models and rows, dtypes. Imports no torch.
+"""Plan of a run from its config: trainer, layout of processes, dtypes. Imports no torch.
 
-`resolve` is the one place that decides it; validation, launch, memory prediction and trainers read the plan.
+`resolve` alone decides these; validation, launch, memory prediction and trainers read the plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dpo.system.rank_env import find_rank_env
 
 
 class ParallelDims(NamedTuple):
-    """How many processes there are, and how many of them share what: the axes of `dpo.parallel.mesh.Mesh`."""
+    """Numbers of processes, in all and in each group: the axes of `dpo.parallel.mesh.Mesh`."""
 
     world_size: int = 1
     shard_size: int = 1  # share one copy of weights, gradients and optimizer state
@@ -36,23 +36,23 @@ class ParallelDims(NamedTuple):
 
     @classmethod
     def of(cls, world_size: int, *, shard_size: int | None = None, tensor_size: int = 1) -> ParallelDims:
-        """`shard_size` None: one copy for all processes."""
+        """Fill in the sizes; `shard_size` None: one copy for all processes."""
         return cls(world_size, shard_size or world_size // tensor_size, tensor_size)
 
     @property
     def data_size(self) -> int:
-        """Processes that see different rows."""
+        """Number of processes that see different rows."""
         return self.world_size // self.tensor_size
 
     @property
     def replicate_size(self) -> int:
-        """Whole copies of weights, gradients and optimizer state."""
+        """Number of whole copies of weights, gradients and optimizer state."""
         return self.data_size // self.shard_size
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a config comes to on this machine."""
+    """A config resolved on this machine."""
 
     trainer: TrainerSpec
     dims: ParallelDims
@@ -60,7 +60,7 @@ class Plan:
     reference_dtype: str
     autocast: str | None
     loss: Loss
-    reference: str | None  # what gives its log-probabilities: one of choices.REFERENCES; None: the loss needs none
+    reference: str | None  # source of its log-probabilities, one of choices.REFERENCES; None: the loss needs none
     launched: bool  # whether torchrun or Slurm started the processes
     gpus: int  # of this machine
     quantized: bool = False  # whether the base under an adapter is 4-bit
@@ -70,9 +70,9 @@ class Plan:
 
 
 def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
-    """The plan of a config, as far as its keys make sense; validation says what is wrong with the others.
+    """Plan a run from the valid keys of its config; validation reports the problems of the others.
 
-    `trainer` and `world_size` are given by who has constructed the trainer and started the processes already.
+    Callers give `trainer` and `world_size` if the trainer is constructed and the processes are started already.
     """
     values, rank_env, gpus = flatten(config), find_rank_env(), count_gpus()
     trainer = trainer or _find_trainer(values)
@@ -107,7 +107,7 @@ def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_siz
 
 
 def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
-    """The one that `trainer` and `tensor_parallel.backend` name; BasicTrainer if they name none."""
+    """The trainer that `trainer` and `tensor_parallel.backend` name; BasicTrainer if they name none."""
     trainer = _named(TRAINERS, values.get("trainer"), BASIC)
     if trainer is TENSOR_PARALLEL:
         return _named(TENSOR_PARALLEL_BACKENDS, values.get("tensor_parallel.backend"), trainer)
@@ -115,7 +115,7 @@ def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
 
 
 def _find_loss(values: Mapping[str, Any]) -> Loss:
-    """The one that `loss.name` and, of a mix, `loss.weights` name; DPO if they name none."""
+    """The loss that `loss.name` and, for a mix, `loss.weights` name; DPO if they name none."""
     name = values.get("loss.name")
     weights = {key.removeprefix("loss.weights."): value for key, value in values.items() if "loss.weights." in key}
     known = {part: weight for part, weight in weights.items() if part in LOSSES and LOSSES[part].can_be_mixed}
@@ -123,7 +123,7 @@ def _find_loss(values: Mapping[str, Any]) -> Loss:
 
 
 def _find_reference(values: Mapping[str, Any]) -> str:
-    """What gives the reference's log-probabilities: without an adapter, a model of its own."""
+    """The source of the reference's log-probabilities; without an adapter, a separate model."""
     if values.get("lora.name") not in ADAPTED:
         return "model"
     wanted = values.get("lora.reference")
@@ -131,7 +131,7 @@ def _find_reference(values: Mapping[str, Any]) -> str:
 
 
 def _named(table: Mapping[str, Any], name: Any, default: Any) -> Any:
-    """What a table has under a name that may be anything."""
+    """The table's entry for a name, or the default if there is none or the name is not a text."""
     return table.get(name, default) if isinstance(name, str) else default
 
 

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: what tells them apart, in the name of each one's directory, and a table of what came of them."""
+"""Jobs of a sweep: the name of each job's directory, from the overrides that differ, and a table of results."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dpo.system.redaction import redact
 from dpo.system.run_directory import SWEEP
 from dpo.wording import count
 
-LONGEST_GROUP = 128  # characters, of W&B
-LONGEST_NAME = 100  # characters; file systems take 255, of which W&B and others append some
-QUALITIES = (("rewards_eval/accuracies", max), ("loss/eval", min))  # of which the first that was measured counts
+LONGEST_GROUP = 128  # characters that W&B allows
+LONGEST_NAME = 100  # characters; file systems allow 255, but W&B and others append some
+QUALITIES = (("rewards_eval/accuracies", max), ("loss/eval", min))  # the first one that was measured counts
 BESIDE = ("rewards_eval/margins", "loss/eval")  # of the same evaluation: few test pairs are often all ranked right
 
 
 @dataclass
 class Job:
-    """One job of a sweep: its number, the overrides that the sweep varies, where it ran."""
+    """A job of a sweep: its number, the overrides that vary, its directory."""
 
     number: int
     overrides: list[str]
@@ -33,7 +33,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The number, so that no two are alike, and the overrides as far as a file's name takes them; no secret."""
+        """A unique name: the number, then the overrides as far as they fit into a file name; no secret."""
         text = re.sub(r"[^\w.=,+-]+", "_", ",".join(self.shown), flags=re.ASCII).strip("_")
         return f"{self.number}_{text}"[:LONGEST_NAME].rstrip("_.") if text else str(self.number)
 
@@ -43,14 +43,15 @@ class Job:
 
 
 class Sweep:
-    """The jobs that this process runs one after the other; none if it is no sweep."""
+    """Jobs that this process runs one after the other; none without a sweep."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
 
     def begin_job(self, config: Any, hydra_config: Any) -> None:
-        """Give a job a directory that names what it overrides: inside the one that was given for the sweep, or, under
-        `local_dirs`, one of its own."""
+        """Give a job a directory named after its overrides.
+
+        It is inside the directory given for the sweep, or, without one, a new one under `local_dirs`."""
         constant = set(hydra_config.job.config.override_dirname.exclude_keys)
         overrides = {override: parse_key(override) for override in hydra_config.overrides.task}
         job = Job(hydra_config.job.num, [override for override, key in overrides.items() if key not in constant])
@@ -67,13 +68,13 @@ class Sweep:
             job.finished = True
 
     def report(self) -> None:
-        """Print the table and write `sweep.json`, whatever ended the sweep; not of jobs that ran elsewhere."""
+        """Print the table and write `sweep.json`, however the sweep ended; without jobs that ran elsewhere."""
         if self.jobs:
             report(self.jobs, self.jobs[0].folder)
 
 
 def summarize(job: Job) -> dict[str, Any]:
-    """What `sweep.json` has of a job: with the best of its evaluations after the first update, None if it has none."""
+    """A job's entry in `sweep.json`, with its best evaluation after the first update, or None without one."""
     summary = {
         "job": job.number,
         "overrides": job.shown,
@@ -103,7 +104,7 @@ def _evaluations(log: Path) -> list[dict[str, Any]]:
 
 
 def as_table(summaries: Sequence[dict[str, Any]]) -> str:
-    """Overrides, best evaluation and directory, a line for each job."""
+    """Table of overrides, best evaluation and directory, one line per job."""
     rows = [("job", "overrides", "best evaluation", "directory")]
     for found in summaries:
         best = "none"
@@ -117,7 +118,7 @@ def as_table(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def report(jobs: Sequence[Job], folder: Path) -> None:
-    """Print the table, and write it to `sweep.json` in a folder that is made if it is not there."""
+    """Print the table, and write it to `sweep.json` in a folder, created if missing."""
     summaries = [summarize(job) for job in jobs]
     print(as_table(summaries))
     file = folder / SWEEP

@@ -1,6 +1,6 @@
 """Config validation: every problem found at once, in plain words, before anything is loaded. Imports no torch.
 
-What is asked of each key alone is in `dpo/settings/keys.py`, what the config comes to in `dpo/settings/plan.py`.
+The rules of each key alone are in `dpo/settings/keys.py`, the plan made from the config in `dpo/settings/plan.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dpo.settings.keys import ALIASES, KEYS, SCORED_BY, TEXT, Key, Needs, key_of
 from dpo.settings.places import Source, built_in, name_datasets
 from dpo.settings.plan import Plan, resolve
 
-# what of Hydra's own an override may set: by other keys it would import and call what they name
+# Hydra's own keys that an override may set; others can name code, which Hydra would import and call
 HYDRAS_OWN = (
     "hydra.run.dir",
     "hydra.sweep.dir",
@@ -33,13 +33,13 @@ HYDRAS_OWN = (
 )
 OF_HYDRAS_PLUGINS = ("hydra.launcher.", "hydra.sweeper.")
 
-OF_A_CHOICE = tuple(f"{group}." for group in OPTIONAL)  # which of these keys there are depends on the group's option
+OF_A_CHOICE = tuple(f"{group}." for group in OPTIONAL)  # keys that exist only under some options of the group
 WEIGHTS = "loss.weights."
 NO_PAIRS = "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"
 
 
 def did_you_mean(key: str, known: Collection[str]) -> str:
-    """`unknown key ...` with what it is called here, or the nearest known key, if one is near."""
+    """`unknown key ...` with its name here, or the nearest known key, if one is near."""
     if name := ALIASES.get(key.rpartition(".")[2]):
         return f"unknown key {key}: here it is {name}"
     by_small_letters = {name.lower(): name for name in known}
@@ -50,9 +50,9 @@ def did_you_mean(key: str, known: Collection[str]) -> str:
 
 
 def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[str]:
-    """Everything wrong with a composed config, one sentence each with the value and the fix; empty if it can run.
+    """List the problems of a composed config, one sentence each with the value and the fix; empty if it can run.
 
-    `plan` is what the config comes to, if that is known already.
+    `plan` is the config's plan, if known already.
     """
     plan = plan or resolve(config)
     values = flatten(config)
@@ -82,14 +82,14 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
 
 
 def _list_keys(values: Mapping[str, Any]) -> dict[str, Key]:
-    """All keys that a config may have, also the options of its loss that have no row in `KEYS`."""
+    """All keys that a config may have, including options of its loss without a row in `KEYS`."""
     name = values.get("loss.name")
     options = dotted({"loss": load_defaults(name)["loss"]} if name in KEYS["loss.name"].rule.choices else {})
     return {key: key_of_option(default) for key, default in options} | KEYS
 
 
 def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | None:
-    """What is wrong with a value alone."""
+    """A sentence on a value that is wrong by itself; None if it is valid."""
     if key not in keys and key.startswith(WEIGHTS):
         name, others = key.removeprefix(WEIGHTS), ", ".join(name for name, loss in LOSSES.items() if loss.can_be_mixed)
         why = f"no loss is called {name}"
@@ -111,12 +111,12 @@ def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | N
 
 
 def _typed(value: Any) -> Any:
-    """A value as it is typed on a command line."""
+    """A value as typed on a command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 
 def find_unused(config: DictConfig, plan: Plan) -> list[str]:
-    """A line for each key that was set and has no effect as the others are, or next to none."""
+    """A message for each key that was set but has little or no effect with the other keys."""
     values = flatten(config)
     unused = _find_unused(values, plan)
     lines = [f"{key}={_typed(v)} has no effect: it needs {needs.what}" for key, v, needs in unused if not needs.refused]
@@ -128,7 +128,7 @@ def find_unused(config: DictConfig, plan: Plan) -> list[str]:
     ]
     if values["lora.name"] in ADAPTED and values["optimizer"] in STEPS_OF_LR and values["lr"] < 1e-6:
         lines.append(f"lr={values['lr']} is a rate for all weights; adapters take some ten times as much: 5e-6 to 2e-4")
-    # a step is about lr, and what changes a weight by less than 1/512 to 1/256 is rounded away in bfloat16
+    # a step is about lr, and a relative change below 1/512 to 1/256 of a weight is rounded away in bfloat16
     lr, dtype = values["lr"], values["model.policy_dtype"]
     trained_in_it = values["lora.name"] not in ADAPTED  # adapters are float32
     if dtype == "bfloat16" and trained_in_it and values["optimizer"] in STEPS_OF_LR and lr < 1e-5:
@@ -140,7 +140,7 @@ def find_unused(config: DictConfig, plan: Plan) -> list[str]:
 
 
 def _find_unused(values: Mapping[str, Any], plan: Plan) -> Iterator[tuple[str, Any, Needs]]:
-    """Keys that differ from their defaults and lack what they need; null asks for nothing."""
+    """Keys that differ from their defaults and whose needs are not met; null needs nothing."""
     defaults = flatten(OmegaConf.create(load_defaults(**{group: values.get(f"{group}.name") for group in OPTIONAL})))
     for key, (_, _, needs, _) in KEYS.items():
         value = values.get(key)
@@ -149,7 +149,7 @@ def _find_unused(values: Mapping[str, Any], plan: Plan) -> Iterator[tuple[str, A
 
 
 def _process_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
-    """What does not fit the number of processes."""
+    """Problems with the number of processes, and with the trainer's abilities."""
     size, several, asked = plan.dims.world_size, plan.trainer.multi_process, sound.get("world_size")
     if not several and plan.launched and size > 1:
         yield f"trainer={sound.get('trainer')} is one process, and {size} were launched: use trainer=FSDPTrainer"
@@ -190,7 +190,7 @@ def _process_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
 
 
 def _quantization_problems(plan: Plan) -> Iterator[str]:
-    """What a 4-bit base does not go with."""
+    """Problems of a 4-bit base with the trainer or a missing package."""
     if find_spec("bitsandbytes") is None:
         yield "lora=qlora needs the package bitsandbytes: pip install bitsandbytes, or choose lora=lora"
     if plan.trainer.cuts_layers:
@@ -206,7 +206,7 @@ def _quantization_problems(plan: Plan) -> Iterator[str]:
 
 
 def _dims_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
-    """Groups of processes that are not of one size, and batches that they cannot share."""
+    """Problems of process groups of unequal size, and of batches that they cannot share."""
     size, tensor_size, data_size = plan.dims.world_size, plan.dims.tensor_size, plan.dims.data_size
     if size % tensor_size:
         yield f"tensor_parallel_size={tensor_size} does not divide the {size} processes: try {_divisors(size)}"
@@ -218,7 +218,7 @@ def _dims_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
 
 
 def _batch_problems(sound: Mapping[str, Any], data_size: int) -> Iterator[str]:
-    """Batches of training that cannot be shared out evenly to the processes that see different rows."""
+    """Problems of training batches that do not divide evenly among processes that see different rows."""
     if "batch_size" in sound and "gradient_accumulation_steps" in sound:
         batch, steps = sound["batch_size"], sound["gradient_accumulation_steps"]
         parts = steps * data_size
@@ -235,13 +235,13 @@ def _batch_problems(sound: Mapping[str, Any], data_size: int) -> Iterator[str]:
 
 
 def _divisors(number: int) -> str:
-    """`1, 2 or 4`."""
+    """Divisors of a number in words, such as `1, 2 or 4`."""
     *most, last = [str(n) for n in range(1, number + 1) if number % n == 0]
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
-    """Keys that are right alone and wrong together; `sound` holds only those that are right alone."""
+    """Problems of keys that are valid alone and wrong together; `sound` holds the keys valid alone."""
 
     def have(*keys: str) -> bool:
         return all(key in sound for key in keys)
@@ -269,7 +269,7 @@ def _combination_problems(sound: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _loss_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
-    """Options of a loss that are right alone and wrong together."""
+    """Problems of a loss's options that are valid alone and wrong together."""
     weights = {key.rpartition(".")[2]: weight for key, weight in sound.items() if key.startswith("loss.weights.")}
     if sound.get("loss.name") == "mix" and not any(
         LOSSES[name].pairwise and weight for name, weight in weights.items()
@@ -285,7 +285,7 @@ def _loss_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
 
 
 def _online_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
-    """What does not go with drawing pairs from the policy, or lacks what scores them."""
+    """Problems of settings that rule out drawing pairs from the policy, and of missing scorers."""
     if not plan.loss.pairwise:
         yield f"online=online draws pairs, and loss={sound.get('loss.name')} trains on none: choose loss=dpo or another"
     if not plan.trainer.can_sample:
@@ -344,7 +344,7 @@ def _column_problems(name: str, columns: Any) -> Iterator[str]:
 
 
 def refuse_hydras_own(key: str, override: str) -> str | None:
-    """Why an override of one of Hydra's own keys could run code; None if it cannot."""
+    """A sentence on why an override of one of Hydra's own keys is refused; None if it is harmless."""
     if key.partition("@")[0].partition(".")[0].partition("/")[0] != "hydra" and "@hydra" not in key:
         return None
     if (key in HYDRAS_OWN or key.startswith(OF_HYDRAS_PLUGINS)) and "_target_" not in override:

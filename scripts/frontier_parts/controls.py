@@ -21,14 +21,14 @@ from scripts.frontier_parts import exact
 from scripts.frontier_parts.methods import METHODS
 from scripts.frontier_parts.task import NONE, Task, draw_pairs
 
-BETAS = (0.1, 0.01)  # where the sweep's DPO has its most reward, and where it is held least
-REWEIGHTED_BETA = 0.3  # of the policy that is reweighted
+BETAS = (0.1, 0.01)  # of the sweep's DPO: at its highest reward, and the smallest
+REWEIGHTED_BETA = 0.3  # of the reweighted policy
 SCALES = (1.0, 1.4, 2.0, 2.5, 3.3)  # factors of its log-ratio
 BATCH, WARMUP = 64, 10
 
 
 class Setting(NamedTuple):
-    """A run: its task, DPO's beta, the seed of its pairs and of their order, and how long it trains."""
+    """A run: its task, DPO's beta, the seed of its pairs and of their order, and its length."""
 
     task: Task
     beta: float
@@ -65,7 +65,7 @@ def _judge_run(reference: Any, setting: Setting) -> list[dict[str, Any]]:
 
 
 def _measure(logps: np.ndarray, reference: np.ndarray, task: Task) -> dict[str, Any]:
-    """`exact.measure`, and the probability of each length from 0 on."""
+    """`exact.measure`, with the probability of each length from 0 on."""
     rewards = task.reward(task.test_prompts[:, None], task.leaves[None])
     share, lengths = np.exp(logps).mean(0), (task.leaves != NONE).sum(-1)
     found = exact.measure(logps, task, exact.Limit(reference, rewards))
@@ -73,7 +73,7 @@ def _measure(logps: np.ndarray, reference: np.ndarray, task: Task) -> dict[str, 
 
 
 def train_dpo(reference: Any, setting: Setting) -> Any:
-    """DPO of a copy of the reference on pairs that the reference draws, by plain torch."""
+    """Train a copy of the reference with DPO on pairs that the reference draws, in plain torch."""
     import torch
     from torch.nn.functional import logsigmoid
 
@@ -102,7 +102,7 @@ def train_dpo(reference: Any, setting: Setting) -> Any:
 
 
 def _encode(task: Task, prompts: np.ndarray, responses: np.ndarray) -> tuple[Any, Any]:
-    """Tokens (n, prompt_length + response_length), padded with EOS, and which of a response's are scored."""
+    """Tokens (n, prompt_length + response_length), padded with EOS, and a mask (n, response_length) of scored ones."""
     import torch
 
     tokens = np.concatenate([prompts, np.where(responses == NONE, task.symbols, responses)], axis=1)

@@ -15,7 +15,7 @@ from scripts.frontier_parts.task import NONE, Task
 
 
 class Point(NamedTuple):
-    """A policy on the plane: means over prompts of E[r] and of KL(policy || reference), in nats."""
+    """A policy's means over prompts of E[r] and of KL(policy || reference), in nats."""
 
     reward: float
     kl: float
@@ -29,7 +29,7 @@ class Limit(NamedTuple):
 
 
 def leaf_logps(model: Any, task: Task, prompts: np.ndarray) -> np.ndarray:
-    """A model's log-probability of every response to every prompt, (prompts, leaves), in the order of `task.leaves`.
+    """Compute the log-probability of every response to every prompt, (prompts, leaves), ordered as `task.leaves`.
 
     The model's vocabulary is the symbols and then EOS. The tree grows by a symbol at a time; keys and
     values are cached. Before `task.shortest` symbols EOS is impossible.
@@ -53,7 +53,7 @@ def leaf_logps(model: Any, task: Task, prompts: np.ndarray) -> np.ndarray:
 
 
 def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A response of a model to each prompt, (prompts, response_length), NONE after its end."""
+    """Draw a response of a model to each prompt, (prompts, response_length), NONE after its end."""
     import torch
 
     rows, goes_on = prompts, np.full(len(prompts), True)
@@ -68,14 +68,14 @@ def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) 
 
 
 def make_point(logps: np.ndarray, reference: np.ndarray, rewards: np.ndarray) -> Point:
-    """E[r] and KL(policy || reference) of a policy."""
+    """Compute E[r] and KL(policy || reference) of a policy."""
     share = np.exp(logps)
     log_ratio = np.where(share > 0, logps - reference, 0)
     return Point(float((share * rewards).sum(-1).mean()), float((share * log_ratio).sum(-1).mean()))
 
 
 def measure(logps: np.ndarray, task: Task, limit: Limit, *, optimal: bool = False) -> dict[str, float]:
-    """Reward and KL, pi*'s reward at this KL, the mean number of symbols of a response, and the probability of none."""
+    """Measure reward, KL, pi*'s reward at this KL, mean symbols of a response, and probability of an empty one."""
     point = make_point(logps, *limit)
     share, lengths = np.exp(logps), (task.leaves >= 0).sum(-1)
     return {
@@ -87,17 +87,17 @@ def measure(logps: np.ndarray, task: Task, limit: Limit, *, optimal: bool = Fals
 
 
 def optimum(beta: float, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """The log-probabilities of pi*(y | x) = reference(y | x) exp(r(x, y) / beta) / Z(x), eq. 4 of arXiv 2305.18290."""
+    """Log-probabilities of pi*(y | x) = reference(y | x) exp(r(x, y) / beta) / Z(x), eq. 4 of arXiv 2305.18290."""
     logits = reference + rewards / beta
     top = logits.max(-1, keepdims=True)
     return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
 
 def most_reward(kl: float, reference: np.ndarray, rewards: np.ndarray) -> float:
-    """The most expected reward that any policy of this mean KL can have: that of the pi* which has it.
+    """Highest expected reward of any policy with this mean KL, which is that of pi* with the same KL.
 
     pi* with a common beta maximizes E[r] - beta KL over all policies, so none has more reward at its KL. Its KL falls
-    as beta grows, and is found by bisection. More KL than the best responses alone have buys nothing.
+    as beta grows, and is found by bisection. KL beyond that of the best responses alone adds no reward.
     """
 
     def at(log_beta: float) -> Point:
@@ -113,8 +113,10 @@ def most_reward(kl: float, reference: np.ndarray, rewards: np.ndarray) -> float:
 
 
 def chosen(reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """The log-probabilities of the chosen response of a pair: two draws from the reference, the second again until it
-    differs, labelled by Bradley and Terry's model. It is what SFT on the chosen learns from unlimited pairs."""
+    """Log-probabilities of a pair's chosen response, which SFT on chosen responses learns from unlimited pairs.
+
+    The pair is two draws from the reference, the second repeated until it differs, labelled by Bradley and Terry's
+    model."""
     found = np.empty_like(reference)
     for row, (logps, of_prompt) in enumerate(zip(reference, rewards, strict=True)):
         p = np.exp(logps)
@@ -129,10 +131,10 @@ def chosen(reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
 
 
 def best_of(n: int, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """The log-probabilities of the best of n draws from the reference, -inf where it is 0; ties are drawn by lot.
+    """Log-probabilities of the best of n draws from the reference, -inf for probability 0; ties are drawn by lot.
 
-    Of the responses with reward w, which the reference writes with probability p(w), one is the best with probability
-    F(w)^n - (F(w) - p(w))^n, F(w) being the probability of a reward of at most w; they share it as in the reference.
+    Let p(w) be the reference's probability of a reward w, and F(w) that of at most w. The best draw has reward w with
+    probability F(w)^n - (F(w) - p(w))^n, which the responses with that reward share as in the reference.
     """
     found = np.empty_like(reference)
     for row, (logps, of_prompt) in enumerate(zip(reference, rewards, strict=True)):

@@ -1,26 +1,26 @@
-"""What `scripts.frontier` compares: each method's overrides of `train.py`, its betas, its learning rate, its pairs."""
+"""Methods that `scripts.frontier` compares: overrides of `train.py`, betas, learning rate and pairs of each."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-NOISE = 0.2  # of the labels of the noisy runs, unless asked otherwise
-SMOOTHING = 0.1  # of cDPO where labels are not flipped
+NOISE = 0.2  # default share of flipped labels in noisy runs
+SMOOTHING = 0.1  # of cDPO if labels are not flipped
 
 
 class Method(NamedTuple):
-    """A line of the picture. In `overrides` the names in braces stand for what `list_overrides` is given."""
+    """A line of the picture. The names in braces in `overrides` stand for arguments of `list_overrides`."""
 
     label: str
     overrides: tuple[str, ...]
-    betas: tuple[float | None, ...]  # from what holds the policy most to what holds it least
+    betas: tuple[float | None, ...]  # from the strongest hold on the policy to the weakest
     lr: float
-    noisy: bool = False  # learns from labels of which some were flipped
+    noisy: bool = False  # some of its labels are flipped
     once: bool = False  # sees each pair once, in smaller batches: as many updates
     between: tuple[float, ...] = ()  # betas of the whole sweep alone, where the others' policies lie far apart
 
     def list_overrides(self, *, beta: float | None, noise: float, **others: object) -> tuple[str, ...]:
-        """Those of a run with `beta`; `noise` is the share of labels that are flipped where the method is noisy."""
+        """Overrides of a run with `beta`; `noise` is the share of flipped labels if the method is noisy."""
         smoothing = noise if self.noisy else SMOOTHING
         values = {"beta": beta, "gamma": (beta or 0) / 2, "smoothing": smoothing, **others}
         return tuple(text.format(**values) for text in self.overrides)

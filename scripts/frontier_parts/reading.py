@@ -1,4 +1,4 @@
-"""What the rows of `scripts.frontier` say, in tables: peaks, what follows them, rewards at equal KL, gaps to pi*."""
+"""Tables of the rows of `scripts.frontier`: peaks, the course after them, rewards at equal KL, gaps to pi*."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ COMPARED = (
     ("online_dpo", "dpo_reweighted"), ("online_dpo", "dpo_once"), ("dpo", "dpo_noisy"), ("cdpo_noisy", "dpo_noisy"),
     ("ipo_noisy", "dpo_noisy"),
 )  # fmt: skip
-# of Student's t with 1, 2, ... degrees of freedom; more than 9 are taken for 9, which makes an interval too wide
+# of Student's t with 1, 2, ... degrees of freedom; more than 9 count as 9, which makes an interval too wide
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Row = dict[str, Any]
 
 
 class Course(NamedTuple):
-    """A method's rewards and KLs, (seeds, betas), in the order of mean KL; `limit` is the most reward at each KL."""
+    """A method's rewards and KLs, (seeds, betas), in order of mean KL; `limit` is the highest reward at each KL."""
 
     betas: list[float | None]
     reward: np.ndarray
@@ -30,7 +30,7 @@ class Course(NamedTuple):
 
 
 def methods_in(rows: Sequence[Row]) -> list[str]:
-    """Those that were trained from preferences."""
+    """Methods that were trained on preferences."""
     return [*dict.fromkeys(row["method"] for row in rows if row["seed"] is not None)]
 
 
@@ -46,17 +46,17 @@ def describe_course(rows: Sequence[Row], method: str, along: str = "beta") -> Co
 
 
 def most_reward(rows: Sequence[Row], kl: float) -> float:
-    """pi*'s at this KL, between the rows that have it, which lie close together."""
+    """Reward of pi* at this KL, interpolated between its rows, which lie close together."""
     limit = sorted((row["kl"], row["reward"]) for row in rows if row["method"] in ("sft", "pi_star"))
     kls, rewards = zip(*limit, strict=True)
     return float(np.interp(kl, kls, rewards))
 
 
 def at_equal_kl(course: Course, rows: Sequence[Row], kl: float) -> np.ndarray:
-    """The reward of each seed at this KL: what pi* has there, less a gap that lies on lines between those of the seed's
-    policies. NaN beyond the last, and below nine tenths of the KL of the first: the gap rises steeply from 0.
+    """Reward of each seed at this KL: that of pi*, less the gap interpolated between the seed's policies.
 
-    Lines between rewards would lie below a concave frontier, the further its points are apart.
+    NaN beyond the last policy's KL, and below nine tenths of the first's: the gap rises steeply from 0. Interpolated
+    rewards would lie below a concave frontier, the more so the further apart its points are.
     """
     found = []
     for kls, gaps in zip(course.kl, course.limit - course.reward, strict=True):
@@ -67,9 +67,9 @@ def at_equal_kl(course: Course, rows: Sequence[Row], kl: float) -> np.ndarray:
 
 
 def within_budget(course: Course, start: Row, budgets: np.ndarray) -> np.ndarray:
-    """For each seed the mean over budgets of KL of the most reward that its policies, or mixtures of two, have.
+    """Mean over KL budgets of each seed's highest reward within a budget, by a policy or a mixture of two.
 
-    Who tosses a coin for each response has the mean of two policies' rewards, and at most the mean of their KLs.
+    A coin toss between two policies for each response gives the mean of their rewards, and at most that of their KLs.
     """
     found = []
     for rewards, kls in zip(course.reward, course.kl, strict=True):
@@ -80,7 +80,7 @@ def within_budget(course: Course, start: Row, budgets: np.ndarray) -> np.ndarray
 
 
 def mean_and_interval(values: np.ndarray, sign: str = "") -> str:
-    """The mean over seeds and its 95 % interval by Student's t; `-` if a seed has no value, bold if it excludes 0."""
+    """Mean over seeds and its 95 % interval (Student's t); `-` if a value is missing, bold if it excludes 0."""
     if np.isnan(values).any():
         return "-"
     mean, n = values.mean(), len(values)
@@ -92,7 +92,7 @@ def mean_and_interval(values: np.ndarray, sign: str = "") -> str:
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    """Markdown: each method's best and least held policies, rewards at equal KL, and differences of methods there."""
+    """Markdown tables: each method's best policy and that of most KL, rewards at equal KL, and their differences."""
     return [table for table in (_peaks(rows), _equal_kl(rows), _differences(rows)) if table]
 
 
@@ -124,7 +124,7 @@ def _equal_kl(rows: Sequence[Row]) -> str:
 
 
 def _differences(rows: Sequence[Row]) -> str:
-    """Empty if none of the pairs of methods was run."""
+    """Table of differences between methods; empty if none of the pairs of methods was run."""
     courses = {method: describe_course(rows, method) for method in methods_in(rows)}
     compared = [pair for pair in COMPARED if courses.keys() >= set(pair)]
     lines = [["difference of rewards at", *(f"KL {kl:g}" for kl in COMPARED_KL)]]
@@ -135,7 +135,7 @@ def _differences(rows: Sequence[Row]) -> str:
 
 
 def controls_as_text(rows: Sequence[Row]) -> str:
-    """Markdown: DPO by the least number of symbols of a response, and reweighted DPO by the factor of its log-ratio."""
+    """Markdown tables: DPO by the least symbols of a response, and reweighted DPO by the factor of its log-ratio."""
     heads = ["symbols at least", "beta", "reward", "KL", "gap to pi*", "symbols", "of the shortest kind"]
     lines = [heads]
     for start in (row for row in rows if row["method"] == "sft"):
@@ -155,19 +155,19 @@ def controls_as_text(rows: Sequence[Row]) -> str:
 
 
 def _point(seeds: Sequence[Row]) -> list[str]:
-    """Reward, KL and gap."""
+    """Cells for reward, KL and gap."""
     reward, kl, limit = (np.array([row[key] for row in seeds]) for key in ("reward", "kl", "most_reward"))
     return [mean_and_interval(reward), mean_and_interval(kl), mean_and_interval(limit - reward)]
 
 
 def _lengths(seeds: Sequence[Row]) -> list[str]:
-    """The mean length, and for each seed the probability of the least length."""
+    """Cells for the mean length, and for each seed's probability of the least length."""
     shares = ", ".join(f"{100 * row['lengths'][row['shortest']]:.0f}" for row in seeds)
     return [f"{np.mean([row['length'] for row in seeds]):.1f}", f"{shares} %"]
 
 
 def rates_as_text(rows: Sequence[Row], budgets: np.ndarray) -> str:
-    """Markdown: for each method and learning rate the score of `within_budget`."""
+    """Markdown table: the score of `within_budget` for each method and learning rate."""
     start = next(row for row in rows if row["method"] == "sft")
     trained = [row for row in rows if row["seed"] is not None]
     rates = sorted({row["lr"] for row in trained})

@@ -1,7 +1,7 @@
-"""The runs of `scripts.frontier`: their model, tokenizer and data, and `train.py` in processes that share the cores.
+"""Runs of `scripts.frontier`: model, tokenizer and data, and `train.py` in processes that share the cores.
 
-Every policy is trained by the command line that users have, forked from a process which has imported what it needs, and
-judged by `exact.py` in the process that has trained it.
+Every policy is trained by the command line of users, in a process forked from one with all imports done, and judged by
+`exact.py` in the process that trained it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMMON = (
     *("eval_every=1000000000", "export=false", "wandb.enabled=false", "num_workers=0"),
 )
 BAD_INPUT = 2  # status of train.py
-LAST_LINES = 15  # of the log of a run that failed
+LAST_LINES = 15  # of a failed run's log
 
 
 class Job(NamedTuple):
@@ -48,7 +48,7 @@ class Job(NamedTuple):
 
 
 def import_all() -> None:
-    """What the runs need, before they are forked from this process."""
+    """Import the runs' modules before they are forked from this process."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the model is tiny: threads wait for each other
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # and no faster on a GPU
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -73,7 +73,7 @@ def import_all() -> None:
 
 
 def write_model(directory: Path, task: Task) -> None:
-    """A small Llama without weights, whose vocabulary is the symbols and EOS."""
+    """Write a small Llama without weights, with the symbols and EOS as vocabulary."""
     import tokenizers
     import transformers
 
@@ -92,7 +92,7 @@ def write_model(directory: Path, task: Task) -> None:
 
 
 def write_pairs(directory: Path, task: Task, train: Pairs, test: Pairs) -> None:
-    """A dataset of the form that train.py reads."""
+    """Write a dataset in a form that train.py reads."""
     directory.mkdir(parents=True)
     for split, pairs in (("train", train), ("test", test)):
         rows = [{key: task.text(row) for key, row in zip(ROW, rows, strict=True)} for rows in zip(*pairs, strict=True)]
@@ -101,7 +101,7 @@ def write_pairs(directory: Path, task: Task, train: Pairs, test: Pairs) -> None:
 
 
 def write_scorer(root: Path, task: Task, seed: int) -> str:
-    """A file for `online.function`, and the name of its function."""
+    """Write a file for `online.function`. Returns its path with the name of its function."""
     file = root / "scorers" / f"seed_{seed}.py"
     file.parent.mkdir(exist_ok=True)
     lines = (
@@ -114,7 +114,7 @@ def write_scorer(root: Path, task: Task, seed: int) -> str:
 
 
 def list_overrides(root: Path, task: Task, *, data: str) -> tuple[str, ...]:
-    """What all runs have in common, on the dataset `data` of `root`."""
+    """Overrides common to all runs on the dataset `data` of `root`."""
     length = task.prompt_length + task.response_length
     return (
         *(f"model.name_or_path={root / 'model'}", "model.block_name=LlamaDecoderLayer", "model.random_init=true"),
@@ -127,7 +127,7 @@ def list_overrides(root: Path, task: Task, *, data: str) -> tuple[str, ...]:
 
 
 def load_policy(root: Path, archive: Path) -> Any:
-    """A model with the weights of a `policy.pt`, to be evaluated."""
+    """Load a model with the weights of a `policy.pt`, for evaluation."""
     import torch
 
     from dpo.models.pretrained import load_model
@@ -136,9 +136,9 @@ def load_policy(root: Path, archive: Path) -> Any:
 
 
 def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int) -> Iterator[Job]:
-    """Yields jobs as they are done; `finish` is called in the process that has trained.
+    """Run jobs, and yield each when it is done; `finish` is called in the process that trained.
 
-    Raises InputError if train.py refuses what it is given, RunError if a run fails otherwise.
+    Raises InputError if train.py refuses its input, RunError if a run fails otherwise.
     """
     waiting, running = list(jobs), {}
     try:
@@ -167,7 +167,7 @@ def _work(job: Job, finish: Callable[[Job], None]) -> None:
     names = f"local_run_dir={job.directory}", f"exp_name={job.directory.name}"
     start(None, [*job.overrides, *names])
     finish(job)
-    for checkpoint in job.directory.glob("step-*"):  # what is left says how it trained
+    for checkpoint in job.directory.glob("step-*"):  # the other files record how it trained
         shutil.rmtree(checkpoint)
 
 

@@ -1,8 +1,8 @@
-"""The task of `scripts.frontier`: short strings, a true reward that is known, and labelled pairs.
+"""The task of `scripts.frontier`: short strings, a known true reward, and labelled pairs.
 
 A prompt is a string of a few symbols. A response is a string of at most `response_length` symbols, ended by EOS, or cut
-after the last symbol that fits: a prompt has finitely many responses, the leaves of a tree. numpy alone; what a model
-makes of the tree is in `exact.py`, the formulas are in docs/frontier.md.
+after the last symbol that fits: a prompt has finitely many responses, the leaves of a tree. numpy alone; `exact.py`
+evaluates models on the tree, and docs/frontier.md has the formulas.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 SYMBOLS = "abcdefgh"
 NONE = -1  # in place of a symbol, after the end of a response
 
-EACH, REPEAT = 0.5, 0.6  # of the true reward: what each symbol is worth, what it costs to repeat one
-SHARPNESS, STOPS = 0.7, 0.2  # of the demonstrator: its logits' scale, how often it ends after each symbol
+EACH, REPEAT = 0.5, 0.6  # in the true reward: worth of each symbol, cost of repeating one
+SHARPNESS, STOPS = 0.7, 0.2  # of the demonstrator: scale of its logits, probability to end after each symbol
 
 
 class Pairs(NamedTuple):
@@ -32,13 +32,13 @@ class Pairs(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked and answered, and how good it truly is: all of it follows from these numbers."""
+    """Prompts, responses and the true reward, all of which follow from these numbers."""
 
     symbols: int = 5
     prompt_length: int = 5
     response_length: int = 5
     held_out: int = 53  # prompts on which policies are judged; the others are trained on
-    shortest: int = 0  # symbols of a response at least: before, EOS is impossible (in controls.py alone)
+    shortest: int = 0  # least symbols of a response, before which EOS is impossible (in controls.py alone)
     seed: int = 0
 
     @functools.cached_property
@@ -48,12 +48,12 @@ class Task:
 
     @property
     def test_prompts(self) -> np.ndarray:
-        """(held_out, prompt_length)"""
+        """Held-out prompts, (held_out, prompt_length)."""
         return self._prompts[: self.held_out]
 
     @property
     def train_prompts(self) -> np.ndarray:
-        """All others."""
+        """All other prompts."""
         return self._prompts[self.held_out :]
 
     @functools.cached_property
@@ -87,16 +87,16 @@ class Task:
 
     @functools.cached_property
     def _mean_and_spread(self) -> tuple[float, float]:
-        """Of the raw reward of the demonstrator's responses; the spread is that around the mean of their prompt."""
+        """Mean and spread of the raw reward of the demonstrator's responses; spread is around each prompt's mean."""
         rng = np.random.default_rng([self.seed, 3])
         prompts = self.train_prompts[rng.integers(len(self.train_prompts), size=20_000)]
         first, second = (self._raw_reward(prompts, self.demonstrate(prompts, rng)) for _ in range(2))
         return float((first + second).mean() / 2), float(np.sqrt(((first - second) ** 2).mean() / 2))
 
     def reward(self, prompts: np.ndarray, responses: np.ndarray) -> np.ndarray:
-        """The true reward of responses (..., response_length) to prompts (..., prompt_length), which broadcast.
+        """True reward of responses (..., response_length) to prompts (..., prompt_length), which broadcast.
 
-        What the demonstrator writes has mean 0 and, of the same prompt, standard deviation 1.
+        The demonstrator's responses have mean 0 and, for the same prompt, standard deviation 1.
         """
         mean, spread = self._mean_and_spread
         return (self._raw_reward(prompts, responses) - mean) / spread
@@ -104,7 +104,7 @@ class Task:
     # --- texts --------------------------------------------------------------------------------------------------------
 
     def demonstrate(self, prompts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """A response of the demonstrator, who knows nothing of the reward, to each prompt, (prompts, response_length).
+        """Draw a response of the demonstrator to each prompt, (prompts, response_length), regardless of reward.
 
         A Markov chain: its next symbol depends on the one before and on the prompt's first.
         """
@@ -124,7 +124,7 @@ class Task:
         return "".join(SYMBOLS[symbol] for symbol in symbols if symbol != NONE)
 
     def read(self, text: str, length: int) -> np.ndarray:
-        """The symbols of a text, (length,), NONE after its end."""
+        """Symbols of a text, (length,), NONE after its end."""
         found = [SYMBOLS.index(letter) for letter in text]
         return np.array([*found, *[NONE] * (length - len(found))])
 
@@ -137,7 +137,7 @@ def draw_pairs(
     *,
     noise: float = 0.0,
 ) -> Pairs:
-    """For each prompt two different responses, which `write` draws, and a label.
+    """Draw two different responses to each prompt with `write`, and label them.
 
     Bradley and Terry: y is chosen over z with probability sigmoid(r(y) - r(z)); afterwards each label is flipped with
     probability `noise`, which changes neither the responses nor the other labels.
@@ -152,10 +152,10 @@ def draw_pairs(
 
 
 def noisy_scorer(task: Task, seed: int) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
-    """A scorer for online DPO: true rewards with Gumbel noise, anew for each response that it is shown.
+    """A scorer for online DPO: true rewards with Gumbel noise, drawn anew for each response.
 
     The difference of two such noises is logistic: of two responses y is above z with probability sigmoid(r(y) - r(z)),
-    so that what is drawn online is labelled as what was drawn beforehand.
+    so that online pairs are labelled like those drawn beforehand.
     """
     rng = np.random.default_rng([task.seed, 7, seed])
 
