@@ -174,7 +174,7 @@ class Checkpoints:
             load_optimizer(part, state and _of_optimizer(part, state, checkpoint), self.mesh)
             return
         state = self._read(checkpoint, name)
-        if name == "scheduler":  # which would set any key of the state as an attribute
+        if name == "scheduler":  # the scheduler would set any key of the state as an attribute
             known = part.state_dict()
             state = {key: value for key, value in state.items() if key in known}
         part.load_state_dict(state)

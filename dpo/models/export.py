@@ -242,7 +242,7 @@ def _write_configs(folder: Path, source: Mapping[str, Any], structure: Any, dtyp
         generation = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
     except OSError:  # it has none: use its config
         generation = structure.generation_config
-    generation.to_json_file(folder / "generation_config.json")  # as it is: save_pretrained refuses some published ones
+    generation.to_json_file(folder / "generation_config.json")  # unchanged: save_pretrained refuses some published ones
 
 
 def _write_tokenizer(folder: Path, origin: Origin) -> None:

@@ -188,7 +188,7 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
 
 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
-    """How far back each kind of attention layer looks, None for all; or why the model rules the layout out."""
+    """The window of each kind of attention layer, None for all tokens; or why the model rules the layout out."""
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no positions"
     config = model.config.get_text_config()
@@ -245,7 +245,7 @@ HALF_PRECISION = 0.02
 
 @torch.no_grad()
 def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, tolerance: float) -> str | None:
-    """How log-probabilities differ between the layouts, on short pairs and on ones as long as the run's; or None."""
+    """The difference of log-probabilities between the layouts, or None, on short pairs and the run's longest."""
     vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
     beyond = max((window or 0 for window in layout.windows.values()), default=0)
     short = _two_pairs(vocabulary, (beyond + 5, 4, 6), (beyond + 2, 7, 3))

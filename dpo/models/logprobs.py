@@ -40,7 +40,7 @@ def sequence_logps(
     scored = targets != IGNORE_INDEX
     places = torch.arange(scored.shape[1], device=scored.device)
     within = places < scored.sum(-1, keepdim=True)
-    columns = (scored.int().argmax(-1, keepdim=True) + places).where(within, 0)  # of the response's tokens
+    columns = (scored.int().argmax(-1, keepdim=True) + places).where(within, 0)  # columns of the response's tokens
     found = [logps.gather(2, targets.where(scored, 0).unsqueeze(2)).squeeze(2)]
     if with_squares:
         found.append((2 * logps.detach()).logsumexp(-1))

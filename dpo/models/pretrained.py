@@ -137,7 +137,7 @@ def _model_of_archive(
         if tensor.untyped_storage().data_ptr() in in_file:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
     model.name_or_path = model.config.name_or_path = name
-    model.adjust_generation_fn(  # as from_pretrained does at its end
+    model.adjust_generation_fn(  # like from_pretrained at its end
         None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None, revision=None,
         subfolder="", **found,
     )  # fmt: skip

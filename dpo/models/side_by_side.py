@@ -42,7 +42,7 @@ class Side(NamedTuple):
 
     name: str  # policy, policy_2, ..., or REFERENCE
     model: Any
-    beta: float | None  # of the policy's loss
+    beta: float | None  # beta of the policy's loss
     autocast: torch.dtype | None  # dtype in which its run scored responses
     adapter: str | None = None  # the model's adapter that it computes with
 

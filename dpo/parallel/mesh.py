@@ -15,7 +15,7 @@ from dpo.settings.plan import ParallelDims
 
 
 class Mesh:
-    """How the processes of a run share models and examples.
+    """The division of models and examples among the processes of a run.
 
     Ranks fill a mesh of `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours (usually on one
     machine) communicate most. Layers are sharded along `tensor` (tensor parallelism); parameters, gradients and

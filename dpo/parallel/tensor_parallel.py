@@ -24,7 +24,7 @@ WHOLE, SUMMED, LAST = Replicate(), Partial(), Shard(-1)
 
 
 class Style(NamedTuple):
-    """How one module is sharded over the group. Activations are (..., features)."""
+    """The sharding of one module over the group. Activations are (..., features)."""
 
     cut: str | None  # the sharded dim: "out" features, "in" features, the "rows" of an embedding, or None
     enter: Callable[[torch.Tensor, DeviceMesh], torch.Tensor] | None = None  # applied to the input of the local forward

@@ -184,7 +184,7 @@ def _rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
     # and an update of Adam or RMSprop is n times too long. So the first device keeps all of it, the others zeros.
     alone = LegacyStateAction(lambda bias, rank: bias * (rank == 0), lambda parts: parts[0])
     states = {pattern: alone if isinstance(rule, Scale) else rule for pattern, rule in rules.state_rules.items()}
-    states[re.compile(rf"{head}\.weight$")] = Split(n, dim=1)  # as the embeddings, with which it may be tied
+    states[re.compile(rf"{head}\.weight$")] = Split(n, dim=1)  # like the embeddings, with which it may be tied
     names = [name for name, _ in model.named_parameters()]
     rules.state_rules = {p: rule for p, rule in states.items() if any(map(p.search, names))}  # it warns of unused ones
     # On CPUs the package sums in the order in which threads arrive, so results differ from run to run.

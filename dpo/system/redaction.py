@@ -17,8 +17,8 @@ URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|s
 ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be unclosed
 PLACEHOLDER = re.compile(
     r"""[\[\\'"]*value\d*(,value\d*)*[\]\\'"]*""", re.IGNORECASE
-)  # of a hint: key=[value1,value2], KEY=VALUE
-KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # of an override
+)  # in hints: key=[value1,value2], KEY=VALUE
+KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # the key of an override
 REFERENCE = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # in an override's value
 

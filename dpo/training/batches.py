@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class Drawing(NamedTuple):
-    """How the online pairs of a batch were drawn."""
+    """A record of drawing the online pairs of a batch."""
 
     online: torch.Tensor  # (B,) bool: which pairs of the batch were drawn online
     metrics: dict[str, float]
@@ -85,7 +85,7 @@ class Batches:
         self.config, self.data, self.layout, self.seed = config, data, layout, seed
         self.rank, self.size = rank, size
         self.loss = find_loss(config.loss)
-        self.parts: dict[str, Any] = {}  # of checkpoints
+        self.parts: dict[str, Any] = {}  # parts of checkpoints
 
     def train(self, *, skip: int = 0) -> Iterator[Any]:
         """Training batches in the reference implementation's order, up to its stop rule.

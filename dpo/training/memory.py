@@ -207,7 +207,7 @@ def _largest_microbatches(
     first = OmegaConf.merge(config, {"n_examples": limit})
     trained: list[Microbatch] = []
     evaluated: list[Microbatch] = []
-    n_rows, n_prompt = 0, 2  # what is predicted is a forward of the last token but one, and one of the last
+    n_rows, n_prompt = 0, 2  # sampling is predicted with forwards of the last two tokens
     for rank in range(min(plan.dims.data_size, 4)):
         kind = LongestAnswers if plan.online else Batches
         batches = kind(first, data, layout, seed=config.seed, rank=rank, size=plan.dims.data_size)

@@ -120,7 +120,7 @@ class Objective:
         self.tails, self.squares = needs_tails(loss_config), needs_squares(loss_config)
         self.cached_columns = [*SIDES, *(f"{side}_tail" for side in SIDES if self.tails)]
         self.average = RunningAverage()
-        self.parts = {"average": self.average} if self.loss.averaged else {}  # of checkpoints
+        self.parts = {"average": self.average} if self.loss.averaged else {}  # parts of checkpoints
         self.autocast, self.models_are_equal, self.follow_every = autocast, models_are_equal, follow_every
         self.device = next(policy.parameters()).device
         self.dropout = AdapterDropout(policy, seed=seed)
