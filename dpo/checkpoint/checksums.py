@@ -28,9 +28,7 @@ class HashedFile:
 
     def __init__(self, path: Path, progress: Callable[[], None] = no_progress) -> None:
         self._file, self._progress = path.open("wb"), progress
-        self._threads = ThreadPoolExecutor(
-            3, thread_name_prefix="hash"
-        )  # one for each of: hash of the file, hash of the block, sync
+        self._threads = ThreadPoolExecutor(3, thread_name_prefix="hash")  # file hash, block hash, sync
         self._whole, self._block = hashlib.sha256(), hashlib.sha256()
         self._blocks: list[str] = []
         self._n_bytes = 0

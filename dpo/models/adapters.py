@@ -169,9 +169,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     for key, rule in RULES.items():
         if key in written and not rule.holds(written[key]):
             raise InputError(f"{path}: {key}={json.dumps(written[key])[:100]} must be {rule.wanted}")
-    return {
-        key: value for key, value in written.items() if key != "auto_mapping"
-    }  # auto_mapping names modules to import
+    return {key: value for key, value in written.items() if key != "auto_mapping"}  # it names modules to import
 
 
 def is_archive(base: str) -> bool:

@@ -123,9 +123,8 @@ class _Draw(transformers.LogitsProcessor):
         self.uniform = self.uniform.to(scores.device)
         below = scores.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
         place = self.uniform[:, input_ids.shape[1] - self.n_prompt, None] * below[:, -1:]
-        drawn = torch.searchsorted(
-            below, place, right=True
-        )  # the first token whose cumulative probability exceeds it, so its own is > 0
+        # the first token whose cumulative probability exceeds it, so its own is > 0
+        drawn = torch.searchsorted(below, place, right=True)
         drawn.clamp_(max=scores.shape[1] - 1)  # all are below NaN
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 

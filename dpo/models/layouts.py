@@ -267,13 +267,7 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
                     return f"gives log-probabilities with shared prefixes that are off by {off:.2g}"
     except torch.OutOfMemoryError:
         raise
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-        AttributeError,
-        IndexError,
-    ) as error:  # raised by models that do not support it
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # from unsuitable models
         return f"refuses shared prefixes: {' '.join(str(error).split())[:200]}"
     finally:
         model.train(training)

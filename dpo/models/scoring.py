@@ -179,11 +179,7 @@ def load_scorer(config: DictConfig, device: torch.device, *, rows: int) -> Score
         name = f"online.reward_model={online.reward_model}"
         return Scorer(name, model, digest, in_parallel=True, notes=notes, check=model.check)
     if online.scorer == "function":
-        digest, score, file = (
-            "",
-            shorter,
-            _parse_file(online.function),
-        )  # only rank 0, which alone scores, loads the function
+        digest, score, file = "", shorter, _parse_file(online.function)  # only rank 0 scores, and loads the function
         if not dist.is_initialized() or dist.get_rank() == 0:
             score = load_function(online.function)
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
