@@ -233,7 +233,7 @@ def _write_configs(folder: Path, source: Mapping[str, Any], structure: Any, dtyp
     for made_by_code in (config, structure):
         if made_by_code._auto_class is not None:
             custom_object_save(made_by_code, folder, config=config)
-    if not list(folder.glob("*.py")) and hasattr(config, "auto_map"):  # transformers has the class
+    if not list(folder.glob("*.py")) and hasattr(config, "auto_map"):  # transformers has the class: code is left out
         del config.auto_map
     config.to_json_file(folder / "config.json")
     try:
