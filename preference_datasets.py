@@ -1,7 +1,7 @@
 """The datasets as `{prompt: {responses, pairs, sft_target}}`, and the order in which their examples are trained on.
 
 `hh`, `shp` and `se` are the paper's; `demo` is ours; any other name is the user's own data (see `dpo/data/custom.py`).
-What only `se` needs is imported where it is used, for a quick start.
+Modules that only `se` needs are imported where they are used, for a quick start.
 """
 
 from __future__ import annotations
@@ -55,14 +55,17 @@ def extract_anthropic_prompt(prompt_and_response: str) -> str:
 
 
 def strings_match_up_to_spaces(str_a: str, str_b: str) -> bool:
-    """Whether two texts are the same but for their spaces, as far as the shorter one goes."""
+    """Whether two texts are equal except for spaces, up to the length of the shorter one."""
     shorter, longer = sorted((text.replace(" ", "") for text in (str_a, str_b)), key=len)
     return longer.startswith(shorter)
 
 
 def strip_html_tags(html_string: str) -> str:
-    """Stack Exchange HTML as text: top-level `p` (its direct text only), `pre > code` and `code` elements, in order,
-    with a blank line between. Code keeps `<code>` around it; everything else (lists, quotes, links) is dropped."""
+    """Convert Stack Exchange HTML to text.
+
+    Keeps top-level `p` (its direct text only), `pre > code` and `code` elements, in order, with a blank line between
+    them. Code stays inside `<code>`; everything else (lists, quotes, links) is dropped.
+    """
     from bs4 import BeautifulSoup, NavigableString
 
     parts = []
@@ -81,7 +84,10 @@ def strip_html_tags(html_string: str) -> str:
 def get_hh(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["hh"])
 ) -> PreferenceData:
-    """Anthropic's helpful and harmless dialogues: one pair per row, target the chosen response of the last row."""
+    """Anthropic's helpful and harmless dialogues: one pair per row.
+
+    A prompt's SFT target is the chosen response of its last row.
+    """
     data = PreferenceData(truncation_mode="keep_end")
     diverged = 0
     for number, row in enumerate(_progress(load_rows(source, split, cache_dir), "HH", silent), start=1):
@@ -103,7 +109,10 @@ def get_hh(
 def get_shp(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["shp"])
 ) -> PreferenceData:
-    """Stanford Human Preferences: pairs of replies whose scores differ at least twofold; the target scores highest."""
+    """Stanford Human Preferences: pairs of replies whose scores differ at least twofold.
+
+    A prompt's SFT target is the reply with the highest score.
+    """
     data = PreferenceData(truncation_mode="keep_start")
     scores: dict[str, dict[str, float]] = defaultdict(dict)
     for number, row in enumerate(_progress(load_rows(source, split, cache_dir), "SHP", silent), start=1):
@@ -125,7 +134,7 @@ def get_shp(
 
 
 def _strip_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A checked Stack Exchange row with its HTML as text."""
+    """Check a Stack Exchange row and convert its HTML to text. Raises InputError for a damaged row."""
     get_field(row, "question", where)
     if not get_field(row, "answers", where, list):
         raise InputError(f"{where}: answers is empty")
@@ -137,11 +146,11 @@ def _strip_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _strip_in_processes(rows: datasets.Dataset, where: str) -> datasets.Dataset:
-    """Checked rows with their HTML as text, made on all CPUs that are ours if there are many, and cached."""
+    """Apply `_strip_row` to all rows, on all available CPUs if there are many rows; cached."""
     workers = min(len(os.sched_getaffinity(0)), len(rows) // ROWS_PER_WORKER)
     if workers < 2:
         return rows.map(_strip_row, fn_kwargs={"where": where})
-    import multiprocess  # with which datasets starts its workers
+    import multiprocess  # used by datasets for its workers
 
     # not forked from here: this process may have a GPU, threads, a lock on its run's directory
     before = multiprocess.get_start_method(allow_none=True)
@@ -156,13 +165,16 @@ def _strip_in_processes(rows: datasets.Dataset, where: str) -> datasets.Dataset:
 def get_se(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["se"])
 ) -> PreferenceData:
-    """Stack Exchange: every pair of a question's answers; a tie counts as (later, earlier). The source has one split,
-    `train`: shuffled with seed 42, its first 1 % is our test split. A repeated question keeps its last row."""
+    """Stack Exchange: every pair of a question's answers; a tie counts as (later, earlier).
+
+    The source has one split, `train`: shuffled with seed 42, its first 1 % is our test split. A repeated question keeps
+    its last row.
+    """
     rows = load_rows(source, "train", cache_dir)
-    order = np.random.default_rng(42).permutation(len(rows))  # what datasets.Dataset.shuffle(seed=42) draws
+    order = np.random.default_rng(42).permutation(len(rows))  # the same as datasets.Dataset.shuffle(seed=42)
     n_test = int(len(rows) * 0.01)
     order = order[:n_test] if split == "test" else order[n_test:]
-    if not isinstance(rows, list):  # of the Hub, ten million rows of HTML: on every core, and cached
+    if not isinstance(rows, list):  # from the Hub, ten million rows of HTML: convert on every core, and cache
         stripped: Any = _strip_in_processes(rows.select(order), source.path)
     else:
         stripped = (_strip_row(rows[i], f"record {i + 1} of {source.path}") for i in order)
@@ -194,11 +206,11 @@ def get_dataset(
     tokenizer: Any = None,
     sft_mode: bool = False,
 ) -> PreferenceData:
-    """`{prompt: {"responses": [str], "pairs": [(better, worse)], "sft_target": str}}` of a dataset's split.
+    """Load a dataset's split: `{prompt: {"responses": [str], "pairs": [(better, worse)], "sft_target": str}}`.
 
-    `dataset_sources[name]` redirects a built-in dataset and is required for any other name; `tokenizer` renders own
-    data in chat messages, of which `sft_mode` needs no pairs. A source without splits, as one file is, is split by
-    prompt: a tenth, at least one, drawn with seed 42, is test.
+    `dataset_sources[name]` redirects a built-in dataset and is required for any other name; `tokenizer` renders the
+    user's own data if it has chat messages; with `sft_mode` such data needs no pairs. A source without splits, such as
+    one file, is split by prompt: a tenth, at least one, drawn with seed 42, is the test split.
     Raises InputError for an unknown name, a missing split, a row without a field, and empty data.
     """
     value = (dataset_sources or {}).get(name)
@@ -218,7 +230,7 @@ def get_dataset(
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
         rows, origin = load_rows(source, split, cache_dir), source.path
-        said = source.has_no_splits and split == "test"  # of the same records, which train had
+        said = source.has_no_splits and split == "test"  # the notes on the same records were printed for train
         if not source.has_no_splits:
             origin += f" ({split})"
         try:
@@ -251,12 +263,12 @@ def get_dataset(
 
 
 def load_prompts(names: Sequence[str], split: str, **dataset_options: Any) -> list[Prompt]:
-    """The prompts of several datasets as a list; options as for `get_dataset`."""
+    """Load the prompts of several datasets as a list; options as for `get_dataset`."""
     return list(iterate_prompts(get_dataset, names, split, **dataset_options))
 
 
 def load_data(config: DictConfig, *, silent: bool = False) -> TrainingData:
-    """What a config trains on: see `dpo.data.preflight.load_data`."""
+    """Load the data of a config: see `dpo.data.preflight.load_data`."""
     return preflight.load_data(config, get_dataset, silent=silent)
 
 
@@ -276,11 +288,11 @@ def get_batch_iterator(
     cache_dir: str | None = None,
     dataset_sources: Mapping[str, Any] | None = None,
 ) -> Iterator[Batch]:
-    """The reference's name for: load the datasets, tokenize, yield batches (see `iterate_examples`).
+    """Load the datasets, tokenize, and yield batches (see `iterate_examples`), as in the reference implementation.
 
-    As there, batches of either split are whole, and with `n_examples` alone the data comes again and again. The
-    trainers evaluate otherwise, on each example once (`iterate_once`).
-        Raises InputError if neither `n_epochs` nor `n_examples` is given, or no epoch would fill a single batch.
+    As there, batches of both splits are whole, and with `n_examples` alone the data is repeated. The trainers evaluate
+    differently, on each example once (`iterate_once`).
+    Raises InputError if neither `n_epochs` nor `n_examples` is given, or no epoch would fill a single batch.
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")

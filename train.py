@@ -5,7 +5,7 @@
 
 `--help` lists every key. Exit status: 0 trained, 2 bad input (one message), 130 Ctrl-C (the first saves, the second
 does not), 143 stopped by another signal, 1 anything else.
-What imports torch is imported when a run starts, so that everything before that answers within a second.
+Modules that need torch are imported when a run starts, so that everything before that takes less than a second.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main(config: DictConfig) -> None:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(1)
     except Stopped as stopped:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more Ctrl-C changes nothing any more
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C changes nothing
         print(stopped, file=sys.stderr)
         sys.exit(stopped.status)
 
@@ -88,19 +88,19 @@ def find_class(plan: Plan) -> Any:
 
 
 def run(config: DictConfig, plan: Plan | None = None) -> None:
-    """Train as a validated config says, in as many processes as it asks for."""
+    """Train according to a validated config, in as many processes as it asks for."""
     dpo.run.run(config, plan or resolve(config), find_class)
 
 
 def work(rank: int, world_size: int, config: DictConfig) -> None:
-    """What one process of a run does."""
+    """Do the work of one process of a run."""
     dpo.run.work(rank, world_size, config, resolve(config, world_size=world_size), find_class)
 
 
 def worker_main(
     rank: int, world_size: int, config: DictConfig, policy: nn.Module, reference_model: nn.Module | None = None
 ) -> None:
-    """The reference's name for what one process does with models that are loaded: see `dpo.run.work_with_models`."""
+    """The reference implementation's name for `dpo.run.work_with_models`."""
     dpo.run.work_with_models(rank, world_size, config, find_class, policy, reference_model)
 
 

@@ -1,4 +1,4 @@
-"""The trainers: the loop that they share, and where each of them places policy and reference."""
+"""The trainers: their shared loop, and the placement of policy and reference in each."""
 
 from __future__ import annotations
 
@@ -55,13 +55,14 @@ from dpo.training.self_test import self_test
 from dpo.training.stop import StopRequest
 from preference_datasets import load_data
 
-LONG_SECS = 5  # an evaluation that takes longer is announced with its time
+LONG_SECS = 5  # an evaluation predicted to take longer is announced
 
 
 class Trainer:
-    """Trains a policy in this process, which may be one of several; a subclass says where models live.
+    """Trains a policy in this process, which may be one of several; subclasses place the models.
 
-    `policy` and `reference_model` are models, or functions that load one, the second called when the first is in place.
+    `policy` and `reference_model` are models, or functions that load one; the reference is loaded once the policy is in
+    place.
     """
 
     def __init__(
@@ -137,12 +138,12 @@ class Trainer:
 
     @property
     def reference_model(self) -> torch.nn.Module | None:
-        """None if there is no model of its own, or once all of its log-probabilities are cached."""
+        """The separate reference model; None if there is none, or once all its log-probabilities are cached."""
         return self.reference.model if self.reference and self.reference.model is not self.policy else None
 
-    # --- what a subclass says ---------------------------------------------------------------------------------------
+    # --- defined by subclasses --------------------------------------------------------------------------------------
 
-    spec: TrainerSpec  # what it can do
+    spec: TrainerSpec  # abilities of the trainer
     load_data = staticmethod(load_data)
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
@@ -150,7 +151,7 @@ class Trainer:
         raise NotImplementedError
 
     def notes(self) -> list[str]:
-        """What to log at the start."""
+        """Messages to log at the start."""
         wanted, max_length = self.config.model.attn_implementation, self.config.max_length
         found = [*remarks(self.policy, attention=wanted, max_length=max_length), *notes_on_interval(self.config)]
         return found + notes_on_base(self.config) + self.scheduler.notes
@@ -169,7 +170,7 @@ class Trainer:
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train to the end of the data, evaluating and saving when due and after the last update.
+        """Train to the end of the data; evaluate and save when due and after the last update.
 
         On a stop signal it finishes the update (several processes possibly one more), saves, and raises Stopped.
         """
@@ -205,9 +206,9 @@ class Trainer:
             self.progress.part(i, len(batch.microbatches), "microbatch")
         release_gathered(self.reference_model)
         norm, stop = self.clip_gradient(), bool(self.stop.signals)
-        # sums over the ranks: rank 0 alone gives the norm, which is equal on all, and every rank whether to stop
+        # summed over the ranks: only rank 0 adds the norm, which is equal on all; every rank adds whether to stop
         scalars = {"grad_norm": norm if self.rank == 0 else torch.zeros_like(norm), "stop": torch.full_like(norm, stop)}
-        # the only synchronization of host and device in an update; also carries what the processes must agree on
+        # the only synchronization of host and device in an update; also lets the processes agree on stopping
         reduced = objective.reduce(metrics, len(batch.examples), prepared.keys, scalars)
         self.stop.is_agreed = reduced.scalars.pop("stop") > 0
         [lr] = self.scheduler.get_last_lr()
@@ -223,24 +224,24 @@ class Trainer:
         return update._replace(metrics={**update.metrics, "lr": lr, **own, "memory/peak_gb": peak_memory_gb()})
 
     def _backward(self, microbatch: Microbatch, prepared: Prepared) -> tuple[torch.Tensor, Columns]:
-        """Add a microbatch's gradient. Returns its indices and metrics; its inputs, mask and graph can go."""
+        """Add a microbatch's gradient. Returns its indices and metrics, so that its inputs and graph are freed."""
         microbatch = microbatch.to(self.objective.device)
         with self.objective.dropout.on(microbatch.inputs, update=self.state.batch_counter):
             losses, metrics = self.objective.losses(microbatch, prepared, split="train")
-            # the mean over the global batch, of which FSDP will take the mean over processes
+            # this part of the mean over the global batch, scaled because FSDP takes the mean over processes
             prepared.mean(losses, microbatch.indices, times=self.mesh.data_size).backward()
         return microbatch.indices, metrics
 
     def clip_gradient(self) -> torch.Tensor:
-        """Clip by global norm; the norm before clipping."""
+        """Clip the gradient by its global norm; return the norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
         return full_tensor(norm)
 
     # --- before, between and after updates ---------------------------------------------------------------------------
 
     def check_and_score_reference(self) -> None:
-        """The step-0 checks before the first update; with `cache_reference_logps=all`, all that the reference gives."""
-        if self.state.batch_counter == 0 and self.config.self_test:  # later the policy is not the reference any more
+        """Run the self-test before the first update; with `cache_reference_logps=all`, score all pairs."""
+        if self.state.batch_counter == 0 and self.config.self_test:  # later the policy differs from the reference
             start = time.perf_counter()
             self.self_test()
             self._predict_evaluation(time.perf_counter() - start)
@@ -252,23 +253,23 @@ class Trainer:
             self.reference.free()
 
     def self_test(self) -> None:
-        """The step-0 checks, on the first two evaluation examples per process."""
+        """Run the step-0 self-test on the first two evaluation examples per process."""
         for note in self_test(self.objective, self.eval_batches[0].examples, self.config, self.plan):
             self.progress.line(note)
 
     def _predict_evaluation(self, seconds: float) -> None:
-        """Say how long the evaluation before the first update takes, given the seconds of the self-test."""
+        """Print the predicted time of the first evaluation, if long, given the seconds of the self-test."""
         examples = [example for batch in self.eval_batches for example in batch.examples]
         tested = examples[: self.first_update.tested]
         n_tokens, n_tested = (sum(example.n_tokens for example in some) for some in (examples, tested))
-        n_forwards = 2 if self.loss.reference else 1  # beside one more of the policy in the self-test
+        n_forwards = 2 if self.loss.reference else 1  # the self-test has one more, of the policy
         predicted = seconds * n_forwards / (n_forwards + 1) * n_tokens / n_tested
         if self.first_update.evaluated and predicted > LONG_SECS:
             self.progress.line(f"the evaluation takes about {duration(predicted)}, at the speed of the self-test")
 
     @contextmanager
     def _ending_in_order(self) -> Iterator[None]:
-        """Inside, signals are heard. However it ends, what is to be saved is, and the callbacks learn of it."""
+        """Inside, stop signals are handled. On any ending, save what is due and inform the callbacks."""
         with on_stop_signals(self._note_signal):
             try:
                 yield
@@ -278,17 +279,17 @@ class Trainer:
                     self.callbacks.emit("abort", str(ending))
                 elif self._has_unsaved():
                     self.save()
-                self.callbacks.emit("end")  # may take a while to send the rest: before the others end
+                self.callbacks.emit("end")  # before the others end, as sending the rest may take a while
                 self.checkpoints.finish()
                 raise
             finally:
                 self.progress.close()
                 if not isinstance(sys.exception(), KeyboardInterrupt):
-                    self.checkpoints.wait()  # whatever else went wrong, a checkpoint in progress is finished
+                    self.checkpoints.wait()  # finish a checkpoint in progress, whatever else went wrong
         self.callbacks.emit("end")
 
     def _note_signal(self, number: int) -> str:
-        """Remember a signal; what is done about it."""
+        """Record a signal; return a message about its effect."""
         self.stop.signals.append(number)
         saves = self.state.example_counter > 0 and not self.config.debug
         return "stopping after saving a checkpoint" if saves else "stopping"
@@ -296,7 +297,7 @@ class Trainer:
     # --- evaluation and checkpoints --------------------------------------------------------------------------------
 
     def evaluate_and_save_if_due(self, *, last: bool = False) -> None:
-        """Evaluate, sample and save, each if it is due here and was not done; `last`: all are due."""
+        """Evaluate, sample and save, each if it is due and not done yet; `last`: all are due."""
         state, metrics = self.state, None
         if state.evaluated_at != state.example_counter and (last or self.evaluation_is_due()):
             evaluated = self.evaluator.metrics()
@@ -319,7 +320,7 @@ class Trainer:
         return 0 < self.state.example_counter != self.state.saved_at and not self.config.debug
 
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
-        """Save to `output_dir`, or to `step-N` of the run: its LATEST, and its BEST if `metrics` are the best yet."""
+        """Save to `output_dir`, or to the run's `step-N`: as LATEST, and as BEST if `metrics` are the best yet."""
         state, (name, sign) = self.state, self.loss.best
         if output_dir is None:
             state.saved_at = state.example_counter
@@ -344,9 +345,9 @@ class Trainer:
 
 
 class BasicTrainer(Trainer):
-    """One process; on several GPUs the layers are spread over them, on none the CPU computes.
+    """One process, with layers spread over all its GPUs; without a GPU, on the CPU.
 
-    Keys that `config` lacks have the defaults of `config/`; `run_dir` is made if it is not there.
+    Keys that `config` lacks get the defaults of `config/`; `run_dir` is created if it does not exist.
     """
 
     def __init__(
@@ -377,7 +378,7 @@ class BasicTrainer(Trainer):
         return losses.mean(), {name: values for name, values in metrics.items() if not name.startswith(REFERENCE)}
 
     def get_batch_samples(self, batch: Batch) -> tuple[list[str], list[str]]:
-        """(policy, reference) continuations of the batch's prompts; none of a reference that is not there."""
+        """(policy, reference) continuations of the batch's prompts; the second is empty without a reference."""
         continue_prompts = partial(self.evaluator.continuations, n_examples=self.state.example_counter)
         policy, *reference = (continue_prompts(model, batch) for model in self.evaluator.sampled_models())
         return policy, reference[0] if reference else []
@@ -408,13 +409,16 @@ class FSDPTrainer(BasicTrainer):
 
 
 class TensorParallelTrainer(FSDPTrainer):
-    """Every layer cut over `tensor_parallel_size` processes (null: all); the rest of the processes share as in FSDP."""
+    """Every layer cut over `tensor_parallel_size` processes (null: all), with FSDP across such groups."""
 
     spec = choices.TENSOR_PARALLEL
 
 
 class PackageTensorParallelTrainer(BasicTrainer):
-    """One process; every layer split over its devices by the package `tensor_parallel`, as the reference did it."""
+    """One process, with every layer split over its devices by the package `tensor_parallel`.
+
+    The reference implementation did the same.
+    """
 
     spec = choices.PACKAGE
 

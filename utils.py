@@ -1,4 +1,4 @@
-"""The reference's small helpers, under their names; those that the package itself needs live there."""
+"""The reference implementation's small helpers, under its names; some are defined in the package."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def rank0_print(*args: Any, **kwargs: Any) -> None:
 
 
 def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
-    """Copy `HOST:PATH` by scp to `local_path`, by default the same path here; the path of the copy.
+    """Copy `HOST:PATH` by scp to `local_path`, by default the same path here; return the path of the copy.
 
-    What is there already, and a path of this machine, is not copied. Raises InputError for what is no HOST:PATH, and
-    RunError if scp fails; then there is no half of a file.
+    An existing copy, or a path of this machine, is not copied. Raises InputError if the path is not HOST:PATH, and
+    RunError if scp fails; then no partial file is left.
     """
     host, colon, path = remote_path.partition(":")
-    if not (host and colon and path) or host.startswith("-"):  # which would be an option of scp
+    if not (host and colon and path) or host.startswith("-"):  # scp would take that for an option
         raise InputError(f"remote_path={remote_path} is not HOST:PATH")
     name = socket.gethostname()
     if host in (name, name.partition(".")[0]):
@@ -87,7 +87,7 @@ def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int, *, gr
 def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, device: str | torch.device) -> dict:
     """Part `rank` of `world_size` equal parts of a batch's rows, tensors moved to `device`.
 
-    Raises ValueError if the rows don't divide: the reference dropped the remainder in silence.
+    Raises ValueError if the rows do not divide evenly: the reference implementation silently dropped the rest.
     """
     rows = len(next(iter(batch.values())))
     if rows % world_size:
@@ -97,12 +97,12 @@ def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, 
 
 
 def formatted_dict(d: Mapping[str, Any]) -> dict[str, Any]:
-    """Floats to five significant digits, for printing."""
+    """Format floats to five significant digits, for printing."""
     return {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in d.items()}
 
 
 def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
-    """One line per visible GPU with the memory this process has allocated and its peak; nothing without a GPU."""
+    """Print a line per visible GPU with this process's allocated and peak memory; nothing without a GPU."""
     for device in range(torch.cuda.device_count()):
         if rank is not None and device != rank:
             continue
@@ -111,7 +111,7 @@ def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
 
 
 class TemporarilySeededRandom:
-    """Context in which `random` and `numpy.random` are seeded; their earlier states return afterwards."""
+    """Context in which `random` and `numpy.random` are seeded; their earlier states are restored afterwards."""
 
     def __init__(self, seed: int) -> None:
         self.seed = int(seed)  # Python 3.11's random.seed refuses numpy integers

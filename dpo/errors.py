@@ -11,4 +11,4 @@ class InputError(ValueError):
 
 
 class RunError(RuntimeError):
-    """What ends a run through no fault of ours: one sentence with the cause and the way on. Exit status 1."""
+    """A failure of a run that is not a bug of ours: one sentence with the cause and the fix. Exit status 1."""

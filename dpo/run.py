@@ -1,7 +1,8 @@
-"""A run of a validated config: its processes, and what each of them does.
+"""A run of a validated config: its processes, and the work of each.
 
-What imports torch or transformers is imported inside functions: `train.py` refuses bad input without them, and the
-parent of several processes needs no trainer. `find_class` gives the class of a plan's trainer; the package knows none.
+Modules that need torch or transformers are imported inside functions: `train.py` refuses bad input without them, and
+the parent of several processes needs no trainer. `find_class` returns the class of a plan's trainer, as the package
+contains no trainers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FindClass = Callable[[Plan], Any]
 
 
 def run(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
-    """Train as a validated config says, in as many processes as it asks for."""
+    """Train according to a validated config, in as many processes as it asks for."""
     OmegaConf.resolve(config)
     place_datasets(config)
     config.local_run_dir = os.path.expanduser(config.local_run_dir)
@@ -57,7 +58,7 @@ def run(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
 
 
 def _try_out(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
-    """Say what a run would do and need. Raises InputError as the run would, and writes nothing."""
+    """Print the work and the memory of a run. Raises InputError as the run would, and writes nothing."""
     from dpo.checkpoint.resume import check_inputs, look_at_run
     from dpo.models.layouts import Padded
     from dpo.models.loading import check_parts, find_model_config
@@ -73,7 +74,7 @@ def _try_out(config: DictConfig, plan: Plan, find_class: FindClass) -> None:
     _set_up_torch(config)  # the memory that attention needs depends on its kernel
     data = find_class(plan).load_data(config)
     check_inputs(found, data, find_model_config(config))
-    if found is None:  # a run that continues keeps the rate it began with
+    if found is None:  # a resumed run keeps the rate it began with
         for line in notes_on_scaling(config, plan.dims.data_size):
             print(line)
     for note in notes:
@@ -93,11 +94,11 @@ def work_with_models(
     policy: nn.Module,
     reference_model: nn.Module | None,
 ) -> None:
-    """`train.worker_main`: what one process does with models that are loaded: join the others, train and save.
+    """Join the other processes, train and save, in one process with loaded models (`train.worker_main`).
 
     Several are started with `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N, config, policy, reference))`
-    and meet at `config.fsdp_port`. Keys that the config lacks are as in `config/`. Raises InputError for a config that
-    cannot run.
+    and meet at `config.fsdp_port`. Keys that the config lacks get the defaults of `config/`. Raises InputError for a
+    config that cannot run.
     """
     import torch
 
@@ -120,7 +121,7 @@ def work_with_models(
     if joins:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
-    config.local_run_dir = from_rank_0(config.local_run_dir)  # which has the time in it, unless it was given
+    config.local_run_dir = from_rank_0(config.local_run_dir)  # contains the time, unless it was given
     if rank == 0:
         print(describe(config), flush=True)
     work(rank, world_size, config, plan, find_class, models)
@@ -136,8 +137,10 @@ def work(
     find_class: FindClass,
     models: tuple[Any, Any] | None = None,
 ) -> None:
-    """What one process does: find its run's state, load data and models (or take the policy and reference that are
-    given), train."""
+    """Find the run's state, load data and models, and train, in one process.
+
+    `models` are the policy and the reference, if they are loaded already.
+    """
     from dpo.system.run_directory import explaining_full_disk
 
     run_dir = config.local_run_dir
@@ -165,7 +168,7 @@ def _work(rank: int, config: DictConfig, plan: Plan, find_class: FindClass, mode
 def _work_in(
     run: Run | None, rank: int, config: DictConfig, plan: Plan, trainer_class: Any, models: tuple[Any, Any] | None
 ) -> None:
-    """What is left to do in a run's directory, which rank 0 has opened and holds."""
+    """The rest of `work`, in the run's directory, which rank 0 has opened and locked."""
     silence_bitsandbytes()  # set_seed's module imports PEFT
     from transformers import set_seed
 
@@ -229,14 +232,16 @@ def _train(
         trainer = trainer_class(
             policy, config, config.seed, config.local_run_dir, reference, rank, plan.dims.world_size, data, resume_from
         )
-        if rank == 0 and config.wandb.enabled and not config.debug:  # which has what is printed since it was started
+        if rank == 0 and config.wandb.enabled and not config.debug:  # wandb's log has only output since its start
             print(f"training on\n{data.report.tell(config.batch_size)}", flush=True)
         trainer.train()
 
 
 def _export(rank: int, config: DictConfig) -> None:
-    """Write the `hf` of a complete run's last checkpoint, on rank 0, if it is wanted and not there. If that fails, a
-    line says so."""
+    """Export a complete run's last checkpoint to its `hf`, on rank 0, if wanted and not done yet.
+
+    Prints a warning if that fails.
+    """
     if not config.export or config.debug:
         return
     from dpo.checkpoint.files import EXPORTED
@@ -251,7 +256,7 @@ def _export(rank: int, config: DictConfig) -> None:
             trusted = config.model.trust_remote_code  # by this run's command line
             out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=trusted, verify=False)
             print(f"exported {out}", flush=True)
-        except Exception as error:  # whatever it is: the run is complete
+        except Exception as error:  # any error, as the run is complete
             known = isinstance(error, (InputError, RunError))
             reason = " ".join(f"{'' if known else type(error).__name__} {error}".split())
             again = f"python -m scripts.export {config.local_run_dir} DIR"
@@ -262,7 +267,7 @@ def _export(rank: int, config: DictConfig) -> None:
 
 
 def _hide_progress_bars() -> None:
-    """Those of the libraries that download and convert."""
+    """Hide the progress bars of the libraries' downloads and conversions."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -270,7 +275,7 @@ def _hide_progress_bars() -> None:
 
 
 def describe(config: DictConfig) -> str:
-    """What a config has that `config/` has not, and where the rest is written down."""
+    """A config's differences from the defaults in `config/`, and the file with the whole config."""
     values = redact(OmegaConf.to_container(config))
     run_dir = values.pop("local_run_dir")
     shown = differences(values, load_defaults(**options_in(config)))

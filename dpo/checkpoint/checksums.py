@@ -1,7 +1,7 @@
 """Checksums of files: computed while a file is written, so that it is not read again, and verified in parallel.
 
-The SHA-256 of a whole file, which `sha256sum` prints too, can only be computed sequentially. So each block of BLOCK
-bytes has a checksum of its own, and all cores verify blocks in parallel.
+The SHA-256 of a whole file, as printed by `sha256sum`, can only be computed sequentially. So each block of BLOCK bytes
+has its own checksum, and all cores verify blocks in parallel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 BLOCK = 2**26  # bytes; part of the manifest's format
-SYNC_EVERY = 2**30  # bytes; so that the last sync does not have the whole file to write
+SYNC_EVERY = 2**30  # bytes; so that the last sync need not write the whole file
 IN_THREADS = 2**20  # bytes; smaller pieces are hashed in the calling thread
 
 
@@ -24,11 +24,11 @@ def no_progress() -> None:
 
 
 class HashedFile:
-    """A new append-only file, which is all that `torch.save` needs, and its checksums."""
+    """A new append-only file, sufficient for `torch.save`, with its checksums."""
 
     def __init__(self, path: Path, progress: Callable[[], None] = no_progress) -> None:
         self._file, self._progress = path.open("wb"), progress
-        self._threads = ThreadPoolExecutor(3, thread_name_prefix="hash")  # hash of the file, of the block; sync
+        self._threads = ThreadPoolExecutor(3, thread_name_prefix="hash")  # file hash, block hash, sync
         self._whole, self._block = hashlib.sha256(), hashlib.sha256()
         self._blocks: list[str] = []
         self._n_bytes = 0
@@ -121,7 +121,7 @@ def split_into_blocks(path: Path, n_bytes: int, checksums: Sequence[str]) -> lis
 
 
 def find_wrong(parts: Sequence[Part], progress: Callable[[], None] = no_progress) -> Part | None:
-    """The first part whose checksum does not match, None if all do; several threads read at a time."""
+    """The first part whose checksum does not match, None if all match; several threads read at a time."""
     with ThreadPoolExecutor(thread_name_prefix="verify") as threads:
         answers = [threads.submit(part.is_right) for part in parts]
         try:

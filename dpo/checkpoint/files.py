@@ -1,10 +1,10 @@
 """The files of a checkpoint: complete or absent, checked against their manifest, written in the background, pruned.
 
-A checkpoint is a directory `step-EXAMPLES` of `policy.pt`, `optimizer.pt`, `scheduler.pt`, and, for resuming,
-`trainer.pt` and `random.pt`; that of an adapter also has PEFT's two files, that of a run whose reference follows the
-policy `reference.pt`. Each `.pt` is
-`{"step_idx": examples, "state": state_dict, "metrics": means or None}`: data. `manifest.json` has the size and SHA-256
-of each file and of its blocks, and facts that a resumed run is checked against.
+A checkpoint is a directory `step-EXAMPLES` with `policy.pt`, `optimizer.pt`, `scheduler.pt`, and, for resuming,
+`trainer.pt` and `random.pt`; for an adapter also PEFT's two files, and `reference.pt` if the reference follows the
+policy. Each `.pt` holds only data: `{"step_idx": examples, "state": state_dict, "metrics": means or None}`.
+`manifest.json` has the size and SHA-256 of each file and of its blocks, and facts that a resumed run is checked
+against.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dpo.system.plain_files import check_link, check_readable, read_json, remove
 MANIFEST = "manifest.json"
 PARTS = ("policy", "optimizer", "scheduler", "trainer", "random")
 FOLLOWING = "reference"  # a part if the reference follows the policy
-OF_ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}  # beside these: `policy.pt` in PEFT's format
+OF_ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}  # `policy.pt` in PEFT's format
 STEP = re.compile(r"step-(\d+)")
-EXPORTED = "hf"  # a directory in the run's last checkpoint, of which the manifest knows nothing: another form of it
-# raised where data has another form than expected
+EXPORTED = "hf"  # a directory in the run's last checkpoint with an export of it, not in the manifest
+# raised if data has an unexpected form
 WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 ALWAYS_KEPT = 2  # newest checkpoints, which pruning never removes: the newest may be corrupt
 
@@ -52,12 +52,12 @@ def write_checkpoint(
     facts: Mapping,
     progress: Callable[[], None] = no_progress,
 ) -> None:
-    """Write `NAME.pt` for each (name, state), bytes as a file of that name, and the manifest, into a temporary
-    directory that is renamed at the end.
+    """Write a checkpoint into a temporary directory that is renamed at the end.
 
-    Each file is synced before the manifest is written, and each state freed before the next is requested; `progress` is
-    called after every block of a file. Raises RunError if writing fails; then no partial checkpoint remains, and an
-    earlier one at the same step is kept.
+    Writes `NAME.pt` for each (name, state), or a file NAME if the state is bytes, and the manifest. Each file is synced
+    before the manifest is written, and each state freed before the next is requested; `progress` is called after every
+    block of a file. Raises RunError if writing fails; then no partial checkpoint remains, and an earlier one at the
+    same step is kept.
     """
     temporary, former = (directory.with_name(f".{directory.name}.{kind}") for kind in ("tmp", "former"))
     try:
@@ -132,7 +132,7 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def tidy(run_dir: Path) -> None:
-    """Clean up after a run that was killed while writing; a checkpoint it had moved aside to replace is restored."""
+    """Clean up after a run that was killed while writing, and restore a checkpoint that it was replacing."""
     for former in run_dir.glob(".step-*.former"):
         directory = run_dir / former.name.removeprefix(".").removesuffix(".former")
         if not os.path.lexists(directory):
@@ -154,8 +154,11 @@ def parse_step(directory: Path) -> int:
 def check_complete(
     directory: Path, progress: Callable[[], None] = no_progress, *, only: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint after verifying every byte, in several threads; `progress` is called after every
-    block. `only` names the files to verify, None: all. Raises DamagedCheckpoint if the checkpoint is not intact."""
+    """Verify every byte of a checkpoint, in several threads, and return its manifest.
+
+    `progress` is called after every block. `only` names the files to verify, None: all. Raises DamagedCheckpoint if the
+    checkpoint is not intact.
+    """
     manifest = _read_manifest(directory)
     parts = []
     try:
@@ -202,15 +205,15 @@ def check_parts(directory: Path, progress: Callable[[], None] = no_progress) -> 
 
 
 def read_state(path: Path) -> Any:
-    """The `state` in a checkpoint's file, as `read_file` gives it."""
+    """The `state` in a checkpoint's file, read by `read_file`."""
     return read_file(path)["state"]
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
-    """What a checkpoint's file holds, `state` and more, read as data. Raises DamagedCheckpoint if it is anything else.
+    """Read a checkpoint's file, `state` and more, as data. Raises DamagedCheckpoint if it holds anything else.
 
     Tensors are memory-mapped: the system reads pages on demand and drops them when memory is short. The caller must
-    copy what it keeps, for the file may be deleted.
+    copy tensors that it keeps, as the file may be deleted.
     """
     try:
         check_readable(path, DamagedCheckpoint)
@@ -228,7 +231,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
 
 
 def _can_be_mapped(path: Path) -> bool:
-    """Whether tensors are stored uncompressed and can be mapped: not so in torch's format before 1.6."""
+    """Whether tensors are stored uncompressed and can be mapped, unlike in torch's format before 1.6."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as file:
@@ -236,7 +239,7 @@ def _can_be_mapped(path: Path) -> bool:
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Remove all checkpoints but the `keep` newest and those that BEST and LATEST name; never one of the last two."""
+    """Remove all checkpoints except the `keep` newest (at least two) and those that BEST and LATEST name."""
     named = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
     for directory in find_checkpoints(run_dir)[max(keep, ALWAYS_KEPT) :]:
         if os.path.realpath(directory) not in named:
@@ -247,7 +250,7 @@ def prune(run_dir: Path, keep: int) -> None:
 
 
 class BackgroundWriter:
-    """Runs one write at a time in a thread; the next call raises its exception, if any."""
+    """Runs one write at a time in a thread; the next call raises the write's exception, if any."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -264,14 +267,14 @@ class BackgroundWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Return when nothing is being written."""
+        """Wait until nothing is being written, and raise the write's exception, if any."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a nested state."""
+    """Yield every tensor in a nested state."""
     if isinstance(state, torch.Tensor):
         yield state
     elif isinstance(state, Mapping):

@@ -1,4 +1,4 @@
-"""Whether the saved state of an optimizer fits one."""
+"""Checks that a saved state fits an optimizer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 
 
 def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    """Why a state of the right shape does not fit this optimizer; None if it does.
+    """Why a state of the right form does not fit this optimizer; None if it does.
 
-    The parameters are counted in `optimizer.state_dict()`, which is that of the whole model also if each device holds
-    slices.
+    Parameters are counted in `optimizer.state_dict()`, which is that of the whole model even if devices hold slices.
     """
     ours, theirs = optimizer.state_dict()["param_groups"], state["param_groups"]
     numbers = [[*range(n, n + len(group["params"]))] for n, group in _numbered(ours)]
@@ -54,7 +53,7 @@ def _numbered(groups: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any
 
 
 def _alike(ours: Any, theirs: Any) -> bool:
-    """Whether two settings have the same type; all numbers do, and None, lists and tuples match anything."""
+    """Whether two settings have the same type; numbers all match, and None, lists and tuples match anything."""
     if _is_number(ours):
         return _is_number(theirs)
     return ours is None or theirs is None or isinstance(theirs, type(ours)) or isinstance(ours, (list, tuple))

@@ -34,8 +34,8 @@ from dpo.system.redaction import redact
 from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, lock_run_dir
 from dpo.system.waiting import made_progress
 
-FACTS = {"updates", "evaluated", "best_at", "config", "data", "tokens", "model"}  # that a manifest has about its run
-# keys of a model's config that do not say what is computed: its origin, and what keys of our own decide
+FACTS = {"updates", "evaluated", "best_at", "config", "data", "tokens", "model"}  # about the run, in a manifest
+# keys of a model's config that do not affect what is computed: its origin, and settings that keys of ours decide
 VERSION = "transformers_version"
 NOT_COMPUTED = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
 DROPOUT = ("dropout", "pdrop", "layerdrop")  # endings of keys; dropout is always off
@@ -49,7 +49,7 @@ class ResumePoint(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run's directory, locked by this process, and the checkpoint in it from which the run continues."""
+    """A run's directory, locked by this process, and the checkpoint in it from which the run resumes."""
 
     directory: Path
     lock: IO
@@ -60,7 +60,7 @@ class Run(NamedTuple):
         return None if self.found is None else self.found.path
 
     def is_finished(self, updates: int) -> bool:
-        """Whether the checkpoint is after the last of `updates` and includes the final evaluation."""
+        """Whether the checkpoint comes after the last of `updates` and includes the final evaluation."""
         if self.found is None:
             return False
         return self.found.manifest["updates"] >= updates and self.found.manifest["evaluated"]
@@ -87,11 +87,11 @@ def look_at_run(config: DictConfig) -> ResumePoint | None:
 
 
 def open_run(config: DictConfig, logs: Sequence[str]) -> Run:
-    """Create or reopen the directory of a run, and find the checkpoint from which it continues, if any.
+    """Create or reopen the directory of a run, and find the checkpoint from which it resumes, if any.
 
-    A run that continues in another directory starts with copies of that checkpoint and of the files named `logs`.
-    Raises InputError if the directory holds another run or is locked, if a named checkpoint is missing, and if the
-    config is not its run's.
+    A run that resumes in another directory starts with copies of that checkpoint and of the files named `logs`. Raises
+    InputError if the directory holds another run or is locked, if a named checkpoint is missing, and if the config is
+    not that of its run.
     """
     if config.resume is None:
         return _claim(config, logs, continued=False)
@@ -181,7 +181,7 @@ def _find_whole(source: Path, config: DictConfig) -> ResumePoint | None:
 
 
 def _is_begun(run_dir: Path, found: ResumePoint) -> bool:
-    """Whether the directory holds a run that continues this checkpoint, or had begun to."""
+    """Whether the directory holds a run that resumed, or began to resume, from this checkpoint."""
     origin = run_dir / ORIGIN
     check_writable(origin)
     return origin.exists() and origin.read_bytes() == found.manifest["sha256"].encode()
@@ -197,7 +197,7 @@ def _refuse_going_back(found: ResumePoint, resume: str) -> None:
 
 
 def _move_damaged_aside(found: ResumePoint, run_dir: Path) -> None:
-    """Rename newer checkpoints, which are damaged, so that neither pruning nor the next resume considers them."""
+    """Rename newer, damaged checkpoints, so that neither pruning nor the next resume considers them."""
     for path in find_checkpoints(run_dir):
         if parse_step(path) > parse_step(found.path):
             names = (path.with_name(f"damaged-{path.name}" + f".{n}" * (n > 0)) for n in itertools.count())
@@ -210,8 +210,8 @@ def _move_logs_aside(run_dir: Path, logs: Sequence[str]) -> None:
 
 
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
-    """Raises InputError that names each changed key that a resumed run may not change."""
-    was = _defaults_for(config) | manifest["config"]  # what the run's version had no key for, it did as by default
+    """Raises InputError that names all changed keys which a resumed run may not change."""
+    was = _defaults_for(config) | manifest["config"]  # where the run's version lacked a key, it behaved as by default
     differs = {key: f"{key}={config.get(key)} (was {was[key]})" for key in was if was[key] != config.get(key)}
     changed = [text for key, text in differs.items() if _on_resume(key) is Resume.KEEP]
     if not changed and (allowed := [text for key, text in differs.items() if _on_resume(key) is Resume.CHANGE]):
@@ -224,18 +224,18 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
 
 
 def _defaults_for(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of those of a config's keys that have a row in `KEYS` and one default, whatever the loss."""
+    """The defaults of a config's keys that are in `KEYS` and have one default, whatever the loss."""
     defaults = flatten(OmegaConf.create(load_defaults()))
     return {key: value for key, value in defaults.items() if key in KEYS and key in config}
 
 
 def _on_resume(key: str) -> Resume:
-    """What a continued run may do with a key; one that this version does not know must stay as it was."""
+    """The rule for a key in a resumed run; a key that this version does not know must not change."""
     return KEYS[key].resume if key in KEYS else Resume.KEEP
 
 
 def check_inputs(found: ResumePoint | None, data: TrainingData, model_config: Any) -> None:
-    """Raises InputError if data, tokenizer or the model's architecture are not what the run was trained with."""
+    """Raises InputError if data, tokenizer or model architecture differ from those the run was trained with."""
     if found is None:
         return
     was, now = found.manifest, record_inputs(data, model_config)
@@ -281,7 +281,7 @@ def record_config(config: DictConfig) -> dict[str, Any]:
 
 
 def _point_again(run: Run) -> None:
-    """Set LATEST and BEST to match the checkpoint: a run may be killed between the rename and setting the links."""
+    """Set LATEST and BEST to match the checkpoint, as a run may be killed before it sets them."""
     point(run.directory / "LATEST", run.found.path)
     best = run.directory / f"step-{run.found.manifest['best_at']}"
     if best.exists():
@@ -289,7 +289,7 @@ def _point_again(run: Run) -> None:
 
 
 def _begin_with(found: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
-    """Copy another run's logs and then its checkpoint, which is complete or absent, after recording which one it is."""
+    """Record another run's checkpoint, then copy the run's logs and, whole or not at all, the checkpoint."""
     (run_dir / ORIGIN).write_text(found.manifest["sha256"])
     for log in (found.path.parent / name for name in logs):
         if log.exists():
@@ -309,7 +309,7 @@ def _begin_with(found: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """A hard link, since the file never changes; a copy if the target is on another file system."""
+    """Make a hard link, as the file never changes; a copy if the target is on another file system."""
     try:
         os.link(source, target)
     except OSError:
@@ -317,7 +317,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """A copy that is synced to the disk."""
+    """Copy a file and sync the copy to the disk."""
     with source.open("rb") as file, HashedFile(target, made_progress) as copy:
         shutil.copyfileobj(file, copy, BLOCK)
         copy.sync()

@@ -1,4 +1,4 @@
-"""Saves the state of a run during training, and restores it."""
+"""Saving and restoring the state of a run during training."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from dpo.system.waiting import made_progress, meet_rank_0
 
 @runtime_checkable
 class HasFiles(Protocol):
-    """A part whose state is also saved in another format: bytes by the name of a file."""
+    """A part whose state is also saved in another format, as bytes by file name."""
 
     def files(self, state: Mapping[str, Any]) -> Mapping[str, bytes]: ...
 
 
 def random_state() -> dict[str, Any]:
-    """The random states of Python, numpy and torch in this process, in types that a checkpoint may hold."""
+    """The random states of Python, numpy and torch in this process, in types allowed in a checkpoint."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -51,7 +51,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore a `random_state()`, and that of as many GPUs as this process has now."""
+    """Restore a `random_state()`, for as many GPUs as this process has now."""
     random.setstate(state["python"])
     kind, keys, place, *rest = state["numpy"]
     if not 0 <= place <= len(keys):  # numpy would accept it
@@ -63,13 +63,13 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _count_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of an optimizer's state and its parameters."""
+    """The size in bytes of an optimizer's state and its parameters."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return sum(t.numel() * t.element_size() for t in (*parameters, *tensors_in(list(optimizer.state.values()))))
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """The state with settings added that an older torch did not have. Raises DamagedCheckpoint if it does not fit."""
+    """Add settings that an older torch lacked to an optimizer's state. Raises DamagedCheckpoint if it does not fit."""
     if misfit := find_misfit(optimizer, state):
         raise DamagedCheckpoint(f"{checkpoint / 'optimizer.pt'} does not fit {type(optimizer).__name__}: {misfit}")
     ours = optimizer.state_dict()["param_groups"]
@@ -88,13 +88,13 @@ def _as_damage(path: Path) -> Iterator[None]:
 
 
 class Checkpoints:
-    """Saves a run's states: gathered on rank 0, and written in the background if its memory can hold a copy."""
+    """Saves of a run's state, gathered on rank 0, and written in the background if a copy fits in its memory."""
 
     def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None]) -> None:
         self.run_dir, self.mesh, self.keep, self.log = run_dir, mesh, keep, log
-        self.best_at = -1  # examples
-        self.best = -math.inf  # quality of the checkpoint that BEST names
-        self.latest = math.nan  # of that which LATEST names, if it was evaluated
+        self.best_at = -1  # number of examples
+        self.best = -math.inf  # quality of BEST
+        self.latest = math.nan  # quality of LATEST, if it was evaluated
         self._writer = BackgroundWriter()
         self._n_meetings = 0
 
@@ -110,8 +110,8 @@ class Checkpoints:
     ) -> None:
         """Save each part's state dict and the random states of all processes; every process must call it.
 
-        The directory is `step-N`, which becomes LATEST, and BEST if its quality is highest; or `elsewhere`, without
-        links.
+        The directory is `step-N`, which becomes LATEST, and BEST if its quality is the highest; or `elsewhere`, without
+        such links.
         """
         self._writer.wait()  # hold at most one copy in memory
         links = []
@@ -155,9 +155,9 @@ class Checkpoints:
         yield "random", {"states": self.mesh.gather_all(random_state())}
 
     def restore(self, checkpoint: Path, stateful: Mapping[str, Any]) -> None:
-        """Load each part's state, then the random states. Not those of models, loaded before they are distributed.
+        """Load each part's state, then the random states; models were loaded before they were distributed.
 
-        Every process must call it. Raises DamagedCheckpoint for what is not the state of such a part.
+        Every process must call it. Raises DamagedCheckpoint if a file does not hold the state of its part.
         """
         for name, part in stateful.items():
             if name not in ("policy", FOLLOWING):
@@ -174,7 +174,7 @@ class Checkpoints:
             load_optimizer(part, state and _of_optimizer(part, state, checkpoint), self.mesh)
             return
         state = self._read(checkpoint, name)
-        if name == "scheduler":  # it would set any key of the state as an attribute
+        if name == "scheduler":  # the scheduler would set any key of the state as an attribute
             known = part.state_dict()
             state = {key: value for key, value in state.items() if key in known}
         part.load_state_dict(state)
@@ -204,11 +204,11 @@ class Checkpoints:
         self._writer.check()
 
     def wait(self) -> None:
-        """Return once this process is not writing."""
+        """Wait until this process is not writing."""
         self._writer.wait()
 
     def finish(self) -> None:
-        """Return on every process once none is writing."""
+        """Wait on every process until none is writing."""
         self.wait()
         self._meet()
         self.mesh.any(False)

@@ -1,4 +1,4 @@
-"""What a run needs to continue besides policy, optimizer and scheduler."""
+"""The state for resuming a run, besides policy, optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class ReferenceState(Protocol):
 
 
 class RunState:
-    """The counters of a run, the cached reference log-probabilities, and the states of other parts that resume.
+    """The counters of a run, the cached reference log-probabilities, and the states of other parts.
 
-    Without a reference, `frozen` is the digest on rank 0 of the base under an adapter, which is not saved either.
+    Without a reference, `frozen` is, on rank 0, the digest of the base under an adapter, which is not saved either.
     """
 
     def __init__(self, reference: ReferenceState | None, frozen: str | None, *, rank: int, **parts: Stateful) -> None:
         self.example_counter = 0  # examples trained on
         self.batch_counter = 0  # updates applied or skipped
-        self.evaluated_at = self.saved_at = -1  # examples; an evaluation outdates an earlier checkpoint
+        self.evaluated_at = self.saved_at = -1  # number of examples; an evaluation outdates an earlier checkpoint
         self._frozen = reference.digest if reference else frozen
         self._reference, self._rank, self._parts = reference, rank, parts
 

@@ -1,9 +1,9 @@
 """The dropout of adapters, as a function of the text: the same in every layout, split and number of processes.
 
-Of an adapted layer's input x the adapter sees x_i / (1 - p) for features i that are kept, and 0 for the others. Feature
-i is kept if the signed 32-bit product a * b_i is at least (2 p - 1) 2^31. The odd numbers a and b_i are hashes: a of
-the seed, the update, the layer, and the token with all tokens before it; b_i of the seed, the update and i. Nothing has
-to be remembered for a backward pass that computes activations again, or for a run that continues.
+For an input x of an adapted layer, the adapter sees x_i / (1 - p) for kept features i, and 0 for the others. Feature i
+is kept if the signed 32-bit product a * b_i is at least (2 p - 1) 2^31. The odd numbers a and b_i are hashes: a of the
+seed, the update, the layer, and the token with all tokens before it; b_i of the seed, the update and i. Nothing has to
+be saved for a backward pass that recomputes activations, or for a resumed run.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dpo.models.packing import NONE, Packed
 
 
 class Dropout(torch.nn.Module):
-    """Dropout of the input of one adapted layer; the identity, but while `AdapterDropout` has it on.
+    """Dropout of an adapted layer's input; the identity unless `AdapterDropout` has turned it on.
 
-    `first_feature` is not 0 where a process computes with a slice of the features.
+    `first_feature` is not 0 if a process computes with a slice of the features.
     """
 
     def __init__(self, p: float, n_features: int) -> None:
         super().__init__()
         self.p, self.n_features, self.first_feature = p, n_features, 0
         self.tokens: torch.Tensor | None = None  # (R, L) int32: a
-        self.features: torch.Tensor | None = None  # int32, of at least all features of the layer: b
+        self.features: torch.Tensor | None = None  # int32, for at least all features of the layer: b
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tokens is None or self.features is None:
@@ -49,7 +49,7 @@ class Dropout(torch.nn.Module):
 
 
 class AdapterDropout:
-    """Switches the dropout of a policy's adapter, if it has any."""
+    """Switch for the dropout of a policy's adapter, if it has any."""
 
     def __init__(self, policy: torch.nn.Module, *, seed: int) -> None:
         self.modules = [module for module in policy.modules() if isinstance(module, Dropout)]
@@ -57,7 +57,7 @@ class AdapterDropout:
 
     @contextmanager
     def on(self, inputs: PaddedRows | Packed, *, update: int | None) -> Iterator[None]:
-        """Inside, forwards of these inputs and their backwards have the dropout of this update; None: it stays off."""
+        """Inside, forwards and backwards of these inputs have the dropout of `update`; None: it stays off."""
         if update is None or not self.modules:
             yield
             return
@@ -77,9 +77,9 @@ class AdapterDropout:
 
 
 def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
-    """A hash of each token with all that come before it in its text, (R, L) int64, wherever in a microbatch it is.
+    """A hash of each token and all tokens before it in its text, (R, L) int64.
 
-    That of padding means nothing.
+    It does not depend on the token's place in the microbatch. Hashes of padding mean nothing.
     """
     column = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
     packed = isinstance(inputs, Packed)
@@ -88,7 +88,7 @@ def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
     if not packed:
         return sums
     tree, branch = inputs.tree, inputs.branch
-    begins = torch.ones_like(tree, dtype=torch.bool)  # of a prompt, or of a response
+    begins = torch.ones_like(tree, dtype=torch.bool)  # where a prompt or a response begins
     begins[:, 1:] = (tree[:, 1:] != tree[:, :-1]) | (branch[:, 1:] != branch[:, :-1])
     begin = column.where(begins, 0).cummax(1).values
     sums -= (sums - terms).gather(1, begin)
@@ -98,17 +98,17 @@ def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Bits of an int64 that depend on all of its bits: the finalizer of SplitMix64 (Steele et al. 2014)."""
+    """Mix an int64, so that each bit depends on all: the finalizer of SplitMix64 (Steele et al. 2014)."""
     x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Shifted right as if it was unsigned."""
+    """Shift right as if `x` were unsigned."""
     return (x >> n) & (2 ** (64 - n) - 1)
 
 
 def _odd(x: torch.Tensor) -> torch.Tensor:
-    """The upper half of an int64, made odd: a product with an odd number takes every odd value equally often."""
+    """The upper half of an int64, made odd: products of odd numbers take every odd value equally often."""
     return (x >> 32).int() | 1

@@ -1,7 +1,7 @@
-"""LoRA adapters (arXiv 2106.09685), put into a model in place by PEFT: class, blocks and names of the model stay as
-they are, but that the weights of an adapted layer are under `base_layer`.
+"""LoRA adapters (arXiv 2106.09685), put into a model in place by PEFT.
 
-A model may hold two of them: the `policy` that is trained, and a frozen `reference` beside it.
+The model's class, blocks and names stay the same, but the weights of an adapted layer move under `base_layer`. A model
+may hold two adapters: the trained `policy` and a frozen `reference` beside it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 POLICY, REFERENCE = "policy", "reference"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
-PREFIX = "base_model.model."  # of every name in PEFT's files
-# Keys of PEFT's config that are honoured. An adapter with any other key set is refused.
+PREFIX = "base_model.model."  # begins every name in PEFT's files
+# the keys of PEFT's config that are honoured; an adapter with any other key set is refused
 KNOWN = {
     *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode"),
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -64,7 +64,7 @@ PATTERNS = Rule(
     lambda v: v is None or _is_pattern(v) or (isinstance(v, list) and all(map(_is_pattern, v))),
     "a regular expression that compiles, or a list of them",
 )
-RULES = {  # of the values from which something is made here
+RULES = {  # for the values that are used here
     "r": COUNT,
     "lora_alpha": FINITE,
     "lora_dropout": DROPOUT,
@@ -83,7 +83,7 @@ OF_LAYER = re.compile(r"(.+)\.lora_[AB]\.weight")
 
 
 class ParameterCount(NamedTuple):
-    """How many parameters of a policy are trained, and how many it has, those of a reference adapter included."""
+    """The numbers of trained parameters and of all parameters of a policy, a reference adapter's included."""
 
     trainable: int
     total: int
@@ -94,11 +94,11 @@ class StoredAdapter(NamedTuple):
 
     directory: Path
     config: LoraConfig
-    weights: dict[str, torch.Tensor]  # by the name in the model, without that of the adapter
+    weights: dict[str, torch.Tensor]  # by the name in the model, without the adapter's name
 
 
 def _import_peft() -> Any:
-    """PEFT, which takes a second to import, and most runs have no adapter."""
+    """Import PEFT late: it takes a second, and most runs have no adapter."""
     silence_bitsandbytes()
     import peft
 
@@ -106,7 +106,7 @@ def _import_peft() -> Any:
 
 
 def find_adapter(path: str | Path | None) -> Path | None:
-    """The directory in PEFT's format that a path names: itself, its LATEST, or the parent of its `policy.pt`."""
+    """The directory in PEFT's format for a path: the path itself, its LATEST, or the parent of a `policy.pt`."""
     if path is None:
         return None
     path = Path(path).expanduser()
@@ -115,13 +115,13 @@ def find_adapter(path: str | Path | None) -> Path | None:
 
 
 def read_adapter(directory: Path) -> StoredAdapter:
-    """An adapter in PEFT's format. Raises InputError if it is damaged, or of a kind that is not trained here."""
+    """Read an adapter in PEFT's format. Raises InputError if it is damaged, or of an unsupported kind."""
     peft = _import_peft()
 
     with _explaining(directory):
         check_readable(directory / WEIGHTS)
         written = _read_config(directory)
-        # what is not honoured here must be off, and PEFT trips over some of the ways to write that
+        # keys that are not honoured must be off, and PEFT trips over some spellings of off
         config = peft.PeftConfig.from_peft_type(**{k: v for k, v in written.items() if v or k in KNOWN})
         weights = load_file(directory / WEIGHTS)
     if not isinstance(config, peft.LoraConfig):
@@ -138,7 +138,7 @@ def read_adapter(directory: Path) -> StoredAdapter:
             f"{directory} holds an adapter with {', '.join(found)}, which is not supported here: merge it into its "
             f"base with peft, and give that as model.name_or_path"
         )
-    for name, tensor in weights.items():  # a rank from elsewhere would decide how much memory is taken
+    for name, tensor in weights.items():  # a foreign rank would decide how much memory is taken
         rank = tensor.shape[0 if ".lora_A." in name else -1] if tensor.ndim == 2 else None
         if rank != config.r:
             raise InputError(f"{directory / CONFIG}: r={config.r}, and {name} is {tuple(tensor.shape)}")
@@ -146,7 +146,7 @@ def read_adapter(directory: Path) -> StoredAdapter:
 
 
 def base_named_by(directory: Path) -> str | None:
-    """The base that an adapter in PEFT's format names: a Hub id, a directory, or, if it is ours, a `policy.pt`."""
+    """The base that an adapter in PEFT's format names: a Hub id, a directory, or, for one of ours, a `policy.pt`."""
     with _explaining(directory):
         return _read_config(directory).get("base_model_name_or_path") or None
 
@@ -161,7 +161,7 @@ def _explaining(directory: Path) -> Iterator[None]:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    """PEFT's config of an adapter as its file has it. Raises InputError for a value that cannot be."""
+    """Read PEFT's config of an adapter from its file. Raises InputError for an invalid value."""
     path = directory / CONFIG
     written = read_json(path)
     if not isinstance(written, dict):
@@ -169,11 +169,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
     for key, rule in RULES.items():
         if key in written and not rule.holds(written[key]):
             raise InputError(f"{path}: {key}={json.dumps(written[key])[:100]} must be {rule.wanted}")
-    return {key: value for key, value in written.items() if key != "auto_mapping"}  # which names modules to import
+    return {key: value for key, value in written.items() if key != "auto_mapping"}  # it names modules to import
 
 
 def is_archive(base: str) -> bool:
-    """Whether what an adapter names as its base is a `policy.pt`."""
+    """Whether the base that an adapter names is a `policy.pt`."""
     return base.endswith(".pt") or Path(base).is_file()
 
 
@@ -186,11 +186,11 @@ def add_adapter(
     seed: int = 0,
     targets: str = "lora.target_modules",
 ) -> None:
-    """Freeze a model and add an adapter to it in float32, trained unless it is the reference's; it becomes active.
+    """Freeze a model, add an adapter to it in float32, and activate it; all but the reference's is trained.
 
-    As PEFT draws it from the seed, it changes nothing: B is 0. On the meta device it takes no memory. Its
-    dropout is off until `AdapterDropout` has it on. Raises InputError if the config names no layer of the model, or
-    one that cannot be adapted; `targets` is where it names them.
+    As drawn from the seed by PEFT, it changes nothing: B is 0. On the meta device it takes no memory. Its dropout is
+    off until `AdapterDropout` turns it on. Raises InputError if the config names no layer of the model, or one that
+    cannot be adapted; `targets` says where the layers are named.
     """
     config = copy.deepcopy(config)
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
@@ -214,9 +214,9 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
 
     on_meta = next(model.parameters()).is_meta
     device = torch.device("meta") if on_meta else nullcontext()  # or PEFT makes the factors in memory first
-    # None warns of several
+    # None would warn about several GPUs
     with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings(), device:
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is meant
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is intended
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT corrects it for GPT-2
         torch.manual_seed(seed)
         try:
@@ -224,18 +224,18 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
         except ValueError as error:
             reason = " ".join(str(error).split())[:300]
             raise InputError(f"{targets} cannot be adapted in {type(model).__name__}: {reason}") from error
-    if isinstance(config.target_modules, set):  # PEFT is content if one of them is there
+    if isinstance(config.target_modules, set):  # PEFT accepts a single match
         names = [key.removesuffix(".base_layer") for key, _ in model.named_modules()]
         if absent := sorted(t for t in config.target_modules if not any(f".{n}".endswith(f".{t}") for n in names)):
             raise InputError(f"{targets} names layers that {type(model).__name__} has not: {', '.join(absent)}")
 
 
 def _prepare(layer: Any, name: str, dropout: float, targets: str) -> None:
-    """Give a layer that PEFT adapted our dropout and factors. Raises InputError if it is not linear."""
+    """Replace the dropout and factors of a layer adapted by PEFT. Raises InputError if it is not linear."""
     if name in layer.lora_embedding_A:
         kind = type(layer.get_base_layer()).__name__
         raise InputError(f"{targets} names a layer of class {kind}: only linear layers can be adapted")
-    layer.cast_input_dtype_enabled = False  # each of q, k and v would keep an input of its own in float32
+    layer.cast_input_dtype_enabled = False  # else q, k and v would each keep a float32 copy of their input
     if dropout > 0:
         layer.lora_dropout[name] = Dropout(dropout, layer.in_features)
     for part in (layer.lora_A, layer.lora_B):
@@ -244,7 +244,7 @@ def _prepare(layer: Any, name: str, dropout: float, targets: str) -> None:
 
 
 class Factor(torch.nn.Linear):
-    """A matrix of an adapter: in float32, multiplied in the dtype of its input. A copy of it is small."""
+    """A matrix of an adapter: in float32, multiplied in the dtype of its input; the converted copy is small."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -281,8 +281,10 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
 
 
 def _names_to_give(model: Any, into: Iterable[str], stored: Iterable[str]) -> list[str]:
-    """The `lora.target_modules` of a stored adapter if other layers were adapted: the last parts of their names, or the
-    whole names, where layers of such a name are not adapted in all blocks."""
+    """The `lora.target_modules` of a stored adapter, if it adapts other layers than the model's; else none.
+
+    These are the last parts of the layers' names, or whole names if not all layers with such a last part are adapted.
+    """
     has, given = ({key.rpartition(".lora_")[0] for key in keys} for keys in (into, stored))
     if has == given:
         return []
@@ -292,7 +294,7 @@ def _names_to_give(model: Any, into: Iterable[str], stored: Iterable[str]) -> li
 
 
 def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
-    """The parameters of an adapter by their names without the adapter's; empty if the model has none of that name."""
+    """The parameters of an adapter, by name without the adapter's own; empty if the model has no such adapter."""
     return {
         key.replace(f".{name}.", "."): parameter
         for key, parameter in model.named_parameters()
@@ -301,7 +303,7 @@ def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 def base_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The state dict of a model without its adapters, under the names that it has without them."""
+    """The state dict of a model without its adapters, under the names of the plain model."""
     return {
         key.replace(".base_layer.", "."): tensor
         for key, tensor in model.state_dict().items()
@@ -310,7 +312,7 @@ def base_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def weights_in_use(model: Any) -> list[torch.Tensor]:
-    """The weights that a model computes with: its base's, and those of its active adapter unless that adds nothing."""
+    """The weights that a model computes with: its base's, and its active adapter's unless that adds nothing."""
     [name] = {name for layer in _adapted_layers(model) for name in layer.active_adapters} or {None}
     adapter = {} if name is None else adapter_weights(model, name)
     adds = any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key)
@@ -323,7 +325,7 @@ def _is_of_adapter(key: str) -> bool:
 
 
 def _adapted_layers(model: Any) -> list[Any]:
-    if not hasattr(model, "peft_config"):  # which PEFT gives the model
+    if not hasattr(model, "peft_config"):  # set by PEFT
         return []
     from peft.tuners.lora import LoraLayer
 
@@ -337,9 +339,9 @@ def _activate(layers: Iterable[Any], name: str | None) -> None:
 
 
 def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[None]]:
-    """A context in which a policy computes with this adapter instead of its own, None: with its base alone.
+    """Make a context in which a policy computes with the adapter `name` instead of its own; None: with its base.
 
-    The layers are found once, as an update enters it for every microbatch.
+    The layers are found once, as an update enters the context for every microbatch.
     """
     layers = _adapted_layers(model)
 
@@ -355,12 +357,12 @@ def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """All of a model, or, with an adapter, those of the adapter."""
+    """The trained parameters: all of a model's, or its adapter's if it has one."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Over all processes, however the model is sharded. Weights that are packed into a buffer count one by one."""
+    """Count parameters over all processes, however the model is sharded; packed weights count one by one."""
     trainable, total = (sum(p.numel() for p in chosen) for chosen in (trained_parameters(model), model.parameters()))
     linear = (layer for layer in model.modules() if isinstance(layer, torch.nn.Linear))
     packed = (layer for layer in linear if not isinstance(layer.weight, torch.nn.Parameter))
@@ -368,12 +370,12 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
 
 
 def what_to_save(model: torch.nn.Module) -> Any:
-    """The part of a checkpoint that has a policy's trained weights."""
+    """The part of a checkpoint with a policy's trained weights."""
     return AdapterState(model) if adapter_weights(model, POLICY) else model
 
 
 class AdapterState:
-    """What a checkpoint has of a policy with an adapter: the adapter, in PEFT's format too."""
+    """The part of a checkpoint for a policy with an adapter: the adapter alone, also in PEFT's format."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -382,7 +384,7 @@ class AdapterState:
         return {PREFIX + key: parameter for key, parameter in adapter_weights(self.model, POLICY).items()}
 
     def files(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-        """PEFT's files, by name, of a gathered state."""
+        """PEFT's files for a gathered state, by name."""
         config = self.model.peft_config[POLICY].to_dict() | {"inference_mode": True}
         as_lists = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         tensors = {key: tensor.contiguous() for key, tensor in state.items()}

@@ -1,6 +1,6 @@
-"""Answers to prompts, each drawn from a seed of its own, and the log-probabilities that a model gives them.
+"""Answers to prompts, each sampled with its own seed, and their log-probabilities under a model.
 
-Unlike samples at an evaluation (`dpo/models/generation.py`) they do not depend on the prompts beside them in a batch.
+Unlike the samples of an evaluation (`dpo/models/generation.py`), they do not depend on the other prompts of a batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tokens = tuple[int, ...]
 
 
 class Sampling(NamedTuple):
-    """How answers are drawn."""
+    """Settings for sampling answers."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0: greedy
@@ -32,7 +32,7 @@ class Sampling(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a model said; the tokens end with the one that ended it, unless there were `max_new_tokens` before."""
+    """A model's answer; unless cut off at `max_new_tokens`, the tokens include the one that ended it."""
 
     text: str
     tokens: Tokens
@@ -49,12 +49,11 @@ def answer(
     watch: Callable[[list[int]], bool] | None = None,
     in_step: bool = False,
 ) -> list[Answer]:
-    """The model's answer to each prompt, whose number is mixed into the seed.
+    """Sample the model's answer to each prompt; the prompt's number is mixed into the seed.
 
-    Of the model's generation config only what ends an answer applies, as penalties would make answers draws from
-    another distribution than the model's. After each token `watch` gets those of the last answer so far, and whether it
-    returns true ends all. `in_step`: several processes hold the model's shards, so each continues until the last has
-    finished.
+    Only the end tokens of the model's generation config apply: penalties would change the distribution that answers are
+    drawn from. After each token `watch` gets the tokens of the last answer so far, and ends all answers by returning
+    true. `in_step`: several processes hold the model's shards, so each continues until the last has finished.
     """
     device = next(model.parameters()).device
     batch = collate_prompts([Example(prompt, ()) for prompt in prompts], tokenizer)
@@ -85,7 +84,7 @@ def answer(
 
 
 def choosing(sampling: Sampling, numbers: Sequence[int], *, n_prompt: int) -> transformers.LogitsProcessorList:
-    """What is done to the logits (B, V) of each next token, so that the largest is the one that is drawn."""
+    """Processors of each next token's logits (B, V) that make the largest logit that of the token drawn."""
     processors = transformers.LogitsProcessorList()
     if sampling.temperature > 0:
         processors += [transformers.TemperatureLogitsWarper(float(sampling.temperature))]
@@ -96,14 +95,14 @@ def choosing(sampling: Sampling, numbers: Sequence[int], *, n_prompt: int) -> tr
 
 
 def _ends(model: Any, tokenizer: Any) -> set[int]:
-    """The tokens that end an answer: those of the model's generation config, and EOS, which ends every response."""
+    """The tokens that end an answer: those of the model's generation config, and the tokenizer's EOS."""
     of_model = model.generation_config.eos_token_id
     return {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])} - {None}
 
 
 @contextmanager
 def _plain_generation(model: Any) -> Iterator[None]:
-    """Inside, the model has no generation settings of its own, and what needs none to be fast is as in sampling."""
+    """Inside, the model has no generation settings of its own; compilation and attention are as for sampling."""
     own = model.generation_config
     model.generation_config = transformers.GenerationConfig()
     try:
@@ -114,7 +113,7 @@ def _plain_generation(model: Any) -> Iterator[None]:
 
 
 class _Draw(transformers.LogitsProcessor):
-    """Draws each row's tokens with uniform numbers from a seed of its own, and leaves only those to choose from."""
+    """Draw each row's tokens with uniform numbers from its own seed, and leave only these to choose from."""
 
     def __init__(self, seeds: Sequence[Sequence[int]], *, n_prompt: int, n_new: int) -> None:
         self.n_prompt = n_prompt
@@ -124,13 +123,14 @@ class _Draw(transformers.LogitsProcessor):
         self.uniform = self.uniform.to(scores.device)
         below = scores.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
         place = self.uniform[:, input_ids.shape[1] - self.n_prompt, None] * below[:, -1:]
-        drawn = torch.searchsorted(below, place, right=True)  # the first token with more below it: its probability > 0
-        drawn.clamp_(max=scores.shape[1] - 1)  # of NaN all are below
+        # the first token whose cumulative probability exceeds it, so its own is > 0
+        drawn = torch.searchsorted(below, place, right=True)
+        drawn.clamp_(max=scores.shape[1] - 1)  # all are below NaN
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 
 
 class _Watcher(transformers.StoppingCriteria):
-    """Ends all rows once `ends` says so of the tokens so far."""
+    """End all rows once `ends` returns true for the tokens so far."""
 
     def __init__(self, ends: Callable[[torch.Tensor], bool]) -> None:
         self.ends = ends

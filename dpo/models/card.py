@@ -1,4 +1,4 @@
-"""The model card of an exported policy: what it was trained on and how, how well it did, under which licence."""
+"""The model card of an exported policy: training data, settings, evaluation and licence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNKNOWN, OTHER = "unknown", "other"  # the Hub's words for a licence that is not
 MODEL = {"library_name": "transformers"}
 ADAPTER = {"library_name": "peft", "base_model_relation": "adapter"}
 HUB_SECS = 5  # how long the Hub may take to answer
-# what decides the weights: keys that a resumed run may not change, and how long it trained
+# settings that determine the weights: keys that a resumed run may not change, and the length of training
 SETTINGS = (*(key for key, row in KEYS.items() if row.resume is Resume.KEEP), "n_epochs", "n_examples")
 SHOWN_ELSEWHERE = ("datasets", "model.name_or_path")
 
@@ -120,9 +120,9 @@ def write_card(
     dtype: torch.dtype | None = None,
     adapter: LoraConfig | None = None,
 ) -> None:
-    """Write `README.md`, from what the run has recorded about itself. `saved` is what its `policy.pt` holds.
+    """Write `README.md` from the run's records; `saved` is the content of its `policy.pt`.
 
-    `architecture` and `dtype` are those of the model in the folder; None: it holds the `adapter` alone.
+    `architecture` and `dtype` are those of the model in the folder; None: it holds only the `adapter`.
     """
     config = origin.config
     values = redact(flatten(config)) | {"model.trust_remote_code": origin.had_own_code} if origin.run_dir else {}
@@ -169,14 +169,14 @@ def _is_on_hub(base: str) -> bool:
 
 
 def _runs_code(folder: Path, origin: Origin, *, alone: bool) -> bool:
-    """Whether a model's own code must run: in the folder, or, for an adapter alone, where its base is."""
+    """Whether a model's own code must run: code in the folder or, for an adapter alone, beside its base."""
     return origin.had_own_code if alone else bool(list(folder.glob("*.py")))
 
 
 def _base_options(origin: Origin) -> str:
-    """The options with which an adapter's base is loaded.
+    """The options for loading an adapter's base, so that it computes as in training.
 
-    With them it computes as in training: transformers would take another dtype from the base's own config.
+    Without them transformers would take another dtype, from the base's own config.
     """
     plan = resolve(origin.config)
     options = f', dtype="{plan.compute_dtype}"'
@@ -184,7 +184,7 @@ def _base_options(origin: Origin) -> str:
 
 
 def _kind(architecture: str | None, dtype: torch.dtype | None, adapter: LoraConfig | None) -> str:
-    """What is in the folder."""
+    """A description of the folder's content."""
     model = f"Class: `{architecture}`, weights in {str(dtype).removeprefix('torch.')}."
     if adapter is None:
         return model
@@ -203,7 +203,7 @@ def _kind(architecture: str | None, dtype: torch.dtype | None, adapter: LoraConf
 
 
 def _source(config: Any, name: str) -> str:
-    """Where a dataset came from: its Hub id, or the name of a local file; other directories are not for others."""
+    """The source of a dataset: its Hub id, or the name of a local file without its private directory."""
     value = OmegaConf.select(config, "dataset_sources").get(name)
     if value is None:
         return HUB_IDS.get(name, "made by the training code")
@@ -219,14 +219,14 @@ def _metrics(metrics: Any) -> list[tuple[str, str]]:
 
 
 def _cell(value: Any) -> str:
-    """A value in a table's cell, as code; of a path its last part."""
+    """A value as code in a table's cell; only the last part of a path."""
     text = value if isinstance(value, str) else json.dumps(value)
     text = Path(text).name if text.startswith(("/", "~", "./", "../")) else text
     return " ".join(text.replace("|", "\\|").replace("`", "'").split())
 
 
 def find_prompt_format(origin: Origin) -> str | None:
-    """The form of prompts that a model was trained on: from its run, or from the card of an export of ours."""
+    """The form of the prompts a model was trained on, from its run or from the card of one of our exports."""
     if origin.run_dir is not None:
         recorded = _read_training_data(origin.run_dir).get("prompt_formats")
         formats = recorded if isinstance(recorded, Mapping) else {}
@@ -243,7 +243,7 @@ def _known(form: Any) -> str | None:
 
 
 def _read_training_data(run_dir: Path | None) -> Mapping[str, Any]:
-    """What the preflight of a run says of its training split."""
+    """The preflight record of a run's training split."""
     train = _read_json(run_dir, "preflight.json").get("train")
     return train if isinstance(train, Mapping) else {}
 
@@ -270,7 +270,7 @@ def _code(run_dir: Path | None) -> dict[str, Any]:
 
 
 def _read_json(run_dir: Path | None, name: str) -> Mapping[str, Any]:
-    """A record that the run has written about itself; empty if it has not."""
+    """A record that the run has written about itself; empty if there is none."""
     if run_dir is None or not (run_dir / name).exists():
         return {}
     try:
@@ -281,7 +281,7 @@ def _read_json(run_dir: Path | None, name: str) -> Mapping[str, Any]:
 
 
 def read_metadata(model: str, cache_dir: str | None = None) -> Mapping[str, Any]:
-    """What the card of a model's directory or Hub id says of it; empty if there is none, or none that can be read."""
+    """The metadata of the card of a model's directory or Hub id; empty without a readable card."""
     folder = Path(model).expanduser()
     try:
         if not folder.exists():
@@ -293,7 +293,7 @@ def read_metadata(model: str, cache_dir: str | None = None) -> Mapping[str, Any]
 
 
 def _read_metadata_of_hub(model: str, cache_dir: str | None) -> Mapping[str, Any]:
-    """From the cache, else from the Hub, which is asked once: a download would be tried again and again."""
+    """The metadata from the cache, else from the Hub, asked once: a download would be retried many times."""
     try:
         return metadata_load(hf_hub_download(model, "README.md", cache_dir=cache_dir, local_files_only=True)) or {}
     except LocalEntryNotFoundError:

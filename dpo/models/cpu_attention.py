@@ -1,8 +1,8 @@
-"""Masked attention in bfloat16 on a CPU: what torch's kernel computes, in less than half of its time.
+"""Masked attention in bfloat16 on a CPU, the same as torch's kernel in less than half of its time.
 
 On a CPU torch's kernel multiplies bfloat16 no faster than float32, and computes all columns whatever the mask. Here all
 products are in bfloat16, and only over columns that the mask allows; softmax and sums over queries are in float32. Like
-torch's, it saves nothing of the mask's size for the backward pass.
+torch's kernel, it saves nothing of the mask's size for the backward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = 96  # queries at a time: their scores stay in the processor's cache
 
 
 def register() -> None:
-    """Make models with `attn_implementation="sdpa"` use it where it applies."""
+    """Make models with `attn_implementation="sdpa"` use this attention where it applies."""
     AttentionInterface.register("sdpa", attention_forward)
 
 
@@ -32,7 +32,10 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' "sdpa", (R, L, H, D) for (R, H, L, D); ours for bfloat16 on a CPU with an additive mask."""
+    """Attention as for "sdpa", (R, L, H, D) for (R, H, L, D); ours for bfloat16 on a CPU with an additive mask.
+
+    In all other cases it is transformers' own.
+    """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     masked = attention_mask is not None and attention_mask.is_floating_point() and not attention_mask.requires_grad
     plain = not dropout and all(kwargs.get(key) is None for key in ("position_bias", "cache", "softcap"))
@@ -100,14 +103,14 @@ def _grouped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """(R * K, H / K * rows, columns), in float32."""
+    """Attention probabilities (R * K, H / K * rows, columns), in float32."""
     scores = (q @ k.mT).float().mul_(scale)
     scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)
     return scores.softmax(-1)
 
 
 def _blocks(mask: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yields the rows of each block, and the columns from the first to the last that any of them sees; all if none."""
+    """Yields the rows of each block and the range of columns that any of them sees (all columns if none)."""
     seen = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L)
     for start in range(0, len(seen), BLOCK):
         rows = slice(start, start + BLOCK)

@@ -1,7 +1,7 @@
-"""A checkpoint as a model of transformers: config, safetensors, tokenizer, generation config, model card; one of an
-adapter as a directory of PEFT, or merged into its base as such a model.
+"""Export of a checkpoint as a model of transformers, or of an adapter in PEFT's format or merged into its base.
 
-Weights are read from mapped files and written shard by shard, so that no more than a shard is in memory.
+A model consists of config, safetensors, tokenizer, generation config and model card. Weights are read from mapped files
+and written shard by shard, so that no more than a shard is in memory.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def export(
     verify: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write what `AutoModelForCausalLM.from_pretrained(out)` loads, whole or not at all. Returns `out`.
+    """Write a directory for `AutoModelForCausalLM.from_pretrained(out)`, whole or not at all. Returns `out`.
 
-    `checkpoint` and `model` are as `find_origin` takes them; `dtype` None: that of the weights. Of an adapter, with
-    `merge` the sum of it and its base, else the adapter, which names its base. With `verify` a checkpoint of ours is
-    compared with its checksums first.
+    `checkpoint` and `model` are as for `find_origin`; `dtype` None keeps that of the weights. For an adapter, writes
+    the adapter, which names its base, or, with `merge`, the sum of both. With `verify` a checkpoint of ours is first
+    compared with its checksums.
     Raises InputError if the checkpoint cannot be exported or `out` is taken, RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
@@ -87,12 +87,12 @@ def export(
 
 
 def _start(out: Path) -> str:
-    """How the names of temporary directories of exports to `out` from this host begin; then the process's id."""
+    """The prefix of temporary directories for exports to `out` from this host; the process id follows."""
     return f".{out.name}.{socket.gethostname()}."
 
 
 def _tidy(out: Path) -> None:
-    """Remove what exports to `out` have left behind that were killed; others may be writing just now."""
+    """Remove the leftovers of killed exports to `out`; other exports may be writing now."""
     for rest in out.parent.glob(f"{glob.escape(_start(out))}*.tmp"):
         process = rest.name.removeprefix(_start(out)).removesuffix(".tmp")
         if process == str(os.getpid()) or (process.isdecimal() and not Path("/proc", process).exists()):
@@ -114,7 +114,7 @@ def _sync(file: Path) -> None:
 
 
 def _check(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: bool) -> None:
-    """Raises InputError if there is nothing to export, or not in this form."""
+    """Raises InputError if there is nothing to export, or it cannot be exported in this form."""
     if origin.adapter is None and origin.weights is None:
         raise InputError(f"{checkpoint} is a model's directory, which transformers loads as it is: give a checkpoint")
     if merge and origin.adapter is None:
@@ -129,7 +129,7 @@ def _check(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: boo
 
 
 def _base_for_peft(origin: Origin) -> str:
-    """The base that PEFT loads under an adapter. Raises InputError if nothing that it can load is the base."""
+    """The base for PEFT to load under an adapter. Raises InputError if PEFT cannot load it."""
     if origin.config.model.random_init and origin.weights is None:
         raise InputError(f"the base of {origin.adapter} was drawn from a seed, which PEFT cannot load: give --merge")
     if origin.weights is None:
@@ -181,7 +181,7 @@ def _merged(
     name: str,
     tensor: torch.Tensor,
 ) -> torch.Tensor:
-    """A weight of the base as its run had it, and what the adapter adds."""
+    """A weight of the base as its run had it, plus the adapter's addition."""
     if not tensor.is_floating_point():
         return tensor
     tensor = rounded(name, tensor)
@@ -200,11 +200,11 @@ def _write_weights(
 ) -> torch.dtype:
     """Write the shards and, if there are several, their index. Returns the dtype of the weights.
 
-    `read` gives all weights, mapped; `written(name, weight)` what is written of one.
+    `read` returns all weights, mapped; `written(name, weight)` returns the weight to write.
     """
 
     def read_once() -> dict[str, torch.Tensor]:
-        """Tied weights under their first name."""
+        """All weights, tied ones under their first name only."""
         state = read()
         first: dict[int, str] = {}
         for name, parameter in structure.state_dict(keep_vars=True).items():  # tied weights are one object
@@ -212,11 +212,11 @@ def _write_weights(
                 first.setdefault(id(parameter), name)
         return {name: state[name] for name in first.values()}
 
-    # on the meta device these take no memory, and no two share any
+    # on the meta device tensors take no memory and share none
     shapes = {name: written(name, tensor.to("meta")) for name, tensor in read_once().items()}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_bytes)
     for file, names in split.filename_to_tensors.items():
-        state = read_once()  # mapped anew: what the former shard read leaves memory
+        state = read_once()  # mapped anew, so that the pages of the former shard leave memory
         tensors = {name: written(name, state[name]).contiguous() for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         del state, tensors
@@ -227,24 +227,24 @@ def _write_weights(
 
 
 def _write_configs(folder: Path, source: Mapping[str, Any], structure: Any, dtype: torch.dtype) -> None:
-    """`config.json` as the base model has it, its generation config, and its own Python code if it brings any."""
-    config = load_config(**source)  # that of the structure has no dropout
+    """Write the base model's `config.json`, its generation config, and its own Python code, if any."""
+    config = load_config(**source)  # the structure's config has dropout set to 0
     config.architectures, config.dtype = [type(structure).__name__], dtype
     for made_by_code in (config, structure):
         if made_by_code._auto_class is not None:
             custom_object_save(made_by_code, folder, config=config)
-    if not list(folder.glob("*.py")) and hasattr(config, "auto_map"):  # transformers has its class: names code left out
+    if not list(folder.glob("*.py")) and hasattr(config, "auto_map"):  # transformers has the class: code is left out
         del config.auto_map
     config.to_json_file(folder / "config.json")
     try:
         generation = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
-    except OSError:  # it has none: what its config says
+    except OSError:  # it has none: use its config
         generation = structure.generation_config
-    generation.to_json_file(folder / "generation_config.json")  # as it is: save_pretrained refuses some published ones
+    generation.to_json_file(folder / "generation_config.json")  # unchanged: save_pretrained refuses some published ones
 
 
 def _write_tokenizer(folder: Path, origin: Origin) -> None:
-    """The tokenizer as it was published, without the pad token that training gives it."""
+    """Write the tokenizer as it was published, without the pad token that training adds."""
     source, name = find_source(origin.config), origin.config.model.tokenizer_name_or_path
     found = source | ({"name": name} if name else {})
     with explaining_load_errors("tokenizer", found["name"]):

@@ -1,4 +1,4 @@
-"""Samples continuations of prompts from a model, in one process or in lockstep with others."""
+"""Sampling of continuations of prompts, in one process or in lockstep with others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dpo.system.arithmetic import for_generation
 def sample(
     model: Any, batch: Batch, tokenizer: Any, *, max_new_tokens: int, seed: int, in_step: bool = False
 ) -> list[str]:
-    """One sampled continuation per prompt, of at most `max_new_tokens`. Keeps the random state.
+    """Sample one continuation per prompt, of at most `max_new_tokens`. Keeps the random state.
 
     `in_step`: several processes hold the model's shards, so each continues until the last has finished.
     """
@@ -46,7 +46,7 @@ def sample(
 
 @contextmanager
 def attention_of_generation(model: Any) -> Iterator[None]:
-    """Inside, SDPA replaces FlexAttention, which is fast only if compiled, as generation is not."""
+    """Inside, SDPA replaces FlexAttention, which is fast only if compiled, and generation is not compiled."""
     if model.config._attn_implementation != "flex_attention":
         yield
         return
@@ -59,7 +59,7 @@ def attention_of_generation(model: Any) -> Iterator[None]:
 
 @contextmanager
 def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None]:
-    """Inside, `act` is called with 0, 1, ... before each forward of the model; generation runs one per token.
+    """Inside, `act` is called with 0, 1, ... before each forward of the model; generation runs a forward per token.
 
     Processes in lockstep call it in lockstep, so all can raise there together.
     """
@@ -74,7 +74,7 @@ def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None
 def sample_rows(
     model: Any, batch: Batch, tokenizer: Any, mesh: Mesh, *, max_new_tokens: int, seed: list[int]
 ) -> list[str]:
-    """A continuation of each prompt of this process's part of a batch; its rank is mixed into `seed`."""
+    """Sample a continuation of each prompt in this process's part of a batch; the rank is mixed into `seed`."""
     device = next(model.parameters()).device
     rows = {key: batch[key].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
     own_seed = np.random.SeedSequence([*seed, mesh.data_rank]).generate_state(1)[0]
@@ -87,7 +87,7 @@ CUT = "[...]"  # replaces the truncated part of a prompt
 
 
 def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: TextEncoder) -> list[str]:
-    """The prompts of examples as the model sees them: a truncated one with CUT in place of what was removed."""
+    """The prompts of examples as the model sees them, with CUT in place of truncated text."""
     texts = []
     for example in examples:
         text = prompts[example.id[0]].text
@@ -106,8 +106,8 @@ def sample_batches(
 ) -> list[str]:
     """Continuations of all prompts of global batches, in order, with the model's weights gathered once.
 
-    `sample_batch` returns those of this process's part of a batch; a process without one continues the first prompt
-    for nothing, as all take part in every forward.
+    `sample_batch` returns those of this process's part of a batch. As all processes take part in every forward, one
+    without prompts continues the first prompt and discards the result.
     """
     texts = []
     with gathered_weights(model):

@@ -1,5 +1,8 @@
-"""How examples are laid out for the model: `padded`, the reference's plain path, and `shared_prefix`, which gives the
-same numbers from a fraction of the tokens (see `dpo/models/packing.py`). Which of them a model can take."""
+"""Layouts of examples for the model, and which of them a model supports.
+
+`padded` is the reference implementation's; `shared_prefix` gives the same numbers from a fraction of the tokens (see
+`dpo/models/packing.py`).
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,23 @@ from dpo.system.arithmetic import without_tf32
 
 @dataclass
 class PaddedRows:
-    """Every response in a row after its prompt: first all chosen (under SFT the targets), then all rejected."""
+    """Each response in its own row after its prompt: first all chosen (under SFT the targets), then all rejected."""
 
-    input_ids: torch.Tensor  # (sides * B, T), int64 as the others
+    input_ids: torch.Tensor  # (sides * B, T), int64 like the others
     attention_mask: torch.Tensor
     labels: torch.Tensor  # IGNORE_INDEX where nothing is scored
     sides: int
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PaddedRows:
-        """Every tensor changed: moved or pinned."""
+        """A copy with `change` applied to every tensor, to move or pin it."""
         return PaddedRows(change(self.input_ids), change(self.attention_mask), change(self.labels), self.sides)
 
 
 class Microbatch(NamedTuple):
-    """What one forward takes.
+    """The inputs of one forward.
 
-    All processes take part in every forward, so one for which no example is left (B = 0) feeds the first of the batch,
-    and takes nothing from it.
+    All processes take part in every forward, so a process without examples (B = 0) feeds the first of the batch and
+    discards the result.
     """
 
     indices: torch.Tensor  # (B,) int64: which examples of the global batch
@@ -61,22 +64,22 @@ class Microbatch(NamedTuple):
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that a forward pushes, padding too."""
+        """The number of tokens in a forward, padding included."""
         return self.inputs.input_ids.numel()
 
     def pin_memory(self) -> Microbatch:
         return self.map(torch.Tensor.pin_memory)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
-        """Every tensor changed: moved or pinned."""
+        """A copy with `change` applied to every tensor, to move or pin it."""
         return Microbatch(change(self.indices), change(self.lengths), self.inputs.map(change))
 
 
 class Padded:
-    """Every response in a row of its own after its prompt, padded to the longest of the global batch."""
+    """Each response in its own row after its prompt, padded to the longest of the global batch."""
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
-        """The global batch in `parts * size` microbatches; of these number `rank`, `rank + size`, ..."""
+        """Split the global batch into `parts * size` microbatches; return numbers `rank`, `rank + size`, ..."""
         length = max(len(e.prompt) + len(response) for e in examples for response in e.responses)
         shares = np.array_split(np.arange(len(examples)), parts * size)[rank::size]
         return [Microbatch.of(examples, share.tolist(), partial(pad, length=length)) for share in shares]
@@ -89,7 +92,7 @@ class Padded:
 
 
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
-    """Rows of `length` tokens, padded on the right with token 0: the mask hides it."""
+    """Rows of `length` tokens, padded on the right with token 0, which the mask hides."""
     sides = len(examples[0].responses)
     input_ids, attention_mask = np.zeros((2, sides * len(examples), length), dtype=np.int64)
     labels = np.full_like(input_ids, IGNORE_INDEX)
@@ -103,9 +106,11 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
 
 
 class SharedPrefix:
-    """Each prompt once and each of its distinct responses once, in full rows; about equally many tokens in each
-    microbatch. `windows` maps the kinds of the model's attention layers to how far back they look, None for all; the
-    length of a row is a multiple of `alignment`."""
+    """Each prompt once and each of its distinct responses once, packed into rows.
+
+    Microbatches have about equally many tokens. `windows` maps the kinds of the model's attention layers to the number
+    of tokens they look back, None for all; the length of a row is a multiple of `alignment`.
+    """
 
     def __init__(self, windows: Mapping[str, int | None], *, max_length: int, alignment: int = 1) -> None:
         self.windows, self.row_tokens = windows, row_tokens(max_length)
@@ -125,23 +130,26 @@ class SharedPrefix:
 
 
 def row_tokens(max_length: int) -> int:
-    """Tokens of a prompt's tree at most: it and two responses always fit. Rows are twice as long at most (`pack`)."""
+    """The largest number of tokens in a prompt's tree: a prompt and two responses always fit.
+
+    Rows are at most twice as long (`pack`).
+    """
     return 2 * max_length
 
 
-GPU_ALIGNMENT = 64  # tokens: CUDA's fused attention copies a mask whose rows are not aligned, in every layer
+GPU_ALIGNMENT = 64  # tokens: CUDA's fused attention copies a mask with unaligned rows in every layer
 Layout = Padded | SharedPrefix
 
 
 class Longest(NamedTuple):
-    """The most tokens that a run has: in a prompt with one response, and in a row of the shared-prefix layout."""
+    """A run's largest numbers of tokens: in a prompt with one response, and in a shared-prefix row."""
 
     example: int
     row: int
 
     @classmethod
     def of(cls, example: int, n_examples: int, max_length: int) -> Longest:
-        """Of microbatches of up to `n_examples` whose longest has `example` tokens."""
+        """Bounds for microbatches of up to `n_examples`, the longest of `example` tokens."""
         return cls(example, min(2 * n_examples * example, 2 * row_tokens(max_length)))
 
 
@@ -154,10 +162,10 @@ def choose_layout(
     longest: Longest | None = None,
     vetoed: Callable[[bool], bool] = bool,
 ) -> tuple[Layout, str | None]:
-    """The layout of that name; or `Padded`, and a line that says why this model cannot take it.
+    """The layout called `name`; or `Padded`, and a message why this model does not support it.
 
-    Runs two pairs through the model both ways, short and as long as the `longest` of the run (None: as `max_length`
-    allows). `vetoed` is whether any process that shares the model says so.
+    Runs two pairs through the model in both layouts, short and as long as the `longest` of the run (None: as
+    `max_length` allows). `vetoed(here)` is whether `here` is true on any process that shares the model.
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
     if isinstance(layout, SharedPrefix):
@@ -169,7 +177,7 @@ def choose_layout(
 
 
 def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, str | None]:
-    """The layout of that name, or `Padded` and what in the model's class and config rules it out. Runs nothing."""
+    """The layout called `name`, or `Padded` and the reason in the model's class or config. Runs nothing."""
     if name == "padded":
         return Padded(), None
     windows = find_windows(model, max_length)
@@ -180,7 +188,7 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
 
 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
-    """How far back each kind of attention layer looks, None for all; or what in the model rules the layout out."""
+    """The window of each kind of attention layer, None for all tokens; or why the model rules the layout out."""
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no positions"
     config = model.config.get_text_config()
@@ -209,18 +217,18 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     return {"sliding_attention": window}
 
 
-# keys of configs: attention that looks at so many columns of a row, whatever positions and masks say; what is not in
-# this list differs on rows as long as the run's
+# config keys for attention over a fixed number of columns, whatever positions and masks say; a key that this list
+# lacks shows as a difference on rows as long as the run's
 COUNTS_COLUMNS = ("window_size", "attention_window_size", "attention_chunk_size", "keep_window_size")
 
 
 def _is_mask(buffer: torch.Tensor) -> bool:
-    """Whether a buffer is a square with a place for each pair of columns, as GPT-Neo's causal mask."""
+    """Whether a buffer is square, with an entry for each pair of columns, like GPT-Neo's causal mask."""
     return buffer.ndim >= 2 and buffer.shape[-1] == buffer.shape[-2] > 1 and buffer.numel() == buffer.shape[-1] ** 2
 
 
 def _rope_of_length(config: Any, max_length: int) -> str | None:
-    """The kind of rotary positions whose frequencies change once a batch exceeds the length of pretraining."""
+    """The kind of rotary positions, if their frequencies change beyond the length of pretraining; else None."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]
     limits = [getattr(config, f"{key}max_position_embeddings", None) for key in ("original_", "")]
@@ -237,8 +245,7 @@ HALF_PRECISION = 0.02
 
 @torch.no_grad()
 def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, tolerance: float) -> str | None:
-    """How the log-probabilities of pairs, short or as long as the run's, differ between the layouts; None if they do
-    not."""
+    """The difference of log-probabilities between the layouts, or None, on short pairs and the run's longest."""
     vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
     beyond = max((window or 0 for window in layout.windows.values()), default=0)
     short = _two_pairs(vocabulary, (beyond + 5, 4, 6), (beyond + 2, 7, 3))
@@ -260,7 +267,7 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
                     return f"gives log-probabilities with shared prefixes that are off by {off:.2g}"
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # how a model says it cannot
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # from unsuitable models
         return f"refuses shared prefixes: {' '.join(str(error).split())[:200]}"
     finally:
         model.train(training)
@@ -272,7 +279,7 @@ def _sum_padded(model: Any, rows: PaddedRows) -> torch.Tensor:
 
 
 def _sum_scored(model: Any, rows: PaddedRows) -> torch.Tensor:
-    """The same, with logits only where a token is scored: all of long rows take much memory."""
+    """Like `_sum_padded`, but with logits only of scored tokens, as those of whole long rows take much memory."""
     return run_as_forward(model, _scored_logps, rows).unflatten(0, (rows.sides, -1))
 
 
@@ -285,7 +292,7 @@ def _scored_logps(model: Any, rows: PaddedRows) -> torch.Tensor:
 
 
 def _two_pairs(vocabulary: int, *lengths: tuple[int, int, int]) -> list[Example]:
-    """Random tokens; a prompt, a chosen and a rejected response of these lengths each."""
+    """Pairs of random tokens, with these lengths of prompt, chosen and rejected response."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(n: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Loads the models that a config names, one at a time, so that no host holds two before they are distributed."""
+"""Loading of a config's models, one at a time, so that no host holds two before they are distributed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from dpo.system.paths import get_cache_dir
 
 
 def find_source(config: DictConfig) -> dict[str, Any]:
-    """The arguments of `load_config` and its siblings that say where the model comes from."""
+    """The arguments of `load_config`, `load_model` and so on that say where the model comes from."""
     model = config.model
     return {
         "name": model.name_or_path,
@@ -47,7 +47,7 @@ def find_source(config: DictConfig) -> dict[str, Any]:
 
 
 def resolve_place(name: str) -> str:
-    """A Hub id as it is, a path absolute and without links: LATEST will point elsewhere later."""
+    """A Hub id unchanged, or a path made absolute, without links, as LATEST will point elsewhere later."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.exists() else name
 
@@ -64,7 +64,7 @@ def find_structure(config: DictConfig, dtype: str) -> Any:
 
 
 def find_policy_structure(config: DictConfig, plan: Plan, dtype: str) -> Any:
-    """The policy without its weights, quantized if it will be, with its adapters, which are float32."""
+    """The policy without its weights, quantized if the plan says so, with its adapters in float32."""
     policy = find_structure(config, dtype)
     if plan.quantized:
         quantize(policy)
@@ -74,14 +74,14 @@ def find_policy_structure(config: DictConfig, plan: Plan, dtype: str) -> Any:
 
 
 class Weights(NamedTuple):
-    """Where weights come from."""
+    """The sources of a model's weights."""
 
-    base: str | None  # a policy.pt of all weights; None: those of model.name_or_path
+    base: str | None  # a policy.pt with all weights; None: those of model.name_or_path
     adapter: Path | None  # a directory in PEFT's format
 
     @classmethod
     def of(cls, archive: str | None) -> Weights:
-        """What `model.archive` names. An adapter that was trained on a `policy.pt` names that as its base."""
+        """The weights that `model.archive` names; an adapter trained on a `policy.pt` names that as its base."""
         adapter = find_adapter(archive)
         if adapter is None:
             return cls(archive, None)
@@ -94,7 +94,7 @@ class Weights(NamedTuple):
 
 
 def find_weights(config: DictConfig, plan: Plan) -> Weights:
-    """What `model.archive` gives. Raises InputError for an adapter without a place, or a place without an adapter."""
+    """The weights that `model.archive` names. Raises InputError if it and the `lora` keys do not match."""
     weights, archive = Weights.of(config.model.archive), config.model.archive
     merge = f"merge it first: python -m scripts.export {archive} DIR --merge, then model.name_or_path=DIR"
     if weights.adapter is not None and config.lora.name not in ADAPTED:
@@ -118,7 +118,7 @@ def find_weights(config: DictConfig, plan: Plan) -> Weights:
 
 
 def notes_on_base(config: DictConfig) -> list[str]:
-    """A line if the adapter of `model.archive` names another base than the model: it may be the same elsewhere."""
+    """A warning if the adapter of `model.archive` names another base than the model, maybe a copy of it."""
     adapter, name = find_adapter(config.model.archive), config.model.name_or_path
     base = None if adapter is None else base_named_by(adapter)
     if base is None or is_archive(base) or resolve_place(base) == resolve_place(name):
@@ -133,7 +133,7 @@ def check_model(config: DictConfig, plan: Plan) -> None:
 
 
 def check_parts(config: DictConfig, plan: Plan) -> None:
-    """Raises the InputErrors of loading that can be found without reading the model's own weights."""
+    """Raises the InputErrors of loading, as far as possible without reading the model's own weights."""
     check_model(config, plan)
     model, structure = config.model, find_structure(config, config.model.policy_dtype)
     if model.block_name:
@@ -151,13 +151,13 @@ def check_parts(config: DictConfig, plan: Plan) -> None:
 def model_loaders(
     config: DictConfig, plan: Plan, *, rank: int = 0, resume_from: Path | None = None
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-    """Functions that load policy and reference, neither quantized nor with adapters; None for a reference that needs no
-    model of its own.
+    """Functions that load policy and reference, neither quantized nor with adapters.
 
-    Ranks other than 0 load no weights. Raises InputError as `check_model` does.
+    The second is None if the reference needs no separate model. Ranks other than 0 load no weights. Raises
+    InputError as `check_model` does.
     """
     check_model(config, plan)
-    # a model that is to be sharded, or quantized, stays on the CPU until then
+    # a model that will be sharded or quantized stays on the CPU until then
     whole = not (plan.trainer.multi_process or plan.trainer.cuts_layers or plan.quantized)
     device_map = choose_device_map(plan.gpus) if whole else None
 
@@ -182,16 +182,17 @@ def model_loaders(
 
 
 def find_following(plan: Plan, resume_from: Path | None) -> str | None:
-    """Where a continued run finds the weights of its reference, if that follows the policy."""
+    """The file with a resumed run's reference, if that follows the policy; else None."""
     return str(resume_from / f"{FOLLOWING}.pt") if resume_from is not None and plan.follow_every else None
 
 
 def load_policy(
     policy: Any, config: DictConfig, plan: Plan, *, rank: int, resume_from: Path | None
 ) -> tuple[Any, str | None]:
-    """The policy, a model or what a function loads, with its adapters and compiled blocks as the config says.
+    """The policy, given or loaded by a function, with the config's adapters and compiled blocks, and a digest.
 
-    Also, on rank 0, the digest of what is frozen in it: the reference, or its base if there is none; else None.
+    The digest is that of the frozen weights in it: the reference, or its base if there is none. It is None without an
+    adapter, if the reference is a separate model, and on ranks other than 0.
     """
     model, digest = make_model(policy, plan), None
     if config.lora.name in ADAPTED:
@@ -202,7 +203,7 @@ def load_policy(
         _add_adapters(model, config, list(sources))
         model.peft_config[POLICY].base_model_name_or_path = _name_of_base(config, weights)
         for name, source in sources.items():
-            if source is not None and rank == 0:  # which sends them to the others
+            if source is not None and rank == 0:  # rank 0 sends them to the others
                 _load(model, source, config, name)
         if rank == 0 and plan.reference != "model":
             frozen = REFERENCE if REFERENCE in sources else None
@@ -211,8 +212,10 @@ def load_policy(
 
 
 def load_reference(model: Any, config: DictConfig, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
-    """The reference, a model or what a function loads, and on rank 0 its digest if it stays as it is, a pass over its
-    weights."""
+    """The reference, given or loaded by a function, and on rank 0 its digest unless it follows the policy.
+
+    The digest costs a pass over its weights.
+    """
     model = make_model(model, plan).eval()
     adapter = find_weights(config, plan).adapter
     if adapter is not None:
@@ -226,32 +229,32 @@ def load_reference(model: Any, config: DictConfig, plan: Plan, *, rank: int) -> 
 
 
 def _name_of_base(config: DictConfig, weights: Weights) -> str | None:
-    """What a reader who is elsewhere, or later, finds as the base; None: it was drawn from the seed."""
+    """A lasting name for the base of an adapter: a Hub id or an absolute path; None if drawn from the seed."""
     if weights.base is not None:
         return resolve_place(str(find_archive(weights.base)))
     return None if config.model.random_init else resolve_place(config.model.name_or_path)
 
 
 def unwrap(model: Any) -> Any:
-    """What DataParallel or DistributedDataParallel wraps: trainers distribute models themselves."""
+    """Remove DataParallel and DistributedDataParallel wrappers: trainers distribute models themselves."""
     while isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         model = model.module
     return model
 
 
 def make_model(model: Any, plan: Plan) -> Any:
-    """A model, or the one that a function loads, quantized if the config says so: on a GPU if there is one."""
+    """A model, given or loaded by a function, quantized (on a GPU if there is one) if the config says so."""
     model = unwrap(model) if isinstance(model, torch.nn.Module) else model()
     if plan.quantized:
         device = "cuda" if plan.gpus else None
         quantize(model, device=device)
-        if device and not plan.trainer.multi_process:  # what is not quantized
+        if device and not plan.trainer.multi_process:  # move the rest too
             model.to(device)
     return model
 
 
 def compile_blocks(model: Any, config: DictConfig) -> Any:
-    """The model, its blocks compiled if the config says so.
+    """The model, with its blocks compiled if the config says so.
 
     Raises InputError if it has no block of the class that the config names, even if blocks are not needed.
     """
@@ -275,7 +278,7 @@ def _add_adapters(model: Any, config: DictConfig, names: list[str]) -> None:
 
 
 def _load(model: Any, source: Path, config: DictConfig, name: str) -> None:
-    """Load the adapter in a directory. Raises InputError if it is another than the config says."""
+    """Load the adapter in a directory. Raises InputError if its r or alpha differs from the config's."""
     stored = read_adapter(source)
     _check_alike(stored, config)
     load_adapter(model, stored, name)

@@ -1,4 +1,4 @@
-"""Log-probabilities of responses, from padded rows and from packed ones."""
+"""Log-probabilities of responses, from padded and from packed rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dpo.models.packing import Packed, tree_block_mask, tree_mask
 
 
 class TokenLogps(NamedTuple):
-    """Log-probabilities of the scored tokens of n responses, from the first on, 0 after the last."""
+    """Log-probabilities of the scored tokens of n responses, followed by zeros."""
 
     logps: torch.Tensor  # (n, T)
-    squares: torch.Tensor | None = None  # log sum_v pi(v)^2 where the token was predicted, (n, T), detached
+    squares: torch.Tensor | None = None  # log sum_v pi(v)^2 at each predicted token, (n, T), detached
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenLogps:
-        """Both tensors changed: moved or reordered."""
+        """A copy with `change` applied to both tensors, to move or reorder them."""
         return TokenLogps(*(None if values is None else change(values) for values in self))
 
 
@@ -33,14 +33,14 @@ def sequence_logps(
     *,
     with_squares: bool = False,
 ) -> TokenLogps:
-    """Score the labelled tokens of (B, T) inputs, which follow each other; softmax in float32 or higher."""
+    """Score the labelled tokens of (B, T) inputs, contiguous in each row; softmax in float32 or higher."""
     logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     logps = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     targets = labels[:, 1:].to(logits.device)
     scored = targets != IGNORE_INDEX
     places = torch.arange(scored.shape[1], device=scored.device)
     within = places < scored.sum(-1, keepdim=True)
-    columns = (scored.int().argmax(-1, keepdim=True) + places).where(within, 0)  # of the response's tokens
+    columns = (scored.int().argmax(-1, keepdim=True) + places).where(within, 0)  # columns of the response's tokens
     found = [logps.gather(2, targets.where(scored, 0).unsqueeze(2)).squeeze(2)]
     if with_squares:
         found.append((2 * logps.detach()).logsumexp(-1))
@@ -50,14 +50,14 @@ def sequence_logps(
 def packed_logps(
     model: Any, packed: Packed, windows: Mapping[str, int | None], *, with_squares: bool = False
 ) -> TokenLogps:
-    """Score the U responses of `packed`: equal to `sequence_logps` of each alone."""
+    """Score the U responses of `packed`; equal to `sequence_logps` of each response alone."""
     hidden, targets = _scored_rows(model, packed, windows)
     found = token_logps(model, hidden, targets, with_squares=with_squares)
     return found.map(lambda values: _by_response(values, packed))
 
 
 def _scored_rows(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hidden states that predict a scored token, (N, H), and these tokens, (N,)."""
+    """The hidden states that predict the scored tokens, (N, H), and these tokens, (N,)."""
     masks = _masks(model, packed, windows)
     hidden = model.base_model(
         packed.input_ids,
@@ -76,7 +76,7 @@ def _by_response(values: torch.Tensor, packed: Packed) -> torch.Tensor:
 
 
 def _masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Any]:
-    """The mask of each kind of attention layer, as the model's attention takes it."""
+    """The mask for each kind of attention layer, in the form that the model's attention needs."""
     attention, device = model.config._attn_implementation, packed.input_ids.device.type
     if attention == "flex_attention":
         return packed.masks(attention, lambda: {k: tree_block_mask(packed, window=w) for k, w in windows.items()})
@@ -94,7 +94,7 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _PickedLogSoftmax(torch.autograd.Function):
-    """`logits.log_softmax(-1)` at the targets, in float32 or higher, (N,) for (N, V).
+    """`logits.log_softmax(-1)` at the targets, in float32 or higher: (N,) for (N, V).
 
     Computed a few rows at a time, and recomputed in the backward pass, so that no second tensor of size (N, V) exists.
     """
@@ -125,7 +125,7 @@ def _log_sum_squares(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """On a CPU, as many rows of all tensors at a time as fit its cache; elsewhere all rows."""
+    """Split all tensors into pieces: on a CPU as many rows as fit its cache, elsewhere all rows."""
     n_rows = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
     return zip(*(tensor.split(n_rows) for tensor in (logits, *others)), strict=True)
 

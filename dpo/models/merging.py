@@ -1,4 +1,4 @@
-"""An adapter merged into its base, one weight at a time: a model that needs no adapter and gives the same logits."""
+"""Merging an adapter into its base, one weight at a time: the model needs no adapter and gives the same logits."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from dpo.settings.plan import resolve
 
 
 class Addition(NamedTuple):
-    """What an adapter adds to a weight: `scaling` times the product of two matrices."""
+    """The addition of an adapter to a weight: `scaling` times the product of two matrices."""
 
     left: torch.Tensor  # (rows of the weight, r)
     right: torch.Tensor  # (r, columns)
     scaling: float
 
     def to(self, weight: torch.Tensor) -> torch.Tensor:
-        """The sum, in float32."""
+        """The sum of the weight and the addition, in float32."""
         return weight.to(torch.float32, copy=True).addmm_(self.left.float(), self.right.float(), alpha=self.scaling)
 
 
 def find_additions(stored: StoredAdapter, structure: torch.nn.Module) -> dict[str, Addition]:
-    """What an adapter adds to which weights of a model, of which only names and shapes are used.
+    """The additions of an adapter to a model's weights, by name; only names and shapes of the model are used.
 
-    Raises InputError if it does not fit, or would change a weight that another layer has too.
+    Raises InputError if the adapter does not fit, or would change a weight that another layer shares.
     """
     weights = structure.state_dict(keep_vars=True)  # tied weights are one object
     uses = Counter(id(weight) for weight in weights.values())
@@ -55,7 +55,7 @@ def find_additions(stored: StoredAdapter, structure: torch.nn.Module) -> dict[st
                 f"{stored.directory} cannot be merged: {name}, to which it adds, is tied, and what merging would add "
                 f"to the other layer the adapter does not"
             )
-        # GPT-2 has the weight of a layer as (in, out)
+        # GPT-2 stores a layer's weight as (in, out)
         left, right = (a.T, b.T) if isinstance(structure.get_submodule(layer), Conv1D) else (b, a)
         shape = (left.shape[0], right.shape[1])
         if weights[name].shape != shape or left.shape[1] != right.shape[0]:
@@ -68,7 +68,7 @@ def find_additions(stored: StoredAdapter, structure: torch.nn.Module) -> dict[st
 
 
 def _is_targeted(layer: str, config: Any) -> bool:
-    """Whether PEFT would adapt a layer. A regular expression is not tried: one from elsewhere may take for ever."""
+    """Whether PEFT would adapt a layer. A regular expression is not tried: a foreign one may never finish."""
     if isinstance(config.target_modules, str) or config.layers_pattern or isinstance(config.exclude_modules, str):
         return True
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -77,9 +77,9 @@ def _is_targeted(layer: str, config: Any) -> bool:
 
 
 def base_reader(origin: Origin, structure: torch.nn.Module) -> Callable[[], Mapping[str, torch.Tensor]]:
-    """A function that gives the weights of the base under an adapter; `rounding_of_base` is what its run made of them.
+    """A function that returns the weights of the base under an adapter, without its run's `rounding_of_base`.
 
-    They are mapped: from a `policy.pt`, or by transformers, which maps what is stored in the dtype that it loads.
+    They are memory-mapped: from a `policy.pt`, or by transformers if they are stored in the dtype that it loads.
     """
     if origin.weights is not None:
         return partial(read_archive, str(origin.weights), structure, key="")
@@ -91,7 +91,7 @@ def base_reader(origin: Origin, structure: torch.nn.Module) -> Callable[[], Mapp
 
 
 def rounding_of_base(origin: Origin, structure: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """A function that gives a weight, by its name, as the run had it in its base; without a run, as it is stored."""
+    """A function (name, weight) that rounds a weight as the run did in its base; without a run, not at all."""
     if origin.run_dir is None:
         return lambda name, weight: weight
     dtype = DTYPES[origin.config.model.policy_dtype]

@@ -1,4 +1,4 @@
-"""What a path on a script's command line names: a checkpoint with its run's config, an adapter, a model's directory."""
+"""The model that a path on a command line names: a checkpoint with its run's config, an adapter, a directory."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from dpo.system.plain_files import read_yaml
 
 CONFIG = "config.yaml"
 POLICY_FILE = "policy.pt"
-# the keys of a run's config that are used; what else it has is shown at most
+# the keys of a run's config that are used; its other keys are at most shown
 MATTERS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datasets", "local_dirs", "seed", "trainer")
 
 
 class Origin(NamedTuple):
-    """Where a model comes from: architecture and tokenizer from `config.model`, weights too if there are no others."""
+    """The sources of a model: architecture and tokenizer from `config.model`, weights too unless given."""
 
-    config: DictConfig  # of the run; of a model without a run what is known of it, and defaults
-    weights: Path | None  # a policy.pt; under an adapter that of its base
-    run_dir: Path | None  # has config.yaml
+    config: DictConfig  # of the run; without a run, the known values and defaults
+    weights: Path | None  # a policy.pt; for an adapter, that of its base
+    run_dir: Path | None  # contains config.yaml
     adapter: Path | None = None  # a directory in PEFT's format
-    had_own_code: bool = False  # whether the run was trained with Python code that the model brings
+    had_own_code: bool = False  # whether the run was trained with the model's own Python code
 
     @property
     def policy(self) -> Path | None:
-        """The `policy.pt` of the checkpoint itself, with the weights or the adapter."""
+        """The checkpoint's own `policy.pt`, with the weights or the adapter."""
         if self.adapter is None:
             return self.weights
         file = self.adapter / POLICY_FILE
@@ -50,14 +50,14 @@ def find_origin(
     hub: bool = False,
     alone: bool = True,
 ) -> Origin:
-    """What a path names: a `policy.pt`, its directory, a run (its LATEST), an adapter's directory in PEFT's format, a
-    model's directory; with `hub` a Hub id.
+    """Find the model that a path names.
 
-    `model` is the base model's directory or Hub id, for a `policy.pt` without a run or whose base model is not where
-    its config says, and for an adapter. For a path that is `alone` it replaces what the config says; a model in itself
-    needs none, and beside others goes without it. Whether the model's own code may be run, the caller says alone:
-    `config.model.trust_remote_code` is that, whatever a run's config has. Raises InputError if nothing of the kind is
-    there, or `model` is not needed.
+    The path is a `policy.pt`, its directory, a run (its LATEST), an adapter's directory in PEFT's format, or a model's
+    directory; with `hub` also a Hub id. `model` is the base model's directory or Hub id, for an adapter, and for a
+    `policy.pt` without a run or whose base model is not where its config says. For a path that is `alone` it replaces
+    the config's base; a whole model needs none, and ignores it beside others. Only the caller decides whether the
+    model's own code may be run: `config.model.trust_remote_code` is set to that, whatever the run's config says. Raises
+    InputError if the path names no model, or `model` is not needed.
     """
     path = Path(path).expanduser()
     is_model = (path / "config.json").is_file() and not (path / "policy.pt").exists()
@@ -87,15 +87,15 @@ def find_origin(
 
 
 class Base(NamedTuple):
-    """The base that an adapter names. Neither name nor archive, and no problem: drawn from the seed of its run."""
+    """The base that an adapter names; drawn from its run's seed if neither name, archive nor problem is given."""
 
     name: str | None = None  # a Hub id or a directory
-    archive: Path | None = None  # a policy.pt, of the architecture that the config of the adapter's run names
+    archive: Path | None = None  # a policy.pt, with the architecture in the config of the adapter's run
     problem: str | None = None  # why it cannot be loaded
 
 
 def find_base(adapter: Path, run_dir: Path | None) -> Base:
-    """The base that an adapter names; `run_dir` is that of its run, None if it has none of ours."""
+    """The base that an adapter names; `run_dir` is that of its run, None for an adapter of another program."""
     named = base_named_by(adapter)
     if named is None:
         return Base(problem=None if run_dir else f"{adapter} names no base")
@@ -110,7 +110,7 @@ def find_base(adapter: Path, run_dir: Path | None) -> Base:
 
 
 def _of_adapter(adapter: Path, model: str | None, trust_remote_code: bool, alone: bool) -> Origin:
-    """An adapter on the base that it names, or on `model`; of a run, ours, or of another program."""
+    """The origin of an adapter, from a run or another program, on the base that it names, or on `model`."""
     places = [adapter, adapter.parent] if (adapter / POLICY_FILE).is_file() else []
     run_dir = next((place for place in places if (place / CONFIG).is_file()), None)
     base = find_base(adapter, run_dir)
@@ -145,7 +145,7 @@ def _had_own_code(of_run: DictConfig) -> bool:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Every text of a nested value."""
+    """Yield every string in a nested value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
@@ -154,8 +154,11 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _read_config(path: Path) -> DictConfig:
-    """The config of a run, ours or the published reference's, which hold values and no interpolations: these would put
-    this machine's environment into what is exported. Raises InputError for one, and for an odd value that matters."""
+    """Read the config of a run, ours or the reference implementation's.
+
+    Raises InputError for an invalid value of a key that is used, and for an interpolation: it could put this machine's
+    environment into an export.
+    """
     values = read_yaml(path)
     try:
         config = OmegaConf.load(path)

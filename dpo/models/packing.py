@@ -1,8 +1,8 @@
-"""The shared-prefix layout: a prompt once, and after it each of its distinct responses once, as a tree in one row.
+"""The shared-prefix layout: a prompt once, then each of its distinct responses once, as a tree in one row.
 
     prompt | chosen | rejected     positions restart after the prompt; responses do not see each other
 
-A response's last token predicts nothing, so it is not fed. Pure index arithmetic: knows no model and no process.
+A response's last token predicts nothing, so it is not fed. Pure index arithmetic, without models or processes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from dpo.data.examples import Example
 
 ATTENTION_LENGTH = 2048  # measured on a small model
-NONE = -1  # tree of padding; branch of a prompt
+NONE = -1  # tree index of padding; branch index of a prompt
 
 
 @dataclass
 class Packed:
-    """R rows of L tokens, each of several trees, and the positions of U responses' log-probabilities in them.
+    """R rows of L tokens, each with several trees, and the positions of U responses' log-probabilities in them.
 
-    All int64. N is the number of scored tokens, T the largest number in one response, B the number of examples.
+    All tensors are int64. N is the number of scored tokens, T the largest number in one response, B the number of
+    examples.
     """
 
     input_ids: torch.Tensor  # (R, L)
@@ -47,22 +48,22 @@ class Packed:
         return Packed(*map(change, tensors), shape=self.shape)
 
     def masks(self, purpose: Any, make: Callable[[], Any]) -> Any:
-        """`make()`, cached by purpose: policy and reference often share masks. Only the last is kept."""
+        """`make()`, cached by purpose, as policy and reference often share masks. Only the last is kept."""
         if self._masks is None or self._masks[0] != purpose:
             self._masks = (purpose, make())
         return self._masks[1]
 
 
 def count_tokens(example: Example) -> int:
-    """The number of tokens fed for an example alone."""
+    """The number of tokens fed for a single example."""
     return len(example.prompt) + sum(len(r) - 1 for r in set(example.responses))
 
 
 def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
-    """Split the indices of the examples into `parts` lists of about equally many fed tokens, long examples first; the
-    last are empty if there are fewer examples than lists.
+    """Split the indices of the examples into `parts` lists of about equally many fed tokens.
 
-    Examples of a prompt stay together, so that few prompts are run in two lists.
+    Long examples come first; the last lists are empty if there are fewer examples than lists. Examples of a prompt stay
+    together, so that few prompts are run in two lists.
     """
     longest: dict[tuple, tuple[int, int]] = {}  # by prompt, with an index that tells equally long prompts apart
     for i, example in enumerate(examples):
@@ -128,7 +129,7 @@ def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[
 
 
 def _row_lengths(trees: list[_Tree], alignment: int) -> list[int]:
-    """Row lengths to try: from the longest tree's to twice that, but not more than all trees need, rounded up."""
+    """Row lengths to try: from the longest tree's to twice that, at most the sum of all trees, rounded up."""
     longest = max(1, trees[0].length)
     most = max(longest, min(2 * longest, sum(tree.length for tree in trees)))
     lengths = (longest + (most - longest) * i // 16 for i in range(17))
@@ -150,7 +151,7 @@ def _fill_rows(trees: list[_Tree], length: int) -> tuple[list[list[_Tree]], int]
 
 
 def _cost(filling: tuple[list[list[_Tree]], int]) -> float:
-    """The relative cost of rows: matrix products per token, plus attention, which costs as much at ATTENTION_LENGTH."""
+    """The relative cost of rows: matrix products per token, and attention, which costs as much at ATTENTION_LENGTH."""
     rows, length = filling
     return len(rows) * length * (1 + length / ATTENTION_LENGTH)
 
@@ -190,9 +191,11 @@ def _int64(values: list[int]) -> np.ndarray:
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
-    """Whether a token (second to last dim) sees another, (R, 1, L, L) bool. It sees tokens of its prompt and of its own
-    response that are not later, and, with a sliding window, fewer than `window` positions back. Padding sees
-    padding."""
+    """Whether a token (second to last dim) sees another, (R, 1, L, L) bool.
+
+    It sees the tokens of its prompt and of its own response that are not later and, with a sliding window, are fewer
+    than `window` positions back. Padding sees padding.
+    """
     tree, branch, position = packed.tree, packed.branch, packed.position_ids
     seen = tree[:, :, None] == tree[:, None, :]
     seen &= (branch[:, None, :] == NONE) | (branch[:, :, None] == branch[:, None, :])

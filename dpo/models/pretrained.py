@@ -1,4 +1,4 @@
-"""Loads pretrained models. Knows neither our config nor process groups."""
+"""Loading of pretrained models, independent of our config and of process groups."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_config(
 
 
 def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
-    """The wanted attention implementation; eager instead of SDPA for a model without it (GPT-J, Gemma 2).
+    """The wanted attention implementation; eager instead of SDPA for a model without SDPA (GPT-J, Gemma 2).
 
     Raises InputError if FlashAttention is wanted and not available.
     """
@@ -56,7 +56,7 @@ def load_structure(
     cache_dir: str | None = None,
     trust_remote_code: bool = False,
 ) -> transformers.PreTrainedModel:
-    """The model of `load_model` without its weights, on the meta device: takes no memory; rank 0 sends the weights."""
+    """The model of `load_model` without its weights, on the meta device; rank 0 sends the weights."""
     config = load_config(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     attention = choose_attention(config, attn_implementation)
     with explaining_load_errors("model", name), torch.device("meta"):
@@ -79,9 +79,10 @@ def load_model(
     cache_dir: str | None = None,
     trust_remote_code: bool = False,
 ) -> transformers.PreTrainedModel:
-    """A causal language model in `dtype` with dropout off, with the weights of `archive` (a `policy.pt`) if given.
+    """Load a causal language model in `dtype`, with dropout off.
 
-    `random_init` takes only the architecture and draws the weights from the seed.
+    The weights are those of `archive` (a `policy.pt`) if given. `random_init` takes only the architecture and draws the
+    weights from the seed.
     Raises InputError if the model cannot be loaded, lacks weights, or does not fit the archive.
     """
     found = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
@@ -114,9 +115,9 @@ def _random_model(config: Any, *, dtype: torch.dtype, seed: int, **made: Any) ->
 def _model_of_archive(
     name: str, archive: str, found: Mapping[str, Any], *, device_map: str | dict | None, **made: Any
 ) -> transformers.PreTrainedModel:
-    """The model that `from_pretrained` would load if its directory held the archive's weights; its own are not read.
+    """Load a model with the archive's weights instead of its own, which are not read.
 
-    transformers casts and places them one by one, so that there is no second copy.
+    transformers casts and places the weights one by one, so that there is no second copy.
     """
     structure = load_structure(name, **found, **made)
     weights = read_archive(archive, structure)
@@ -132,11 +133,11 @@ def _model_of_archive(
     )
     del weights
     _refuse_gaps(name, loading)
-    for tensor in (*model.parameters(), *model.buffers()):  # neither cast nor moved: still mapped
+    for tensor in (*model.parameters(), *model.buffers()):  # tensors that were neither cast nor moved are still mapped
         if tensor.untyped_storage().data_ptr() in in_file:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
     model.name_or_path = model.config.name_or_path = name
-    model.adjust_generation_fn(  # as from_pretrained does at its end
+    model.adjust_generation_fn(  # like from_pretrained at its end
         None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None, revision=None,
         subfolder="", **found,
     )  # fmt: skip
@@ -150,7 +151,7 @@ def _refuse_gaps(name: str, loading: Mapping[str, Any]) -> None:
 
 
 def check_positions(model: Any, max_length: int) -> None:
-    """Raises InputError if the model has learned positions (GPT-2) and too few of them, which would be an IndexError.
+    """Raises InputError if the model has learned positions (GPT-2), but fewer than `max_length`.
 
     Rotary positions have no limit.
     """
@@ -160,14 +161,14 @@ def check_positions(model: Any, max_length: int) -> None:
 
 
 def count_positions(model: Any) -> float:
-    """How many positions a model has learned; infinity if it learns none."""
+    """The number of learned positions of a model; infinity if it learns none."""
     limit = getattr(model.config, "max_position_embeddings", None)
     tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not model.get_input_embeddings())
     return limit if limit is not None and any(table.num_embeddings == limit for table in tables) else math.inf
 
 
 def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
-    """Notes to print about a model for which this attention and `max_length` were requested."""
+    """Notes to print about a model, given the requested attention and `max_length`."""
     name, used = type(model).__name__, model.config._attn_implementation
     limit = getattr(model.config, "max_position_embeddings", None)
     found = [] if used == attention else [f"{name} does not support {attention}; using {used} attention"]
@@ -180,8 +181,8 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Make a model compute the activations of its blocks again in the backward pass, in place of keeping them."""
-    with warnings.catch_warnings():  # of a newer name, which not every transformers 5 has
+    """Make a model recompute its blocks' activations in the backward pass instead of keeping them."""
+    with warnings.catch_warnings():  # about a newer name, which not every transformers 5 has
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -202,4 +203,4 @@ def disable_dropout(model: torch.nn.Module) -> None:
             holder.p = 0.0
         for name, value in list(vars(holder).items()):
             if type(value) in (int, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
-                setattr(holder, name, type(value)(0))  # some configs insist on their int
+                setattr(holder, name, type(value)(0))  # some configs accept only an int

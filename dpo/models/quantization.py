@@ -1,8 +1,8 @@
 """QLoRA's base (arXiv 2305.14314): frozen linear layers in 4-bit NormalFloat with double quantization, by bitsandbytes.
 
 The packed weights are buffers, not parameters: every process holds all of them, and FSDP, gradients and optimizers see
-only what is left. bitsandbytes' own layer is not used: on a CPU with AVX512-BF16 it converts its weights to another
-form, with a loss, as soon as it is evaluated.
+only the other weights. bitsandbytes' own layer is not used: on a CPU with AVX512-BF16 it converts its weights to
+another form, with a loss of precision, as soon as it is evaluated.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dpo.system.library_logs import silence_bitsandbytes
 from dpo.system.malloc import release_freed_memory
 
 BLOCK = 64  # weights that share a scale
-SCALES = 256  # scales that share a scale of their own
+SCALES = 256  # scales that share a scale of scales
 
 
 class Linear4bit(torch.nn.Linear):
     """A frozen linear layer. The bias stays a parameter."""
 
-    weight: torch.Tensor  # two weights a byte, (weights / 2, 1)
-    scales: torch.Tensor  # of blocks, a byte each
+    weight: torch.Tensor  # two weights per byte, (weights / 2, 1)
+    scales: torch.Tensor  # one byte per block
     scales_of_scales: torch.Tensor
-    offset: torch.Tensor  # the mean of the scales, which is taken off before they are quantized
-    code: torch.Tensor  # what the bytes of `scales` stand for
+    offset: torch.Tensor  # the mean of the scales, subtracted before they are quantized
+    code: torch.Tensor  # the values that the bytes of `scales` stand for
 
     def __init__(self, weight: torch.Tensor, bias: torch.nn.Parameter | None = None) -> None:
         super(torch.nn.Linear, self).__init__()
@@ -55,7 +55,7 @@ class Linear4bit(torch.nn.Linear):
 
 
 class _Multiply(torch.autograd.Function):
-    """input @ weight.T + bias; the backward dequantizes the weight again, so that no graph keeps it."""
+    """input @ weight.T + bias; the backward pass dequantizes the weight again, so that no graph keeps it."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, layer: Linear4bit) -> torch.Tensor:
@@ -68,7 +68,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The buffers of a weight; without values for one on the meta device or a fake one."""
+    """The buffers of a weight; without values for a fake weight or one on the meta device."""
     if weight.is_meta or isinstance(weight, FakeTensor):
         blocks, empty = weight.numel() // BLOCK, partial(torch.empty, device=weight.device)
         return {
@@ -83,7 +83,7 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     kernels, code = torch.ops.bitsandbytes, create_dynamic_map().to(weight.device)
     packed, scales = kernels.quantize_4bit(weight.contiguous(), BLOCK, "nf4", torch.uint8)
     # bitsandbytes' own function takes the mean in float32, where it depends on the number of threads: a run that is
-    # resumed with more processes would find another base
+    # resumed with more processes would get another base
     offset = scales.double().mean().float()
     scales, scales_of_scales = kernels.quantize_blockwise(scales - offset, code, SCALES)
     tensors = (packed, scales, scales_of_scales, offset, code)
@@ -91,9 +91,9 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
-    """Replace a model's linear layers but its head by 4-bit ones, one by one, on `device` if given.
+    """Replace a model's linear layers, except its head, by 4-bit ones, one by one, on `device` if given.
 
-    A model without weights gets layers without. Raises InputError as `layers_to_quantize` does.
+    A model without weights gets layers without weights. Raises InputError as `layers_to_quantize` does.
     """
     for name in layers_to_quantize(model):
         layer = model.get_submodule(name)
@@ -105,17 +105,17 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
 
 
 def round_to_4bit(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
-    """What 4 bits keep of the weight of a layer like this one, in its dtype."""
+    """The weight of `layer` rounded to 4 bits, in its dtype."""
     return _straight(Linear4bit(_straight(weight, layer)).dequantized(weight.dtype), layer)
 
 
 def _straight(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
-    """(out_features, in_features), which GPT-2's Conv1D has the other way round; and back."""
+    """The weight as (out_features, in_features), transposed for GPT-2's Conv1D; and back."""
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
 def layers_to_quantize(model: Any) -> list[str]:
-    """The names of a model's linear layers but its head, with weights that are whole blocks.
+    """The names of a model's linear layers, except its head, whose weights are whole blocks.
 
     Raises InputError if there are none, or bitsandbytes has no kernels for this machine.
     """
@@ -134,7 +134,7 @@ def layers_to_quantize(model: Any) -> list[str]:
 
 
 def _check_bitsandbytes() -> None:
-    """Raises InputError if bitsandbytes is not there, or found no kernels for this machine."""
+    """Raises InputError if bitsandbytes is not installed, or has no kernels for this machine."""
     silence_bitsandbytes()
     try:
         from bitsandbytes.cextension import ErrorHandlerMockBNBNativeLibrary, lib

@@ -30,14 +30,14 @@ Ids = list[int]
 
 
 class RewardModel:
-    """Scores answers with a model, `rows` of them at a time, in the form that its tokenizer gives them."""
+    """Score answers with a model, `rows` at a time, in its tokenizer's chat template if it has one."""
 
     def __init__(self, model: Any, tokenizer: Any, *, rows: int) -> None:
         self.model, self.tokenizer, self.rows = model.eval().requires_grad_(False), tokenizer, rows
         self.limit = _count_positions(model, tokenizer)
-        tokenizer.truncation_side = "left"  # of a text that is too long the end is scored, which is the answer
+        tokenizer.truncation_side = "left"  # keep the end of a text that is too long: the answer
         self.pad = model.config.get_text_config().pad_token_id
-        model.config.get_text_config().use_cache = False  # no token follows that would need it
+        model.config.get_text_config().use_cache = False  # nothing is generated
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         texts = [self.encode(prompt, answer.text) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -54,7 +54,7 @@ class RewardModel:
         self.encode(prompt, "")
 
     def encode(self, prompt: Prompt, answer: str) -> Ids:
-        """The token ids of a prompt with its answer, as many of the last ones as the model has positions.
+        """The token ids of a prompt with its answer, truncated on the left to the model's positions.
 
         Raises InputError if the chat template rejects the prompt.
         """
@@ -73,9 +73,9 @@ class RewardModel:
 
     @torch.no_grad()
     def forward(self, texts: Sequence[Ids]) -> torch.Tensor:
-        """(B,) scores in float32."""
+        """Score texts: (B,) in float32."""
         pad = self.pad
-        if pad is None:  # of one text such a model scores the last token: of several, the last that is not this one
+        if pad is None:  # without padding the model scores the last token, else the last one that is not this
             pad = min({*range(len(texts) + 1)} - {text[-1] for text in texts})
         self.model.config.get_text_config().pad_token_id = pad
         width = max(map(len, texts))
@@ -88,10 +88,10 @@ class RewardModel:
 
 
 def load_reward_model(config: DictConfig, device: torch.device, *, rows: int) -> tuple[RewardModel, str]:
-    """The model that `online.reward_model` names, and a digest of its weights and tokenizer.
+    """Load the model that `online.reward_model` names, and digest its weights and tokenizer.
 
     Every process loads it, from files that rank 0 has fetched. Raises InputError if it cannot be loaded, has no weights
-    for its head, or not one output.
+    for its head, or does not have exactly one output.
     """
     reward = after_rank_0("the reward model", lambda: _load(config, device, rows))
     digest = ""
@@ -103,12 +103,12 @@ def load_reward_model(config: DictConfig, device: torch.device, *, rows: int) ->
 
 
 def find_reward_structure(config: DictConfig) -> RewardModel:
-    """The same without weights, in one process. Raises InputError as `load_reward_model` does."""
+    """The reward model without weights, in one process. Raises InputError as `load_reward_model` does."""
     return _load(config, torch.device("meta"), 1)
 
 
 def notes_on(reward: RewardModel, config: DictConfig) -> tuple[str, ...]:
-    """A line if prompts may be truncated before they are scored."""
+    """A message if prompts may be truncated before they are scored."""
     if reward.limit is None or reward.limit >= config.max_length:
         return ()
     return (
@@ -150,7 +150,7 @@ def _load(config: DictConfig, device: torch.device, rows: int) -> RewardModel:
 
 @contextlib.contextmanager
 def _silenced():
-    """Inside, transformers does not report what it loads: what matters is refused."""
+    """Inside, transformers does not report on loading: serious problems are errors anyway."""
     logs = transformers.utils.logging
     verbosity, had_bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity_error()
@@ -164,12 +164,12 @@ def _silenced():
 
 
 def _count_positions(model: Any, tokenizer: Any) -> int | None:
-    """How many tokens a model was made for; None if neither it nor its tokenizer says so."""
+    """The number of tokens that a model was made for; None if neither it nor its tokenizer declares one."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limits = [tokenizer.model_max_length] if tokenizer.model_max_length < 10**9 else []  # a huge number: not known
     if limit is not None and limit > 0:  # XLNet says -1
         tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.num_embeddings == limit]
         paddings = [t.padding_idx for t in tables if t is not model.get_input_embeddings()]
         before = [padding + 1 for padding in paddings if padding is not None]
-        limits.append(limit - max(before, default=0))  # RoBERTa's positions begin after that of padding
+        limits.append(limit - max(before, default=0))  # RoBERTa's positions begin after the padding's
     return min(limits, default=None)

@@ -1,4 +1,4 @@
-"""What scores the answers that a policy gives in training: scorers by name, and the check of what they give."""
+"""Scorers of the policy's answers in training, by name, and the check of their scores."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from dpo.models.reward_model import find_reward_structure, load_reward_model, no
 from dpo.parallel.mesh import from_rank_0
 from dpo.system.signals import PressedAgain, Stopped
 
-# of prompts and one answer to each, a number for each; higher is better
+# maps prompts and one answer to each to a number for each; higher is better
 Score = Callable[[Sequence[Prompt], Sequence[Answer]], Iterable[float]]
 
 T = TypeVar("T")
-LARGEST = 3.4e38  # of float32
+LARGEST = 3.4e38  # largest float32
 
 
 class ScorerFailed(RunError):
-    """A reward model or function raised an error, or gave something else than a finite number for each answer."""
+    """A scorer raised an error, or did not return a finite number for each answer."""
 
 
 class Scorer(NamedTuple):
-    """Scores answers."""
+    """A function or reward model that scores answers."""
 
-    name: str  # what the config calls it
+    name: str  # as in the config
     score: Score
-    digest: str = ""  # of the code or weights: a continued run must have the same
+    digest: str = ""  # of the code or weights: must be the same when a run is resumed
     in_parallel: bool = False  # each process scores its own answers; else rank 0 all of them
-    notes: tuple[str, ...] = ()  # to log at the start
-    check: Callable[[Prompt], Any] = lambda prompt: None  # raises InputError for a prompt that it cannot take
-    file: Path | None = None  # of the user's code, whose line an error names
+    notes: tuple[str, ...] = ()  # messages to log at the start
+    check: Callable[[Prompt], Any] = lambda prompt: None  # raises InputError for a prompt that it does not support
+    file: Path | None = None  # the user's code, whose line is named in errors
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """The scores, as floats. Raises ScorerFailed, which names the scorer, whatever happens in it."""
+        """The scores, as floats. Raises ScorerFailed, which names the scorer, for any error in it."""
 
         def compute() -> list[float]:
             given = self.score(prompts, answers)
@@ -69,7 +69,7 @@ class Scorer(NamedTuple):
 
 @contextmanager
 def seeded_generators(*numbers: int) -> Iterator[None]:
-    """Inside, the global generators of Python, numpy and torch start from these numbers; then they are as before."""
+    """Inside, Python's, numpy's and torch's global generators are seeded with these numbers; restores them."""
     before, numpy_before = random.getstate(), np.random.get_state()
     seeds = np.random.SeedSequence(numbers).generate_state(4)
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -84,10 +84,10 @@ def seeded_generators(*numbers: int) -> Iterator[None]:
 
 
 def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, file: Path | None) -> T:
-    """What `code()` gives, without gradients; what it raises becomes one sentence with its line of `file`.
+    """Return `code()`, run without gradients; raise its errors as one sentence with the line of `file`.
 
-    Afterwards gradients are as before, even if the code has switched them. No `@contextmanager`: that takes an error
-    raised from a StopIteration for its own, and lets the StopIteration through.
+    Gradients are switched back afterwards, even if the code has switched them. Not a `@contextmanager`, which would
+    take an error raised from a StopIteration for its own, and let the StopIteration through.
     """
     try:
         with torch.no_grad(), RaisingExit():
@@ -101,7 +101,7 @@ def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, fil
 class RaisingExit:
     """A context in which `os._exit` of this process raises: an unfinished run must not end with status 0."""
 
-    modules = os, sys.modules[os.name]  # where it is: os, and posix
+    modules = os, sys.modules[os.name]  # the modules that have it: os and posix
 
     def __enter__(self) -> None:
         self.exit, own = os._exit, os.getpid()
@@ -122,7 +122,7 @@ class RaisingExit:
 def _tell(error: BaseException, file: Path | None) -> str:
     try:
         said = " ".join(str(error).split())[:300].encode(errors="backslashreplace").decode()  # a lone surrogate
-    except Exception:  # of a class of theirs
+    except Exception:  # in the user's own class
         said = "?"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     place = f" ({file}, line {lines[-1]})" if lines else ""
@@ -130,29 +130,29 @@ def _tell(error: BaseException, file: Path | None) -> str:
 
 
 def _parse_file(place: str) -> Path:
-    """The file of a function by its place, `FILE.py:NAME`."""
+    """The file in `FILE.py:NAME`, the place of a function."""
     return Path(place.rpartition(":")[0]).expanduser().resolve()
 
 
 def shorter(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-    """The number of tokens, negated."""
+    """Score answers by their number of tokens, negated."""
     return [-len(answer.tokens) for answer in answers]
 
 
 def count_keyword(keyword: str) -> Score:
-    """How often a text occurs in the answer, without overlaps."""
+    """Make a score that counts a text in the answer, without overlaps."""
     return lambda prompts, answers: [answer.text.count(keyword) for answer in answers]
 
 
 def load_function(place: str) -> Score:
-    """The function that `FILE.py:NAME` names, which is given two lists of texts, prompts and answers.
+    """Load the function `FILE.py:NAME`, which gets two lists of texts: prompts and answers.
 
-    Runs the file's code, which may import what is beside it. Raises InputError if it fails, or has no such function.
+    Runs the file's code, which may import modules beside it. Raises InputError if it fails, or has no such function.
     """
     name, path = place.rpartition(":")[2], _parse_file(place)
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # which dataclasses and pickle look for
+    sys.modules.setdefault(spec.name, module)  # for dataclasses and pickle
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     what = f"online.function={place}: {path} cannot be run"
@@ -168,7 +168,7 @@ def load_function(place: str) -> Score:
 
 
 def load_scorer(config: DictConfig, device: torch.device, *, rows: int) -> Scorer:
-    """The scorer that `config.online` names; a reward model on `device`, for `rows` answers at a time.
+    """Load the scorer that `config.online` names; a reward model on `device`, for `rows` answers at a time.
 
     Raises InputError if it cannot be loaded.
     """
@@ -179,7 +179,7 @@ def load_scorer(config: DictConfig, device: torch.device, *, rows: int) -> Score
         name = f"online.reward_model={online.reward_model}"
         return Scorer(name, model, digest, in_parallel=True, notes=notes, check=model.check)
     if online.scorer == "function":
-        digest, score, file = "", shorter, _parse_file(online.function)  # rank 0, which alone scores, has its own
+        digest, score, file = "", shorter, _parse_file(online.function)  # only rank 0 scores, and loads the function
         if not dist.is_initialized() or dist.get_rank() == 0:
             score = load_function(online.function)
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -189,8 +189,10 @@ def load_scorer(config: DictConfig, device: torch.device, *, rows: int) -> Score
 
 
 def check_scorer(config: DictConfig) -> tuple[str, ...]:
-    """Notes on the scorer that `config.online` names; a reward model is not read. Raises InputError as `load_scorer`
-    does."""
+    """Notes on the scorer that `config.online` names; no reward model's weights are read.
+
+    Raises InputError as `load_scorer` does.
+    """
     if config.online.scorer == "reward_model":
         return notes_on(find_reward_structure(config), config)
     return load_scorer(config, torch.device("meta"), rows=1).notes

@@ -1,4 +1,4 @@
-"""Policies and their reference, loaded to answer the same prompts side by side, with the answers' implicit rewards."""
+"""Policies and their reference, answering the same prompts side by side, with the answers' implicit rewards."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ Rewards = dict[str, float | None]
 
 
 class Side(NamedTuple):
-    """A model that answers; it may be that of another side with another adapter, or with none."""
+    """A model that answers; sides may share a model, with different adapters or none."""
 
-    name: str  # policy, policy_2, ...; or REFERENCE
+    name: str  # policy, policy_2, ..., or REFERENCE
     model: Any
-    beta: float | None  # of the policy's loss
-    autocast: torch.dtype | None  # in which its run scored responses
-    adapter: str | None = None  # what of the model's adapters it computes with
+    beta: float | None  # beta of the policy's loss
+    autocast: torch.dtype | None  # dtype in which its run scored responses
+    adapter: str | None = None  # the model's adapter that it computes with
 
     def answer(self, tokenizer: Any, *asked: Any, **more: Any) -> list[Answer]:
-        """As `answer`."""
+        """Call `answers.answer` with this side's model."""
         with switch(self.model, self.adapter)():
             return answer(self.model, tokenizer, *asked, **more)
 
     def log_probabilities(self, *said: Any) -> list[float]:
-        """As `log_probabilities`."""
+        """Call `answers.log_probabilities` with this side's model."""
         with switch(self.model, self.adapter)():
             return log_probabilities(self.model, *said)
 
 
 class Panel:
-    """Models that answer the same prompts: policies, then the reference, if there is one."""
+    """Models that answer the same prompts: the policies, then the reference, if any."""
 
     def __init__(self, sides: Sequence[Side], tokenizer: Any, form: str) -> None:
         self.sides, self.tokenizer, self.form = sides, tokenizer, form
@@ -66,7 +66,7 @@ class Panel:
         self.reference = next((side for side in sides if side.name == REFERENCE), None)
 
     def encode(self, asked: Asked, where: str, sampling: Sampling) -> Tokens:
-        """A prompt's tokens, without special tokens added, as in training. Raises InputError if they do not fit."""
+        """Encode a prompt as in training, without adding special tokens. Raises InputError if it does not fit."""
         text = render(asked, self.form, self.tokenizer, where)
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
@@ -83,14 +83,17 @@ class Panel:
         return ids
 
     def answer(self, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling) -> list[Answers]:
-        """The answers of all sides to each prompt, whose number is mixed into the seed."""
+        """The answers of all sides to each prompt; its number is mixed into the seed."""
         by_side = [side.answer(self.tokenizer, prompts, numbers, sampling) for side in self.sides]
         names = [side.name for side in self.sides]
         return [dict(zip(names, of_prompt, strict=True)) for of_prompt in zip(*by_side, strict=True)]
 
     def stream(self, prompt: Tokens, number: int, sampling: Sampling, show: Callable[[str, str], None]) -> Answers:
-        """The answers of all sides to a prompt, generated at the same time, but one after the other by sides that share
-        a model; `show` gets (name of a side, its text so far). KeyboardInterrupt ends all."""
+        """The answers of all sides to a prompt, generated at the same time.
+
+        Sides that share a model answer one after the other. `show` gets (name of a side, its text so far).
+        KeyboardInterrupt ends all.
+        """
         news: SimpleQueue[tuple[str, list[int]] | None] = SimpleQueue()
         stop = Event()
         sharing: dict[int, list[Side]] = {}
@@ -111,7 +114,7 @@ class Panel:
             finally:
                 news.put(None)
 
-        # The threads end in any order, and each puts back the settings that it found: those of this one.
+        # Threads end in any order, and each restores the settings that it found: those of this thread.
         with for_generation(), ThreadPoolExecutor(len(sharing), thread_name_prefix="answer") as threads:
             try:
                 working = [threads.submit(work, sides) for sides in sharing.values()]
@@ -120,7 +123,7 @@ class Panel:
                     new = news.get()
                     if new is None:
                         n_working -= 1
-                    else:  # a character may be several tokens, of which the last are not there yet
+                    else:  # the last tokens of a character may be missing
                         text = self.tokenizer.decode(
                             new[1], skip_special_tokens=True, clean_up_tokenization_spaces=False
                         )
@@ -153,20 +156,20 @@ class Panel:
 
 
 class Choices(NamedTuple):
-    """What a user may say about a panel beside the policies."""
+    """The user's options for a panel, beside the policies."""
 
-    reference: str | None = None  # None: of the policies' runs
+    reference: str | None = None  # None: that of the policies' runs
     with_reference: bool = True
-    beta: float | None = None  # None: of the policies' runs
+    beta: float | None = None  # None: those of the policies' runs
     form: str = "auto"
     model: str | None = None
     trust_remote_code: bool = False
 
 
 def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[str], None] = print) -> Panel:
-    """Load the policies at these paths and their reference, one after the other; `log` gets what is not there.
+    """Load the policies at these paths and their reference, one after the other; `log` gets notes and warnings.
 
-    Raises InputError if one cannot be loaded, if they have different tokenizers, or different references.
+    Raises InputError if one cannot be loaded, or if they have different tokenizers or references.
     """
     known = {"trust_remote_code": choices.trust_remote_code, "hub": True}
     origins = [find_origin(path, model=choices.model, **known, alone=len(paths) == 1) for path in paths]
@@ -202,7 +205,7 @@ def _load_tokenizer(origin: Origin) -> Any:
 
 
 def _check_tokenizer(tokenizer: Any, origin: Origin) -> None:
-    """Raises InputError if a model has another tokenizer. A local directory may have none."""
+    """Raises InputError if a model has another tokenizer. A local directory may lack one."""
     name = origin.config.model.tokenizer_name_or_path or origin.config.model.name_or_path
     folder = Path(name).expanduser()
     if folder.is_dir() and not list(folder.glob("tokenizer*")):
@@ -212,7 +215,7 @@ def _check_tokenizer(tokenizer: Any, origin: Origin) -> None:
 
 
 def _find_reference(origins: Sequence[Origin], choices: Choices) -> tuple[Origin, str | None] | None:
-    """The reference and its dtype, None for its own; None if no run tells."""
+    """The reference and its dtype (None: its own), or None if it is not known."""
     if choices.reference is not None:
         origin = find_origin(choices.reference, trust_remote_code=choices.trust_remote_code, hub=True)
         return origin, _policy_dtype(origin)
@@ -233,13 +236,13 @@ def _identity(origin: Origin, dtype: str | None) -> Hashable:
 
 
 def _find_beginning(origin: Origin) -> tuple[Origin, str]:
-    """What a run started from: the reference of its loss; under a loss without one, the policy before training."""
+    """The model that a run started from: its loss's reference, or else the policy before training; and its dtype."""
     model, plan = origin.config.model, resolve(origin.config)
     loss = LOSSES.get(OmegaConf.select(origin.config, "loss.name"))
     dtype = plan.reference_dtype if loss and loss.reference else model.policy_dtype
     try:
         weights, adapter = Weights.of(model.archive)
-        if origin.adapter is not None:  # which names its base, if the archive has become another
+        if origin.adapter is not None:  # it names its base, even if the archive has changed
             return origin._replace(adapter=None if plan.reference == "base" else adapter and adapter.resolve()), dtype
         weights = None if weights is None else find_archive(weights).resolve()
     except InputError as error:
@@ -248,15 +251,15 @@ def _find_beginning(origin: Origin) -> tuple[Origin, str]:
 
 
 def _find_trained_otherwise(origins: Sequence[Origin], reference: Side) -> Path | None:
-    """The first checkpoint whose run was trained with another reference than this, as far as one has recorded it."""
-    digests: dict[Hashable, str] = {}  # each takes a pass over the weights
+    """The first checkpoint whose run recorded another reference than this; None if there is none."""
+    digests: dict[Hashable, str] = {}  # each costs a pass over the weights
     for origin in origins:
         record = origin.policy and origin.policy.with_name("trainer.pt")
         if origin.run_dir is None or record is None or not record.is_file():
             continue
         recorded, plan = read_state(record).get("reference"), resolve(origin.config)
         dtype = plan.autocast or plan.reference_dtype
-        adapter = reference.adapter if plan.reference else None  # else the record is of the base alone
+        adapter = reference.adapter if plan.reference else None  # else the record is that of the base alone
         if recorded and (dtype, adapter) not in digests:
             digests[dtype, adapter] = model_digest(reference.model, dtype, adapter)
         if recorded and recorded != digests[dtype, adapter]:
@@ -265,7 +268,7 @@ def _find_trained_otherwise(origins: Sequence[Origin], reference: Side) -> Path 
 
 
 def _policy_dtype(origin: Origin) -> str | None:
-    """That of the run; None: of the model's own config."""
+    """The dtype of the run's policy; None without a run: that of the model's own config."""
     return None if origin.policy is None else origin.config.model.policy_dtype
 
 
@@ -278,7 +281,7 @@ def _load_policy(origin: Origin, number: int, beta: float | None, bases: dict[Ha
 
 
 def _load(name: str, origin: Origin, dtype: str | None, bases: dict[Hashable, Any]) -> Side:
-    """A side with the model of one of the `bases` if that is its own too; else it is put among them."""
+    """Load a side, on one of the `bases` if that is its own too, else on a new base that is added to them."""
     base = _identity(origin._replace(adapter=None), dtype), origin.config.model.attn_implementation
     model = bases[base] = bases[base] if base in bases else _load_base(origin, dtype)
     if origin.adapter is None:

@@ -1,5 +1,7 @@
-"""Weights from a `policy.pt`, ours or the published reference's: read as data, never executed, loaded strictly. A
-model's digest."""
+"""Strict loading of weights from a `policy.pt`, as data that is never executed; digests of models.
+
+The file may be ours or the reference implementation's.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from dpo.checkpoint.files import DamagedCheckpoint, read_state
 from dpo.errors import InputError
 from dpo.models.adapters import OF_LAYER, adapter_weights, base_weights
 
-# buffers that transformers stored in 2023 and computes today
+# buffers that transformers stored in 2023 and now computes
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
 RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head
 
@@ -25,7 +27,7 @@ RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head
 def find_archive(archive: str, *, key: str = "model.archive=") -> Path:
     """The `policy.pt` that a path names: the file, its directory, or a run's directory (its LATEST).
 
-    Here and below errors name the path after the `key` that gave it.
+    Here and below, error messages put the `key` that gave the path before it.
     """
     path = Path(os.path.expanduser(archive))
     candidates = [path, path / "policy.pt", path / "LATEST" / "policy.pt"]
@@ -49,9 +51,9 @@ def _read_weights(path: Path, key: str) -> dict[str, torch.Tensor]:
 
 
 def read_archive(archive: str, model: torch.nn.Module, *, key: str = "model.archive=") -> dict[str, torch.Tensor]:
-    """The weights in a `policy.pt`, ours or the published reference's, under their current names; read as data.
+    """Read the weights in a `policy.pt`, ours or the reference implementation's, under their current names.
 
-    Of `model`, which they are for, only names and shapes are used.
+    Only names and shapes of `model`, for which they are, are used.
     Raises InputError if the file is missing, is not a `policy.pt`, or is of another architecture.
     """
     path = find_archive(archive, key=key)
@@ -87,9 +89,9 @@ def load_archive(model: torch.nn.Module, archive: str) -> None:
 
 
 def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
-    """A digest of all that a model's log-probabilities depend on but tokens: weights, architecture, compute dtype.
+    """A digest of a model's weights, architecture and compute dtype, which determine its log-probabilities.
 
-    `adapter` is the one that it computes with; without one, a base has the digest that it would have alone.
+    `adapter` names the adapter that the model computes with; without one, the digest is that of the base alone.
     """
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())

@@ -1,4 +1,4 @@
-"""A model whose layers are spread over several GPUs of one process by transformers' `device_map`.
+"""Models whose layers transformers' `device_map` spreads over several GPUs of one process.
 
 accelerate's hooks move each layer's inputs to its GPU. By default they also move the logits of all tokens back to the
 first GPU, and copy the attention mask to another GPU once for every layer on it.
@@ -14,12 +14,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def choose_device_map(gpus: int) -> str | dict[str, int] | None:
-    """Where transformers loads the weights: spread over all GPUs, on the only one, or on the CPU."""
+    """The `device_map` for loading weights: spread over all GPUs, on the only GPU, or on the CPU."""
     return None if gpus == 0 else {"": 0} if gpus == 1 else "balanced"
 
 
 def move_less(model: Any, blocks: list[torch.nn.Module]) -> None:
-    """Keep a spread model's outputs where they are computed, and copy inputs that its blocks share once per GPU."""
+    """Keep a spread model's outputs where they are computed, and copy its blocks' shared inputs once per GPU."""
     model._hf_hook.io_same_device = False
     copies: Any = WeakTensorKeyDictionary()  # {tensor still in use: {device: copy}}
 

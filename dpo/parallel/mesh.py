@@ -1,4 +1,4 @@
-"""The device mesh: how the processes of a run share models and examples, and their collectives."""
+"""The device mesh of a run's processes, and their collectives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dpo.settings.plan import ParallelDims
 
 
 class Mesh:
-    """How the processes of a run share models and examples.
+    """The division of models and examples among the processes of a run.
 
     Ranks fill a mesh of `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours (usually on one
-    machine) communicate most. Along `tensor` each layer is sharded (tensor parallelism); along `shard` parameters,
-    gradients and optimizer state are (FSDP); along `replicate` they are replicated and kept equal. Ranks that differ
+    machine) communicate most. Layers are sharded along `tensor` (tensor parallelism); parameters, gradients and
+    optimizer state along `shard` (FSDP); along `replicate` they are replicated and kept equal. Ranks that differ
     only in `tensor` see the same examples.
     """
 
@@ -78,7 +78,7 @@ class Mesh:
 
 
 def from_rank_0(value: Any) -> Any:
-    """Rank 0's value; `value` itself without other processes."""
+    """Rank 0's value; without other processes, `value` itself."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = [value]

@@ -1,6 +1,6 @@
-"""Distributes a finished model over the processes of a mesh: weights from rank 0, FSDP shards, gathering.
+"""Distribution of a finished model over the processes of a mesh: weights from rank 0, FSDP shards, gathering.
 
-The trainers call these as functions on a model. With one process every collective is skipped.
+The trainers call these functions on a model. With one process every collective is skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype:
     Rank 0's weights are broadcast; those of other ranks may be on the meta device. Each unit is broadcast, sharded
     along `tensor` and then by FSDP before the next one, so that a process never holds more than its shards and one
     unit. Blocks are the modules of class `block_name`, or those the model declares unsplittable; embeddings and head,
-    tied or not, belong to the root's unit. Computes in `compute_dtype` and reduces gradients in float32. Raises
+    tied or not, belong to the root unit. Computes in `compute_dtype` and reduces gradients in float32. Raises
     InputError for a class that the model does not have, and for a model that cannot be sharded along `tensor`.
     """
     blocks = find_blocks(model, block_name)
@@ -82,7 +82,7 @@ def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
 
 
 def _agree_on_tensors(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of rank 0's parameters and buffers by name; also copies its generation config."""
+    """Shape and dtype of rank 0's parameters and buffers, by name; also copies its generation config."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}
     sent = [own, getattr(model, "generation_config", None)]
@@ -124,8 +124,10 @@ def _from_rank_0(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dt
 
 
 def accumulate(model: torch.nn.Module, *, last: bool) -> None:
-    """Declare whether the next backward is the `last` of an update. Only after the last is the root unit (embeddings
-    and head) resharded, and are gradients reduced over `replicate`."""
+    """Declare whether the next backward is the `last` of an update.
+
+    The root unit (embeddings and head) is resharded, and gradients are reduced over `replicate`, only after the last.
+    """
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last, recurse=False)
         model.set_requires_all_reduce(last)
@@ -141,7 +143,7 @@ def release_gathered(model: torch.nn.Module | None) -> None:
 def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
     """Inside, every process holds all weights, if they fit into its memory. Yields whether they do.
 
-    Sampling runs a forward per token, each of which would otherwise gather every block again.
+    Sampling runs a forward per token, and each would otherwise gather every block again.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
@@ -175,13 +177,15 @@ def _fits(model: torch.nn.Module) -> bool:
 
 
 def gathered_size(model: Any) -> int:
-    """Bytes that a process holds when all FSDP shards are gathered: in the compute dtype, and only this process's slice
-    of parameters that are sharded along `tensor`."""
+    """Bytes that a process holds when all FSDP shards are gathered, in the compute dtype.
+
+    Only this process's slice counts for parameters that are sharded along `tensor`.
+    """
     return sum(p.numel() // _n_slices(p) for p in model.parameters()) * model.compute_dtype.itemsize
 
 
 def _n_slices(parameter: torch.Tensor) -> int:
-    """Into how many slices a parameter is sharded along `tensor`; its numel is that of the whole."""
+    """The number of slices of a parameter along `tensor`; its numel is that of the whole."""
     if not isinstance(parameter, DTensor):  # its unit is gathered
         return 1
     axes = zip(parameter.device_mesh.mesh_dim_names, parameter.device_mesh.shape, parameter.placements, strict=True)

@@ -1,4 +1,4 @@
-"""Gathers the state of sharded models and optimizers into whole tensors, and shards it again."""
+"""Gathering the state of sharded models and optimizers into whole tensors, and sharding it again."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from dpo.parallel.sharding import _from_rank_0
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor gathered from all processes, any other as it is."""
+    """A sharded tensor gathered from all processes; any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def hold_the_same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], mesh: Mesh) -> bool:
-    """Whether all weights equal those in the same place, in whose dtype they are compared; every process compares its
-    shards."""
+    """Whether all weights of `ours` equal `theirs`, in order, compared in the dtype of `theirs`.
+
+    Every process compares its own shards.
+    """
     mine, others = (list(map(local_tensor, weights)) for weights in (ours, theirs))
     same = len(mine) == len(others) and all(torch.equal(a.to(b), b) for a, b in zip(mine, others, strict=True))
     return not mesh.any(not same)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's shard of a sharded tensor, any other as it is."""
+    """This process's shard of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_state(state: Any, *, copy: bool = False) -> Any:
     """A state dict with every sharded tensor gathered, on the CPU; every process must call it.
 
-    One tensor at a time, so that no device holds the whole model; ranks other than 0 drop what they gathered. With
-    `copy` the result does not change while training continues; tied tensors stay tied.
+    Gathers one tensor at a time, so that no device holds the whole model; ranks other than 0 drop them. With `copy` the
+    result does not change while training continues; tied tensors stay tied.
     """
     keep = not dist.is_initialized() or dist.get_rank() == 0
     copies: dict[tuple, torch.Tensor] = {}
@@ -60,7 +62,7 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:
-    """Load rank 0's whole state dict (None on other ranks); each process keeps copies of its own shards."""
+    """Load an optimizer's whole state dict from rank 0 (None on other ranks); each process keeps its shards."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         state = _cut_optimizer_state(parameters, state, mesh)

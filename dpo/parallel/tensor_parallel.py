@@ -1,8 +1,8 @@
 """Tensor parallelism: every process of a group holds a slice of each large matrix and computes its part of the layer.
 
 A plan maps module names to styles, which say how to shard them; it comes from the model itself or from `PLANS`.
-Parameters become DTensors, so that gradients, clipping, optimizer and checkpoints know what each process holds. Inside
-a module's forward they are plain local tensors, so that a layer costs no more than its one collective (Shoeybi et al.
+Parameters become DTensors, so that gradients, clipping, optimizer and checkpoints account for the slices. Inside a
+module's forward they are plain local tensors, so that a layer costs no more than its one collective (Shoeybi et al.
 2019, arXiv 1909.08053).
 """
 
@@ -24,17 +24,17 @@ WHOLE, SUMMED, LAST = Replicate(), Partial(), Shard(-1)
 
 
 class Style(NamedTuple):
-    """How one module is sharded over the group. Activations are (..., features)."""
+    """The sharding of one module over the group. Activations are (..., features)."""
 
-    cut: str | None  # what is sharded: "out" features, "in" features, the "rows" of an embedding, or None
+    cut: str | None  # the sharded dim: "out" features, "in" features, the "rows" of an embedding, or None
     enter: Callable[[torch.Tensor, DeviceMesh], torch.Tensor] | None = None  # applied to the input of the local forward
     leave: Callable[[torch.Tensor, DeviceMesh, int], torch.Tensor] | None = None  # to its output; the int: full width
-    grad_is_partial: bool = False  # a replicated parameter that sees only this process's slice of the activations
+    grad_is_partial: bool = False  # for a replicated parameter that sees only this process's slice of the activations
     divided: str | None = None  # an attribute that holds a size, to be divided by the group's size
 
 
 def _convert(x: torch.Tensor, mesh: DeviceMesh, have: Any, want: Any, *, grad: Any = None, width: int = 0) -> Any:
-    """A local tensor of placement `have` converted to placement `want`; its gradient has placement `grad`."""
+    """Convert a local tensor from placement `have` to `want`; its gradient has placement `grad`."""
     shape = (*x.shape[:-1], width) if width else None  # slices may differ in width by one chunk
     stride = torch.empty(shape, device="meta").stride() if shape else None
     have, want = (Shard(x.ndim - 1) if layout == LAST else layout for layout in (have, want))
@@ -43,13 +43,15 @@ def _convert(x: torch.Tensor, mesh: DeviceMesh, have: Any, want: Any, *, grad: A
 
 
 def _copied(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A whole input from which every process computes different features: its gradients are summed."""
+    """A whole input, from which processes compute different features, so that its gradients are summed."""
     return _convert(x, mesh, WHOLE, WHOLE, grad=SUMMED)
 
 
 class _SharedInput:
-    """Lets modules with the same input (queries, keys and values) convert it once, so that their gradients are summed
-    before the one collective."""
+    """An input that several modules (queries, keys and values) share and convert only once.
+
+    Their gradients are summed before the one collective.
+    """
 
     def __init__(self) -> None:
         self.takers = 0  # modules that share the input
@@ -79,7 +81,7 @@ def _gathered(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
 
 
 def _own_heads_of_three(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    """GPT-2 has queries, keys and values side by side in one matrix: gather them, keep this process's heads."""
+    """Gather GPT-2's queries, keys and values, side by side in one matrix, and keep this process's heads."""
     y = _convert(y, mesh, LAST, WHOLE, grad=SUMMED, width=width)
     parts = y.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :]  # (..., 3, heads / group * head size)
     return parts.flatten(-2)
@@ -98,13 +100,13 @@ STYLES = {
     "gptj_attention": Style(None, divided="num_attention_heads"),
 }
 
-# what is cut of a matrix: the styles of A and B of an adapter beside it
+# by the cut of a matrix: the styles of A and B of an adapter beside it
 BESIDE: dict[str | None, tuple[Style, Style]] = {
     "out": (STYLES["replicated_with_grad_allreduce"], Style("out")),
     "in": (Style("in"), STYLES["replicated_with_grad_allreduce"]),
 }
 
-# for families without a plan in transformers; its names of styles, plus fused_qkv and the two attentions
+# for families without a plan in transformers; with its style names, plus fused_qkv and the two attentions
 PLANS = {
     "gpt2": {
         "transformer.h.*.attn": "gpt2_attention",
@@ -138,8 +140,7 @@ def check_tensor_parallel(config: Any, size: int) -> None:
 
 
 def find_plan(model: Any) -> dict[str, Style]:
-    """The style of each module to shard, by full name. Raises InputError for a model that cannot be sharded
-    correctly."""
+    """The style of each module to shard, by full name. Raises InputError for an unsupported model."""
     kind = model.config.model_type
     named = PLANS.get(kind) or dict(getattr(model, "_tp_plan", None) or {})
     if not named:
@@ -162,9 +163,9 @@ def find_plan(model: Any) -> dict[str, Style]:
 
 
 def _plan_of_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The styles of PEFT's LoRA layers, W x + B A x, and of what is in them.
+    """The styles of PEFT's LoRA layers, W x + B A x, and of their parts.
 
-    As the sum is linear, what the style of W does to input and output is done once, around it.
+    As the sum is linear, the style of W converts input and output once, around the sum.
     """
     found = {}
     for name, module in model.named_modules():
@@ -180,12 +181,14 @@ def _plan_of_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]
 
 
 def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> None:
-    """Raises InputError for parameters without a style next to modules whose output is a slice: they may see slices
-    too, and would train on wrong gradients."""
+    """Raises InputError for parameters without a style next to modules whose output is a slice.
+
+    Such parameters may see slices too, and would train on wrong gradients.
+    """
     slicing = (STYLES["colwise"], STYLES["fused_qkv"])
     beside = {name.rpartition(".")[0] for name, style in plan.items() if style in slicing and name not in ignore}
     for name, module in model.named_modules():
-        name = name.removesuffix(".base_layer")  # under an adapter, whose layer has the name that it had
+        name = name.removesuffix(".base_layer")  # the layer of an adapter has the former name
         has_own = next(module.parameters(recurse=False), None) is not None
         if has_own and name not in plan and (name in beside or name.rpartition(".")[0] in beside):
             raise InputError(
@@ -195,11 +198,11 @@ def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> Non
 
 
 def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
-    """Give each process of `mesh` its slice of the modules' own parameters, and make forward compute with the slices.
+    """Shard the modules' own parameters over `mesh`, and make their forwards compute with the slices.
 
     `modules` maps full names to modules with whole parameters; tied ones must be in the same call to stay tied.
     """
-    slices: dict[Any, torch.nn.Parameter] = {}  # by whole parameter, which it keeps alive so that no id is reused
+    slices: dict[Any, torch.nn.Parameter] = {}  # by whole parameter; keeps these alive, so that no id is reused
     inputs: dict[str, _SharedInput] = defaultdict(_SharedInput)  # by the parent of the modules that share one
     for name, module in modules.items():
         style = plan.get(name, STYLES["replicate"])
@@ -214,7 +217,7 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
             module.register_parameter(key, slices[parameter])
         if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
             _compute_with_slices(module, style, mesh, width)
-        if style.cut == "in" and (n := getattr(module, "n_features", 0)):  # the dropout of what A is given
+        if style.cut == "in" and (n := getattr(module, "n_features", 0)):  # the dropout of A's input
             module.first_feature = mesh.get_local_rank() * -(-n // mesh.size())  # as torch.chunk splits
         if style.divided is not None:
             setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
@@ -238,8 +241,10 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, width: int
 
 
 def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
-    """The dim along which a parameter is sharded. Linear weights are (out, in), those of transformers' Conv1D (in,
-    out)."""
+    """The dim along which a parameter is sharded, or None.
+
+    Linear weights are (out, in), those of transformers' Conv1D (in, out).
+    """
     if style.cut is None or (name == "bias" and style.cut == "in"):
         return None
     transposed = hasattr(module, "nf")
@@ -247,7 +252,7 @@ def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
 
 
 def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> torch.nn.Parameter:
-    """This process's slice, copied so that the whole parameter can be freed."""
+    """This process's slice of a parameter, copied so that the whole can be freed."""
     placement = WHOLE if dim is None else Shard(dim)
     whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     local = whole.to_local()

@@ -1,7 +1,7 @@
 """Tensor parallelism with the package `tensor_parallel` 2.0.0: one process, several devices, a thread for each.
 
-The package's rules say how GPT-2, GPT-NeoX and Llama are sharded; they are corrected here for transformers 5 and for
-training. It supports neither sampling nor activation checkpointing. No other module of ours knows the package.
+The package's rules for sharding GPT-2, GPT-NeoX and Llama are corrected here for transformers 5 and for training. It
+supports neither sampling nor activation checkpointing. No other module of ours uses the package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ATTENTION = ("eager", "sdpa")
 
 
 def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> SplitModel:
-    """The model sharded over two or more devices of this process; `model` itself, best on the CPU, is not changed.
+    """Shard a model over two or more devices of this process; `model` itself, best on the CPU, is not changed.
 
     Raises InputError if the package cannot be imported, and for a model that it cannot shard.
     """
@@ -30,7 +30,7 @@ def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> Spl
     check_tensor_parallel(model.config, len(devices))
     try:
         importlib.import_module("tensor_parallel")
-    except ImportError as error:  # often of pkg_resources, which setuptools 82 removed
+    except ImportError as error:  # often for pkg_resources, which setuptools 82 removed
         raise _refusal(
             f"needs the package tensor_parallel, which cannot be imported ({error})",
             "pip install tensor_parallel==2.0.0 'setuptools>=77,<82'",
@@ -62,7 +62,7 @@ def _check(model: Any, n_devices: int) -> None:
 
 
 class SplitModel(torch.nn.Module):
-    """A model of which each device holds a slice; `state_dict()` is that of the whole model.
+    """A model sliced over several devices; `state_dict()` is that of the whole model.
 
     `parameters()` hold each weight once, so that norm, clipping and elementwise updates are those of the whole model.
     """
@@ -95,7 +95,7 @@ class SplitModel(torch.nn.Module):
         return {alias: whole[name] for alias, name in self.names.items()}
 
     def keep_whole_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the optimizer's state dicts those of an optimizer over the `parameters()` of the whole model.
+        """Make an optimizer save and load state dicts for the `parameters()` of the whole model.
 
         Raises InputError for Adafactor, whose updates depend on whole rows and columns, not on single elements.
         """
@@ -154,8 +154,11 @@ class SplitModel(torch.nn.Module):
         return [attrgetter(name)(shard) for shard in self.cut.module_shards]
 
     def _forget_gathered(self) -> None:
-        """Make the package gather norms anew. It shards them and gathers them in forward, but would train with those it
-        gathered in the last evaluation, through which no gradient flows."""
+        """Make the package gather norms anew.
+
+        It shards norms and gathers them in forward, but would train with those gathered in the last evaluation, through
+        which no gradient flows.
+        """
         self.cut.sharding_manager._last_versions = None
 
 
@@ -170,7 +173,7 @@ def _flatten(values: Sequence[torch.Tensor], rank: int, n_devices: int, like: to
 
 
 def _rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
-    """The package's rules for the model's family, corrected, and the one among them for biases added to a sum."""
+    """The package's rules for the model's family, corrected, and the rule among them for biases added to a sum."""
     from tensor_parallel.communications import CollectiveOperation
     from tensor_parallel.slicing_configs import PREDEFINED_CONFIGS
     from tensor_parallel.state_actions import LegacyStateAction, Scale, Split
@@ -181,7 +184,7 @@ def _rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
     # and an update of Adam or RMSprop is n times too long. So the first device keeps all of it, the others zeros.
     alone = LegacyStateAction(lambda bias, rank: bias * (rank == 0), lambda parts: parts[0])
     states = {pattern: alone if isinstance(rule, Scale) else rule for pattern, rule in rules.state_rules.items()}
-    states[re.compile(rf"{head}\.weight$")] = Split(n, dim=1)  # as the embeddings, with which it may be tied
+    states[re.compile(rf"{head}\.weight$")] = Split(n, dim=1)  # like the embeddings, with which it may be tied
     names = [name for name, _ in model.named_parameters()]
     rules.state_rules = {p: rule for p, rule in states.items() if any(map(p.search, names))}  # it warns of unused ones
     # On CPUs the package sums in the order in which threads arrive, so results differ from run to run.

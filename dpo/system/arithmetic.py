@@ -9,16 +9,19 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-GRAPHS = 32  # recompile limit of the one code object that all blocks of policy and reference share; torch's is 8
+GRAPHS = 32  # recompile limit of the code object that all blocks of policy and reference share; torch's is 8
 
 
 def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
-    """Apply a run's settings to this process. `compiles`: it uses torch.compile, whose import takes half a second."""
+    """Apply a run's settings to this process.
+
+    `compiles`: the run uses torch.compile, whose import takes half a second.
+    """
     torch.backends.cuda.matmul.allow_tf32 = True
-    # cuDNN's attention builds a plan for every shape, 20 to 40 ms of host time, and ours change with every microbatch
+    # cuDNN's attention builds a plan for every shape, 20 to 40 ms of host time; ours change with every microbatch
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch requires on CUDA
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch on CUDA
         torch.use_deterministic_algorithms(True)
     if compiles:
         from torch._dynamo import config

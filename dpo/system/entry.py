@@ -9,10 +9,10 @@ from typing import Any
 
 
 def open_standard_streams() -> None:
-    """Open closed standard streams on nothing, here and in processes started later.
+    """Open closed standard streams on the null device, here and in processes started later.
 
-    Some daemons start a process without them. Otherwise the next file that somebody opens would be standard output,
-    and Python has no stream to print to.
+    Some daemons start a process without them. Then the next file to be opened would become standard output, and Python
+    would have no stream to print to.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -24,7 +24,7 @@ def open_standard_streams() -> None:
 
 
 class _Log(io.FileIO):
-    """A file of which nobody is told that it cannot be written."""
+    """A file that hides write errors."""
 
     def write(self, data: Any) -> int:
         try:
@@ -37,13 +37,13 @@ class _Log(io.FileIO):
 def print_whatever_happens() -> None:
     """Keep printing from ever failing, and so from ending a run.
 
-    Not on a full disk, nor in a pipe that nobody reads, nor with characters that have no encoding.
+    It does not fail on a full disk, in a pipe that nobody reads, or for characters without an encoding.
     """
     for name in ("stdout", "stderr"):
         former = getattr(sys, name)
         try:
             raw = _Log(former.fileno(), "w", closefd=False)
-        except io.UnsupportedOperation:  # of a program that runs this one and keeps what it prints
+        except io.UnsupportedOperation:  # the stream of a program that runs this one and captures its output
             continue
         options = {"encoding": former.encoding, "line_buffering": former.line_buffering or former.write_through}
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), errors="backslashreplace", **options))

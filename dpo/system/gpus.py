@@ -1,15 +1,15 @@
-"""How many GPUs there are. Imports torch only where there may be one: that takes longer than all of validation."""
+"""The number of GPUs. Imports torch, slower than all of validation, only if there may be a GPU."""
 
 from __future__ import annotations
 
 import glob
 import sys
 
-DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of NVIDIA's driver, the same under WSL, AMD's
+DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of NVIDIA's driver, the same under WSL, of AMD's driver
 
 
 def count_gpus(devices: tuple[str, ...] = DEVICES) -> int:
-    """GPUs that torch can use."""
+    """The number of GPUs that torch can use."""
     if "torch" not in sys.modules and not any(map(glob.glob, devices)):
         return 0
     import torch

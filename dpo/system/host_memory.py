@@ -1,4 +1,4 @@
-"""How much memory this machine, container or job leaves to this process, and how much the process holds."""
+"""Memory available to this process on its machine, container or job, and memory that it holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 class HostMemory(NamedTuple):
-    """In bytes; `available` is what can be allocated without swapping or being killed."""
+    """Sizes in bytes; `available` can be allocated without swapping or being killed."""
 
     total: int
     available: int
@@ -28,8 +28,10 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
 
 
 def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """(limit, what remains of it) of each cgroup that has one. The file cache counts as used there, but is
-    reclaimable."""
+    """Yield (limit, remaining bytes) of each cgroup that has a limit.
+
+    The file cache counts as used there, but is reclaimable.
+    """
     paths = [line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")]
     own = [cgroups / path.strip("/") for path in paths]
     for group in (directory for path in own for directory in (path, *path.parents)):
@@ -48,6 +50,6 @@ def resident_memory() -> int:
 
 
 def give_back_freed_memory() -> None:
-    """Return all free heap pages to the system; by itself glibc returns only those at the end of the heap."""
+    """Return all free heap pages to the system; by default glibc returns only those at the end of the heap."""
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,6 +1,6 @@
-"""Starts the processes of a run, or joins those of torchrun or Slurm, and ends them all when one fails.
+"""Starting the processes of a run, or joining those of torchrun or Slurm, and ending all when one fails.
 
-torch is imported inside functions: a parent starts its workers first, and imports it while they do.
+torch is imported inside functions: a parent starts its workers first, and imports torch while they do.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from dpo.system.signals import ASKED, Stopped, ctrl_c_ignored, killed_by_stop_si
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-START_METHOD = "spawn"  # of workers: CUDA works in no forked process
+START_METHOD = "spawn"  # for workers: CUDA does not work in a forked process
 BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
 GRACE_SECS = 5  # delay before a rank that lost contact exits, so that the rank that caused it exits first and is named
-STOP_SECS = 60  # for the other workers to exit, once one has exited on a signal that all were sent
+STOP_SECS = 60  # time for the other workers to exit, once one has exited on a signal sent to all
 ABORTED = -signal.SIGABRT  # how NCCL's watchdog kills a rank whose collective timed out
-ABORT_SECS = 60  # between such kills on different ranks: they may wait in different collectives
+ABORT_SECS = 60  # time between such kills on different ranks, which may wait in different collectives
 
 
 class WorkerFailed(RunError):
@@ -61,7 +61,8 @@ def launch(
     A process that a launcher started (`find_rank_env`) runs its own worker and exits with it. Otherwise the processes
     are spawned here and meet at `port` (None: a free one): over NCCL with one GPU each, or over gloo on the CPU.
     Without `process_group` the worker is called in this process. A collective that waits longer than `timeout_secs`
-    fails. Raises InputError for bad input that a worker found, Stopped if the run was asked to stop, and WorkerFailed.
+    fails. Raises InputError for bad input that a worker found, Stopped if the run was asked to stop, and WorkerFailed
+    if a worker did not finish.
     """
     raise_open_file_limit()
     rank_env = find_rank_env()
@@ -69,7 +70,7 @@ def launch(
         status, message = _work(rank_env, worker, args, timeout_secs)
         if status:
             if status == BAD_INPUT and rank_env.rank != 0:
-                time.sleep(GRACE_SECS)  # all ranks may have found it: rank 0 reports it, this one is ended
+                time.sleep(GRACE_SECS)  # all ranks may have found it: rank 0 reports it, and this one is ended
             if message:
                 message = redact(f"error: {message}" if status == BAD_INPUT else message)
                 print(message, file=sys.stderr, flush=True)
@@ -88,7 +89,7 @@ def launch(
 
 
 def _backend(local_rank: int) -> str:
-    """NCCL on this rank's GPU, else gloo. Raises InputError if this machine has fewer GPUs than processes."""
+    """The backend: NCCL with GPUs, else gloo. Raises InputError if this machine has fewer GPUs than processes."""
     import torch
 
     if not torch.cuda.is_available():
@@ -156,7 +157,7 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
 
 
 def _meet(rank_env: RankEnv, timeout_secs: float) -> dist.Store:
-    """The rendezvous store of this run's ranks; a new one for every restart by torchrun."""
+    """The rendezvous store of this run's ranks; new for every restart by torchrun."""
     import torch.distributed as dist
 
     store = dist.TCPStore(
@@ -170,7 +171,7 @@ def _meet(rank_env: RankEnv, timeout_secs: float) -> dist.Store:
 
 
 def _compare_notes(store: dist.Store, rank_env: RankEnv, note: str, timeout_secs: float) -> str:
-    """Record in the store how this rank ended; if it lost contact, wait and name the ranks that did not."""
+    """Record in the store how this rank ended; if it lost contact, wait, then name the ranks that did not."""
     import torch.distributed as dist
 
     try:
@@ -197,7 +198,7 @@ def _leave(status: int) -> None:
     """Exit now, without finalizing the interpreter.
 
     Other threads may be stuck in a collective. A process group that a mesh still references has threads that free the
-    tensors of the last collectives; one that needs the interpreter while it finalizes aborts the process.
+    tensors of the last collectives; a thread that needs the interpreter during finalization aborts the process.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -223,7 +224,7 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
 
 def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
     """Start the workers, wait for them, and leave none behind."""
-    try:  # the parent serves the store, so the port is bound before any worker is told of it
+    try:  # the parent serves the store, so it binds the port before it starts any worker
         server = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         raise InputError(f"port {port} is in use; fsdp_port=null picks a free one") from error
@@ -251,10 +252,10 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             store = dist.TCPStore(
                 address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
             )
-            if asked:  # while a worker was started, which was not told
+            if asked:  # a signal came while a worker was starting, which did not get it
                 _terminate(processes)
             _wait_for(processes, pipes, timeout_secs, asked, began=time.monotonic())
-        del store  # until here
+        del store  # needed until here
     finally:
         for process in processes:
             process.kill()
@@ -263,7 +264,7 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
 
 
 def _forward(processes: list, asked: list[int], number: int) -> str:
-    """Ask the workers, which ignore Ctrl-C, to stop, and remember the signal; what is done about it."""
+    """Ask the workers, which ignore Ctrl-C, to stop; record the signal; return a message about it."""
     asked.append(number)
     _terminate(processes)
     return "stopping, after what was trained is saved"
@@ -276,13 +277,13 @@ def _terminate(processes: list) -> None:
 
 
 class End(Enum):
-    """How a worker ended."""
+    """Outcome of a worker."""
 
     DONE, STOPPED, LOST_CONTACT, FAILED = range(4)
 
 
 def _classify(status: int, *, reported: bool, asked: list[int], timed_out: bool) -> End:
-    """Classify how a worker ended, by its exit status.
+    """Classify a worker's outcome by its exit status.
 
     `reported`: the worker had returned before it exited; `asked` are the signals that the parent received;
     `timed_out`: the run has lasted longer than the collective timeout, so NCCL may have killed a worker whose
@@ -290,7 +291,7 @@ def _classify(status: int, *, reported: bool, asked: list[int], timed_out: bool)
     """
     if status == 0:
         return End.DONE if reported else End.FAILED
-    if status == ASKED or (asked and -status in (signal.SIGTERM, *asked)):  # killed by it, if not training yet
+    if status == ASKED or (asked and -status in (signal.SIGTERM, *asked)):  # killed by the signal, if not training yet
         return End.STOPPED
     if status == LOST_CONTACT or (status == ABORTED and (timed_out or asked)):
         return End.LOST_CONTACT
@@ -298,7 +299,7 @@ def _classify(status: int, *, reported: bool, asked: list[int], timed_out: bool)
 
 
 def _patience(ends: Collection[End], *, aborted: bool, timeout_secs: float) -> float:
-    """Seconds that the other workers get to exit, given how some have ended."""
+    """Seconds that the other workers get to exit, given the outcomes so far."""
     if End.FAILED in ends:
         return 1
     if End.STOPPED in ends:
@@ -309,9 +310,9 @@ def _patience(ends: Collection[End], *, aborted: bool, timeout_secs: float) -> f
 
 
 def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int], *, began: float) -> None:
-    """Return when all workers are done. Raises for the first that failed, or for those that never exited.
+    """Wait until all workers are done. Raises for the first that failed, or for those that never exited.
 
-    `asked` are the signals that the parent received, `began` is when the workers started.
+    `asked` are the signals that the parent received, `began` is the time when the workers started.
     """
     running, ends, words, deadline = dict(enumerate(processes)), {}, {}, None
     while running:
@@ -349,8 +350,10 @@ def _cause(
     lost: set[int],
     timeout_secs: float,
 ) -> Exception:
-    """The exception that explains why workers did not finish, from their exit statuses and last messages, both in the
-    order in which they exited. Ranks in `lost` lost contact."""
+    """The exception that explains why workers did not finish.
+
+    Exit statuses and last messages are in the order in which workers exited. Ranks in `lost` lost contact.
+    """
     guilty = [rank for rank in statuses if rank not in lost]
     if guilty:
         rank = next((r for r in guilty if statuses[r] == BAD_INPUT), guilty[0])
@@ -364,7 +367,7 @@ def _cause(
 
 
 def _last_words(pipe: Any) -> str | None:
-    """What a worker that has exited reported; None if it did not."""
+    """The report of a worker that has exited; None if there is none."""
     try:
         return pipe.recv() if pipe.poll() else None
     except EOFError:

@@ -1,4 +1,4 @@
-"""What libraries log that helps nobody here."""
+"""Silencing of irrelevant log messages of libraries."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 
 
 def silence_bitsandbytes() -> None:
-    """To be called before PEFT is imported, which imports bitsandbytes if it is there, which then asks for a package of
-    kernels that nothing here uses."""
+    """Silence bitsandbytes' request for a kernel package that is not used here.
+
+    Call it before importing PEFT, which imports bitsandbytes if that is installed.
+    """
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

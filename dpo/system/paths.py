@@ -1,4 +1,4 @@
-"""Where runs, models and datasets are on this machine."""
+"""Places of runs, models and datasets on this machine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from datetime import datetime
 
 
 def get_local_dir(prefixes: Sequence[str]) -> str:
-    """`PREFIX/USER` for the first prefix that exists, else for the last. Creates nothing (the reference did)."""
+    """`PREFIX/USER` for the first prefix that exists, else for the last.
+
+    Creates nothing, unlike the reference implementation.
+    """
     prefix = next((p for p in prefixes if os.path.exists(p)), prefixes[-1])
     return os.path.join(prefix, getpass.getuser())
 
 
 def get_cache_dir(local_dirs: Sequence[str]) -> str | None:
-    """Where models and datasets are cached: `LOCAL_DIR/USER`, or None (the libraries' default) if the environment sets
-    `XDG_CACHE_HOME` or `HF_HOME`."""
+    """The cache directory of models and datasets: `LOCAL_DIR/USER`.
+
+    None, the libraries' default, if the environment sets `XDG_CACHE_HOME` or `HF_HOME`.
+    """
     return None if {"XDG_CACHE_HOME", "HF_HOME"} & os.environ.keys() else get_local_dir(local_dirs)
 
 

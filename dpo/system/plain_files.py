@@ -1,6 +1,6 @@
-"""Checks that a path is a regular file: opening a FIFO blocks forever, and writing through a link goes elsewhere.
+"""Checks that a path is a regular file, and reading of JSON and YAML from untrusted sources.
 
-Also reads JSON and YAML that may come from anywhere.
+Opening a FIFO blocks forever, and writing through a link goes elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 
 from dpo.errors import InputError
 
-DEEPEST = 100  # levels of JSON and YAML; what is nested deeper would end whoever walks through it
+DEEPEST = 100  # levels of JSON and YAML; deeper nesting would crash code that walks through it
 KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFLNK: "a symbolic link",
@@ -29,14 +29,14 @@ KINDS = {
 
 
 def check_readable(path: Path, error: type[InputError] = InputError) -> None:
-    """Raises `error` if the path is neither a file nor a link to one, and OSError if nothing is there."""
+    """Raises `error` if the path is neither a file nor a link to one, and OSError if it does not exist."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         raise error(f"{path} is {KINDS[stat.S_IFMT(mode)]}; a regular file is expected")
 
 
 def read_json(path: Path, error: type[InputError] = InputError) -> Any:
-    """The value in a JSON file from anywhere. Raises `error` if there is none, and OSError if nothing is there."""
+    """Read an untrusted JSON file. Raises `error` if it is invalid, and OSError if it does not exist."""
     check_readable(path, error)
     try:
         value = json.loads(path.read_bytes().decode("utf-8"))
@@ -47,9 +47,9 @@ def read_json(path: Path, error: type[InputError] = InputError) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """The value in a YAML file from anywhere, without aliases, of which a few lines can make gigabytes.
+    """Read an untrusted YAML file, without aliases, as a few lines of them can make gigabytes.
 
-    Raises InputError if there is none, and OSError if nothing is there.
+    Raises InputError if it is invalid or has aliases, and OSError if it does not exist.
     """
     check_readable(path)
     try:
@@ -77,7 +77,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raises InputError if the path exists and is not itself a file: writing would block, fail or go elsewhere."""
+    """Raises InputError if the path exists and is not a file: writing would block, fail or go elsewhere."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def check_link(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove whatever is there: a directory with its contents; a link, but not its target."""
+    """Remove a path, if it exists: a directory with its contents; a link, but not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -29,7 +29,7 @@ def init_distributed(
 ) -> None:
     """Join the default process group, through `store` or the environment's `MASTER_ADDR` and `MASTER_PORT`.
 
-    `timeout` is how long a collective may wait; None is torch's default. `local_rank`, by default `rank`, is the rank
+    `timeout` is the longest wait of a collective; None is torch's default. `local_rank`, by default `rank`, is the rank
     within the machine, and under NCCL the index of its GPU.
     """
     if store is None:

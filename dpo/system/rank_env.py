@@ -23,7 +23,7 @@ class RankEnv(NamedTuple):
 
 
 def find_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
-    """The rank that torchrun or Slurm (several tasks of one `srun`) assigned; None if neither launched this process.
+    """The rank that torchrun or Slurm (several tasks of one `srun`) assigned; None without such a launcher.
 
     Raises InputError for variables that are missing or not numbers.
     """
@@ -43,12 +43,12 @@ def find_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
 
 
 def is_rank_0() -> bool:
-    """Whether this is the first of the processes that a launcher started; true without one."""
+    """Whether this is the first of the processes that a launcher started; true without a launcher."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def _number(name: str, default: int | None = None, *, environ: Mapping[str, str]) -> int:
-    """An environment variable that must be an integer, and must be set unless it has a default."""
+    """Read an integer environment variable. Raises InputError for another value, or a missing one without default."""
     if name not in environ and default is None:
         raise InputError(f"a launcher set some of its variables but not {name}: unset them, or launch again")
     text = environ.get(name, str(default))

@@ -1,4 +1,4 @@
-"""Replaces what looks like a secret before anything is written or printed. Imports no torch."""
+"""Redaction of likely secrets before anything is written or printed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|s
 ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be unclosed
 PLACEHOLDER = re.compile(
     r"""[\[\\'"]*value\d*(,value\d*)*[\]\\'"]*""", re.IGNORECASE
-)  # of a hint: key=[value1,value2], KEY=VALUE
-KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # of an override
+)  # in hints: key=[value1,value2], KEY=VALUE
+KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # the key of an override
 REFERENCE = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # in an override's value
 
@@ -43,8 +43,11 @@ def secrets_in(overrides: list[str]) -> list[str]:
 
 
 def redact(value: Any) -> Any:
-    """`value` with secrets replaced: values of keys named like one, also as KEY=VALUE in a string; credentials in URLs;
-    values of environment variables named like one. A reference (`${oc.env:NAME}`) is not a secret."""
+    """Replace the secrets in `value`.
+
+    These are values of keys named like a secret, also as KEY=VALUE in a string; credentials in URLs; and values of
+    environment variables named like a secret. A reference (`${oc.env:NAME}`) is not a secret.
+    """
     if isinstance(value, dict):
         return {k: "REDACTED" if is_secret(k) and v else redact(v) for k, v in value.items()}
     if isinstance(value, list):

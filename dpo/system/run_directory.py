@@ -1,4 +1,4 @@
-"""The directory of a run: created once, never shared by two runs, with a record of config and environment."""
+"""The directory of a run: created once, never shared by two runs, with records of config and environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOCK = ".lock"
 ORIGIN = ".continues"  # in a run that continues another one: the checksum of the other's manifest
 STREAM, PARQUET = "ledger.arrows", "ledger.parquet"  # with ledger=true
 REPORT = Path("report", "report.html")  # with report=true
-SWEEP = "sweep.json"  # in the directory of a sweep, which holds those of its jobs
+SWEEP = "sweep.json"  # in the directory of a sweep, which contains those of its jobs
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN)
 PACKAGES = (
     "torch",
@@ -50,8 +50,8 @@ def _git(*arguments: str) -> str:
 
 
 def environment(processes: int = 1) -> dict[str, Any]:
-    """Versions, devices and the git commit: what it takes to repeat the run. No environment variables."""
-    import torch  # here: the report reads what a run left, and needs none
+    """Facts for repeating the run: versions, devices, the git commit. No environment variables."""
+    import torch  # here, as the report needs this module without torch
 
     commit = _git("rev-parse", "HEAD")
     return {
@@ -86,10 +86,10 @@ def check_free(path: str | Path) -> None:
 
 
 def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = False) -> Path:
-    """Create the directory, in which files of the names `logs` will be appended to.
+    """Create the directory of a run, which will append to the files named `logs`.
 
     Raises InputError if it already holds a run, unless that run is `continued`, or if something other than a file is
-    where the run would write one.
+    in the place of a file of the run.
     """
     if not continued:
         check_free(path)
@@ -104,7 +104,7 @@ def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = Fal
 
 
 def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -> None:
-    """Write `config.yaml` and `env.json`, for a run of so many processes."""
+    """Write `config.yaml` and `env.json`, for a run of `processes`."""
     facts = environment(processes)
     with _explaining(run_dir):
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
@@ -112,7 +112,7 @@ def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -
 
 
 def add_to_record(run_dir: Path, **more: Any) -> None:
-    """Add facts to `env.json`, if the file is as it was written: only its reader needs them."""
+    """Add facts to `env.json`; do nothing if the file is missing or damaged, as only readers need them."""
     path = run_dir / "env.json"
     try:
         facts = json.loads(path.read_bytes())
@@ -146,10 +146,10 @@ def lock_run_dir(run_dir: Path) -> IO:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a process holds the directory's lock: a run that trains. False where there are no locks."""
+    """Whether a running process holds the directory's lock. False on file systems without locks."""
     try:
         with (run_dir / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # which is given back as the file is closed
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
     except BlockingIOError:
         return True
     except OSError:

@@ -1,4 +1,4 @@
-"""Work that one process per machine does for all processes of that machine, while they wait for as long as it takes."""
+"""Work that one process per machine does for all processes of that machine, while they wait."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def once_per_machine(
     """The result of `make()` in the first process of each machine, and of `take(give(made))` in the others.
 
     Every process must call it; it returns once all machines are done. No process waits in a collective, which would
-    time out and block signals; the process that makes sends heartbeats through the store instead. Raises DistError if
-    another process failed, or sent none for `silence_secs`.
+    time out and block signals; instead, the first processes send heartbeats through the store. Raises DistError if one
+    of them failed, or sent no heartbeat for `silence_secs`.
     """
     if not is_shared():
         return make()
@@ -45,7 +45,7 @@ def once_per_machine(
 
 
 def _wait(store: dist.Store, keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
-    """What these ranks give, once all are done. Raises DistError if one failed or fell silent."""
+    """Wait for these ranks and return what they give. Raises DistError if one failed or fell silent."""
     given: dict[int, str] = {}
     for rank, answer in answers(store, keys, {rank: _signs(key) for rank, key in keys.items()}, silence_secs):
         outcome, _, given[rank] = answer.partition(" ")
@@ -59,8 +59,10 @@ def _signs(key: str) -> str:
 
 
 def _machine() -> str:
-    """Equal for processes that can open each other's files under /proc: same boot, PID and user namespace, and user.
-    (Different machines may have the same host name.)"""
+    """An id shared by processes that can open each other's files under /proc.
+
+    They have the same boot, PID and user namespace, and user. (Different machines may have the same host name.)
+    """
     booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user")]
     return " ".join([booted, *namespaces, str(os.getuid())])

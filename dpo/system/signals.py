@@ -1,7 +1,7 @@
 """Stop signals: Ctrl-C, SIGTERM and SIGUSR1 end a run with a checkpoint; a second Ctrl-C ends it without one.
 
-While a run starts they end the process at once, as nothing can be lost. An exception, raised wherever the signal
-comes, might reach a library that goes on without a word, as one that tries an import does, or C++ that aborts.
+While a run starts, they end the process at once, as nothing can be lost. An exception, raised wherever the signal
+arrives, might reach a library that silently goes on, as in an attempted import, or C++ that aborts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dpo.system.rank_env import is_rank_0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ABORTED = 128 + signal.SIGINT  # exit status after Ctrl-C, saved or not, as shells expect
 ASKED = 128 + signal.SIGTERM  # exit status after SIGTERM or SIGUSR1
-before_end: list[Callable[[], object]] = []  # to call when a signal ends this process at once
+before_end: list[Callable[[], object]] = []  # called when a signal ends this process at once
 SAME_SECS = 1  # a second SIGINT within this time is the same Ctrl-C: terminal and launcher may both send it
 
 
@@ -31,9 +31,9 @@ class PressedAgain(KeyboardInterrupt):
 
 
 class Stopped(BaseException):
-    """The run stopped on signal `number`; what was trained is saved. `run_dir` is where, if it is known.
+    """The run stopped on signal `number`, with training saved in `run_dir`, if that is known.
 
-    Not an Exception: libraries go on after those.
+    Not an Exception: libraries catch those and go on.
     """
 
     def __init__(self, number: int = signal.SIGTERM, run_dir: str | Path | None = None) -> None:
@@ -51,16 +51,16 @@ class Stopped(BaseException):
 
 
 def abort() -> NoReturn:
-    """End at once, whatever is being written in the background."""
+    """End at once, even while a checkpoint is written in the background."""
     _end("aborted: nothing more is saved", ABORTED)
 
 
 def end_on_stop_signals(run_dir: str | Path | None = None) -> None:
-    """End this process at once on a signal, with a sentence."""
+    """Make signals end this process at once, with a message."""
 
     def end(number: int, _: object) -> None:
         for act in before_end:
-            with suppress(Exception):  # which must not keep it from ending
+            with suppress(Exception):  # an error must not keep the process from ending
                 act()
         stopped = Stopped(number, run_dir)
         _end(str(stopped) if _speaks() else "", stopped.status)
@@ -71,7 +71,7 @@ def end_on_stop_signals(run_dir: str | Path | None = None) -> None:
 
 @contextmanager
 def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
-    """Inside, a signal ends this process at once, unless somebody listens; Stopped learns of the run's directory."""
+    """Inside, a signal ends this process at once, unless another handler is set; Stopped gets the `run_dir`."""
     with _handlers_restored():
         if _in_main_thread():
             end_on_stop_signals(run_dir)
@@ -84,11 +84,11 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
 
 @contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
-    """Inside, call `act` with the number of a stop signal, and print its answer.
+    """Inside, call `act` with the number of a stop signal, and print the message that it returns.
 
-    A second Ctrl-C raises PressedAgain. Ctrl-C stays ignored if it was.
+    A second Ctrl-C raises PressedAgain. If Ctrl-C was ignored before, it stays ignored.
     """
-    heard: dict[int, float] = {}  # when each came first
+    heard: dict[int, float] = {}  # time when each came first
 
     def hear(number: int, _: object) -> None:
         now, first = time.monotonic(), heard.get(number)
@@ -110,7 +110,7 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
 
 @contextmanager
 def killed_by_stop_signals() -> Iterator[None]:
-    """Inside, a signal kills this process, as it does by default: for calls that no handler of Python's interrupts."""
+    """Inside, a signal kills this process, as by default: for calls that Python's handlers cannot interrupt."""
     with _handlers_restored():
         if _in_main_thread():
             for number in _heeded():
@@ -136,8 +136,10 @@ def _in_main_thread() -> bool:
 
 @contextmanager
 def ctrl_c_ignored() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C from the start: a terminal sends it to all of them, and only their parent
-    should handle it and forward it."""
+    """Inside, started processes ignore Ctrl-C from the start.
+
+    A terminal sends it to all of them, and only their parent should handle and forward it.
+    """
     with _handlers_restored():
         if _in_main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)

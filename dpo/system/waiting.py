@@ -1,7 +1,7 @@
 """Waiting, through the store, for work that one rank does alone, such as loading data or writing a checkpoint.
 
-A collective would time out however far that rank has come, and would block signals. Polling the store, the other ranks
-wait for as long as that rank sends heartbeats.
+A collective would time out whatever progress that rank makes, and would block signals. Instead, the other ranks poll
+the store, and wait as long as that rank sends heartbeats.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
-PROGRESS = "progress of rank 0"  # key of a count at the store
-BEAT_SECS = 2.0  # between two signs of life
-LONGEST_PAUSE = 0.5  # seconds between two looks at the store
+PROGRESS = "progress of rank 0"  # key of a counter in the store
+BEAT_SECS = 2.0  # between two heartbeats
+LONGEST_PAUSE = 0.5  # longest time between two polls of the store, in seconds
 
 
 def is_shared() -> bool:
@@ -33,9 +33,10 @@ def default_store() -> dist.Store:
 def answers(
     store: dist.Store, keys: Mapping[int, str], signs: Mapping[int, str], silence_secs: float
 ) -> Iterator[tuple[int, str]]:
-    """Yields (rank, the value it set under its key) as the ranks answer. `signs` has the key of each rank's heartbeats.
+    """Yields (rank, the value set under its key) as the ranks answer.
 
-    Raises DistError if a rank neither answers nor sends a heartbeat for `silence_secs`.
+    `signs` has the key of each rank's heartbeats. Raises DistError if a rank neither answers nor sends a
+    heartbeat for `silence_secs`.
     """
     heard = dict.fromkeys(keys, (0, time.monotonic()))  # count of heartbeats, and when the last one came
     missing, pause = dict(keys), 0.005
@@ -79,7 +80,7 @@ def made_progress() -> None:
 
 
 def meet_rank_0(place: str) -> None:
-    """Return once rank 0 has reached `place`, a name used only once; rank 0 does not wait.
+    """Wait until rank 0 has reached `place`, a name used only once; rank 0 does not wait.
 
     Raises DistError if rank 0 neither arrives nor makes progress within the collective timeout.
     """
@@ -93,7 +94,7 @@ def meet_rank_0(place: str) -> None:
 
 
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
-    """Call `act` on rank 0, which sends heartbeats meanwhile, then on the other ranks; return its result."""
+    """Call `act` on rank 0, with heartbeats, then on the other ranks; return its result."""
     if not is_shared() or dist.get_rank() != 0:
         meet_rank_0(place)
         return act()
@@ -104,6 +105,6 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
 
 
 def leave_together() -> None:
-    """Return once every rank is here. Rank 0 may serve the store, of which others that wait for it still ask."""
+    """Wait until every rank is here: rank 0 may serve the store, which waiting ranks still poll."""
     if is_shared():
         dist.all_gather_object([None] * dist.get_world_size(), None)

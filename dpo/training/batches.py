@@ -1,4 +1,4 @@
-"""From the order of the examples to what an update takes, prepared ahead of time in the background."""
+"""The global batches of a run, prepared ahead of time in background threads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Result = TypeVar("Result")
 
 
 class Drawing(NamedTuple):
-    """How the online pairs of a batch were drawn."""
+    """A record of drawing the online pairs of a batch."""
 
-    online: torch.Tensor  # (B,) bool: which pairs these are
+    online: torch.Tensor  # (B,) bool: which pairs of the batch were drawn online
     metrics: dict[str, float]
-    seconds: dict[str, float]  # that each part of it took
+    seconds: dict[str, float]  # duration of each part of the drawing
 
 
 class GlobalBatch(NamedTuple):
@@ -34,7 +34,7 @@ class GlobalBatch(NamedTuple):
 
     examples: list[Example]
     microbatches: list[Microbatch]
-    keys: list[tuple[bytes, ...]]  # of what the reference gives for each example; empty where none is cached
+    keys: list[tuple[bytes, ...]]  # cache keys of the reference's log-probabilities; empty where none are cached
     counted: torch.Tensor | None = None  # (B,) bool: the examples over which loss and metrics are means; None: all
     drawing: Drawing | None = None
 
@@ -44,8 +44,7 @@ class GlobalBatch(NamedTuple):
         return len(self.examples) if self.counted is None else int(self.counted.sum())
 
     def speed(self, seconds: float) -> dict[str, float]:
-        """The rates of an update that took `seconds` after the batch was there, and what part of its time drawing the
-        pairs took."""
+        """Throughput of an update that took `seconds` once its batch was ready, and drawing's shares of its time."""
         drawing = {} if self.drawing is None else self.drawing.seconds
         whole = seconds + sum(drawing.values())
         n_tokens = sum(example.n_tokens for example in self.examples)
@@ -56,9 +55,9 @@ class GlobalBatch(NamedTuple):
 def prefetch(
     items: Iterable[Item], prepare: Callable[[Item], Result], *, workers: int, ahead: int = 2
 ) -> Iterator[Result]:
-    """`prepare(item)` of each item in order, up to `ahead` of them early, in `workers` threads (0: in this thread).
+    """Yield `prepare(item)` for each item in order, up to `ahead` of them early, in `workers` threads (0: this one).
 
-    Tokenizers and tensor operations let other threads run. What `prepare` raises is raised where its result is due.
+    Tokenizers and tensor operations let other threads run. An error in `prepare` is raised where its result is due.
     """
     if not workers:
         yield from map(prepare, items)
@@ -78,7 +77,7 @@ def prefetch(
 
 
 class Batches:
-    """The batches of a run as a config says, each prepared for process `rank` of the `size` that see different rows."""
+    """The batches of a run, each prepared for process `rank` of the `size` processes that see different rows."""
 
     def __init__(
         self, config: DictConfig, data: TrainingData, layout: Layout, *, seed: int, rank: int = 0, size: int = 1
@@ -86,19 +85,19 @@ class Batches:
         self.config, self.data, self.layout, self.seed = config, data, layout, seed
         self.rank, self.size = rank, size
         self.loss = find_loss(config.loss)
-        self.parts: dict[str, Any] = {}  # of checkpoints
+        self.parts: dict[str, Any] = {}  # parts of checkpoints
 
     def train(self, *, skip: int = 0) -> Iterator[Any]:
-        """Training batches in the reference's order and until its stop rule.
+        """Training batches in the reference implementation's order, up to its stop rule.
 
-        The first `skip` are not prepared: a run that continues had them.
+        The first `skip` are not prepared: a resumed run has already trained on them.
         """
         config = self.config
         prepare = partial(self._prepare, n_microbatches=config.gradient_accumulation_steps)
         return self._iterate_train(prepare, sft_mode=not self.loss.pairwise, skip=skip)
 
     def draw(self, item: Any, *, update: int) -> GlobalBatch:
-        """The batch of an update, from what `train` gave for it: here the batch itself."""
+        """The batch of an update, made from an item that `train` yields: here the item itself."""
         return item
 
     def _iterate_train(self, prepare: Callable[..., Result], *, sft_mode: bool, skip: int) -> Iterator[Result]:
@@ -115,11 +114,11 @@ class Batches:
         return prefetch(itertools.islice(batches, skip, None), prepare, workers=config.num_workers)
 
     def test(self) -> Iterator[GlobalBatch]:
-        """Evaluation batches, one microbatch per process: no example is in two of them, and the last may be partial."""
+        """Evaluation batches, one microbatch per process: each example is in one only, and the last may be partial."""
         return self._iterate_test(partial(self._prepare, n_microbatches=1))
 
     def test_sizes(self) -> list[int]:
-        """How many examples each evaluation batch has, without preparing them."""
+        """The number of examples in each evaluation batch, without preparing them."""
         return [*self._iterate_test(len)]
 
     def _iterate_test(self, prepare: Callable[..., Result]) -> Iterator[Result]:

@@ -21,12 +21,12 @@ from dpo.training.stop import StopRequest
 
 
 def find_interval(config: DictConfig) -> int:
-    """Examples between evaluations: whole batches."""
+    """Number of examples between evaluations, in whole batches."""
     return config.eval_every - config.eval_every % config.batch_size
 
 
 def notes_on_interval(config: DictConfig) -> list[str]:
-    """A line if the interval is not what was asked for."""
+    """A warning if the interval differs from `eval_every`."""
     if find_interval(config) == config.eval_every:
         return []
     return [
@@ -38,7 +38,7 @@ def notes_on_interval(config: DictConfig) -> list[str]:
 class Evaluator:
     """Metrics of the evaluation batches, and continuations of their first prompts.
 
-    Before each batch and each sampled token it raises Stopped if any process was asked to stop.
+    Raises Stopped before a batch or a sampled token if any process was asked to stop.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Evaluator:
             yield batch
 
     def samples(self, *, n_examples: int) -> list[Sample]:
-        """Continuations of the first `n_eval_model_samples` evaluation prompts, in whole batches, at least one,
-        as far as there are so many.
+        """Continuations of the first `n_eval_model_samples` evaluation prompts, or of all if there are fewer.
 
-        `n_examples` that the policy was trained on make the random numbers other ones.
+        They are sampled in whole batches, at least one. `n_examples`, the number of examples the policy was trained on,
+        is part of the random seed.
         """
         at_most = max(1, self.config.n_eval_model_samples // self.config.eval_batch_size)
         examples = [batch.examples for batch in self.batches[:at_most]]
@@ -88,7 +88,7 @@ class Evaluator:
         return list(map(Sample, fed, policy, reference))
 
     def sampled_models(self) -> Iterator[Any]:
-        """Policy and, if it is there, reference, which is in use until the next is taken."""
+        """The policy and then the reference, if there is one; the reference is in use while it is yielded."""
         yield self.objective.policy
         reference = self.objective.reference
         if reference is not None and reference.model is not None:
@@ -96,7 +96,7 @@ class Evaluator:
                 yield reference.model
 
     def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[str]:
-        """Continuations of this process's prompts, collated."""
+        """Continuations of this process's collated prompts."""
         config = self.config
         most = config.max_length - prompts["prompt_input_ids"].shape[1]
         most = min(most, config.n_eval_tokens or most)

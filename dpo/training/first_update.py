@@ -1,6 +1,6 @@
-"""Work before the first update: how much there is, said before it begins, and whether samples wait.
+"""The work before the first update: its size, printed before it begins, and whether sampling is put off.
 
-Everything is counted from config and data, nothing measured: a run decides alike in every process and every time.
+Everything is counted from config and data, nothing is measured: every process and every start decides alike.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from dpo.data.preflight import TrainingData
 from dpo.settings.plan import Plan
 from dpo.wording import count
 
-# trained tokens that take as long as a sampled one: between the 1 of SmolLM2-135M and the 4 of the tests' tiny-llama,
-# both measured on one CPU core (docs/metrics.md)
+# trained tokens that take as long as one sampled token: between 1 (SmolLM2-135M) and 4 (the tests' tiny-llama), both
+# measured on one CPU core (docs/metrics.md)
 SAMPLED_COST = 3
-MOST = 0.1  # of a run that samples before its first update may cost, unless they are asked for
+MOST = 0.1  # largest share of a run for samples before its first update, unless they are asked for
 
 
 class Samples(NamedTuple):
-    """The samples of an evaluation, at most."""
+    """Upper bounds on the samples of an evaluation."""
 
     prompts: int
-    models: int  # that continue them
+    models: int  # models that continue the prompts
     tokens: int  # of all samples together
 
 
 class FirstUpdate(NamedTuple):
-    """What a run does before its first update."""
+    """The work of a run before its first update."""
 
-    tested: int  # examples of the self-test
+    tested: int  # examples in the self-test
     scored: int | None  # pairs that the reference scores, unless it finds them scored
-    evaluated: Sequence[int]  # examples of each evaluation batch; none without an evaluation
+    evaluated: Sequence[int]  # number of examples of each evaluation batch; empty without an evaluation
     samples: Samples | None  # None if none are wanted
     trained: int  # tokens that the run trains on
     samples_wait: bool
-    next_evaluation: int  # examples after which it is
+    next_evaluation: int  # number of examples before the next evaluation
 
     @classmethod
     def of(cls, config: DictConfig, plan: Plan, data: TrainingData, sizes: Sequence[int]) -> FirstUpdate:
-        """From the sizes of the evaluation batches."""
+        """Count the work, given the sizes of the evaluation batches."""
         report, examples = data.report, data.report.updates * config.batch_size
         scores = plan.reference is not None and config.cache_reference_logps == "all"
         evaluated = sizes if config.do_first_eval else ()
@@ -64,7 +64,7 @@ class FirstUpdate(NamedTuple):
         return self.samples is not None and not self.samples_wait
 
     def tell(self) -> Iterator[str]:
-        """The lines to print at the start, each thing with its size and the keys that change it."""
+        """The messages to print at the start: each item with its size and the keys that change it."""
         parts = [*self._tell_parts()]
         if parts:
             yield "\n".join(["before the first update:", *(f"  {part}" for part in parts)])
@@ -105,13 +105,13 @@ def _count_samples(config: DictConfig, plan: Plan, data: TrainingData, sizes: Se
     prompts = sum(sizes[:n_batches])
     frees_reference = plan.reference == "model" and config.cache_reference_logps == "all"
     models = 1 if plan.reference is None or frees_reference else 2
-    # a batch goes on up to max_length with its longest prompt, which is at least as long as the mean
+    # sampling ends when a batch's longest prompt reaches max_length; that prompt is at least as long as the mean
     longest = config.max_length - int(data.report.test.mean_prompt_tokens)
     return Samples(prompts, models, models * prompts * min(longest, config.n_eval_tokens or longest))
 
 
 def _count_trained(config: DictConfig, plan: Plan, data: TrainingData) -> int:
-    """Tokens that a run trains on, a prompt counted once for its responses; with what is drawn for it."""
+    """Tokens that a run trains on, each prompt counted once for its responses, and the cost of online samples."""
     train = data.report.train
     of_example = train.mean_prompt_tokens + train.mean_chosen_tokens + (train.mean_rejected_tokens or 0)
     if plan.online:

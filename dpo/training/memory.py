@@ -1,7 +1,7 @@
-"""Predicts a run's memory from shapes alone, and which settings would reduce it.
+"""Prediction of a run's memory from shapes alone, and the settings that would reduce it.
 
 A model without weights runs a forward and a backward on the largest microbatch with fake tensors; a tracker records
-what is alive when.
+the memory in use.
 """
 
 from __future__ import annotations
@@ -45,21 +45,25 @@ from dpo.training.online_memory import (
 )
 from dpo.training.optimization import OPTIMIZERS
 
-# of what comes and goes: holes in what one process on a CPU keeps (`malloc.keep_freed_memory`), measured on SmolLM2
+# share of temporary memory: holes in the memory that a single process on a CPU keeps (`malloc.keep_freed_memory`),
+# measured on SmolLM2
 KEPT = 0.2
 REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)
-ADAPTER = torch.float32.itemsize  # bytes of an adapter's weight, whatever the base has (`adapters.add_adapter`)
+ADAPTER = torch.float32.itemsize  # bytes of an adapter's weight, whatever the base's dtype (`adapters.add_adapter`)
 ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
 LOOKED_AT = 50  # global batches that are searched for the largest microbatch
 
 
 def predict(config: DictConfig, plan: Plan, data: TrainingData) -> MemoryEstimate:
-    """The peak of a process. Under tensor parallelism it counts the activations of whole layers, which is too much."""
+    """The peak memory of a process.
+
+    Too high under tensor parallelism, where it counts the activations of whole layers.
+    """
     return max(predict_phases(config, plan, data).values(), key=lambda need: need.total)
 
 
 def predict_phases(config: DictConfig, plan: Plan, data: TrainingData) -> dict[str, MemoryEstimate]:
-    """The peak of a process in each phase of a run, by its name."""
+    """The peak memory of a process in each phase of a run, by the phase's name."""
     fake = FakeTensorMode()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = find_policy_structure(config, plan, plan.compute_dtype)
@@ -97,7 +101,7 @@ def predict_phases(config: DictConfig, plan: Plan, data: TrainingData) -> dict[s
 def _online_phases(
     config: DictConfig, plan: Plan, data: TrainingData, policy: Any, fake: FakeTensorMode, held: MemoryEstimate
 ) -> dict[str, tuple[MemoryEstimate, Counter[str]]]:
-    """The phases in which pairs are drawn, with what is held and what comes and goes in each."""
+    """The phases in which pairs are drawn, each with the memory held throughout and its temporary memory."""
     rounds, online, scoring = Rounds.of(config, plan), config.online, Counter[str]()
     if online.scorer == "reward_model":
         reward = find_reward_structure(config)
@@ -122,7 +126,7 @@ def _sampling_phase(
     n_rows: int,
     n_prompt: int,
 ) -> tuple[MemoryEstimate, Counter[str]]:
-    """The phase in which an evaluation samples, from batches of `n_rows` prompts of at most `n_prompt` tokens."""
+    """The phase in which an evaluation samples, for batches of `n_rows` prompts of at most `n_prompt` tokens."""
     n_new = config.max_length - n_prompt
     sampling = Sampling(min(n_new, config.n_eval_tokens or n_new))
     rows = -(-n_rows // plan.dims.data_size)
@@ -133,7 +137,7 @@ def _sampling_phase(
 def _while_sampling(
     plan: Plan, policy: Any, held: MemoryEstimate, sampling: Counter[str]
 ) -> tuple[MemoryEstimate, Counter[str]]:
-    """What one process has of a phase of sampling."""
+    """One process's share of a sampling phase."""
     sampling["kv_cache"] //= plan.dims.tensor_size
     gathered = held.gathered
     if plan.dims.shard_size > 1:  # all weights at once, where they fit (`sharding.gathered_weights`)
@@ -144,13 +148,13 @@ def _while_sampling(
 
 
 def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu: bool) -> MemoryEstimate:
-    """Everything but activations and what the allocator keeps."""
+    """Memory held throughout training: all but activations and freed memory that the allocator keeps."""
     model, dims, compute = config.model, plan.dims, DTYPES[plan.compute_dtype]
     shards = dims.shard_size * dims.tensor_size
     adapter, second = (_count(adapter_weights(policy, name).values()) for name in (POLICY, REFERENCE))
     base, buffers = _count(policy.parameters()) - adapter - second, sum(b.nbytes for b in policy.buffers())
     policy_dtype, reference_dtype = (DTYPES[name].itemsize for name in (model.policy_dtype, plan.reference_dtype))
-    # what is trained has gradients and optimizer state, beside a base that may be frozen
+    # trained weights have gradients and optimizer state; the base may be frozen
     trained = (adapter * ADAPTER if adapter else base * policy_dtype) // shards
     states, temporary = _measure_states(config.optimizer)
     at_once = on_gpu and dims.world_size == 1 and config.optimizer not in ONE_BY_ONE  # shards are updated one by one
@@ -184,7 +188,7 @@ def _count(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _with_activations(need: MemoryEstimate, peak: Counter[str], plan: Plan, device: str) -> MemoryEstimate:
-    """The memory of a phase with these activations."""
+    """The memory of a phase, with the activations of `peak`."""
     made = {kind: peak[kind] for kind in ("activations", "logits", "kv_cache")}
     comes_and_goes = need.gradients + need.optimizer + sum(made.values())
     kept = int(KEPT * comes_and_goes) if device == "cpu" and plan.dims.world_size == 1 else 0
@@ -194,13 +198,16 @@ def _with_activations(need: MemoryEstimate, peak: Counter[str], plan: Plan, devi
 def _largest_microbatches(
     config: DictConfig, plan: Plan, data: TrainingData, layout: Layout
 ) -> tuple[Microbatch, Microbatch, int, int]:
-    """The microbatches with the most tokens, of the run's first batches and of its evaluations; of the latter also the
-    examples of the largest batch, and the tokens of the longest prompt."""
+    """The largest microbatches, and the largest batch and longest prompt of evaluations.
+
+    Returns the microbatches with the most tokens among the run's first training batches and among its evaluations, the
+    number of examples in the largest evaluation batch, and the number of tokens in the longest evaluation prompt.
+    """
     limit = min(config.n_examples or 10**9, LOOKED_AT * config.batch_size)
     first = OmegaConf.merge(config, {"n_examples": limit})
     trained: list[Microbatch] = []
     evaluated: list[Microbatch] = []
-    n_rows, n_prompt = 0, 2  # what is predicted is a forward of the last token but one, and one of the last
+    n_rows, n_prompt = 0, 2  # sampling is predicted with forwards of the last two tokens
     for rank in range(min(plan.dims.data_size, 4)):
         kind = LongestAnswers if plan.online else Batches
         batches = kind(first, data, layout, seed=config.seed, rank=rank, size=plan.dims.data_size)
@@ -219,7 +226,10 @@ def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:
 
 
 def _run(policy: Any, forward: Callable, inputs: Any, autocast: str | None, n_backwards: int) -> MemoryTracker:
-    """Run forward and backward; twice if gradients accumulate, as the second finds them allocated; 0: forward only."""
+    """Run forward and backward `n_backwards` times; 0: forward only.
+
+    Two show the accumulation of gradients: the second finds them allocated.
+    """
     device = policy.device.type
     tracker = MemoryTracker.of(policy)
     with tracker, torch.set_grad_enabled(n_backwards > 0):
@@ -233,7 +243,7 @@ def _run(policy: Any, forward: Callable, inputs: Any, autocast: str | None, n_ba
 
 
 def _measure_states(optimizer: str) -> tuple[float, float]:
-    """Bytes per byte of parameter, measured on a small one: of state, and of temporaries in an update."""
+    """Bytes of state, and of temporaries in an update, per byte of parameter; measured on a small parameter."""
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
     small = OPTIMIZERS[optimizer]([parameter], lr=0.1, foreach=True)  # as on a GPU
@@ -245,7 +255,7 @@ def _measure_states(optimizer: str) -> tuple[float, float]:
 
 
 def _units(policy: Any, block_name: str | None) -> list[list[torch.nn.Parameter]]:
-    """The parameters of the FSDP units: of the root (embeddings and head), then of each block."""
+    """The parameters of each FSDP unit: first the root (embeddings and head), then each block."""
     blocks = [[*block.parameters()] for block in find_blocks(policy, block_name)]
     within = {parameter for block in blocks for parameter in block}
     return [[parameter for parameter in policy.parameters() if parameter not in within], *blocks]
@@ -273,7 +283,7 @@ HELP = (  # keys, and the value to try; None: nothing
 
 
 def _without_second_model(config: DictConfig) -> str | None:
-    """The `lora.reference` that needs no model of its own."""
+    """The `lora.reference` that needs no separate model; None without an adapter."""
     if config.lora.name not in ADAPTED:
         return None
     return "adapter" if find_adapter(config.model.archive) else "base"
@@ -300,7 +310,7 @@ def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
 
 
 def _changed(config: DictConfig, key: str, value: Any) -> DictConfig:
-    """A copy of a config, as if the command line had this override too."""
+    """A copy of a config with one more command-line override."""
     other: Any = OmegaConf.merge(config, {})
     if key == "lora":
         other.lora = load_defaults(lora=value)["lora"] | {k: v for k, v in config.lora.items() if k != "name"}
@@ -322,7 +332,7 @@ def dry_run(config: DictConfig, plan: Plan, data: TrainingData) -> None:
             print(f"{name:>12} {of_phase.total / 1e9:8.2f} GB at its peak{_what_comes_and_goes(of_phase)}")
         print(Rounds.of(config, plan).tell(config))
     if need.total > available:
-        print("won't fit; looking for settings that would help", flush=True)  # which predicts anew with each
+        print("won't fit; looking for settings that would help", flush=True)  # a prediction for each takes a while
         print(f"try {_join(suggest(config, plan, data))}")
 
 
@@ -339,10 +349,10 @@ def _what_comes_and_goes(need: MemoryEstimate) -> str:
 
 @contextmanager
 def explaining_out_of_memory(config: DictConfig, plan: Plan, data: TrainingData) -> Iterator[None]:
-    """Inside, running out of memory raises RunError with what was needed and which settings would help."""
+    """Inside, running out of memory raises RunError with the memory needed and the settings that would help."""
     try:
         yield
-    except RunError:  # it says what happened
+    except RunError:  # already explains itself
         raise
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError, on CUDA and in its CPU allocator
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "t allocate memory" not in str(error):
@@ -362,7 +372,7 @@ def _join(found: list[str]) -> str:
 
 
 def _device_memory(plan: Plan) -> int:
-    """Bytes available to one process: its GPU's memory, that of all GPUs if it is alone, or its share of the host's."""
+    """Bytes available to one process: its GPU, all GPUs if it is the only process, or its share of host memory."""
     if torch.cuda.is_available():
         gpus = range(1 if plan.trainer.multi_process else torch.cuda.device_count())
         return sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)

@@ -1,5 +1,7 @@
-"""Bytes of tensors by purpose, as operations make and free them: of real tensors, or of fake ones, which have shapes
-and lifetimes but no data (`torch._subclasses.FakeTensorMode`)."""
+"""Bytes of tensors by purpose, tracked while operations create and free them.
+
+The tensors are real, or fake: with shapes and lifetimes but no data (`torch._subclasses.FakeTensorMode`).
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from dpo.models.adapters import trained_parameters
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes of one process at its peak, by purpose."""
+    """Peak memory of one process in bytes, by purpose."""
 
     policy: int
     gradients: int
     optimizer: int
-    reference: int  # a model of its own, or a second adapter
+    reference: int  # a separate model, or a second adapter
     scorer: int  # a reward model, whole on every process
     gathered: int  # weights gathered from other processes' shards
     reduced: int  # a unit's gradients while they are reduced, in float32
@@ -38,7 +40,7 @@ class MemoryEstimate(NamedTuple):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracks the storages of all tensors that operations inside it create."""
+    """Track the storages of all tensors that operations inside this context create."""
 
     def __init__(self, held: Iterable[torch.Tensor], *, vocabulary: int | None = None) -> None:
         super().__init__()
@@ -87,9 +89,9 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def on_device(policy: Any, device: str, gathered: torch.dtype | None) -> Any:
-    """A policy on the meta device with new tensors instead; in a FakeTensorMode they take no memory.
+    """Replace the tensors of a policy on the meta device by new ones; in a FakeTensorMode they take no memory.
 
-    Parameters are in the dtype `gathered` (None: in their own). PEFT cannot put adapters into a model of fake tensors.
+    Parameters get the dtype `gathered` (None: keep their own). PEFT cannot put adapters into a model of fake tensors.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay tied
     for module in policy.modules():

@@ -10,21 +10,20 @@ from typing import NamedTuple
 
 import torch
 
-REFERENCE = "reference/"  # before the names of the reference's log-probabilities, which stand beside the metrics
+REFERENCE = "reference/"  # prefix of the reference's log-probabilities, which are stored beside the metrics
 
-# of each microbatch: indices of its examples in the global batch (n,), and their metrics, (n,) each
+# for each microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each
 MicrobatchMetrics = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 
 class Reduced(NamedTuple):
     """The metrics of a global batch over all processes, on the host."""
 
-    examples: dict[str, torch.Tensor]  # metrics, and those after REFERENCE, (B,) each, in the order of the examples
+    examples: dict[str, torch.Tensor]  # metrics and, after REFERENCE, log-probabilities, (B,) each, in order
     scalars: dict[str, float]
 
     def means(self, counted: torch.Tensor | None = None) -> dict[str, float]:
-        """Means of the metrics over the examples that are `counted`, (B,) bool, if any is; and the scalars as they
-        are."""
+        """Means of the metrics over the `counted` examples, (B,) bool, or over all if none is; and the scalars."""
         metrics = {name: values for name, values in self.examples.items() if not name.startswith(REFERENCE)}
         values = torch.stack(list(metrics.values())).double()
         means = (values if counted is None or not counted.any() else values[:, counted]).mean(1)
@@ -39,10 +38,11 @@ def reduce_metrics(
     counts: bool = True,
     scalars: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Reduced:
-    """Metrics of all microbatches and processes: one collective and one copy to the host, which waits for the device.
+    """Combine the metrics of all microbatches and processes.
 
-    `add` sums a tensor over the processes, which hold zeros where another has values. Of processes that see the same
-    examples one `counts`. `scalars` are summed as they are.
+    This takes one collective and one copy to the host, which waits for the device. `add` sums a tensor over the
+    processes, which hold zeros where another has values. Among processes that see the same examples, one `counts`.
+    `scalars` are summed as they are.
     """
     names = list(metrics[0][1])
     values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (examples here, names)

@@ -1,6 +1,6 @@
-"""What a microbatch gives: log-probabilities, losses and metrics of each example, reduced over all processes.
+"""Log-probabilities, losses and metrics of the examples of microbatches, reduced over all processes.
 
-The frozen reference's part is remembered by content, so that no pair is scored by it twice in a run.
+The frozen reference's part is cached by content, so that it scores no pair twice in a run.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_m
 from dpo.training.reference import LogpTable, Reference, read_logps
 from dpo.wording import count
 
-Columns = dict[str, torch.Tensor]  # of B examples by name, each (B,)
+Columns = dict[str, torch.Tensor]  # values of B examples by name, each (B,)
 SIDES = ("chosen", "rejected")
 
 
 def sum_tokens(tokens: TokenLogps, lengths: torch.Tensor, *, tails: bool) -> Columns:
-    """What `Scores` has of a model, by its names there: of responses that have `lengths` tokens, (sides, B), the sums
-    over tokens, and with `tails` over those beyond the shorter response's length."""
+    """A model's fields of `Scores`, by name: sums over the tokens of responses with `lengths`, (sides, B).
+
+    With `tails` also the sums over the tokens beyond the shorter response's length.
+    """
     logps, squares = (None if values is None else values[:, : lengths.shape[1]] for values in tokens)
     sums = {"": logps.sum(-1)}
     if tails:
@@ -47,18 +49,18 @@ def sum_tokens(tokens: TokenLogps, lengths: torch.Tensor, *, tails: bool) -> Col
 
 
 def make_scores(policy: Columns, lengths: torch.Tensor, reference: Columns) -> Scores:
-    """What a loss is given, from the sums of policy and reference, which is empty if there is none."""
+    """The inputs of a loss, from the sums of the policy and of the reference (empty if there is none)."""
     named = {f"{side}_lengths": n for side, n in zip(SIDES, lengths, strict=False)}
     return Scores(**policy, **named, **{f"reference_{name}": values for name, values in reference.items()})
 
 
 class Prepared(NamedTuple):
-    """What a microbatch takes from its global batch of B examples."""
+    """Values computed once per global batch of B examples, for its microbatches."""
 
-    reference: torch.Tensor | None = None  # what `cached_reference` gives
+    reference: torch.Tensor | None = None  # from `cached_reference`
     constants: torch.Tensor | None = None  # (B, k): `Loss.constants`
-    keys: Sequence[tuple[bytes, ...]] = ()  # under which the reference's log-probabilities are to be cached then
-    counted: torch.Tensor | None = None  # (B,) bool: which examples count; None: all
+    keys: Sequence[tuple[bytes, ...]] = ()  # keys under which to cache the reference's log-probabilities
+    counted: torch.Tensor | None = None  # (B,) bool: the examples that count; None: all
     n_counted: int = 1
 
     def mean(self, losses: torch.Tensor, indices: torch.Tensor, *, times: int) -> torch.Tensor:
@@ -68,9 +70,9 @@ class Prepared(NamedTuple):
 
 
 class RunningAverage:
-    """The running average of what a loss averages over updates (`Loss.averaged`).
+    """The running average over updates of the value that a loss averages (`Loss.averaged`).
 
-    All updates have one reference. A part of checkpoints.
+    All of these updates have the same reference. A part of checkpoints.
     """
 
     def __init__(self) -> None:
@@ -93,10 +95,10 @@ class Objective:
     """The loss of a policy, whose gradient an update follows.
 
     `loss_config` is `config.loss`: the name of the loss, and its options. `autocast` is the dtype in which float32
-    weights are multiplied, None for their own. While the `models_are_equal`, rewards differ by rounding alone, so
-    accuracies are 0. Every `follow_every` updates the reference becomes a copy of the policy; where that makes models
-    equal again and again, there are no accuracies meanwhile. `seed` is for the `dropout` of the policy's adapter,
-    which is off unless it is for an update.
+    weights are multiplied, None for their own. While the `models_are_equal`, rewards differ only by rounding, so
+    accuracies are 0. Every `follow_every` updates the reference becomes a copy of the policy; as that makes the models
+    equal repeatedly, no accuracies are logged while they are. `seed` is for the `dropout` of the policy's adapter,
+    which is on only in updates.
     """
 
     def __init__(
@@ -114,23 +116,23 @@ class Objective:
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh = policy, reference, layout, mesh
         self.loss, self.loss_config = find_loss(loss_config), loss_config
-        # what of `Scores` a forward gives beside sums: of the reference only tails
+        # fields of `Scores` that a forward gives beside sums; for the reference only tails
         self.tails, self.squares = needs_tails(loss_config), needs_squares(loss_config)
         self.cached_columns = [*SIDES, *(f"{side}_tail" for side in SIDES if self.tails)]
         self.average = RunningAverage()
-        self.parts = {"average": self.average} if self.loss.averaged else {}  # of checkpoints
+        self.parts = {"average": self.average} if self.loss.averaged else {}  # parts of checkpoints
         self.autocast, self.models_are_equal, self.follow_every = autocast, models_are_equal, follow_every
         self.device = next(policy.parameters()).device
         self.dropout = AdapterDropout(policy, seed=seed)
 
     def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False) -> Columns:
-        """What `sum_tokens` gives of the examples of a microbatch, which is on the device."""
+        """Run a model on a microbatch on the device and return `sum_tokens` of its examples."""
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             tokens = self.layout.forward(model, microbatch.inputs, with_squares=with_squares)
         return sum_tokens(tokens, microbatch.lengths, tails=self.tails)
 
     def reference_forward(self, microbatch: Microbatch) -> Columns:
-        """The same of the reference, whose model is there."""
+        """The same for the reference, which must have a model."""
         with self.reference.in_use():
             return self.forward(self.reference.model, microbatch)
 
@@ -144,8 +146,8 @@ class Objective:
     ) -> tuple[torch.Tensor, Columns]:
         """Losses of the examples of a microbatch on the device, (B,), and their detached metrics.
 
-        `loss_config` if it is not the run's. Beside the metrics are the reference's log-probabilities, under REFERENCE.
-        Raises InputError for a loss that needs what the run's forwards do not give.
+        `loss_config` replaces the run's. The metrics include the reference's log-probabilities, under REFERENCE.
+        Raises InputError for a loss that needs values which the run's forwards do not compute.
         """
         loss_config = loss_config or self.loss_config
         if needs_tails(loss_config) > self.tails or needs_squares(loss_config) > self.squares:
@@ -158,7 +160,7 @@ class Objective:
         return found.losses, self._metrics(scores, reference, found, split=split)
 
     def _metrics(self, scores: Scores, reference: Columns, found: Losses, *, split: str) -> Columns:
-        """What is logged of each example, detached, and the reference's log-probabilities."""
+        """The metrics of each example, detached, and the reference's log-probabilities."""
         losses, chosen, rejected = found
         metrics: Columns = {}
         if chosen is not None and rejected is not None:
@@ -174,7 +176,7 @@ class Objective:
     def _score(
         self, microbatch: Microbatch, cached: torch.Tensor | None, *, with_reference: bool
     ) -> tuple[Scores, Columns]:
-        """What a loss is given of a microbatch; and the reference's part, under REFERENCE."""
+        """The inputs of a loss for a microbatch, and the reference's part of them, under REFERENCE."""
         reference: Columns = {}
         if with_reference and cached is not None:
             reference = dict(zip(self.cached_columns, cached[microbatch.indices].unbind(1), strict=True))
@@ -188,10 +190,10 @@ class Objective:
 
     @torch.no_grad()
     def prepare(self, batch: GlobalBatch, *, update: int) -> Prepared:
-        """What the microbatches of a global batch take from all of it.
+        """Values computed once per global batch, for its microbatches.
 
-        The constants cost a forward of the policy on every microbatch; None where the loss needs none, or where the
-        batch is one microbatch, which needs no other. They have the dropout of the update.
+        The constants cost a forward of the policy on every microbatch, with the dropout of the update. They are None if
+        the loss needs none, or if the batch is a single microbatch whose examples all count.
         """
         loss, cached = self.loss, self.cached_reference(batch)
         counted = None if batch.counted is None else batch.counted.to(self.device)
@@ -211,10 +213,10 @@ class Objective:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[GlobalBatch]) -> Reduced:
-        """The metrics of all examples of the batches. The loss is that of one batch which has them all.
+        """The metrics of all examples of the batches; the loss is computed as for one batch of them all.
 
-        In place of the running average over updates is what it would come to if every update were like this, so that
-        the loss depends on weights and examples alone.
+        The running average over updates is replaced by its limit if every update were like this, so that the loss
+        depends only on weights and examples.
         """
         scores, reference = self._score_all(batches)
         found = self.loss(scores, self.loss_config)
@@ -225,7 +227,7 @@ class Objective:
         return Reduced(self._metrics(scores, reference, found, split="eval"), {})
 
     def _score_all(self, batches: Iterable[GlobalBatch], *, update: int | None = None) -> tuple[Scores, Columns]:
-        """`_score` of every example of the batches, on every process, in float64; the reference's part is cached."""
+        """`_score` for every example of the batches, on every process, in float64; caches the reference's part."""
         table, keys, n_examples, is_cached = [], [], 0, True
         for batch in batches:
             cached = self.cached_reference(batch)
@@ -242,7 +244,7 @@ class Objective:
         return Scores(**{name: values for name, values in whole.items() if name not in reference}), reference
 
     def applied(self, metrics: Mapping[str, float]) -> None:
-        """The optimizer has taken a step on a global batch with these metrics."""
+        """Record that the optimizer took a step on a global batch with these metrics."""
         self.models_are_equal = False
         if self.loss.averaged:
             rewards = metrics["rewards_train/chosen"], metrics["rewards_train/rejected"]
@@ -250,14 +252,17 @@ class Objective:
             self.average.add(value, momentum=self.loss_config["momentum"])
 
     def sync_if_due(self, number: int) -> None:
-        """Make the reference a copy of the policy if it is to be one after update `number`, applied or not."""
+        """Make the reference a copy of the policy if that is due after update `number`, applied or not."""
         if self.follow_every and number % self.follow_every == 0:
             self.reference.follow(self.policy)
             self.models_are_equal = True
-            self.average.reset()  # it was of log-ratios to another reference
+            self.average.reset()  # it averaged log-ratios to the former reference
 
     def cached_reference(self, batch: GlobalBatch) -> torch.Tensor | None:
-        """What the reference gives for a global batch, on the device, (B, 2) or with tails (B, 4), if cached."""
+        """The reference's cached log-probabilities of a global batch, on the device; None unless all are cached.
+
+        (B, 2), or (B, 4) with tails.
+        """
         cached = self.reference.logps.find(batch.keys) if self.reference else None
         if cached is None or self.device.type != "cuda":
             return cached
@@ -270,9 +275,9 @@ class Objective:
         keys: Sequence[tuple[bytes, ...]],
         scalars: Mapping[str, torch.Tensor] | None = None,
     ) -> Reduced:
-        """The metrics of all examples on every process, and the sums of `scalars` over the processes.
+        """The metrics of all examples, on every process, and the sums of `scalars` over the processes.
 
-        With `keys` the reference's log-probabilities are cached.
+        With `keys`, also caches the reference's log-probabilities.
         """
         reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
         if keys:
@@ -282,7 +287,7 @@ class Objective:
 
     @torch.no_grad()
     def score(self, batch: GlobalBatch) -> torch.Tensor:
-        """What the reference gives for a global batch, (B, 2) or with tails (B, 4), on every process."""
+        """The reference's log-probabilities of a global batch, (B, 2) or with tails (B, 4), on every process."""
         metrics = [
             (microbatch.indices, self.reference_forward(microbatch))
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches)
@@ -291,9 +296,9 @@ class Objective:
         return torch.stack(list(reduced.examples.values()), dim=1)
 
     def score_all(self, batches: Iterable[GlobalBatch], path: Path) -> str:
-        """Cache all pairs of the batches, from the file at `path` or scored now, and write the file; a line about it.
+        """Cache all pairs of the batches, from the file at `path` or scored now, and write the file.
 
-        Raises InputError if the file disagrees with what the reference gives now.
+        Returns a message about it. Raises InputError if the file disagrees with the reference's current values.
         """
         read = read_logps(path) if self.mesh.rank == 0 and path.exists() else LogpTable()
         read, seed = from_rank_0((read, secrets.randbits(32)))
@@ -314,14 +319,15 @@ def make_objective(
     longest: int,
     log: Callable[[str], None],
 ) -> Objective:
-    """The objective with the layout that both models take; `log` gets the reason if it is not the one asked for.
+    """Make the objective, with a layout that both models support.
 
-    `longest` are the most tokens that a prompt has with one response.
+    `log` gets the reason if that is not the layout asked for. `longest` is the largest number of tokens of a prompt
+    with one response.
     """
     autocast = DTYPES[plan.autocast] if plan.autocast else None
     device = next(policy.parameters()).device
     tried = [(policy, plan.compute_dtype)]
-    if reference is not None and type(reference.model) is not type(policy):  # which may not take the same layout
+    if reference is not None and type(reference.model) is not type(policy):  # may not support the same layout
         tried.append((reference.model, plan.reference_dtype))
     layout = None
     for model, dtype in tried:
@@ -340,7 +346,7 @@ def make_objective(
             break
     equal = reference is not None and _are_equal(policy, reference, mesh)
     assert layout is not None
-    loss_config: Any = OmegaConf.to_container(config.loss, resolve=True)  # is read in every microbatch
+    loss_config: Any = OmegaConf.to_container(config.loss, resolve=True)  # read in every microbatch
     return Objective(
         policy,
         reference,

@@ -1,7 +1,7 @@
-"""Online pairs: the policy answers the prompts of a batch, a scorer ranks the answers, best and worst are the pair.
+"""Online pairs: the best and the worst of the policy's answers to a prompt, as ranked by a scorer.
 
-Online DPO is from arXiv 2402.04792. An answer depends on the weights, the config's seed, and its place in the run
-alone: neither on other prompts nor on the number of processes, up to rounding. So nothing about it needs to be saved.
+Online DPO is from arXiv 2402.04792. An answer depends only on the weights, the config's seed, and its place in the
+run: neither on other prompts nor on the number of processes, up to rounding. So nothing about it needs to be saved.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from dpo.training.stop import StopRequest
 
 Answered = tuple[Prompt, list[Answer]]
 Item = TypeVar("Item")
-LOOKED_AT = 400  # prompts at the start
-OFFLINE, SCORING = 1, 2  # seed what is not an answer
+LOOKED_AT = 400  # training prompts that are checked at the start
+OFFLINE, SCORING = 1, 2  # mixed into the seeds of everything but answers
 
 
 class ScorerState:
-    """The part of a checkpoint that tells whether the scorer is the same."""
+    """The part of a checkpoint that identifies the scorer."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
@@ -47,15 +47,15 @@ class ScorerState:
         return {"scorer": self.scorer.digest}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Raises InputError if it has changed."""
+        """Raises InputError if the scorer has changed."""
         if state["scorer"] != self.scorer.digest:
             raise InputError(f"{self.scorer.name} has changed since the checkpoint: restore it, or start a new run")
 
 
 class OnlineBatches(Batches):
-    """The batches of a run whose training pairs are drawn from the policy: `train` gives the prompts of each.
+    """The batches of a run whose training pairs are drawn from the policy; `train` yields the prompts of each batch.
 
-    Before each sampled token `draw` raises Stopped if any process was asked to stop.
+    `draw` raises Stopped before a sampled token if any process was asked to stop.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class OnlineBatches(Batches):
         return [text.prompt for text in texts]
 
     def draw(self, item: Sequence[Prompt], *, update: int) -> GlobalBatch:
-        """The batch of an update, on every process: a pair for each prompt. Raises ScorerFailed on all of them."""
+        """Draw the batch of an update, a pair for each prompt, on every process. Raises ScorerFailed on all."""
         prompts, pairs = item, self._offline(item, update)
         offline = dict(zip(pairs, self.encode(list(pairs.values())), strict=True))
         asked = {
@@ -115,20 +115,20 @@ class OnlineBatches(Batches):
         return GlobalBatch(examples, microbatches, [], None if counted.all() else counted, drawing)
 
     def _offline(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
-        """The places of a batch that get a pair of the data, and one of their prompts' pairs, by chance."""
+        """The places of a batch that get a pair from the data, each with a random pair of its prompt."""
         rng = np.random.default_rng([self.seed, update, OFFLINE])
         places = sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist())
         pairs = {place: list(list_examples(prompts[place], sft_mode=False)) for place in places}
         return {place: of_prompt[rng.integers(len(of_prompt))] for place, of_prompt in pairs.items()}
 
     def _answer(self, asked: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:
-        """`n_samples` answers to each prompt, by its place; every process gets those of all.
+        """Sample `n_samples` answers to each prompt; every process gets all of them, by the prompt's place.
 
-        Prompts are dealt by length, so that each process samples for equally many of about the same lengths.
+        Prompts are dealt by length, so that each process samples for equally many, of about the same lengths.
         """
         by_length = sorted(asked, key=lambda place: len(asked[place].prompt))
         own = by_length[self.rank :: self.size]
-        # processes with one prompt less answer one twice, as all take part in every batch
+        # a process with one prompt less answers the last one twice, as all processes take part in every batch
         places = own + by_length[-1:] * (-(-len(by_length) // self.size) - len(own))
         batches = _in_groups(places, max(1, self.config.eval_batch_size // self.size))
         answers: list[tuple[int, list[Answer]]] = []
@@ -141,7 +141,7 @@ class OnlineBatches(Batches):
     def _answer_batch(
         self, policy: Any, asked: Mapping[int, Example], places: Sequence[int], update: int
     ) -> list[list[Answer]]:
-        """The answers to the prompts at these places, one batch."""
+        """The answers to one batch of prompts, given by their places."""
         n = self.n_samples
         first = update * self.config.batch_size
         numbers = [(first + place) * n + sample for place in places for sample in range(n)]
@@ -161,7 +161,7 @@ class OnlineBatches(Batches):
             return _in_groups(answer(policy, tokenizer, prompts, numbers, self.sampling, in_step=in_step), n)
 
     def _score(self, answered: Sequence[Answered], update: int) -> list[list[float]]:
-        """The score of each answer, less the penalty if it was cut off; on every process."""
+        """The score of each answer, less the penalty if the answer was cut off; on every process."""
         if self.scorer.in_parallel:
             own = np.array_split(np.arange(len(answered)), self.mesh.world_size)[self.mesh.rank]
             outcomes = self.mesh.gather_all(self._outcome([answered[i] for i in own], update))
@@ -176,8 +176,10 @@ class OnlineBatches(Batches):
         return _in_groups(penalized, self.n_samples)
 
     def _outcome(self, answered: Sequence[Answered], update: int) -> list[float] | str:
-        """Scores, or why there are none: what the other processes learn. Its random numbers are those of the update,
-        so that a run that continues draws them again."""
+        """Scores, or an error message, for the other processes.
+
+        Random numbers are seeded by the update, so that a resumed run draws them again.
+        """
         prompts = [prompt for prompt, answers in answered for _ in answers]
         try:
             with seeded_generators(self.seed, update, SCORING):
@@ -192,17 +194,17 @@ def _in_groups(items: Sequence[Item], size: int) -> list[list[Item]]:
 
 
 def count_offline(config: DictConfig) -> int:
-    """How many pairs of each batch are those of the data."""
+    """The number of pairs per batch that come from the data."""
     return round(config.online.mix_offline * config.batch_size)
 
 
 def some_prompts(data: TrainingData) -> list[Prompt]:
-    """The training prompts, or about LOOKED_AT from all over them."""
+    """The training prompts, or about LOOKED_AT evenly spaced ones if there are more."""
     return data.train[:: max(1, len(data.train) // LOOKED_AT)]
 
 
 def encode_prompt(prompt: Prompt, data: TrainingData, config: DictConfig) -> Example:
-    """An example without responses, its prompt truncated as that of a pair with `max_new_tokens`."""
+    """An example without responses, its prompt truncated as for responses of `max_new_tokens`."""
     whole, _ = encode_whole(prompt.text, [], data.encode, rendered=prompt.rendered)
     room = [[0] * config.online.max_new_tokens]
     ids, _ = truncate(whole, room, prompt.truncation_mode, config.max_length, config.max_prompt_length)
@@ -210,7 +212,7 @@ def encode_prompt(prompt: Prompt, data: TrainingData, config: DictConfig) -> Exa
 
 
 def _pair(example: Example, prompt: Prompt, answers: Sequence[Answer], scores: Sequence[float]) -> Example:
-    """The example with best and worst answer as its responses: of equal scores the first and the last."""
+    """The example with the best and the worst answer as responses; among equal scores, the first and the last."""
     completions = tuple(Completion(*answer, score) for answer, score in zip(answers, scores, strict=True))
     best, worst = int(np.argmax(scores)), len(scores) - 1 - int(np.argmin(scores[::-1]))
     drawn = Drawn(completions, best, worst)
@@ -223,7 +225,7 @@ def _pair(example: Example, prompt: Prompt, answers: Sequence[Answer], scores: S
 
 
 def _metrics(drawn: Sequence[Drawn]) -> dict[str, float]:
-    """Means over the answers, over the best, over the worst; shares of the prompts that are ties."""
+    """Means over all answers, over the best and over the worst, and the share of prompts with a tie."""
     answers = [completion for one in drawn for completion in one.completions]
     best, worst = zip(*(one.pair for one in drawn), strict=True)
     return {
@@ -237,7 +239,7 @@ def _metrics(drawn: Sequence[Drawn]) -> dict[str, float]:
 
 
 def metrics_of_drawing(drawing: Drawing | None, table: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """What is logged of an update's online pairs, with KL(policy || reference) if there is a reference.
+    """Metrics of an update's online pairs, with KL(policy || reference) if there is a reference.
 
     `table` has the log-probabilities of each pair, (B,). See docs/metrics.md for the estimator.
     """
@@ -260,7 +262,7 @@ def make_batches(
     *,
     seed: int,
 ) -> Batches:
-    """The batches of a run, whose pairs are those of the data, or drawn from the policy."""
+    """The batches of a run, with pairs from the data or drawn from the policy."""
     mesh = objective.mesh
     if not plan.online:
         return Batches(config, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)

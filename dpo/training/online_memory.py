@@ -1,4 +1,4 @@
-"""What drawing online pairs needs: how much is sampled and scored at a time, and what comes and goes meanwhile."""
+"""Memory for drawing online pairs: batch sizes of sampling and scoring, and their peaks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dpo.training.online import count_offline, encode_prompt, some_prompts
 
 
 class Rounds(NamedTuple):
-    """How the answers of an update are sampled and scored."""
+    """Sizes in which the answers of an update are sampled and scored."""
 
-    answers: int  # of an update, on all processes
-    batches: int  # in which a process samples its part of them, each one forward per token
+    answers: int  # number of answers of an update, on all processes
+    batches: int  # number of batches that a process samples, each with one forward per token
     rows: int  # answers in a batch
-    scored: int  # texts that a reward model sees at a time
+    scored: int  # texts that a reward model scores at a time
 
     @classmethod
     def of(cls, config: DictConfig, plan: Plan) -> Rounds:
@@ -47,15 +47,14 @@ class Rounds(NamedTuple):
 
 
 class LongestAnswers(Batches):
-    """The batches of an online run in which all answers have `max_new_tokens`, and the longest pairs are those of the
-    data."""
+    """The batches of an online run with the longest answers, `max_new_tokens`, and the longest pairs of the data."""
 
     def train(self, *, skip: int = 0) -> Iterator[GlobalBatch]:
         return self._iterate_train(self._longest, sft_mode=True, skip=skip)
 
     def _longest(self, texts: Sequence[TextExample]) -> GlobalBatch:
         config, prompts = self.config, [text.prompt for text in texts]
-        answers = tuple((token,) * config.online.max_new_tokens for token in (0, 1))  # which have no token in common
+        answers = tuple((token,) * config.online.max_new_tokens for token in (0, 1))  # with no token in common
         examples = [encode_prompt(prompt, self.data, config)._replace(responses=answers) for prompt in prompts]
         if n := count_offline(config):
             pairs = [self.encode(list(list_examples(prompt, sft_mode=False))) for prompt in prompts]
@@ -67,12 +66,12 @@ class LongestAnswers(Batches):
 
 
 def longest_prompt(config: DictConfig, data: TrainingData) -> int:
-    """Tokens of the longest of the training prompts, or of a sample of them, as they are answered."""
+    """Tokens of the longest training prompt, truncated as for answering; from a sample if there are many."""
     return max(len(encode_prompt(prompt, data, config).prompt) for prompt in some_prompts(data))
 
 
 def longest_text(reward: RewardModel, config: DictConfig, data: TrainingData) -> int:
-    """Tokens of the longest text of these that a reward model may see: a whole prompt and the longest answer."""
+    """Tokens of the longest text that a reward model may see: a whole prompt and the longest answer."""
     longest = max(len(reward.encode(prompt, "")) for prompt in some_prompts(data)) + config.online.max_new_tokens
     return longest if reward.limit is None else min(longest, reward.limit)
 
@@ -80,9 +79,9 @@ def longest_text(reward: RewardModel, config: DictConfig, data: TrainingData) ->
 def peak_of_sampling(
     policy: Any, sampling: Sampling, fake: FakeTensorMode, *, rows: int, n_prompt: int, autocast: str | None
 ) -> Counter[str]:
-    """The peak memory of `rows` answers to prompts of `n_prompt` tokens.
+    """The peak memory of sampling `rows` answers to prompts of `n_prompt` tokens.
 
-    It is reached when all prompts are read, or with the last token. `policy` has fake tensors.
+    It is reached while the prompts are read, or at the last token. `policy` has fake tensors.
     """
     device, n_new, peaks = policy.device, sampling.max_new_tokens, []
     with (
@@ -107,7 +106,7 @@ def peak_of_sampling(
             with tracker:
                 if n_before == 0:
                     cache = forward(n_prompt, 0, None)
-                else:  # the first of two replaces the whole cache by one that is tracked
+                else:  # the first of two forwards replaces the whole cache by a tracked one
                     for more in (2, 1):
                         cache = forward(1, n_prompt + n_before - more, cache)
             peaks.append(_with_cache(tracker.peak, cache))
@@ -116,7 +115,7 @@ def peak_of_sampling(
 
 
 def _with_cache(peak: Counter[str], cache: Any) -> Counter[str]:
-    """A peak with the keys and values of a cache on their own."""
+    """A peak with the keys and values of a cache counted separately."""
     pairs = [(layer.keys, layer.values) for layer in getattr(cache, "layers", ()) if hasattr(layer, "keys")]
     kv = sum(tensor.nbytes for pair in pairs for tensor in pair)
     return peak + Counter(kv_cache=kv) - Counter(activations=kv)
@@ -125,7 +124,7 @@ def _with_cache(peak: Counter[str], cache: Any) -> Counter[str]:
 def peak_of_scoring(
     reward: RewardModel, rounds: Rounds, fake: FakeTensorMode, device: str, *, length: int
 ) -> Counter[str]:
-    """What a forward of a reward model without weights needs, of texts of `length` tokens."""
+    """The peak memory of a reward model's forward on texts of `length` tokens; the model has no weights."""
     with fake, torch.no_grad():
         model = on_device(reward.model, device, None)
         model.config.get_text_config().pad_token_id = 0

@@ -14,7 +14,7 @@ from dpo.settings import choices
 from dpo.wording import count
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in choices.OPTIMIZERS}
-SCHEDULES = {  # what is left of the decay when this fraction of it is done
+SCHEDULES = {  # remaining part of the decay when the fraction `done` of it is over
     "constant": lambda done: 1.0,
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: (1.0 + math.cos(math.pi * done)) / 2,
@@ -23,7 +23,7 @@ LR_SCALINGS = {"none": lambda processes: 1, "linear": lambda processes: processe
 
 
 def notes_on_scaling(config: DictConfig, size: int) -> list[str]:
-    """A line on the rate that a run in `size` processes that see different rows begins with, if it is scaled."""
+    """A message on the initial learning rate if it is scaled, in `size` processes that see different rows."""
     lr, scaling = config.lr, config.lr_scaling
     if scaling == "none":
         return []
@@ -31,17 +31,17 @@ def notes_on_scaling(config: DictConfig, size: int) -> list[str]:
 
 
 class Schedule(LambdaLR):
-    """The learning rate of each update: linear warm-up, then constant or down to `min_ratio` of it after `updates`.
+    """The learning rate of each update: linear warm-up, then constant or decayed to `min_ratio` after `updates`.
 
-    It depends on how many updates were applied and on nothing else. So a run that continues has the rates of one that
-    was never stopped; if it is longer or shorter now, from there on those of a run of the new length. It keeps the rate
-    it began with, whatever the number of processes. `notes` are lines to log at the start.
+    It depends only on how many updates were applied. So a resumed run has the rates of one that was never stopped; if
+    its length has changed, it has the rates of a run of the new length from there on. The base rate stays the one it
+    began with, whatever the number of processes. `notes` are messages to log at the start.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, warmup_steps: int, updates: int, kind: str, min_ratio: float
     ) -> None:
-        self.updates = updates  # in the checkpoint, unlike the next two
+        self.updates = updates  # saved in the checkpoint, unlike the next two
         self.kind = kind
         self.notes: list[str] = []
 
@@ -55,7 +55,7 @@ class Schedule(LambdaLR):
 
     @classmethod
     def of(cls, config: DictConfig, optimizer: torch.optim.Optimizer, *, updates: int, size: int) -> Schedule:
-        """For a run of so many updates, in `size` processes that see different rows."""
+        """The schedule of a run of `updates`, in `size` processes that see different rows."""
         for group in optimizer.param_groups:
             group["lr"] *= LR_SCALINGS[config.lr_scaling](size)
         curve = {"kind": config.schedule, "min_ratio": config.min_lr_ratio, "warmup_steps": config.warmup_steps}
@@ -67,7 +67,7 @@ class Schedule(LambdaLR):
         return {name: value for name, value in super().state_dict().items() if name not in ("kind", "notes")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a run with this state was, on our own curve."""
+        """Continue from a saved state, on this run's own curve."""
         ours = self.base_lrs
         super().load_state_dict({**state, "updates": self.updates})
         if self.base_lrs != ours:

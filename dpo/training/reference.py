@@ -1,6 +1,6 @@
 """The frozen reference, and a cache of its log-probabilities by content, so that each response is scored once.
 
-A file of them serves other runs with the same reference and data, for another beta or loss.
+A file of the cache serves other runs with the same reference and data, for another beta or loss.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dpo.system.plain_files import check_readable
 from dpo.training.batches import GlobalBatch
 
 KEY = np.dtype(f"S{KEY_BYTES}")  # compares byte by byte; only its printed form drops trailing zeros
-TOLERANCE = 1e-2  # relative, of a stored log-probability: allows rounding in half precision, not another model
+TOLERANCE = 1e-2  # relative error of a stored log-probability: allows half-precision rounding, not another model
 
 
 def read_logps(path: Path) -> LogpTable:
-    """Read a file of `ReferenceLogps.save`. Raises InputError for any other file."""
+    """Read a file written by `ReferenceLogps.save`. Raises InputError for any other file."""
     try:
         check_readable(path)
         with np.load(path, allow_pickle=False) as file:
@@ -40,8 +40,10 @@ def read_logps(path: Path) -> LogpTable:
 
 
 class LogpTable:
-    """Log-probabilities by key: sorted arrays of 24 bytes per entry, and a dictionary of the most recent entries, at
-    most a thirty-second of all."""
+    """Log-probabilities by key: sorted arrays of 24 bytes per entry, and a dictionary of the most recent entries.
+
+    The dictionary is merged into the arrays when it exceeds 2**14 entries and a thirty-second of theirs.
+    """
 
     def __init__(self) -> None:
         self._keys, self._logps = np.empty(0, KEY), np.empty(0)  # sorted by key
@@ -49,7 +51,7 @@ class LogpTable:
 
     @classmethod
     def of(cls, keys: np.ndarray, logps: np.ndarray) -> LogpTable:
-        """From (n, KEY_BYTES) bytes and (n,) values, in any order. Raises ValueError for other shapes."""
+        """Make a table of (n, KEY_BYTES) bytes and (n,) values, in any order. Raises ValueError for other shapes."""
         if keys.dtype != np.uint8 or keys.shape[1:] != (KEY_BYTES,) or logps.shape != keys.shape[:1]:
             raise ValueError(f"keys are {keys.dtype} {keys.shape}, log-probabilities {logps.shape}")
         table = cls()
@@ -57,7 +59,7 @@ class LogpTable:
         return table
 
     def add(self, entries: Mapping[bytes, float]) -> None:
-        """Add entries, which replace those with equal keys. Values are finite."""
+        """Add entries, replacing those with equal keys. Values are finite."""
         self._recent.update(entries)
         if len(self._recent) > max(2**14, len(self._keys) // 32):
             self._merge_recent()
@@ -68,7 +70,7 @@ class LogpTable:
         self._merge(*other.arrays())
 
     def find(self, keys: Sequence[bytes]) -> np.ndarray | None:
-        """The values of these keys, (n,); None unless all are present."""
+        """The values of `keys`, (n,); None unless all are present."""
         values = np.array([self._recent.get(key, np.nan) for key in keys])
         [old] = np.isnan(values).nonzero()  # values are finite
         if len(old) == 0:
@@ -163,11 +165,10 @@ class ReferenceLogps:
         *,
         seed: int,
     ) -> int:
-        """Cache all pairs of the batches, from the entries `read` from a file, else from `score`. Returns how many were
-        scored.
+        """Cache all pairs of the batches and return how many were scored.
 
-        The file's entries for batches that are scored, and for one more drawn by `seed`, are compared with the scores:
-        raises InputError if they differ.
+        Values come from the entries `read` from a file, else from `score`. The file's entries for the scored batches,
+        and for one more batch drawn by `seed`, are compared with the scores: raises InputError if they differ.
         """
         known, self._known = self._known, LogpTable()
         self._known.merge(read)
@@ -194,7 +195,7 @@ class ReferenceLogps:
 
 
 def _compare(keys: Sequence[tuple[bytes, ...]], values: torch.Tensor, read: LogpTable) -> None:
-    """Raises InputError if entries read from a file differ from what the reference gives now."""
+    """Raises InputError if entries read from a file differ from the reference's current values."""
     pairs = [
         (read[key], value)
         for row, logps in zip(keys, values.tolist(), strict=True)
@@ -207,10 +208,10 @@ def _compare(keys: Sequence[tuple[bytes, ...]], values: torch.Tensor, read: Logp
 
 
 class Reference:
-    """The frozen reference: a model and its cached log-probabilities. Without a model all pairs of the run are
-    cached.
+    """The frozen reference: a model and its cached log-probabilities.
 
-    Inside `in_use()` the model computes as the reference: it may be the policy itself, with another adapter or none.
+    Without a model, all pairs of the run are cached. Inside `in_use()` the model computes as the reference: it may be
+    the policy itself, with another adapter or none.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, policy: torch.nn.Module) -> None:
-        """Become a copy of the policy, which is sharded alike; what was cached is forgotten."""
+        """Copy the weights of the policy, which is sharded alike, and empty the cache."""
         release_gathered(policy)
         release_gathered(self.model)
         for ours, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
@@ -234,7 +235,7 @@ class Reference:
         self.logps = ReferenceLogps()
 
     def free(self) -> None:
-        """Free the model's memory, unless it is the policy's too."""
+        """Free the model's memory, unless the model is the policy itself."""
         if self.in_use is not nullcontext:
             return
         self.model = None

@@ -1,4 +1,4 @@
-"""The step-0 self-test: checks, on a few examples before the first update, what the run relies on."""
+"""The step-0 self-test: checks of a run's assumptions on a few examples, before the first update."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dpo.settings.plan import Plan
 from dpo.training.objective import Columns, Objective, make_scores
 
 Forward = Callable[[], Columns]
-ULPS = 8  # by which two forwards of the same inputs may differ
+ULPS = 8  # largest difference between two forwards of the same inputs
 
 
 def self_test(objective: Objective, examples: Sequence[Example], config: DictConfig, plan: Plan) -> list[str]:
-    """`check_models` on the first two examples per process, without the adapter's dropout; a line says so."""
+    """Run `check_models` on the first two examples per process, without the adapter's dropout; a message says so."""
     mesh = objective.mesh
     few = list(examples[: 2 * mesh.data_size])
-    few += few[:1] * (mesh.data_size - len(few))  # every process has one
+    few += few[:1] * (mesh.data_size - len(few))  # every process needs one
     [microbatch] = objective.layout.split(few, 1, rank=mesh.data_rank, size=mesh.data_size)
     microbatch = microbatch.to(objective.device)
     notes = check_models(
@@ -53,15 +53,15 @@ def check_models(
     other_dtype: str | None = None,
     repeats_to: torch.dtype | None = None,
 ) -> list[str]:
-    """Check policy and reference. Returns lines to print. Leaves the policy in train mode.
+    """Check policy and reference. Returns messages to print. Leaves the policy in train mode.
 
     `forward` returns the policy's log-probabilities of a few examples as `Objective.forward` does,
     `reference_forward` those of the reference, None if the loss needs none; `lengths` are their scored tokens,
     (sides, B).
     Checks that log-probabilities are finite; that train-mode and eval-mode forwards agree up to rounding (that of dtype
-    `repeats_to`, if a forward does not repeat more exactly); and that rewards are 0 and
-    the loss is that of equal models (ln 2 for DPO), unless the reference computes in another dtype than the policy's,
-    `other_dtype`. Raises InputError with the failed check and its likely cause.
+    `repeats_to`, if repeated forwards agree no better); and that rewards are 0 and the loss is that of equal models
+    (ln 2 for DPO), unless the reference computes in another dtype than the policy's, `other_dtype`. Raises InputError
+    with the failed check and its likely cause.
     """
     in_train, of_reference, scale = _check_forwards(policy, forward, reference_forward, repeats_to)
     if reference_forward is None:
@@ -102,7 +102,10 @@ def _check_forwards(
     reference_forward: Forward | None,
     repeats_to: torch.dtype | None,
 ) -> tuple[Columns, Columns, float]:
-    """Log-probabilities of policy and reference, finite and without dropout, and the policy's largest magnitude."""
+    """Log-probabilities of policy and reference, checked, and the policy's largest magnitude.
+
+    Raises InputError if they are not finite, or if the policy's differ between train and eval mode.
+    """
     policy.eval()
     in_eval = forward()
     policy.train()
