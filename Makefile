@@ -17,7 +17,7 @@ demo: $(VENV)/.installed
 	$(RUN) -m scripts.demo
 
 test: lint
-	$(RUN) -m pytest -q $(IN_PARALLEL)
+	$(RUN) -m pytest -q $(IN_PARALLEL) --durations=30
 
 test-all: lint
 	$(RUN) -m pytest -q $(IN_PARALLEL) -m ""
