@@ -1,4 +1,4 @@
-"""What the ledger costs: appending an update, and writing all rows as Parquet.
+"""The cost of the ledger: appending an update, and writing all rows as Parquet.
 
     python -m benchmarks.ledger [--batch-size 64] [--updates 2000]
 

@@ -1,4 +1,4 @@
-"""What the ledger of a run says: pairs that never flip, suspected label noise, margin against length, drift by dataset.
+"""The findings of a ledger: pairs that never flip, suspected label noise, margin against length, drift by dataset.
 
     python -m scripts.ledger RUN [--top 10] [--no-texts] [--json] [--trust-remote-code]
 

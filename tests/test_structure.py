@@ -133,3 +133,12 @@ def test_nothing_depends_on_where_the_project_lies():
         if text in (ROOT / name).read_bytes()
     }
     assert found == set()  # tests/conftest.py finds the maintainers' data as ROOT.parent / "shared"
+
+
+def test_functions_are_named_after_what_they_do_and_docstrings_say_it_first():
+    documented = (ast.FunctionDef, ast.ClassDef, ast.Module)
+    for name, tree in TREES.items():
+        for node in (node for node in ast.walk(tree) if isinstance(node, documented)):
+            assert not (isinstance(node, ast.FunctionDef) and node.name.endswith("_of")), f"{name}: {node.name}"
+            first = (ast.get_docstring(node) or "-").split()[0]
+            assert first not in ("Of", "What"), f"{name}: {getattr(node, 'name', name)} begins with {first!r}"
