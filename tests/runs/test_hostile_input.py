@@ -66,8 +66,9 @@ def test_code_in_a_checkpoint_is_refused_and_not_run_even_if_the_manifest_vouche
     plant(file, tmp_path / "proof")
     manifest = json.loads((file.parent / MANIFEST).read_text())
     content = file.read_bytes()
-    manifest["files"][file.name] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-    del manifest["blocks"]
+    sha256 = hashlib.sha256(content).hexdigest()
+    manifest["files"][file.name] = {"sha256": sha256, "bytes": len(content)}
+    manifest["blocks"][file.name] = [sha256]  # less than a block
     vouch(file.parent / MANIFEST, manifest)
 
     with pytest.raises(InputError, match=rf"{part}\.pt"):
