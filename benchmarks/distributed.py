@@ -65,7 +65,7 @@ def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
         result.write_text(json.dumps(facts))
 
 
-def memory_of_tree(pid: int) -> int:
+def measure_tree_memory(pid: int) -> int:
     """Memory of a process and its descendants in bytes, counting shared memory once (PSS)."""
     try:
         fields = dict(line.split(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
@@ -73,7 +73,7 @@ def memory_of_tree(pid: int) -> int:
         children = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
     except OSError:  # it has just ended
         return 0
-    return own + sum(memory_of_tree(child) for child in children)
+    return own + sum(measure_tree_memory(child) for child in children)
 
 
 def run_layout(overrides: list[str]) -> dict[str, Any] | str:
@@ -85,7 +85,7 @@ def run_layout(overrides: list[str]) -> dict[str, Any] | str:
             process = subprocess.Popen([*command, f"local_run_dir={folder}", *overrides], stdout=log, stderr=log)
             peak = 0
             while process.poll() is None:
-                peak = max(peak, memory_of_tree(process.pid))
+                peak = max(peak, measure_tree_memory(process.pid))
                 time.sleep(0.05)
             log.seek(0)
             if process.returncode:

@@ -28,7 +28,7 @@ from dpo.reporting.ledger import Ledger
 COLUMNS = ("logps_train/chosen", "logps_train/rejected", "reference/chosen", "reference/rejected")
 
 
-def update_of(number: int, n: int) -> Update:
+def make_update(number: int, n: int) -> Update:
     """Make an update of pairs of the usual length."""
     names = (hashlib.blake2b(f"{number} {i}".encode(), digest_size=16).hexdigest() for i in range(n))
     examples = [Example((1,) * 100, ((2,) * 80, (3,) * 70), (0, 0), "hh", name) for name in names]
@@ -51,7 +51,7 @@ def main() -> None:
         ledger.on_start()
         appends = []
         for number in range(1, asked.updates + 1):
-            update = update_of(number, n)
+            update = make_update(number, n)
             start = time.process_time()
             ledger.on_update(update)
             appends.append(time.process_time() - start)

@@ -140,16 +140,15 @@ def _quality(run: Run) -> list[Tile]:
         examples, values = run.eval.points(name)
         if not len(values):
             continue
-        place = int((sign * values).argmax())
+        place, extreme = int((sign * values).argmax()), "highest" if sign > 0 else "lowest"
         if not sign:
             sides = [run.eval.last(f"rewards_eval/{side}") for side in ("chosen", "rejected")]
             detail = f"chosen {signed(sides[0])}, rejected {signed(sides[1])}"
         elif values[place] == values[-1]:
             before = "all tied" if values[0] == 0 and examples[0] == 0 and sign > 0 else say(values[0])
-            extreme = ("highest" if sign > 0 else "lowest") + " so far" * (run.state.word != "complete")
-            detail = f"{extreme}; at the start {before}" if len(values) > 1 else "the first evaluation"
+            so_far = " so far" * (run.state.word != "complete")
+            detail = f"{extreme}{so_far}; at the start {before}" if len(values) > 1 else "the first evaluation"
         else:
-            extreme = "highest" if sign > 0 else "lowest"
             detail = f"{extreme} {say(values[place])} at {count(examples[place], 'example')}"
         last = float(values[-1])
         # a loss depends on its options, as DPO's does on beta; rewards depend on the reference

@@ -35,7 +35,7 @@ def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> s
 def _find_odd_state(
     kind: type[torch.optim.Optimizer], values: Mapping[str, Any], shape: torch.Size | None
 ) -> str | None:
-    keys = _keys_of_state(kind, 2 if shape is None else len(shape))
+    keys = _list_state_keys(kind, 2 if shape is None else len(shape))
     if set(values) != keys:
         return f"its keys are {', '.join(values)}, not {', '.join(sorted(keys))}"
     for key, value in values.items():
@@ -64,7 +64,7 @@ def _is_number(value: Any) -> bool:
 
 
 @cache
-def _keys_of_state(kind: Callable[..., torch.optim.Optimizer], ndim: int) -> set[str]:
+def _list_state_keys(kind: Callable[..., torch.optim.Optimizer], ndim: int) -> set[str]:
     """The keys of an optimizer class's state per parameter, found by updating one."""
     parameter = torch.nn.Parameter(torch.zeros((2,) * ndim))
     parameter.grad = torch.zeros_like(parameter)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -144,15 +144,6 @@ def _had_own_code(of_run: DictConfig) -> bool:
     return OmegaConf.select(of_run, "model.trust_remote_code") is True
 
 
-def _texts_in(value: Any) -> Iterator[str]:
-    """Yield every string in a nested value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts_in(inner)
-
-
 def _read_config(path: Path) -> DictConfig:
     """Read the config of a run, ours or the reference implementation's.
 
@@ -162,8 +153,8 @@ def _read_config(path: Path) -> DictConfig:
     values = read_yaml(path)
     try:
         config = OmegaConf.load(path)
-        if found := next((text for text in _texts_in(values) if "${" in text), None):
-            raise ValueError(f"{found!r:.100} is an interpolation, not a value")
+        if found := re.search(r"\$\{[^}]*\}?", str(values)):
+            raise ValueError(f"{found[0]!r:.100} is an interpolation, not a value")
         name = OmegaConf.select(config, "model.name_or_path")
     except Exception as error:  # YAML of any kind may be there
         raise InputError(f"{path} is not the config of a run: {' '.join(str(error).split())[:200]}") from error
