@@ -34,7 +34,7 @@ from dpo.errors import InputError, RunError
 from dpo.settings.command_line import check_command_line, exit_on
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.sweeps import Sweep
-from dpo.settings.validation import find_config_problems, find_unused
+from dpo.settings.validation import find_config_problems, find_warnings
 from dpo.system.malloc import set_allocators
 from dpo.system.paths import get_local_run_dir
 from dpo.system.rank_env import find_rank_env, is_rank_0
@@ -60,8 +60,8 @@ def main(config: DictConfig) -> None:
         plan = resolve(config)
         exit_on(find_config_problems(config, plan))
         if is_rank_0():
-            for line in find_unused(config, plan):
-                print(f"warning: {line}")
+            for warning in find_warnings(config, plan):
+                print(f"warning: {warning}")
         if sweeps:
             SWEEP.begin_job(config, HydraConfig.get())
         run(config, plan)

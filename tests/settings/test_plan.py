@@ -97,7 +97,7 @@ def test_the_names_of_the_config_are_those_of_the_tables():
     assert all(cls.__name__ == name and issubclass(cls, torch.optim.Optimizer) for name, cls in OPTIMIZERS.items())
     assert (tuple(SCHEDULES), tuple(LR_SCALINGS)) == (choices.SCHEDULES, choices.LR_SCALINGS)
     assert (*load_defaults()["dataset_sources"], "demo") == preference_datasets.BUILT_IN
-    assert KEYS["loss.name"].rule.choices == tuple(LOSSES)
+    assert tuple(KEYS["loss.name"].choices) == tuple(LOSSES)
 
 
 def test_a_resumed_run_keeps_what_makes_it_the_run_it_is():

@@ -15,10 +15,10 @@ from support.runs import ROOT
 import train  # noqa: F401  (registers the config's resolvers)
 from dpo.losses import LOSSES, find_loss
 from dpo.settings import choices
-from dpo.settings.files import flatten, load_defaults
-from dpo.settings.keys import ALIASES, KEYS
+from dpo.settings.files import flatten, load_aliases, load_defaults
+from dpo.settings.keys import KEYS
 from dpo.settings.plan import ParallelDims, Plan, resolve
-from dpo.settings.validation import find_config_problems, find_unused
+from dpo.settings.validation import find_config_problems, find_warnings
 
 CONFIG = ROOT / "config"
 COMPLETE = ("exp_name=x", "model.name_or_path=gpt2", "loss=dpo", "loss.beta=0.1")
@@ -589,27 +589,27 @@ def test_a_key_without_effect_is_refused_or_gets_a_line(override):
     loss = find_loss(compose(*complete).loss)
     plan = replace(ONE, loss=loss, reference="model" if loss.reference else None)
     refused = problems(override, complete=complete, plan=plan)
-    noted = find_unused(compose(*complete, override), plan)
+    noted = find_warnings(compose(*complete, override), plan)
     assert [line.split("=")[0] for line in refused + noted] == [key]
     assert bool(refused) == KEYS[key].needs.refused
-    assert find_unused(compose(*complete), plan) == []  # unless it is set
+    assert find_warnings(compose(*complete), plan) == []  # unless it is set
 
 
 def test_a_value_is_told_as_it_is_typed():
     config = compose(*COMPLETE, "do_first_sampling=true", "do_first_eval=false")
-    assert [line.split(":")[0] for line in find_unused(config, ONE)] == ["do_first_sampling=true has no effect"]
+    assert [line.split(":")[0] for line in find_warnings(config, ONE)] == ["do_first_sampling=true has no effect"]
 
 
 def test_a_source_that_no_dataset_names_gets_a_line():
     config = compose(*COMPLETE, "datasets=[shp]", "dataset_sources.hh=/x", "dataset_sources.shp=/y")
-    assert find_unused(config, ONE) == [
+    assert find_warnings(config, ONE) == [
         "dataset_sources.hh has no effect: datasets=shp does not name it; datasets=[hh] does"
     ]
 
 
 def test_a_rate_that_bfloat16_weights_round_away_gets_a_line():
     def noted(*overrides):
-        return find_unused(compose(*COMPLETE, "model.policy_dtype=bfloat16", *overrides), ONE)
+        return find_warnings(compose(*COMPLETE, "model.policy_dtype=bfloat16", *overrides), ONE)
 
     [line] = noted("lr=5e-7")
     assert line.startswith("lr=5e-07 has little effect with model.policy_dtype=bfloat16")
@@ -618,7 +618,7 @@ def test_a_rate_that_bfloat16_weights_round_away_gets_a_line():
 
 
 def test_names_of_other_trainers_lead_to_keys_and_are_none_of_ours():
-    for name, ours in ALIASES.items():
+    for name, ours in load_aliases().items():
         assert name not in KEYS
         assert re.split("[=,]", ours)[0] in {*KEYS, "loss", "lora", "online"}
 
@@ -664,16 +664,16 @@ def test_adapters_do_not_go_with_the_package_that_splits_layers():
 def test_a_reference_in_the_policy_computes_as_the_policy_does():
     plan = resolve(compose(*COMPLETE, "lora=lora", "model.reference_dtype=bfloat16"))
     assert (plan.reference, plan.reference_dtype) == ("base", plan.compute_dtype)
-    [line] = find_unused(compose(*COMPLETE, "lora=lora", "lr=1e-4", "model.reference_dtype=bfloat16"), plan)
+    [line] = find_warnings(compose(*COMPLETE, "lora=lora", "lr=1e-4", "model.reference_dtype=bfloat16"), plan)
     assert line.startswith("model.reference_dtype=bfloat16 has no effect")
     assert resolve(compose(*COMPLETE)).reference == "model"
     assert resolve(compose("loss=sft")).reference is None
 
 
 def test_a_rate_for_all_weights_gets_a_line_with_an_adapter():
-    [line] = find_unused(compose(*COMPLETE, "lora=lora", "lr=5e-7"), resolve(compose(*COMPLETE, "lora=lora")))
+    [line] = find_warnings(compose(*COMPLETE, "lora=lora", "lr=5e-7"), resolve(compose(*COMPLETE, "lora=lora")))
     assert line.startswith("lr=5e-07 is a rate for all weights")
-    assert find_unused(compose(*COMPLETE, "lora=lora", "lr=1e-5", "model.policy_dtype=bfloat16"), ONE) == []
+    assert find_warnings(compose(*COMPLETE, "lora=lora", "lr=1e-5", "model.policy_dtype=bfloat16"), ONE) == []
 
 
 def test_answers_that_no_memory_could_hold_are_refused_with_the_bound():
