@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import hydra
 import pytest
 import torch
-from support.runs import ROOT
+from support.commands import compose
 
 import preference_datasets
-import train  # noqa: F401  (registers the config's resolvers)
 import trainers
 from dpo.losses import LOSSES
 from dpo.models.pretrained import DTYPES
@@ -23,8 +21,7 @@ from dpo.training.optimization import LR_SCALINGS, OPTIMIZERS, SCHEDULES
 
 
 def plan_of(*overrides: str, **given: int) -> Plan:
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        return resolve(hydra.compose("config", ["exp_name=x", *overrides]), **given)
+    return resolve(compose(" ".join(["exp_name=x", *overrides])), **given)
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +79,14 @@ def test_a_reference_without_a_dtype_computes_as_the_policy_does():
     assert plan_of(null).reference_dtype == "float32"
     assert plan_of(null, "model.policy_dtype=bfloat16").reference_dtype == "bfloat16"
     assert plan_of(null, "trainer=FSDPTrainer", "model.fsdp_policy_mp=bfloat16").reference_dtype == "bfloat16"
+
+
+def test_a_reference_inside_the_policy_computes_as_the_policy_does():
+    dpo = ("loss=dpo", "loss.beta=0.1")
+    plan = plan_of(*dpo, "lora=lora", "model.reference_dtype=bfloat16")
+    assert (plan.reference, plan.reference_dtype) == ("base", plan.compute_dtype)
+    assert plan_of(*dpo).reference == "model"
+    assert plan_of("loss=sft").reference is None
 
 
 @pytest.mark.parametrize("override", ["trainer=3", "world_size=-1", "tensor_parallel_size=x", "loss.name=[a]"])
