@@ -10,7 +10,7 @@ import hydra
 import pytest
 from support.runs import ROOT, train
 
-from dpo.settings.command_line import find_problems, parse
+from dpo.settings.command_line import GuardedLoader, find_problems, parse
 from dpo.system.redaction import redact
 
 
@@ -117,7 +117,10 @@ def guarded(monkeypatch, capsys):
         ("hydra:\n  job:\n    env_set:\n      PATH: /evil\n", "hydra.job.env_set.PATH"),
         ("hydra:\n  job_logging:\n    handlers:\n      console:\n        (): os.mkdir\n", "hydra.job_logging.handlers"),
         ("defaults:\n  - /more/evil@hydra.callbacks.c\n", "hydra.callbacks.c._target_"),
-        ("defaults:\n  - /more: e${oc.env:NOBODY,vil}\n", "_target_"),  # chosen in a way that no text shows
+        (
+            "defaults:\n  - /more: e${oc.env:NOBODY,vil}\n",
+            "hydra.callbacks.c._target_",
+        ),  # chosen in a way that no text shows
         ("online:\n  function: evil.py:f\n", "online.function"),
         ("model:\n  trust_remote_code: true\n", "model.trust_remote_code"),
     ],
@@ -145,7 +148,9 @@ def test_no_job_of_a_sweep_runs_if_own_files_name_code_in_one(group, command, tm
     folder = tmp_path / "own" / group.partition("@")[0]
     folder.mkdir(parents=True)
     (folder / "a.yaml").write_text("{}\n")
-    (folder / "b.yaml").write_text("# @package _global_\nhydra:\n  callbacks:\n    c: {a: 1}\n")
+    (folder / "b.yaml").write_text("# @package _global_\ndefaults:\n  - /more@_global_: evil\n")
+    (tmp_path / "own" / "more").mkdir()
+    (tmp_path / "own" / "more" / "evil.yaml").write_text("# @package _global_\nhydra:\n  callbacks:\n    c: {a: 1}\n")
     sweep = (f"+{group}=a,b", "n_examples=4", f"hydra.sweep.dir={tmp_path}/sweeps")
     result = train("-m", f"--config-dir={tmp_path / 'own'}", *command("run", *sweep))
     assert result.returncode == 2

@@ -23,7 +23,7 @@ def compose(command: str) -> DictConfig:
 def find_refusals(command: str) -> list[str]:
     """The problems that train.py would print: of the config, or of the command line if it cannot be composed."""
     line = parse(shlex.split(command))
-    if not line.is_sweep and not line.only_shows:
+    if not (line.is_sweep or line.config_dir):
         try:
             config = compose(command)
         except COMPOSING:
