@@ -260,21 +260,27 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
 
     `plan` is the config's plan, if known already.
     """
-    plan = plan or resolve(config)
-    values = flatten(config)
-    sources = values.pop("dataset_sources", {})
-    keys = _list_keys(values)
-    problems = [*_find_absent(values)]
-    values = {key: value for key, value in values.items() if value is not UNRESOLVED}
-    in_order = sorted(values, key=lambda key: key.startswith("loss."))  # as --cfg job: model, then loss
-    wrong = {key: problem for key in in_order if (problem := find_value_problem(key, values[key], keys))}
-    problems += wrong.values()
+    problems = find_problems(flatten(config), plan or resolve(config))
     written: Any = OmegaConf.to_container(config)
-    if values.get("resume") == "auto" and "get_local_run_dir" in str(written["local_run_dir"]):
+    if config.get("resume") == "auto" and "get_local_run_dir" in str(written["local_run_dir"]):
         problems.append("resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR")
-    valid = {key: value for key, value in values.items() if key not in wrong or key.startswith(WEIGHTS)}
-    problems += _find_broken(valid, plan, "error")
-    return problems + find_dataset_problems(valid.get("datasets", []), sources)
+    return problems
+
+
+def find_problems(values: Values, plan: Plan) -> list[str]:
+    """`find_config_problems` for values by dotted key."""
+    sources, keys = values.get("dataset_sources", {}), _list_keys(values)
+    known = {k: value for k, value in values.items() if value is not UNRESOLVED and k != "dataset_sources"}
+    in_order = sorted(known, key=lambda key: key.startswith("loss."))  # as --cfg job: model, then loss
+    wrong = {key: problem for key in in_order if (problem := find_value_problem(key, known[key], keys))}
+    valid = {key: value for key, value in known.items() if key not in wrong or key.startswith(WEIGHTS)}
+    broken = _find_broken(valid, plan, "error")
+    return [
+        *_find_absent(values),
+        *wrong.values(),
+        *broken,
+        *find_dataset_problems(valid.get("datasets", []), sources),
+    ]
 
 
 def find_warnings(config: DictConfig, plan: Plan) -> list[str]:
@@ -321,7 +327,7 @@ def _find_absent(values: Values) -> Iterator[str]:
 def _list_keys(values: Values) -> dict[str, Key]:
     """All keys that a config may have, including options of its loss without a row in `KEYS`."""
     name = values.get("loss.name")
-    options = dotted({"loss": load_defaults(name)["loss"]} if name in KEYS["loss.name"].choices else {})
+    options = dotted({"loss": load_defaults(name)["loss"]} if isinstance(name, str) and name in LOSSES else {})
     return {key: find_key_of_option(default) for key, default in options} | KEYS
 
 
