@@ -86,11 +86,11 @@ class CommandLine(NamedTuple):
         if not self.is_sweep:
             return [*self.options, *self.overrides, *self.search]
         fixed = [override for override in self.overrides if _parts_of_sweep(override) is None]
-        told = f"{SAME_IN_ALL}={[*map(parse_key, fixed)]!r}".replace(" ", "")
+        shared = f"{SAME_IN_ALL}={[*map(parse_key, fixed)]!r}".replace(" ", "")
         swept = tuple(f"{parse_key(override)}." for override in self.overrides if override not in fixed)
         # Hydra tries fixed overrides without swept ones: with `-m loss=dpo,ipo`, an option of the loss on the default
         forced = [f"++{o}" if o in fixed and o.startswith(swept) else o for o in self.overrides]
-        return [*self.options, *forced, *self.search, told]
+        return [*self.options, *forced, *self.search, shared]
 
     @property
     def search(self) -> list[str]:
@@ -165,14 +165,11 @@ def _find_sign(override: str) -> str:
 def _with_paths(overrides: list[str]) -> list[str]:
     """Write `dataset_sources.NAME=PLACE` as `dataset_sources.NAME.path=PLACE` if other keys of NAME are also set."""
     keys = [parse_key(override) for override in overrides]
-
-    def with_path(override: str, key: str) -> str:
-        more = key.startswith("dataset_sources.") and any(other.startswith(f"{key}.") for other in keys)
-        return (
-            override.replace("=", ".path=", 1) if more and not override.partition("=")[2].startswith("{") else override
-        )
-
-    return [with_path(override, key) for override, key in zip(overrides, keys, strict=True)]
+    shared = {key for key in keys if key.startswith("dataset_sources.") and any(k.startswith(f"{key}.") for k in keys)}
+    return [
+        override.replace("=", ".path=", 1) if key in shared and "={" not in override else override
+        for override, key in zip(overrides, keys, strict=True)
+    ]
 
 
 def find_problems(line: CommandLine, own_configs: Path) -> list[str]:
@@ -201,7 +198,7 @@ def _find_problems(line: CommandLine, own_configs: Path) -> list[str]:
         return problems
     with hydra.initialize_config_dir(str(own_configs.resolve()), version_base="1.3"):
         if line.config_dir is not None:
-            problems = [*_find_problems_of_files(line, Path(line.config_dir), own_configs)]
+            problems = [*_find_unusable_files(line, Path(line.config_dir), own_configs)]
         if problems or line.only_shows:
             return problems
         overrides = [_first_of_sweep(o) for o in line.overrides] if line.is_sweep else line.overrides
@@ -223,7 +220,11 @@ def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -
     """List why Hydra refuses overrides, and the problems of the config composed from the others."""
 
     def refusal(tried: list[str]) -> str | None:
-        return _refusal(tried, search, places)
+        try:
+            hydra.compose("config", [*search, *tried], return_hydra_config=True)
+            return None
+        except COMPOSING as error:
+            return _explain(tried[-1], error, places)
 
     if not refusal(overrides):
         return []
@@ -245,7 +246,7 @@ def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -
     return [*refused.values(), *(p for p in problems if not p.startswith(keys))]
 
 
-def _find_problems_of_files(line: CommandLine, directory: Path, own_configs: Path) -> Iterator[str]:
+def _find_unusable_files(line: CommandLine, directory: Path, own_configs: Path) -> Iterator[str]:
     """Find config files of a user that cannot be read, or would not be."""
     if not directory.is_dir():
         yield f"--config-dir {directory} is not a directory"
@@ -290,15 +291,6 @@ def _find_code(config: DictConfig) -> dict[str, Any]:
     whole: Any = OmegaConf.to_container(config, resolve=False)
     hydras = {key: value for key, value in dotted(whole["hydra"], "hydra.") if not key.startswith(HOW_COMPOSED)}
     return hydras | {key: value for key, value in dotted(whole) if key in NAMES_CODE and value}
-
-
-def _refusal(overrides: list[str], search: list[str], places: list[Path]) -> str | None:
-    """A sentence on why Hydra cannot compose with these overrides; None if it can."""
-    try:
-        hydra.compose("config", [*search, *overrides], return_hydra_config=True)
-        return None
-    except COMPOSING as error:
-        return _explain(overrides[-1], error, places)
 
 
 def _explain(override: str, error: Exception, places: list[Path]) -> str:
@@ -357,5 +349,5 @@ def _parts_of_sweep(override: str) -> Iterator[str] | None:
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return None  # `_refusal` explains it
+        return None  # `_find_refused` explains it
     return parsed.sweep_string_iterator() if parsed.is_sweep_override() and not GLOB.search(override) else None

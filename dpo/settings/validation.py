@@ -306,11 +306,12 @@ def _find_broken(values: Values, plan: Plan, level: Level) -> Iterator[str]:
                 continue
             for key in set_keys or ("",):
                 found = {**facts, **values, "KEY": key, "VALUE": values.get(key)}
-                yield (
-                    re.sub(r"\{([\w.]+)\}", lambda name, found=found: str(_as_typed(found[name[1]])), sentence)
-                    if isinstance(sentence, str)
-                    else sentence(values, plan)
-                )
+                yield _fill(sentence, found) if isinstance(sentence, str) else sentence(values, plan)
+
+
+def _fill(sentence: str, values: Values) -> str:
+    """Put values, as they are typed, in place of their names in braces."""
+    return re.sub(r"\{([\w.]+)\}", lambda name: str(_as_typed(values[name[1]])), sentence)
 
 
 def _find_absent(values: Values) -> Iterator[str]:

@@ -16,7 +16,7 @@ from dpo.settings.plan import ParallelDims, resolve
 from dpo.settings.validation import find_config_problems
 
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiment").glob("*.yaml"))
-OF_THE_PAPER = {"batch_size": 64, "gradient_accumulation_steps": 2, "eval_batch_size": 32, "trainer": "FSDPTrainer"}
+PAPER_SETTINGS = {"batch_size": 64, "gradient_accumulation_steps": 2, "eval_batch_size": 32, "trainer": "FSDPTrainer"}
 
 
 @pytest.mark.parametrize("plus", ["", "+"])
@@ -41,7 +41,7 @@ def test_an_experiment_is_complete_and_every_override_counts_more(name, plus, tm
 @pytest.mark.parametrize("loss", ["sft", "dpo"])
 def test_the_papers_runs_have_the_settings_of_the_published_command(data, loss):
     values = OmegaConf.to_container(compose(f"experiment={data}_pythia28_{loss}"))
-    published = OF_THE_PAPER | {"lr": 5e-7, "optimizer": "RMSprop", "warmup_steps": 150, "max_length": 512}
+    published = PAPER_SETTINGS | {"lr": 5e-7, "optimizer": "RMSprop", "warmup_steps": 150, "max_length": 512}
     assert {key: values[key] for key in published} == published
     assert values["datasets"] == [data]
     assert values["loss"]["name"] == loss

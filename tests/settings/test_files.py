@@ -44,12 +44,12 @@ def test_every_key_has_a_spec_and_every_spec_a_key():
     assert keys_of(main) | losses | adapters | online | models["blank_model"] == KEYS.keys()
 
 
-OF_GROUPS = [
+OPTION_FILES = [
     str(f.relative_to(CONFIG))
     for group in ("loss", "lora", "online")
     for f in sorted(CONFIG.glob(f"{group}/**/*.yaml"))
 ]
-EXPLAINED = ["config.yaml", "model/blank_model.yaml", *OF_GROUPS]
+EXPLAINED = ["config.yaml", "model/blank_model.yaml", *OPTION_FILES]
 
 
 @pytest.mark.parametrize("file", EXPLAINED)
@@ -177,9 +177,12 @@ def test_losses_have_the_papers_options_and_those_with_a_reference_have_its_opti
         assert OmegaConf.to_container(compose(f"loss={loss}").loss) == own | shared
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_files_of_losses_are_read_as_hydra_reads_them(loss):
-    assert OmegaConf.to_container(compose(f"loss={loss}").loss) == load_defaults(loss)["loss"]
+@pytest.mark.parametrize(
+    "option", [f"{f.parent.name}={f.stem}" for f in sorted(CONFIG.glob("l*/*.yaml"))] + ["online=online"]
+)
+def test_files_are_read_as_hydra_reads_them(option):
+    group, name = option.split("=")
+    assert OmegaConf.to_container(compose(option)[group]) == load_defaults(**{group: name})[group]
 
 
 def test_a_mix_has_a_weight_for_each_loss_that_can_be_in_it_and_all_options_of_these():
