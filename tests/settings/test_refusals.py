@@ -323,12 +323,12 @@ def test_a_command_that_cannot_work_is_refused_with_one_sentence(command, senten
 
 
 @pytest.mark.parametrize(("command", "sentence"), NO_EFFECT)
-def test_a_key_without_effect_gets_a_warning_that_begins_with_what_was_typed(command, sentence, typed):
+def test_a_key_without_effect_gets_a_warning_that_begins_with_it(command, sentence, typed):
     key, *context = shlex.split(typed(command).removeprefix(RUNS))
     assert find_refusals(f"{RUNS} {shlex.join([key, *context])}") == []
     config = compose(f"{RUNS} {command}")
     [warning] = find_warnings(config, resolve(config))
-    assert warning.startswith((f"{key} has no effect", "dataset_sources.hh has no effect"))
+    assert warning.startswith(key.split("=")[0])
     assert f"has no effect: {sentence}" in warning
 
 
