@@ -18,12 +18,10 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dpo.analysis import summary
-from dpo.analysis.cost import Cost, measure_cost
 from dpo.analysis.curves import THEMES, draw_all
-from dpo.analysis.findings import WARNING, Finding
+from dpo.analysis.findings import WARNING, Finding, find_all
 from dpo.analysis.ledger_view import FindTexts, LedgerView, view_ledger
-from dpo.analysis.margin import margin_parts
-from dpo.analysis.reading import find_all
+from dpo.analysis.measures import Cost, margin_parts, measure_cost
 from dpo.analysis.runs import Run, read_runs
 from dpo.errors import InputError
 from dpo.system.run_directory import REPORT

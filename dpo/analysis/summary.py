@@ -9,11 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dpo.analysis.cost import Cost
-from dpo.analysis.findings import Finding, is_untold, n_evaluated
-from dpo.analysis.margin import MarginParts
-from dpo.analysis.online_findings import beginning, end
-from dpo.analysis.reading import warnings_in
+from dpo.analysis.findings import WARNING, Finding
+from dpo.analysis.measures import Cost, MarginParts, first_tenth, is_inconclusive, n_evaluated
 from dpo.analysis.runs import Run, number, ranked
 from dpo.losses import LOSSES
 from dpo.settings.files import dotted, load_defaults
@@ -73,17 +70,17 @@ def _adapter(run: Run) -> str:
 
 def verdict(run: Run, findings: list[Finding]) -> str:
     """The run in a few short sentences."""
-    n = warnings_in(findings)
+    n = sum(finding.level == WARNING for finding in findings)
     accuracy = run.eval.last("rewards_eval/accuracies")
-    untold = math.isfinite(accuracy) and is_untold(accuracy, n_evaluated(run))
+    untold = math.isfinite(accuracy) and is_inconclusive(accuracy, n_evaluated(run))
     looks = f"{count(n, 'warning')} below." if n else "No warnings." if untold else "Nothing looks wrong."
     return " ".join([f"{run.state.text.capitalize()}.", _result(run), looks if len(run.train) or len(run.eval) else ""])
 
 
 def _result(run: Run) -> str:
     """Result on held-out examples, or, online, the scores of answers."""
-    if len(scores := beginning(run, "online/score")):
-        now, nats = end(run, "online/score").mean(), run.tail("train", "online/kl")
+    if len(scores := first_tenth(run.train.points("online/score")[1])):
+        now, nats = run.tail("train", "online/score"), run.tail("train", "online/kl")
         cost = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
         return f"The mean score of its answers was {figure(scores.mean())} at first and is {figure(now)} now{cost}."
     examples, losses = run.eval.points("loss/eval")
@@ -95,7 +92,7 @@ def _result(run: Run) -> str:
     if math.isfinite(accuracy):
         margin = run.eval.last("rewards_eval/margins")
         n = n_evaluated(run)
-        few = ", too few to tell from chance," if is_untold(accuracy, n) else ""
+        few = ", too few to tell from chance," if is_inconclusive(accuracy, n) else ""
         right = f"{percent(accuracy)} of {count(n, 'held-out pair')} are ranked right"
         return f"{right}{few} by a mean reward margin of {figure(margin)}."
     return f"The held-out loss {moved} {loss}."

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 from support.records import CONFIG, evaluation, rewards, sample, update
 
-from dpo.analysis.findings import USEFUL, Finding, find_spikes
-from dpo.analysis.margin import MarginParts, find_change, margin_parts
-from dpo.analysis.noise import wilson_interval
-from dpo.analysis.pair_findings import lengths_of_samples
-from dpo.analysis.reading import find_all
+from dpo.analysis.findings import Finding, find_all, lengths_of_samples
+from dpo.analysis.measures import USEFUL, MarginParts, find_change, find_spikes, margin_parts, wilson_interval
 from dpo.analysis.runs import Log, Run, State
 
 TOKENS = {"mean_chosen_tokens": 20.0, "mean_rejected_tokens": 20.0}

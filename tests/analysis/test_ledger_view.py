@@ -8,7 +8,7 @@ from support.records import update, write_run
 
 from dpo.analysis.ledger_file import DRAWN
 from dpo.analysis.ledger_view import view_ledger
-from dpo.analysis.margin import margin_parts
+from dpo.analysis.measures import margin_parts
 from dpo.analysis.page import render
 from dpo.analysis.runs import read_run
 from dpo.errors import InputError

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from support.records import CONFIG, evaluation, rewards, update
 
-from dpo.analysis.findings import Finding
-from dpo.analysis.reading import find_all
+from dpo.analysis.findings import Finding, find_all
 from dpo.analysis.runs import Log, Run
 
 ONLINE = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.records import drawn, evaluation, sample, update, write_run
 
-from dpo.analysis.cost import measure_cost
+from dpo.analysis.measures import measure_cost
 from dpo.analysis.runs import read_run, read_runs
 from dpo.analysis.summary import machine_rows
 from dpo.errors import InputError
