@@ -1,4 +1,4 @@
-"""The report of runs: curves as PNG, and `report.html`, one file that needs no network and runs no code.
+"""The report of runs: curves, and `report.html`, one file that needs no network and runs no code.
 
 The template is `page.html.jinja`. Every text is escaped, and the page's content policy forbids scripts and requests,
 because samples and settings come from models and users.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dpo.analysis import summary
-from dpo.analysis.curves import THEMES, draw_all
+from dpo.analysis.curves import COLORS, LIGHT, Picture, draw_all
 from dpo.analysis.findings import WARNING, Finding, find_all
 from dpo.analysis.ledger_view import FindTexts, LedgerView, view_ledger
 from dpo.analysis.measures import Cost, margin_parts, measure_cost
@@ -40,22 +40,11 @@ class Lead(NamedTuple):
     text: str
 
 
-class Shown(NamedTuple):
-    """A picture in the page."""
-
-    title: str
-    alt: str
-    light: str  # data URIs
-    dark: str
-    text: str = ""
-
-
 class Section(NamedTuple):
     """The page's content for one run."""
 
     run: Run
-    color: str  # of its curves, light
-    dark_color: str
+    color: str  # CSS variable of its curves' colour
     about: str
     verdict: str
     tiles: list[summary.Tile]
@@ -93,11 +82,9 @@ def write_report(
     read = read_runs(runs, ended=ended)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        pictures = []
-        for picture in draw_all(read):
-            _replace(out / f"{picture.name}.png", picture.light)
-            _replace(out / f"{picture.name}-dark.png", picture.dark)
-            pictures.append(Shown(picture.title, picture.alt, _data(picture.light), _data(picture.dark)))
+        pictures = list(draw_all(read))
+        for picture in pictures:
+            _replace(out / f"{picture.name}.png", picture.png)
         page = out / REPORT.name
         _replace(page, render(read, pictures, lead, find_texts).encode("utf-8", "replace"))
     except OSError as error:
@@ -107,22 +94,22 @@ def write_report(
 
 def render(
     runs: Sequence[Run],
-    pictures: Sequence[Shown],
+    pictures: Sequence[Picture],
     lead: Lead | None = None,
     find_texts: FindTexts | None = None,
 ) -> str:
     """Render the page."""
     loader = FileSystemLoader(Path(__file__).parent)
-    template = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).get_template("page.html.jinja")
+    jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    jinja.filters["data_uri"] = lambda image, kind: f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
     costs = [measure_cost(run) for run in runs]
     sections = [_section(i, run, cost, find_texts) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
     context: dict[str, Any] = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
         "sections": sections,
         "columns": dict.fromkeys(tile.label for section in sections for tile in section.tiles),
-        "lead": lead and Shown(lead.title, lead.alt, _data(lead.png), _data(lead.png_dark), lead.text),
+        "lead": lead,
+        "colors": COLORS,
         "pictures": pictures,
         "samples": summary.collect_samples(runs),
         "drawn": summary.collect_drawn(runs),
@@ -145,22 +132,20 @@ def render(
         "several": len(runs) > 1,
         "best": _best(sections),
     }
-    return template.render(context)
+    return jinja.get_template("page.html.jinja").render(context)
 
 
 def _section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) -> Section:
     findings = find_all(run)
-    light, dark = (theme.colors[i % len(theme.colors)] for theme in THEMES)
     return Section(
         run,
-        light,
-        dark,
+        f"--plot-{i % len(LIGHT.colors)}",
         summary.about(run),
         summary.verdict(run, findings),
         summary.tiles(run, cost),
         findings,
         summary.margin_bars(margin_parts(run)),
-        summary.all_settings(run),
+        summary.make_rows([summary.list_settings(run)]),
         view_ledger(run, find_texts),
     )
 
@@ -180,10 +165,6 @@ def _best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
         for worth, path in found
         if len(found) > 1 and worth == max(found)[0]
     }
-
-
-def _data(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _replace(path: Path, content: bytes) -> None:
