@@ -11,23 +11,28 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dpo.analysis import summary
 from dpo.analysis.curves import COLORS, LIGHT, Picture, draw_all
 from dpo.analysis.findings import WARNING, Finding, find_all
-from dpo.analysis.ledger_view import FindTexts, LedgerView, view_ledger
 from dpo.analysis.measures import Cost, margin_parts, measure_cost
 from dpo.analysis.runs import Run, read_runs
 from dpo.errors import InputError
 from dpo.system.run_directory import REPORT
+from dpo.wording import shortened
+
+if TYPE_CHECKING:
+    from dpo.analysis.ledger import FindTexts, LedgerSummary
 
 MEASURED_ON = ("datasets", "n_eval_examples")
 FIRST_SAMPLES = 4  # shown before the reader asks for more
+LEDGER_PAIRS = 5  # in each list
 
 
 class Lead(NamedTuple):
@@ -51,7 +56,7 @@ class Section(NamedTuple):
     findings: list[Finding]
     margin: summary.Bars | None
     settings: list[summary.Row]
-    ledger: LedgerView | None
+    ledger: LedgerSummary | None
 
     @property
     def warnings(self) -> list[Finding]:
@@ -102,6 +107,7 @@ def render(
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.filters["data_uri"] = lambda image, kind: f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+    jinja.filters["shortened"] = shortened
     costs = [measure_cost(run) for run in runs]
     sections = [_section(i, run, cost, find_texts) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
     context: dict[str, Any] = {
@@ -146,8 +152,24 @@ def _section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) -> Sect
         findings,
         summary.margin_bars(margin_parts(run)),
         summary.make_rows([summary.list_settings(run)]),
-        view_ledger(run, find_texts),
+        summarize_ledger(run, find_texts),
     )
+
+
+def summarize_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerSummary | None:
+    """Summary of a run's ledger, with texts if `find_texts` finds them; None without a ledger."""
+    if run.ledger is None:
+        return None
+    from dpo.analysis.ledger import summarize  # needs pyarrow, which most runs do not
+
+    summary = summarize(run.ledger, top=LEDGER_PAIRS)
+    if find_texts is not None:
+        summary = summary.find_texts(run, find_texts)
+    of_data = [pair for pair in summary.listed if pair.scores is None]
+    if of_data and not any(pair.texts for pair in of_data):
+        command = f"python -m scripts.ledger {run.path} shows texts that can be loaded"
+        summary = replace(summary, note="; ".join(filter(None, (summary.note, command))))
+    return summary
 
 
 def _best(sections: Sequence[Section]) -> set[tuple[Path, str]]:

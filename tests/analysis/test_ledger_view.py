@@ -7,9 +7,8 @@ from support.ledgers import row, with_ledger
 from support.records import update, write_run
 
 from dpo.analysis.ledger_file import DRAWN
-from dpo.analysis.ledger_view import view_ledger
 from dpo.analysis.measures import margin_parts
-from dpo.analysis.page import render
+from dpo.analysis.page import render, summarize_ledger
 from dpo.analysis.runs import read_run
 from dpo.errors import InputError
 
@@ -42,12 +41,12 @@ def test_suspected_noise_is_shown_with_its_texts_escaped(tmp_path):
         asked.extend(pair.example for pair in pairs)
         return {"bad": {"prompt": "Why?", "chosen": "<b>no</b>", "rejected": "because"}}
 
-    view = view_ledger(run, find_texts)
+    view = summarize_ledger(run, find_texts)
 
     assert asked == ["bad", "bad"]  # it never flips either
-    never, noise = view.lists
+    never, noise = view.lists()
     assert never.text.startswith("1 of 5 pairs that were seen at least twice was wrong each time")
-    assert [pair.texts[1] for pair in noise.pairs] == [("chosen", "<b>no</b>")]
+    assert [pair.texts["chosen"] for pair in noise.pairs] == ["<b>no</b>"]
     page = render([run], [], find_texts=find_texts)
     assert "&lt;b&gt;no&lt;/b&gt;" in page
     assert "<b>no" not in page
@@ -62,16 +61,17 @@ def test_drawn_pairs_are_shown_from_the_ledger_itself(tmp_path):
     good = [row(f"good{i}", 2, "train", 1.0, -1.0, (5, 5)) | own for i in range(4)]
     given = [row("given", n, "eval", -9.0, 9.0, (5, 5)) | dict.fromkeys(DRAWN.names) for n in (1, 2)]
     folder = with_ledger(tmp_path / "drawn", [*bad, *good])
-    view = view_ledger(read_run(folder))
-    [pair] = view.lists[1].pairs
-    assert pair.texts == [("prompt", "Why?"), ("chosen", "drawn"), ("rejected", "no")]
-    assert pair.margins.endswith("; scores 2 and \N{MINUS SIGN}1")
-    assert "whether the scorer is right" in view.lists[1].text
-    assert "labels" not in view.lists[1].text
-    assert view.note == ""
+    view = summarize_ledger(read_run(folder))
+    noise = view.lists()[1]
+    [pair] = noise.pairs
+    assert pair.texts == {"prompt": "Why?", "chosen": " drawn", "rejected": " no"}
+    assert pair.describe_margins().endswith("; scores 2 and \N{MINUS SIGN}1")
+    assert "whether the scorer is right" in noise.text
+    assert "labels" not in noise.text
+    assert view.note is None
 
-    mixed = view_ledger(read_run(with_ledger(tmp_path / "mixed", [*bad, *good, *given])))
-    assert [len(pair.texts) for pair in mixed.lists[1].pairs] == [3, 0]
+    mixed = summarize_ledger(read_run(with_ledger(tmp_path / "mixed", [*bad, *good, *given])))
+    assert [pair.texts is not None for pair in mixed.lists()[1].pairs] == [True, False]
     assert mixed.note.startswith("python -m scripts.ledger")
 
 
@@ -82,12 +82,12 @@ def test_texts_that_cannot_be_loaded_are_a_note(tmp_path):
         raise InputError("no such dataset")
 
     command = f"python -m scripts.ledger {run.path} shows texts that can be loaded"
-    assert view_ledger(run, find_texts).note == f"Texts are not shown: no such dataset; {command}"
-    assert view_ledger(run).note == command
+    assert summarize_ledger(run, find_texts).note == f"Texts are not shown: no such dataset; {command}"
+    assert summarize_ledger(run).note == command
 
 
 def test_margins_against_length_and_drift_are_tables(tmp_path):
-    titles = [table.title for table in view_ledger(read_run(with_ledger(tmp_path, ROWS))).tables]
+    titles = [table.title for table in summarize_ledger(read_run(with_ledger(tmp_path, ROWS))).tables()]
     assert titles[0].startswith("Margin against length, eval")
     assert titles[-1].startswith("Drift by dataset")
 
@@ -96,7 +96,7 @@ def test_margins_against_length_and_drift_are_tables(tmp_path):
 def test_a_ledger_that_has_just_begun_is_shown_as_far_as_it_goes(tmp_path, rows):
     run = read_run(with_ledger(tmp_path, rows))
     assert run.problems == []
-    assert (view_ledger(run) is None) == (not rows)
+    assert (summarize_ledger(run) is None) == (not rows)
     assert "<h1>" in render([run], [])
 
 
