@@ -21,8 +21,8 @@ from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from dpo.analysis.runs import Log, Run
-from dpo.wording import figure as in_words
-from dpo.wording import percent
+from dpo.numbers import figure as in_words
+from dpo.numbers import percent
 
 SIZE, DPI = (4.8, 3.0), 200
 SIDES = ("chosen", "rejected")

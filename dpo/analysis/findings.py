@@ -35,7 +35,7 @@ from dpo.analysis.measures import (
 )
 from dpo.analysis.runs import Run, number
 from dpo.losses import LOSSES
-from dpo.wording import count, figure, percent, signed
+from dpo.numbers import count, figure, percent, signed
 
 WARNING, NOTE = "warning", "note"
 TRAIN_ACCURACY, EVAL_ACCURACY = "rewards_train/accuracies", "rewards_eval/accuracies"

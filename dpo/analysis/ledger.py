@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from dpo.analysis.ledger_file import TEXTS, encode
 from dpo.analysis.runs import Run
 from dpo.errors import InputError
-from dpo.wording import count, figure, percent, signed
+from dpo.numbers import count, figure, percent, signed
 
 PERIODS = 10  # equal parts of a run's updates, which are compared
 LENGTHS = (-64, -16, 0, 1, 17, 65)  # lower ends of the classes of length differences, in tokens

@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from dpo.analysis.collapse import Means, updates_at_start
 from dpo.analysis.runs import Run, number
-from dpo.wording import figure, percent, signed
+from dpo.numbers import figure, percent, signed
 
 USEFUL = 0.55  # below this accuracy nothing useful was learned
 SPIKE = 10.0  # times the median of up to 100 values before; at least 20 are needed

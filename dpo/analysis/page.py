@@ -24,8 +24,8 @@ from dpo.analysis.findings import WARNING, Finding, find_all
 from dpo.analysis.measures import Cost, margin_parts, measure_cost
 from dpo.analysis.runs import Run, read_runs
 from dpo.errors import InputError
+from dpo.numbers import shortened
 from dpo.system.run_directory import REPORT
-from dpo.wording import shortened
 
 if TYPE_CHECKING:
     from dpo.analysis.ledger import FindTexts, LedgerSummary

@@ -13,9 +13,9 @@ from dpo.analysis.findings import WARNING, Finding
 from dpo.analysis.measures import Cost, MarginParts, first_tenth, is_inconclusive, n_evaluated
 from dpo.analysis.runs import Run, number, ranked
 from dpo.losses import LOSSES
+from dpo.numbers import count, duration, figure, hours, large, percent, shortened, signed
 from dpo.settings.files import dotted, load_defaults
 from dpo.system.redaction import redact
-from dpo.wording import count, duration, figure, hours, large, percent, shortened, signed
 
 ABSENT = "\N{EN DASH}"
 BLANK_LINES = re.compile(r"\n\s*\n")  # between the turns of a dialogue

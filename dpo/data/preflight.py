@@ -25,11 +25,11 @@ from dpo.data.tokenization import TextEncoder, truncate
 from dpo.data.tokenizer import doubts_about_bos, load_tokenizer
 from dpo.errors import InputError
 from dpo.losses import LOSSES
+from dpo.numbers import count
 from dpo.settings.plan import resolve
 from dpo.system.host_memory import give_back_freed_memory
 from dpo.system.paths import get_cache_dir, get_local_dir
 from dpo.system.sharing import once_per_machine
-from dpo.wording import count
 
 
 @dataclass

@@ -10,8 +10,8 @@ import torch
 from omegaconf import DictConfig
 from torch.optim.lr_scheduler import LambdaLR
 
+from dpo.numbers import count
 from dpo.settings import choices
-from dpo.wording import count
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in choices.OPTIMIZERS}
 SCHEDULES = {  # remaining part of the decay when the fraction `done` of it is over

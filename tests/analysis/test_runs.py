@@ -13,7 +13,7 @@ from dpo.analysis.measures import measure_cost
 from dpo.analysis.runs import read_run, read_runs
 from dpo.analysis.summary import machine_rows
 from dpo.errors import InputError
-from dpo.wording import duration, hours
+from dpo.numbers import duration, hours
 
 LINES = [evaluation(0, 0.69), update(1), update(2), evaluation(2, 0.6)]
 
