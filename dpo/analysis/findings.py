@@ -13,17 +13,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpo.analysis.collapse import FEW, WHAT_TO_TRY, Means, count_window, find_collapse, is_collapsed
 from dpo.analysis.measures import (
+    FEW,
     USEFUL,
+    WHAT_TO_TRY,
+    Means,
     accuracy_error,
     binomial_tail,
+    count_window,
     difference_error,
     evaluation_loss_error,
     find_change,
+    find_collapse,
     find_spikes,
     find_start,
     first_tenth,
+    is_collapsed,
     is_inconclusive,
     last_tenth,
     margin_parts,
