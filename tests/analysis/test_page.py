@@ -127,7 +127,7 @@ def test_every_text_of_a_run_is_escaped(tmp_path):
     assert "49" not in re.findall(r"\d+", page.texts["h1"])
 
 
-def test_what_was_drawn_last_is_shown_with_its_scores_the_best_first(tmp_path):
+def test_last_drawn_answers_are_shown_with_scores_the_best_first(tmp_path):
     online = {"online/score": 1.5, "online/kl": 4.0, "online/eos": 0.5, "online/ties": 0.0, "online/length": 9.0}
     online |= {"online/score_best": 2.0, "online/score_worst": 1.0, "online/sampling_share": 0.5}
     logged = [(line | online if line["split"] == "train" else line) for line in lines()]
@@ -176,7 +176,7 @@ def test_without_a_reference_the_first_samples_are_beside_the_last(tmp_path):
     assert "Policy after 160 examples because Policy before training gibberish" in text
 
 
-def test_what_differs_between_runs_is_a_table(tmp_path):
+def test_settings_that_differ_between_runs_are_a_table(tmp_path):
     rates = {"a": 1e-6, "b": 2e-6}
     runs = [made(tmp_path / name, name=name, n=30, config={"lr": rate}) for name, rate in rates.items()]
 
@@ -203,7 +203,7 @@ def test_a_run_with_an_adapter_says_what_is_trained_beside_one_that_trains_all(t
     assert "rainable" not in page_of(made(tmp_path / "old", name="old")).texts["body"]  # was not recorded
 
 
-def test_bold_is_the_best_of_what_can_be_compared(tmp_path):
+def test_bold_is_the_best_among_comparable_runs(tmp_path):
     """Accuracy whatever the loss's options; the loss, which DPO's beta scales, only under the same ones."""
 
     def run(name: str, accuracy: float, held_out: float, **config) -> Path:
@@ -228,7 +228,7 @@ def test_bold_is_the_best_of_what_can_be_compared(tmp_path):
     assert bold == [["0.5"], [], ["80 %"], [], []]
 
 
-def test_what_depends_on_the_reference_is_compared_under_one_reference_alone(tmp_path):
+def test_bold_needs_equal_references(tmp_path):
     def bold(**model) -> list[str]:
         runs = []
         for name, loss, held_out, config in (("a", "dpo", 0.5, {}), ("b", "dpo", 0.4, model)):
@@ -262,7 +262,7 @@ def test_a_best_value_is_so_far_while_the_run_is_not_complete(tmp_path):
     assert " so far; at the start" in page_of(made(tmp_path / "ended", updates=80)).texts["span"]
 
 
-def test_of_one_run_the_settings_that_differ_from_the_defaults(tmp_path):
+def test_settings_that_differ_from_the_defaults(tmp_path):
     rows = setting_rows(read_runs([made(tmp_path / "run", config={"lr": 2e-6, "seed": 0})]))
     assert dict(rows)["lr"] == ["2e-06"]
     assert not {"seed", "batch_size"} & dict(rows).keys()
@@ -288,13 +288,13 @@ def test_a_picture_is_well_formed_whatever_a_run_is_called(tmp_path):
     assert EVIL[:22] + "..." in texts
 
 
-def test_the_running_mean_is_of_what_is_around_a_value():
+def test_the_running_mean_is_centred():
     values = np.array([0.0, 3.0, np.nan, 6.0, 0.0, 0.0])
     assert smoothed(values, 3).tolist() == [1.5, 1.5, 4.5, 3.0, 2.0, 0.0]
     assert smoothed(values, 3, robust=True).tolist() == [1.5, 1.5, 4.5, 3.0, 0.0, 0.0]
 
 
-def test_of_a_long_run_every_peak_is_drawn_with_few_points():
+def test_every_peak_of_a_long_run_is_drawn_with_few_points():
     values = np.sin(np.arange(50_000))
     values[[777, 33_333]], values[10_000:10_100] = (40, -40), np.nan
     drawn = extremes(values)
