@@ -24,6 +24,7 @@ from scripts.trust import add_trust_option
 if TYPE_CHECKING:
     from dpo.analysis.ledger import LedgerSummary, Pair, Table
     from dpo.analysis.runs import Run
+    from dpo.settings.plan import Plan
 
 CUT = 300  # characters of a text
 SPLITS = {"train": "train", "eval": "test"}  # in a ledger, in a dataset
@@ -35,12 +36,9 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
     Own data also needs a tokenizer, as it may hold chats; its code runs only with `trust_remote_code`, whatever the
     run's config says. Raises InputError if the run's config is unusable, or the data cannot be loaded.
     """
-    from omegaconf import OmegaConf
-
     from dpo.data.examples import text_digest  # tokenizers and datasets take seconds to import
     from dpo.data.prompts import iterate_prompts
     from dpo.data.tokenizer import load_tokenizer
-    from dpo.system.paths import get_cache_dir
     from preference_datasets import BUILT_IN, get_dataset
 
     wanted: dict[tuple[str, str], set[str]] = {}
@@ -48,12 +46,12 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
         wanted.setdefault((SPLITS[pair.split], pair.dataset), set()).add(pair.example)
     has_own = any(name not in BUILT_IN for _, name in wanted)
     tokenizer_keys = ("model.name_or_path", "model.tokenizer_name_or_path") if has_own else ()
-    config = read_run_config(run, ("local_dirs", "dataset_sources", *tokenizer_keys))
-    cache_dir, sources = get_cache_dir(config.local_dirs), OmegaConf.to_container(config.dataset_sources, resolve=True)
+    plan = read_plan(run, ("local_dirs", "dataset_sources", *tokenizer_keys))
+    cache_dir, sources = plan.run.cache_dir, plan.data.dataset_sources
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
     if has_own:
-        name = config.model.tokenizer_name_or_path or config.model.name_or_path
-        options["tokenizer"] = load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(plan.model.tokenizer, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+        options["tokenizer"] = tokenizer
         options["sft_mode"] = True  # whatever it trained on
     texts = {}
     for (split, name), digests in wanted.items():
@@ -65,11 +63,15 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
     return texts
 
 
-def read_run_config(run: Run, keys: tuple[str, ...]) -> Any:
-    """Read a run's config, with the defaults filled in. Raises InputError if one of `keys` has a problem."""
+def read_plan(run: Run, keys: tuple[str, ...]) -> Plan:
+    """The plan of a run, with defaults for keys that its config lacks.
+
+    Raises InputError if one of `keys` has a problem.
+    """
     from omegaconf.errors import OmegaConfBaseException
 
     from dpo.settings.files import with_defaults
+    from dpo.settings.plan import resolve
     from dpo.settings.validation import find_config_problems
 
     if not run.config:
@@ -81,7 +83,7 @@ def read_run_config(run: Run, keys: tuple[str, ...]) -> Any:
         raise InputError(f"config.yaml is no config of a run: {' '.join(str(error).split())[:200]}") from error
     if problems:
         raise InputError(f"config.yaml: {'; '.join(problems)}")
-    return config
+    return resolve(config)
 
 
 def make_lines(summary: LedgerSummary) -> list[str]:
