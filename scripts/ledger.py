@@ -24,7 +24,6 @@ from scripts.trust import add_trust_option
 if TYPE_CHECKING:
     from dpo.analysis.ledger import LedgerSummary, Pair, Table
     from dpo.analysis.runs import Run
-    from dpo.settings.plan import Plan
 
 CUT = 300  # characters of a text
 SPLITS = {"train": "train", "eval": "test"}  # in a ledger, in a dataset
@@ -39,6 +38,7 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
     from dpo.data.examples import text_digest  # tokenizers and datasets take seconds to import
     from dpo.data.prompts import iterate_prompts
     from dpo.data.tokenizer import load_tokenizer
+    from dpo.settings.recorded import read_plan
     from preference_datasets import BUILT_IN, get_dataset
 
     wanted: dict[tuple[str, str], set[str]] = {}
@@ -46,7 +46,7 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
         wanted.setdefault((SPLITS[pair.split], pair.dataset), set()).add(pair.example)
     has_own = any(name not in BUILT_IN for _, name in wanted)
     tokenizer_keys = ("model.name_or_path", "model.tokenizer_name_or_path") if has_own else ()
-    plan = read_plan(run, ("local_dirs", "dataset_sources", *tokenizer_keys))
+    plan = read_plan(run.path / "config.yaml", keys=("local_dirs", "dataset_sources", *tokenizer_keys))
     cache_dir, sources = plan.run.cache_dir, plan.data.dataset_sources
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
     if has_own:
@@ -61,29 +61,6 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
                 if digest in digests:
                     texts[digest] = {"prompt": prompt.text, **responses}
     return texts
-
-
-def read_plan(run: Run, keys: tuple[str, ...]) -> Plan:
-    """The plan of a run, with defaults for keys that its config lacks.
-
-    Raises InputError if one of `keys` has a problem.
-    """
-    from omegaconf.errors import OmegaConfBaseException
-
-    from dpo.settings.files import with_defaults
-    from dpo.settings.plan import resolve
-    from dpo.settings.validation import find_config_problems
-
-    if not run.config:
-        raise InputError(next((p for p in run.problems if p.startswith("config.yaml")), "config.yaml is empty"))
-    try:
-        config = with_defaults(run.config, run_dir=run.path)
-        problems = [problem for problem in find_config_problems(config) if problem.startswith(keys)]
-    except OmegaConfBaseException as error:
-        raise InputError(f"config.yaml is no config of a run: {' '.join(str(error).split())[:200]}") from error
-    if problems:
-        raise InputError(f"config.yaml: {'; '.join(problems)}")
-    return resolve(config)
 
 
 def make_lines(summary: LedgerSummary) -> list[str]:
