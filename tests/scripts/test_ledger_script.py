@@ -110,7 +110,7 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
     assert "Texts are not shown" not in capsys.readouterr().out
 
 
-MODEL = "model: {name_or_path: tiny}\n"
+MODEL = f"model: {{name_or_path: {GOLDEN / 'tiny-llama'}}}\n"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,6 @@ def test_a_config_that_names_no_data_is_one_line_here_and_in_the_report(run_dir,
 
     for note in (capsys.readouterr().out.splitlines()[-1], summarize_ledger(read_run(run_dir), find_texts).note):
         assert note.startswith("Texts are not shown: ")
-        assert "config.yaml" in note
         assert why in note
 
 
