@@ -1,4 +1,4 @@
-"""Curves of one run or several, each as one SVG for light and dark pages, and as a PNG.
+"""Curves of runs, each as one SVG for light and dark pages and a PNG.
 
 Every update is a thin line under the running mean, evaluations are dots. Drawn with matplotlib's own canvas: no window,
 no state of pyplot.
@@ -32,7 +32,7 @@ MOST_POINTS = 500  # of a line: more than a picture's width shows
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of the page, and Okabe and Ito's palette, which colour-blind readers can tell apart."""
+    """Colours of a page; those of lines are Okabe and Ito's, which colour-blind readers tell apart."""
 
     background: str
     ink: str
@@ -106,7 +106,9 @@ class Line(NamedTuple):
 
 
 def charts_for(runs: Sequence[Run]) -> list[Chart]:
-    """List the charts that runs may have, in the page's order; different losses get separate pictures."""
+    """List the charts that runs may have, in the page's order.
+
+    Different losses get separate pictures."""
     losses = list(dict.fromkeys(run.loss for run in runs))
 
     def of_each(name: str, title: str, *metrics: str) -> list[Chart]:
@@ -146,7 +148,7 @@ def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
 
 
 def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
-    """Lines of a chart, with a colour per run, or, for a single run, per side of pairs."""
+    """Make the lines of a chart: a colour per run, or per side of one."""
     several, found = len(runs) > 1, []
     for i, run in enumerate(runs):
         if chart.loss is not None and chart.loss != run.loss:
@@ -171,7 +173,9 @@ def evaluated(line: Line) -> tuple[np.ndarray, np.ndarray]:
 
 
 def smoothed(values: np.ndarray, width: int, *, robust: bool = False) -> np.ndarray:
-    """Running mean, or median if `robust`, of `width` values around each, fewer at the ends; NaN does not count."""
+    """Running mean, or median if `robust`, of the `width` values around each.
+
+    There are fewer at the ends; NaN does not count."""
     there, half, n = np.isfinite(values), width // 2, len(values)
     if robust:  # in a long run only at as many places as a picture can show
         at = places(n)
@@ -190,7 +194,7 @@ def places(n: int) -> np.ndarray:
 
 
 def extremes(values: np.ndarray) -> np.ndarray:
-    """Indices that show every peak: in a long run, the least and the largest value of each part."""
+    """Indices of values to draw: of a long run, both extremes of each part."""
     if len(values) <= 2 * MOST_POINTS:
         return np.arange(len(values))
     found = []
@@ -201,7 +205,7 @@ def extremes(values: np.ndarray) -> np.ndarray:
 
 
 def choose_width(n: int) -> int:
-    """Width of the running mean for n updates: a fifteenth of them, odd, at least 5."""
+    """Width of the running mean: a fifteenth of n updates, odd, at least 5."""
     return max(5, n // 15 | 1)
 
 
@@ -209,7 +213,7 @@ def choose_width(n: int) -> int:
 
 
 def draw(chart: Chart, lines: Sequence[Line], *, several: bool) -> tuple[bytes, bytes]:
-    """Draw a chart as SVG, with text as text and the colours of `COLORS`, and as PNG."""
+    """Draw a chart as SVG, for light and dark pages, and as PNG."""
     settings = {"font.size": 9, "text.parse_math": False, "path.simplify_threshold": 0.5}  # names hold no formulas
     settings |= {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
     settings |= {"svg.hashsalt": "curves"}  # equal runs give equal files
@@ -236,7 +240,7 @@ def draw(chart: Chart, lines: Sequence[Line], *, several: bool) -> tuple[bytes, 
 
 
 def _use_variables(svg: str) -> str:
-    """Replace the light theme's colours by CSS variables, and shorten numbers to hundredths of a point."""
+    """Replace colours by CSS variables, and shorten numbers to hundredths of a point."""
     for name, color in LIGHT.variables().items():
         svg = svg.replace(f": {color}", f": var({name})")
     svg = re.sub(r"(\d\.\d\d)\d+", r"\1", svg)
@@ -294,7 +298,7 @@ def _dress(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
 
 
 def _spans_decades(lines: Sequence[Line]) -> bool:
-    """Whether all values are above 0 and span a wide range, within a line or between lines."""
+    """Whether all values are above 0 and span a wide range."""
     values = [line.run.train.points(line.metric)[1] for line in lines]
     usual = [float(np.median(v)) for v in values]
     peaks = max(float(v.max()) for v in values) / min(usual) if min(usual) > 0 else 0.0
@@ -302,7 +306,7 @@ def _spans_decades(lines: Sequence[Line]) -> bool:
 
 
 def _least(lines: Sequence[Line]) -> float:
-    """Least accuracy of the evaluations and of the smoothed training curve; at most 0.45."""
+    """Lowest accuracy of evaluations and smoothed training curves; at most 0.45."""
     found = [0.45]
     for line in lines:
         values = line.run.train.points(line.metric.replace("SPLIT", "train"))[1]

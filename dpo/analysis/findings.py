@@ -181,7 +181,7 @@ def saturation(run: Run) -> Iterator[Finding]:
 
 
 def _describe_gradients_left(run: Run) -> str:
-    """Sentence on how much is left to learn, by the gradient norm at first and now."""
+    """Sentence on how much is left to learn, by gradient norms."""
     norms = run.train.points("grad_norm")[1]
     if not len(norms):
         return ""
@@ -278,7 +278,9 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
 
 
 def _accuracy_rose(run: Run, since: float) -> bool:
-    """Whether held-out accuracy is at least that at `since`; false without pairs or before the first update."""
+    """Whether held-out accuracy is at least that at `since`.
+
+    False without pairs, and before the first update."""
     examples, values = run.eval.points(EVAL_ACCURACY)
     then = values[(examples == since) & (examples > 0)]  # equal models have an accuracy of 0
     return bool(len(then)) and bool(values[-1] >= then[0])
@@ -399,14 +401,16 @@ def lengths_in_data(run: Run) -> Iterator[Finding]:
 
 
 class SamplePairs(NamedTuple):
-    """The policy's newest samples, each with another sample for the same prompt to compare with."""
+    """The policy's newest samples, each with another for the same prompt."""
 
     texts: list[tuple[str, str]]  # (policy, other)
     whose: str  # source of the others
 
 
 def pair_samples(run: Run) -> SamplePairs | None:
-    """Pair samples of policy and reference, else of the policy now and at first; None without either."""
+    """Pair samples of policy and reference, or of the policy now and first.
+
+    None without either."""
     times = [sample["examples"] for sample in run.samples]
     newest = [sample for sample in run.samples if sample["examples"] == times[-1]]
     with_reference = [(s["policy"], s["reference"]) for s in newest if s["reference"] is not None]
@@ -458,7 +462,7 @@ def empty_samples(run: Run) -> Iterator[Finding]:
 
 
 def lengths_of_samples(run: Run) -> Iterator[Finding]:
-    """Samples much longer or shorter than those compared with; empty ones do not count."""
+    """Samples much longer or shorter than the others, empty ones aside."""
     pairs = pair_samples(run)
     if not run.has_pairs or pairs is None:
         return
@@ -494,7 +498,7 @@ def lengths_of_samples(run: Run) -> Iterator[Finding]:
 
 
 def learning_rate(run: Run) -> Iterator[Finding]:
-    """A warmup that did not end. Scaled rates are skipped: their factor is not recorded."""
+    """A warmup that did not end; the factor of scaled rates is unknown."""
     if run.setting("lr_scaling", "none") != "none":
         return
     wanted, rates = number(run.setting("lr")), run.train.points("lr")[1]
@@ -648,7 +652,7 @@ def length_of_scores(run: Run) -> Iterator[Finding]:
 
 
 def divergence(run: Run) -> Iterator[Finding]:
-    """A policy far from the reference; a fault if its answers have become worse on the way."""
+    """A policy far from the reference; a fault if its answers became worse."""
     nats, tokens = run.tail("train", "online/kl"), run.tail("train", "online/length")
     if not nats > 10:  # e^10 is 22,000
         return

@@ -1,4 +1,4 @@
-"""Summary of a ledger: pairs that never flip, suspected label noise, margin against length, drift."""
+"""Summary of a ledger: pairs that never flip, label noise, lengths, drift."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ LARGEST_ROUNDING = 0.01  # of a reward, where policy and reference are equal but
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair over its visits after the first update; earlier margins are 0 or rounding errors."""
+    """A pair over its visits after the first update.
+
+    Earlier margins are 0 or rounding errors."""
 
     example: str
     dataset: str
@@ -48,7 +50,7 @@ class Pair:
 
 
 FindTexts = Callable[[Run, Sequence[Pair]], Mapping[str, Mapping[str, str]]]
-"""Function that finds the texts of a run's pairs, by example. Raises InputError if they cannot be loaded."""
+"""Finds the texts of a run's pairs, by example. Raises InputError if they cannot be loaded."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Period:
-    """Means over the visits of a dataset's examples in a period of a run; None where SFT has no value."""
+    """Means over the visits to a dataset's examples in a period of a run.
+
+    None where SFT has no value."""
 
     dataset: str
     split: str
@@ -132,7 +136,7 @@ class LedgerSummary:
         return replace(self, never_flipped=never, suspected_noise=noise, note=note)
 
     def find_texts(self, run: Run, find: FindTexts) -> LedgerSummary:
-        """The summary with the texts that `find` finds, or with a note that says why any are missing."""
+        """The summary with texts, or a note that says why any are missing."""
         wanted = [pair for pair in self.listed if pair.texts is None]
         if not wanted:
             return self
@@ -186,7 +190,7 @@ class LedgerSummary:
 
 
 def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
-    """Summarize a ledger's pairs, lengths and datasets, with `top` pairs in each list, the worst first."""
+    """Summarize a ledger, with `top` pairs in each list, the worst first."""
     table = encode(table)
     pairs = _Pairs(table)
     wrong = pairs.wrong
@@ -208,7 +212,9 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 
 
 class _Pairs:
-    """Pairs of both splits, without ties: arrays in order of the first visit after the first update."""
+    """Pairs of both splits, without ties, as arrays.
+
+    They are in order of the first visit after the first update."""
 
     def __init__(self, table: pa.Table) -> None:
         updates, margins = _numbers(table, "update"), _numbers(table, "margin")
@@ -335,7 +341,9 @@ def _is_tie(table: pa.Table) -> np.ndarray:
 
 
 def _periods(table: pa.Table) -> np.ndarray:
-    """Period of each row, a tenth of the run's updates; an evaluation belongs to the updates before it."""
+    """Period of each row: a tenth of the run's updates.
+
+    An evaluation belongs to the updates before it."""
     updates = _numbers(table, "update")
     last = max(int(updates.max()), 1) if len(updates) else 1
     return np.ceil(updates * min(PERIODS, last) / last).astype(np.int64)
