@@ -38,7 +38,7 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
     from dpo.data.examples import text_digest  # tokenizers and datasets take seconds to import
     from dpo.data.prompts import iterate_prompts
     from dpo.data.tokenizer import load_tokenizer
-    from dpo.settings.recorded import read_plan
+    from dpo.settings.recorded import plan_recorded
     from preference_datasets import BUILT_IN, get_dataset
 
     wanted: dict[tuple[str, str], set[str]] = {}
@@ -46,7 +46,10 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
         wanted.setdefault((SPLITS[pair.split], pair.dataset), set()).add(pair.example)
     has_own = any(name not in BUILT_IN for _, name in wanted)
     tokenizer_keys = ("model.name_or_path", "model.tokenizer_name_or_path") if has_own else ()
-    plan = read_plan(run.path / "config.yaml", keys=("local_dirs", "dataset_sources", *tokenizer_keys))
+    if not run.config:
+        raise InputError(next((p for p in run.problems if p.startswith("config.yaml")), "config.yaml is empty"))
+    keys = ("local_dirs", "dataset_sources", *tokenizer_keys)
+    plan = plan_recorded({"local_run_dir": str(run.path), **run.config}, where="config.yaml", keys=keys)
     cache_dir, sources = plan.run.cache_dir, plan.data.dataset_sources
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
     if has_own:
