@@ -30,7 +30,7 @@ lint: $(VENV)/.installed-dev
 doctor: $(VENV)/.installed
 	$(RUN) -m scripts.doctor
 
-gpu-check: $(VENV)/.installed
+gpu-check: $(VENV)/.installed-dev
 	$(RUN) -m scripts.gpu_check
 
 golden: $(VENV)/.installed-dev

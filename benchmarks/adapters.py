@@ -26,7 +26,7 @@ import torch
 
 import train
 from benchmarks.compare import COMMON
-from benchmarks.step_overhead import compose
+from benchmarks.harness import compose
 from dpo.models.loading import model_loaders
 from dpo.settings.plan import resolve
 from dpo.system.host_memory import resident_memory

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 import train
-from benchmarks.step_overhead import compose
+from benchmarks.harness import compose
 from dpo.models.layouts import SharedPrefix
 from dpo.models.loading import model_loaders
 from dpo.models.packing import Packed

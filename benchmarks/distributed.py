@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import train
-from benchmarks.step_overhead import compose
+from benchmarks.harness import compose
 from dpo.models.loading import model_loaders
 from dpo.settings.plan import resolve
 from dpo.system.launching import launch

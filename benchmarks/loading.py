@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import train
-from benchmarks.step_overhead import compose
+from benchmarks.harness import compose
 from dpo.settings.plan import resolve
 from dpo.system.launching import launch
 from trainers import BasicTrainer

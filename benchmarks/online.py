@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from benchmarks.step_overhead import compose
+from benchmarks.harness import compose
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
 from dpo.models.generation import before_each_forward

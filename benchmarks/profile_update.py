@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import train
 from benchmarks.compare import COMMON
-from benchmarks.step_overhead import compose
+from benchmarks.harness import compose
 from dpo.models.loading import model_loaders
 from dpo.settings.plan import resolve
 from dpo.system.malloc import keep_freed_memory

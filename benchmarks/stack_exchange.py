@@ -30,7 +30,7 @@ from omegaconf import DictConfig
 
 import preference_datasets
 from benchmarks.startup import make_text
-from benchmarks.step_overhead import compose
+from benchmarks.harness import compose
 from dpo.data.collation import padded_batch
 from dpo.data.examples import iterate_examples
 from dpo.system import launching
