@@ -29,8 +29,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 import preference_datasets
-from benchmarks.startup import make_text
 from benchmarks.harness import compose
+from benchmarks.startup import make_text
 from dpo.data.collation import padded_batch
 from dpo.data.examples import iterate_examples
 from dpo.system import launching
