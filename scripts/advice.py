@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -54,12 +55,15 @@ def gb(n_bytes: float) -> str:
     return f"{n_bytes / 1e9:.1f} GB"
 
 
+@functools.cache
 def count_parameters(name: str) -> int:
     import torch
 
-    return sum(parameter.numel() for parameter in _build(name, torch.float32).parameters())
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in _build(name, torch.float32).parameters())
 
 
+@functools.cache
 def measure_pair(name: str, dtype_name: str, *, checkpointing: bool) -> int:
     """Bytes that the forward of a pair keeps for its backward, counted with fake tensors as `dry_run=true` does."""
     import torch
@@ -82,13 +86,13 @@ def measure_pair(name: str, dtype_name: str, *, checkpointing: bool) -> int:
 
 
 def _build(name: str, dtype: Any) -> Any:
-    """A model of the table without weights."""
-    import torch
     import transformers
 
+    from dpo.models.pretrained import choose_attention
+
     config = transformers.AutoConfig.for_model(**MODELS[name])
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    attention = choose_attention(config, "sdpa")
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") -> Advice:

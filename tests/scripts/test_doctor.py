@@ -331,11 +331,14 @@ def test_the_report_fits_100_columns_and_counts():
 
 
 def test_a_probe_that_hangs_is_killed_with_its_children(monkeypatch, tmp_path):
-    code = "import os, subprocess, sys; child = subprocess.Popen(['sleep', '100']); print(os.getpid(), child.pid, "
+    code = """if True:
+        import os, subprocess, sys
+        child = subprocess.Popen(["sleep", "100"])
+        print(os.getpid(), child.pid, file=open(sys.argv[1], "w"), flush=True)
+        child.wait()"""
     start = time.monotonic()
     with pytest.raises(ChildError, match=r"no answer within 1\.5 s"):
-        doctor.ask(sys.executable, "-c", f"{code} file=open({str(tmp_path / 'pids')!r}, 'w'), flush=True); child.wait()",
-                   limit=1.5)  # fmt: skip
+        doctor.ask(sys.executable, "-c", code, str(tmp_path / "pids"), limit=1.5)
     assert time.monotonic() - start < 10
     assert_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
 

@@ -1,4 +1,4 @@
-"""What the tests in `tests/gpu` share: their sizes, models and data, runs of the command line, the real loop in-process.
+"""What the tests in `tests/gpu` share: sizes, models and data, runs of the command line, the real loop in-process.
 
 On a GPU they measure models of a useful size; without one they run small, which only shows that they run.
 """
