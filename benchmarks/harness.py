@@ -1,4 +1,7 @@
-"""What benchmarks share: configs and trainers, measurements in fresh processes, rounds in turns, tables."""
+"""What benchmarks share: configs and trainers, measurements in fresh processes, rounds in turns, tables.
+
+`python -m benchmarks.harness MODULE:FUNCTION ARGUMENTS` (JSON) is one measurement.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
@@ -19,6 +25,7 @@ from dpo.models.loading import model_loaders
 from dpo.settings.command_line import check_command_line
 from dpo.settings.files import CONFIG_DIR
 from dpo.settings.plan import resolve
+from dpo.system.launching import launch
 
 ROOT = CONFIG_DIR.parent
 COMMON = ("model.reference_dtype=float32", "eval_batch_size=4", "n_eval_examples=4", "sample_during_eval=false",
@@ -44,7 +51,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 
 
 def make_trainer(config: DictConfig, rank: int = 0, world_size: int | None = None) -> Any:
-    """The trainer of a config, as a run makes it."""
+    """The trainer of a config, made as a run makes it."""
     plan = resolve(config, world_size=world_size)
     policy, reference = model_loaders(config, plan, rank=rank)
     place = (rank, plan.dims.world_size)
@@ -54,23 +61,64 @@ def make_trainer(config: DictConfig, rank: int = 0, world_size: int | None = Non
 # --- fresh processes -------------------------------------------------------------------------------------------------
 
 
-def run_python(*arguments: str, python: str = sys.executable, **environment: str) -> str:
-    """What a fresh Python prints. Raises Failed."""
+def run_python(
+    *arguments: str,
+    python: str = sys.executable,
+    watch: Callable[[int], object] = lambda pid: None,
+    every: float = 0.05,
+    **environment: str,
+) -> str:
+    """What a fresh Python prints. Raises Failed. `watch` gets its id now and then, and ends it by returning True."""
     own = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ} if python == sys.executable else os.environ  # as train.py does
-    done = subprocess.run(
-        [python, *arguments], capture_output=True, text=True, check=False, cwd=ROOT, env={**own, **environment}
-    )
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        raise Failed(f"status {done.returncode} (-9: out of memory): {said[:200]}")
-    return done.stdout
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [python, *arguments], cwd=ROOT, env={**own, **environment}, stdout=out, stderr=errors
+        )
+        stopped = False
+        while process.poll() is None and not stopped:
+            stopped = watch(process.pid) is True
+            time.sleep(every)
+        if stopped:
+            process.kill()
+        status = process.wait()
+        out.seek(0)
+        errors.seek(0)
+        said, wrong = out.read(), errors.read()
+    if status and not stopped:
+        words = (wrong.strip() or said.strip() or "no output").splitlines()[-1]
+        raise Failed(f"status {status} (-9: out of memory): {words[:200]}")
+    return said
 
 
-def measure_afresh(function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
-    """What a function of a benchmark returns in a fresh process, through JSON. Raises Failed."""
-    module = function.__globals__["__spec__"].name  # also where it is run as __main__
-    command = ["-m", "benchmarks.harness", f"{module}:{function.__name__}", json.dumps(arguments, default=str)]
-    return json.loads(run_python(*command, **environment).splitlines()[-1])
+def measure_afresh(function: str, *arguments: Any, **options: Any) -> Any:
+    """What `module:function` of the benchmarks returns in a fresh process, through JSON. Raises Failed."""
+    said = run_python("-m", "benchmarks.harness", function, json.dumps(arguments, default=str), **options)
+    return json.loads(said.splitlines()[-1])
+
+
+def measure_on_ranks(function: str, overrides: Sequence[str], *arguments: Any) -> list[Any]:
+    """What `module:function` returns on each rank that these overrides of train.py start; to be run in a fresh process.
+
+    It is given its rank, the number of ranks, the config, and the arguments.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose([f"local_run_dir={folder}/run", f"local_dirs=[{folder}]", *overrides])
+        plan = resolve(config)
+        own = (config, function, arguments, Path(folder))
+        launch(_measure_on_rank, plan.dims.world_size, *own, process_group=plan.trainer.multi_process)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(plan.dims.world_size)]
+
+
+def _measure_on_rank(
+    rank: int, world_size: int, config: DictConfig, function: str, arguments: Sequence[Any], folder: Path
+) -> None:
+    found = find(function)(rank, world_size, config, *arguments)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def find(function: str) -> Callable[..., Any]:
+    module, name = function.split(":")
+    return getattr(importlib.import_module(f"benchmarks.{module}"), name)
 
 
 def measure_in_turns(
@@ -78,7 +126,7 @@ def measure_in_turns(
 ) -> dict[Name, list[Result]]:
     """Results of `rounds` measurements of each, in an order that alternates between rounds.
 
-    Each is given the number of its round; round 0 warms up and does not count, if there is one.
+    Each is given the number of its round. Round 0 warms up and does not count, if there is one.
     """
     found: dict[Name, list[Result]] = {name: [] for name in measures}
     for number in range(0 if warm_up else 1, rounds + 1):
@@ -92,16 +140,15 @@ def measure_in_turns(
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def add_interval(values: Sequence[float], form: str = ".2f") -> str:
-    """The median in words, with the range of the values if there are several."""
+def add_range(values: Sequence[float], form: str = ".2f") -> str:
+    """The median in words, with the range of the values if there are at least three."""
     text = format(median(values), form)
     return text if len(values) < 3 else f"{text} [{min(values):{form}}, {max(values):{form}}]"
 
 
-def print_row(name: str, cells: Iterable[str], *, first: int = 34, width: int = 13) -> None:
+def print_row(name: object, cells: Iterable[object], *, first: int = 34, width: int = 13) -> None:
     print(f"{name:{first}}" + "".join(f"{cell:>{width}}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":
-    module, name = sys.argv[1].split(":")
-    print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(sys.argv[2]))))
+    print(json.dumps(find(sys.argv[1])(*json.loads(sys.argv[2]))))
