@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import functools
 import importlib.metadata
-import importlib.util
 import json
 import math
 import netrc
@@ -60,7 +59,6 @@ FIXES = {
     "disk": "free some space, or set local_dirs=[DIR] and HF_HOME=DIR; debug=true saves no checkpoints",
     "hub": "check network and HTTPS_PROXY, or train on local models and data (dataset_sources) with HF_HUB_OFFLINE=1",
     "wandb": "run wandb login, or set wandb.enabled=false",
-    "block class": "set model.block_name to the class of the transformer block; a run with a wrong one lists them",
 }
 BACKENDS = {  # optional package: the setting that needs it, the command that installs it
     "tensor_parallel": (
@@ -115,9 +113,11 @@ def ask(*command: str, limit: float = 10) -> str:
     """Return the output of a command. Raises ChildError; either way the command and its children have ended."""
     from dpo.system.redaction import redact
 
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
+        process = subprocess.Popen(
+            command, cwd=ROOT, text=True, start_new_session=True, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe
+        )
     except OSError as error:
         raise ChildError(f"{command[0]} cannot be run") from error
     try:
@@ -276,13 +276,13 @@ def check_all_reduce() -> list[Finding]:
 
 
 def reduce_finding(results: Sequence[Mapping[str, float]], backend: str) -> Finding:
-    """Finding on the sums of all ranks, and the speed: bytes / time, and per link (NCCL's busbw)."""
-    count, size, seconds = len(results), results[0]["bytes"], max(r["seconds"] for r in results)
+    """Finding on the sums of all ranks, and the speed of the slowest: bytes / time."""
+    size, seconds = results[0]["bytes"], max(r["seconds"] for r in results)
     wrong = ", ".join(f"{r['wrong']:.0f} elements on rank {rank}" for rank, r in enumerate(results) if r["wrong"])
-    bus = f", bus {gb(size / seconds * 2 * (count - 1) / count)}/s" if count > 1 else ""
-    speed = f"{size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {gb(size / seconds)}/s{bus}"
+    speed = f"{size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {gb(size / seconds)}/s"
     text = f"the sum is wrong in {wrong}" if wrong else f"correct, {speed}"
-    return judge("all-reduce", f"{backend} over {processes(count)}: {text}", not wrong, warning=1, fix=FIXES[backend])
+    text = f"{backend} over {processes(len(results))}: {text}"
+    return judge("all-reduce", text, not wrong, warning=1, fix=FIXES[backend])
 
 
 def check_host() -> list[Finding]:
@@ -345,24 +345,9 @@ def check_wandb() -> list[Finding]:
     return [Finding("wandb", WARNING, text, FIXES["wandb"])]
 
 
-def check_block_class(configs: Path = ROOT / "config" / "model") -> list[Finding]:
-    """Check that transformers still has the block class of each model config."""
-    import yaml
-
-    package: Any = importlib.util.find_spec("transformers")
-    [library] = package.submodule_search_locations
-    files = Path(library).glob("models/*/modeling_*.py")  # read as text: importing them all would take minutes
-    known = {name for file in files for name in re.findall(r"^class (\w+)", file.read_text("utf-8"), re.M)}
-    named = {c.stem: yaml.safe_load(c.read_text("utf-8")).get("block_name") for c in sorted(configs.glob("*.yaml"))}
-    lost = ", ".join(f"{block} of model={model}" for model, block in named.items() if block and block not in known)
-    text = f"transformers has no {lost}" if lost else "transformers has model.block_name of every model in config/model"
-    return [judge("block class", text, not lost, warning=1)]
-
-
 def check_backends() -> list[Finding]:
-    from torch.nn.attention import flex_attention
-
-    findings = [Finding("flex_attention", OK, f"torch has {flex_attention.flex_attention.__name__}")]
+    """Check whether optional packages that are installed can be imported."""
+    findings = []
     for module, (user, install) in BACKENDS.items():
         version = ""
         try:
@@ -386,7 +371,6 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "disk": check_disk,
     "hub": check_hub,
     "wandb": check_wandb,
-    "block class": check_block_class,
     "backends": check_backends,
 }
 

@@ -22,27 +22,31 @@ V100 = gpu("Tesla V100", 34e9, bf16=False)
 T4 = gpu("Tesla T4", 8e9, bf16=False)
 
 
+def slow(*values: object):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("gpus", "model", "advised", "extra"),
     [
-        # 76.5 GB usable; 38.9 / 8 of state leave 71.6 GB, 22 pairs of 3.2 GB
+        # 76.5 GB usable; 38.9 / 8 of state leave 71.6 GB, 20 pairs of 3.6 GB
         ([H100] * 8, "pythia28", ("FSDPTrainer", "pythia28", "bfloat16", 8), "batch_size=64"),
-        # 37.7 GB left, 11 pairs of 3.2 GB; one GPU, for mixed precision
-        ([H100], "pythia28", ("FSDPTrainer", "pythia28", "bfloat16", 8), "gradient_accumulation_steps=8"),
-        ([H100] * 6, "pythia28", ("FSDPTrainer", "pythia28", "bfloat16", 8), "batch_size=48"),
-        # 22.9 GB usable: pythia28 doesn't fit; gpt2-xl leaves 1.0, of a pair 0.9 with checkpointing
-        ([RTX4090], "pythia28", ("FSDPTrainer", "gpt2-xl", "bfloat16", 1), "activation_checkpointing=true"),
-        # 30.6 GB usable, 20.9 left
-        ([V100] * 4, "pythia28", ("FSDPTrainer", "pythia28", "float32", 2), "gradient_accumulation_steps=8"),
-        # 30.6 GB usable, 6.6 left: none without checkpointing
-        ([V100] * 4, "pythia69", ("FSDPTrainer", "pythia69", "float32", 2), "activation_checkpointing=true"),
-        # the smallest GPU and the oldest decide
-        ([H100, V100], "gpt2-xl", ("FSDPTrainer", "gpt2-xl", "float32", 2), "batch_size=64"),
-        # 76.5 GB usable; 114.7 / 8 of state leave 62.2 GB, 6 pairs of 9.0 GB
-        ([H100] * 8, "qwen3-8b-base", ("FSDPTrainer", "qwen3-8b-base", "bfloat16", 4), "batch_size=64"),
-        ([H100] * 128, "llama7b", ("FSDPTrainer", "llama7b", "bfloat16", 1), "batch_size=128"),
         ([T4], "pythia28", ("BasicTrainer", "demo", "float32", None), "datasets=[demo]"),
         ([], "pythia28", ("BasicTrainer", "demo", "float32", None), "datasets=[demo]"),
+        # 37.7 GB left, 10 pairs of 3.6 GB; one GPU, for mixed precision
+        slow([H100], "pythia28", ("FSDPTrainer", "pythia28", "bfloat16", 8), "gradient_accumulation_steps=8"),
+        slow([H100] * 6, "pythia28", ("FSDPTrainer", "pythia28", "bfloat16", 8), "batch_size=48"),
+        # 22.9 GB usable: pythia28 doesn't fit; gpt2-xl leaves 1.0, of a pair 0.8 with checkpointing
+        slow([RTX4090], "pythia28", ("FSDPTrainer", "gpt2-xl", "bfloat16", 1), "activation_checkpointing=true"),
+        # 30.6 GB usable, 20.9 left for pairs of 6.5
+        slow([V100] * 4, "pythia28", ("FSDPTrainer", "pythia28", "float32", 2), "gradient_accumulation_steps=8"),
+        # 30.6 GB usable, 6.6 left: none without checkpointing, with it 5 of 1.3
+        slow([V100] * 4, "pythia69", ("FSDPTrainer", "pythia69", "float32", 4), "activation_checkpointing=true"),
+        # the smallest GPU and the oldest decide
+        slow([H100, V100], "gpt2-xl", ("FSDPTrainer", "gpt2-xl", "float32", 2), "batch_size=64"),
+        # 76.5 GB usable; 114.7 / 8 of state leave 62.2 GB
+        slow([H100] * 8, "qwen3-8b-base", ("FSDPTrainer", "qwen3-8b-base", "bfloat16", 4), "batch_size=64"),
+        slow([H100] * 128, "llama7b", ("FSDPTrainer", "llama7b", "bfloat16", 1), "batch_size=128"),
     ],
 )
 def test_recommendations_are_right_and_valid_commands(gpus, model, advised, extra, monkeypatch):
