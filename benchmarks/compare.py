@@ -27,6 +27,7 @@ import torch
 from benchmarks.harness import COMMON, Failed, compose, make_trainer, measure_afresh, print_row, run_python
 from dpo.models.layouts import SharedPrefix
 from dpo.models.packing import Packed
+from dpo.settings.plan import resolve
 from dpo.system.malloc import keep_freed_memory
 from dpo.training.metrics import peak_memory_gb
 
@@ -167,7 +168,7 @@ def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, A
     config = compose([*COMMON, f"local_run_dir={folder}/run", *overrides])
     n_pairs = (updates + 1) * config.batch_size
     batches = iterate_examples(
-        load_data(config, silent=True).train,
+        load_data(resolve(config), silent=True).train,
         batch_size=config.batch_size,
         shuffle=True,
         sft_mode=False,

@@ -53,9 +53,9 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 def make_trainer(config: DictConfig, rank: int = 0, world_size: int | None = None) -> Any:
     """The trainer of a config, made as a run makes it."""
     plan = resolve(config, world_size=world_size)
-    policy, reference = model_loaders(config, plan, rank=rank)
+    policy, reference = model_loaders(plan, rank=rank)
     place = (rank, plan.dims.world_size)
-    return train.find_class(plan)(policy, config, config.seed, config.local_run_dir, reference, *place)
+    return train.find_trainer(plan)(policy, config, config.seed, config.local_run_dir, reference, *place)
 
 
 # --- fresh processes -------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import preference_datasets
 import train
 from benchmarks.harness import ROOT, measure_afresh, print_row, run_python
 from trainers import BasicTrainer
@@ -69,7 +70,7 @@ def anonymous_memory() -> int:
 
 def measure(rank: int, world_size: int, config: Any) -> dict[str, int]:
     """Load models as a run does, without training, and measure the memory used."""
-    load_data, samplers, found = BasicTrainer.load_data, [], {}
+    load_data, samplers, found = preference_datasets.load_data, [], {}
 
     def load_data_and_watch(*arguments: Any, **options: Any) -> Any:
         data = load_data(*arguments, **options)
@@ -83,7 +84,7 @@ def measure(rank: int, world_size: int, config: Any) -> dict[str, int]:
         del models
         found.update(most=most, stays=anonymous_memory(), larger=larger)
 
-    BasicTrainer.load_data, BasicTrainer.train = staticmethod(load_data_and_watch), end
+    preference_datasets.load_data, BasicTrainer.train = load_data_and_watch, end
     train.work(rank, world_size, config)
     return found
 

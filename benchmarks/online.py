@@ -20,20 +20,20 @@ from statistics import median
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from benchmarks.harness import compose, make_trainer, measure_in_turns
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
 from dpo.models.generation import before_each_forward
+from dpo.settings.plan import Plan
 from dpo.training.online import OnlineBatches, encode_prompt
 
 DEFAULTS = ("online=online", "online.scorer=shorter", "loss=simpo", "self_test=false")
 
 
-def generate_bare(model: Any, tokenizer: Any, batches: Sequence[Sequence[Example]], config: DictConfig) -> None:
+def generate_bare(model: Any, tokenizer: Any, batches: Sequence[Sequence[Example]], plan: Plan) -> None:
     """Sample with plain `model.generate`: each batch padded on the left, from all tokens (no top-k)."""
-    online = config.online
+    online = plan.online
     for prompts in batches:
         rows = [prompt for prompt in prompts for _ in range(online.n_samples)]
         batch = {key: value.to(model.device) for key, value in _tensors(collate_prompts(rows, tokenizer)).items()}
@@ -75,8 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = compose([f"local_run_dir={folder}", *defaults, *overrides])
         trainer = make_trainer(config)
         batches: OnlineBatches = trainer.batches
+        plan = batches.plan
         prompts = [
-            {place: encode_prompt(prompt, trainer.data, config) for place, prompt in enumerate(drawn)}
+            {place: encode_prompt(prompt, trainer.data, plan) for place, prompt in enumerate(drawn)}
             for drawn in itertools.islice(
                 itertools.cycle(batches._iterate_train(batches._prime, sft_mode=True, skip=0)), options.rounds + 1
             )
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         def draw_bare(number: int) -> None:
             by_length, size = sorted(prompts[number].values(), key=lambda e: len(e.prompt)), config.eval_batch_size
             rows = [by_length[start : start + size] for start in range(0, len(by_length), size)]
-            generate_bare(model, tokenizer, rows, config)
+            generate_bare(model, tokenizer, rows, plan)
 
         ways = {"ours": lambda number: batches._answer(prompts[number], number), "bare": draw_bare}
 

@@ -30,6 +30,7 @@ from benchmarks.harness import measure_afresh
 from benchmarks.startup import make_text
 from dpo.data.collation import padded_batch
 from dpo.data.examples import iterate_examples
+from dpo.settings.plan import resolve
 
 SETTINGS = ("datasets=[se]", "loss=dpo", "loss.beta=0.1", "trainer=FSDPTrainer", "n_examples=1000000")
 FIELDS = ("Pss_Anon", "Pss_Shmem", "Pss_File")
@@ -71,7 +72,7 @@ def load(rank: int, world_size: int, config: DictConfig, folder: str, batches: i
         f"{folder}/train.parquet", cache_dir=os.environ["HF_DATASETS_CACHE"]
     )
     before, start = memory(), time.perf_counter()
-    data = preference_datasets.load_data(config, silent=True)
+    data = preference_datasets.load_data(resolve(config, world_size=world_size), silent=True)
     seconds = time.perf_counter() - start
     if dist.is_initialized():
         dist.barrier()
