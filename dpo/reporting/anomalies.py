@@ -68,8 +68,8 @@ class NonFiniteGuard(Callback):
             number, index = example.id
             prompt = self.context.data.train[number]
             texts: dict[str, Any] = list(list_examples(prompt, sft_mode=sft_mode))[index].texts
-            if example.drawn is not None:
-                best, worst = example.drawn.pair
+            if row in update.drawn:
+                best, worst = update.drawn[row].pair
                 texts = {"chosen": best.text, "rejected": worst.text}
                 texts |= {"score_chosen": best.score, "score_rejected": worst.score}
             if sft_mode:

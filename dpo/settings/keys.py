@@ -158,8 +158,8 @@ PAIRS = Needs(
 )
 MARGIN = Needs(
     "a loss whose log-ratios enter by their difference alone: "
-    f"loss={' or '.join(name for name, loss in LOSSES.items() if loss.reference and loss.of_margin)}",
-    lambda values, plan: plan.loss.reference and plan.loss.of_margin,
+    f"loss={' or '.join(name for name, loss in LOSSES.items() if loss.reference and loss.margin_only)}",
+    lambda values, plan: plan.loss.reference and plan.loss.margin_only,
     refused=True,
 )
 ALPHA = Needs("loss.f_divergence=alpha", lambda values, plan: values.get("loss.f_divergence") == "alpha")

@@ -93,7 +93,7 @@ def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | N
     if key not in keys and key.startswith(WEIGHTS):
         name, others = key.removeprefix(WEIGHTS), ", ".join(name for name, loss in LOSSES.items() if loss.can_be_mixed)
         why = f"no loss is called {name}"
-        if name in LOSSES and LOSSES[name].of_batch is not None:
+        if name in LOSSES and LOSSES[name].batch_statistic is not None:
             why = f"{name} compares the examples of a batch with each other, so it is trained alone, as loss={name}"
         return f"{key}: {why}; a mix adds up {others}"
     if key not in keys:
@@ -275,7 +275,7 @@ def _loss_problems(sound: Mapping[str, Any], plan: Plan) -> Iterator[str]:
         LOSSES[name].pairwise and weight for name, weight in weights.items()
     ):
         yield NO_PAIRS
-    if plan.loss.smoothed and sound.get("loss.label_smoothing") == 0:
+    if plan.loss.needs_label_smoothing and sound.get("loss.label_smoothing") == 0:
         yield "loss.label_smoothing=0 makes the loss infinite: set it above 0, such as loss.label_smoothing=0.001"
     if sound.get("loss.reference_free") and sound.get("loss.f_divergence", "reverse_kl") != "reverse_kl":
         yield (

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, RunError
-from dpo.losses import needs_squares
+from dpo.losses import find_loss
 from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter
 from dpo.models.answers import Sampling
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
@@ -72,7 +72,7 @@ def predict_phases(config: DictConfig, plan: Plan, data: TrainingData) -> dict[s
     if config.activation_checkpointing:
         checkpoint_activations(policy)
     layout, _ = layout_by_rules(config.layout, policy, max_length=config.max_length)
-    forward = partial(layout.forward, with_squares=needs_squares(config.loss))
+    forward = partial(layout.forward, with_squares=find_loss(config.loss).needs_squares)
     trained, evaluated, n_rows, n_prompt = _largest_microbatches(config, plan, data, layout)
     n_backwards = min(config.gradient_accumulation_steps, 2)
     with fake:

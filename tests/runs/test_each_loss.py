@@ -21,7 +21,7 @@ from dpo.losses import LOSSES, find_loss
 from dpo.models.loading import model_loaders
 from dpo.models.pretrained import load_model
 from dpo.settings.plan import resolve
-from dpo.training.batches import GlobalBatch
+from dpo.training.batches import Batch
 from trainers import BasicTrainer, FSDPTrainer
 
 COMMANDS = {name: (f"loss={name}",) for name in LOSSES}
@@ -75,7 +75,7 @@ def make(cls: type[BasicTrainer], config: DictConfig, rank: int = 0, world_size:
     return cls(policy, config, config.seed, config.local_run_dir, reference, rank, world_size)
 
 
-def next_batch(trainer: BasicTrainer) -> GlobalBatch:
+def next_batch(trainer: BasicTrainer) -> Batch:
     return trainer.batches.draw(next(trainer.train_iterator), update=trainer.batch_counter)
 
 
@@ -134,9 +134,7 @@ def test_an_evaluation_of_beta_dpo_is_that_of_dpo_and_one_of_bco_shifts_by_its_o
     for name in ("beta_dpo", "dpo", "bco"):
         trainer = make(BasicTrainer, compose(tmp_path, name, *COMMANDS["dpo"]))
         updates(trainer)
-        objective = trainer.objective
-        objective.loss_config = compose(tmp_path, "other", *COMMANDS[name], "loss.beta=0.1").loss
-        objective.loss = find_loss(objective.loss_config)
+        trainer.objective.loss = find_loss(compose(tmp_path, "other", *COMMANDS[name], "loss.beta=0.1").loss)
         found[name] = trainer.evaluator.metrics()
     assert found["beta_dpo"].means() == found["dpo"].means()
     chosen, rejected = (found["bco"].examples[f"rewards_eval/{side}"] for side in ("chosen", "rejected"))
