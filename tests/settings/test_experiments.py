@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import hydra
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from support import runs
 from support.runs import ROOT, read_metrics, train
 
 import train as train_script
@@ -21,8 +21,7 @@ OF_THE_PAPER = {"batch_size": 64, "gradient_accumulation_steps": 2, "eval_batch_
 
 
 def compose(*arguments: str):
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        return hydra.compose("config", parse(list(arguments)).arguments)
+    return runs.compose(*parse(list(arguments)).arguments)
 
 
 @pytest.mark.parametrize("plus", ["", "+"])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import hydra
 import pytest
 import torch
-from support.runs import ROOT
+from support.runs import compose
 
 import preference_datasets
 import train  # noqa: F401  (registers the config's resolvers)
@@ -23,8 +22,7 @@ from dpo.training.optimization import LR_SCALINGS, OPTIMIZERS, SCHEDULES
 
 
 def plan_of(*overrides: str, **given: int) -> Plan:
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        return resolve(hydra.compose("config", ["exp_name=x", *overrides]), **given)
+    return resolve(compose("exp_name=x", *overrides), **given)
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,10 @@ import copy
 import re
 from dataclasses import replace
 
-import hydra
 import pytest
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from support.runs import ROOT
+from omegaconf import OmegaConf
+from support.runs import ROOT, compose
 
 import train  # noqa: F401  (registers the config's resolvers)
 from dpo.losses import LOSSES, find_loss
@@ -22,11 +21,6 @@ from dpo.settings.validation import find_config_problems, find_unused
 
 CONFIG = ROOT / "config"
 COMPLETE = ("exp_name=x", "model.name_or_path=gpt2", "loss=dpo", "loss.beta=0.1")
-
-
-def compose(*overrides: str) -> DictConfig:
-    with hydra.initialize_config_dir(str(CONFIG), version_base="1.3"):
-        return hydra.compose("config", list(overrides))
 
 
 ONE = Plan(
