@@ -208,7 +208,7 @@ class Trainer:
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
             accumulate(self.policy, last=i == len(batch.microbatches))
-            metrics.append(self._backward(microbatch, context, float(batch.weights.sum())))
+            metrics.append(self._backward(microbatch, context))
             self.progress.part(i, len(batch.microbatches), "microbatch")
         release_gathered(self.reference_model)
         norm, stop = self.clip_gradient(), bool(self.stop.signals)
@@ -220,7 +220,7 @@ class Trainer:
         [lr] = self.scheduler.get_last_lr()
         counters = self.state.count(len(batch.examples))
         update = Update(*counters, batch.examples, reduced.examples, reduced.means(batch.weights), batch.drawn)
-        if self.callbacks.allow(update) and batch.weights.any():
+        if self.callbacks.allow(update) and any(batch.weights):
             self.optimizer.step()
             self.scheduler.step()
             objective.after_step(update.metrics)
@@ -238,16 +238,14 @@ class Trainer:
         }
         return update._replace(metrics={**update.metrics, **own})
 
-    def _backward(
-        self, microbatch: Microbatch, context: BatchContext, total_weight: float
-    ) -> tuple[torch.Tensor, Columns]:
+    def _backward(self, microbatch: Microbatch, context: BatchContext) -> tuple[torch.Tensor, Columns]:
         """Add a microbatch's gradient. Returns its indices and metrics, so that its inputs and graph are freed."""
         microbatch = microbatch.to(self.objective.device)
         with self.objective.dropout.on(microbatch.inputs, update=self.state.batch_counter):
             losses, metrics = self.objective.losses(microbatch, context, split="train")
             # this part of the mean over the global batch, scaled because FSDP takes the mean over processes
             part = (losses * context.weights[microbatch.indices]).sum()
-            (part * self.mesh.data_size / max(1, total_weight)).backward()
+            (part * self.mesh.data_size / context.total_weight).backward()
         return microbatch.indices, metrics
 
     def clip_gradient(self) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Batch(NamedTuple):
     """All that an update or an evaluation takes: B examples, the same on every process, and this process's part."""
 
     examples: list[Example]
-    weights: torch.Tensor  # (B,), on the host: of each example in the means of loss and metrics; 0 for a tie
+    weights: Sequence[float]  # of each example in the means of loss and metrics; 0 for a tie
     microbatches: list[Microbatch]
     keys: list[tuple[bytes, ...]]  # cache keys of the reference's log-probabilities; empty where none are cached
     drawn: Mapping[int, Drawn] = MappingProxyType({})  # by place in the batch: the pairs that the policy wrote
@@ -132,4 +132,4 @@ class Batches:
         keys = [e.keys for e in examples] if self.loss.reference else []
         if keys and self.loss.needs_tails:
             keys = [(*e.keys, *e.tail_keys) for e in examples]
-        return Batch(examples, torch.ones(len(examples)), self.split(examples, n_microbatches), keys)
+        return Batch(examples, [1.0] * len(examples), self.split(examples, n_microbatches), keys)

@@ -22,13 +22,12 @@ class Reduced(NamedTuple):
     examples: dict[str, torch.Tensor]  # metrics and, after REFERENCE, log-probabilities, (B,) each, in order
     scalars: dict[str, float]
 
-    def means(self, weights: torch.Tensor | None = None) -> dict[str, float]:
-        """Means of the metrics, and the scalars; all examples count alike without `weights`, (B,), or if all are 0."""
+    def means(self, weights: Sequence[float] = ()) -> dict[str, float]:
+        """Means of the metrics, and the scalars; without `weights`, or if all are 0, all examples count alike."""
         metrics = {name: values for name, values in self.examples.items() if not name.startswith(REFERENCE)}
         values = torch.stack(list(metrics.values())).double()
-        if weights is None or not weights.any():
-            weights = torch.ones(values.shape[1])
-        means = (values * weights).sum(1) / weights.sum()
+        weights = weights if any(weights) else [1.0] * values.shape[1]
+        means = (values * torch.tensor(weights)).sum(1) / sum(weights)
         return dict(zip(metrics, means.tolist(), strict=True)) | self.scalars
 
     def find_kl(self, places: Sequence[int]) -> dict[str, float]:

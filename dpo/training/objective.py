@@ -58,6 +58,7 @@ class BatchContext(NamedTuple):
     """Values computed once per global batch of B examples, on the device, for its microbatches."""
 
     weights: torch.Tensor  # (B,): those of the batch
+    total_weight: float  # their sum, or 1 if all are 0
     reference: torch.Tensor | None = None  # from `cached_reference`
     statistic: torch.Tensor | None = None  # (B, k): `Scores.batch_statistic`
     keys: Sequence[tuple[bytes, ...]] = ()  # keys under which to cache the reference's log-probabilities
@@ -185,20 +186,21 @@ class Objective:
         The loss's statistic of the batch costs a forward of the policy on every microbatch, with the dropout of the
         update. It is of the examples with a weight, and None if the loss computes it itself or has none.
         """
-        weights, cached = self._to_device(batch.weights), self.cached_reference(batch)
-        counts = batch.weights > 0
-        is_whole = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and bool(counts.all())
+        weights = torch.tensor(batch.weights)
+        given = self._to_device(weights), sum(batch.weights) or 1.0
+        is_whole = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if self.loss.batch_statistic is None or is_whole:
-            return BatchContext(weights, cached, None, batch.keys if cached is None else ())
+            cached = self.cached_reference(batch)
+            return BatchContext(*given, cached, keys=batch.keys if cached is None else ())
         whole, _ = self._score_all([batch], update=update)
-        statistic, cached = None, self.cached_reference(batch)
-        if counts.any():
+        statistic, counts = None, weights > 0
+        if any(batch.weights):
             scores = Scores(*(values[counts] if torch.is_tensor(values) else values for values in whole))
             found = self.loss.find_batch_statistic(scores._replace(average=self.average.value))
             statistic = found.new_zeros(len(counts), found.shape[1])
             statistic[counts] = found
             statistic = statistic.to(self.device, torch.float32)
-        return BatchContext(weights, cached, statistic)
+        return BatchContext(*given, self.cached_reference(batch), statistic)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Reduced:

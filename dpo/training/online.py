@@ -103,10 +103,10 @@ class OnlineBatches(Batches):
         answers = self._answer(asked, update)
         sampled = time.perf_counter()
         scores = self._score([(prompts[place], answers[place]) for place in asked], update)
-        drawn, weights = {}, torch.ones(len(prompts))
+        drawn, weights = {}, [1.0] * len(prompts)
         for (place, example), of_prompt in zip(asked.items(), scores, strict=True):
             drawn[place] = one = _choose_pair(prompts[place], answers[place], of_prompt)
-            weights[place] = self.keeps_ties or not one.is_tie
+            weights[place] = float(self.keeps_ties or not one.is_tie)
             examples[place] = example._replace(
                 responses=tuple(side.tokens for side in one.pair),
                 digest=text_digest(one.prompt, [side.text for side in one.pair]),

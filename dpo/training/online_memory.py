@@ -62,7 +62,7 @@ class LongestAnswers(Batches):
             more = [pair.n_tokens - drawn.n_tokens for pair, drawn in zip(longest, examples, strict=True)]
             for place in sorted(range(len(prompts)), key=lambda place: -more[place])[:n]:
                 examples[place] = longest[place]
-        return Batch(examples, torch.ones(len(examples)), self.split(examples, config.gradient_accumulation_steps), [])
+        return Batch(examples, [1.0] * len(examples), self.split(examples, config.gradient_accumulation_steps), [])
 
 
 def longest_prompt(config: DictConfig, data: TrainingData) -> int:

@@ -64,7 +64,7 @@ def test_many_equal_values_have_that_value_as_their_mean():
 
 
 def files_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> FileLogger:
-    logger = FileLogger(RunContext(OmegaConf.create(), run_dir, 0, None, print))
+    logger = FileLogger(RunContext(OmegaConf.create({"n_eval_model_samples": 1}), run_dir, 0, None, print))
     logger.load_state_dict(state)
     logger.on_start()
     return logger

@@ -154,8 +154,8 @@ def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
         config = compose(tmp_path, loss, *COMMANDS[loss], "batch_size=4", "gradient_accumulation_steps=2")
         trainers = [make(config) for _ in range(2)]
         batch = next(trainers[0].train_iterator)
-        weights, some = torch.tensor([1.0, 0, 1, 0]), batch.examples[::2]
-        alone = Batch(some, torch.ones(2), trainers[1].batches.split(some, 2), keys=[])
+        weights, some = [1.0, 0.0, 1.0, 0.0], batch.examples[::2]
+        alone = Batch(some, [1.0, 1.0], trainers[1].batches.split(some, 2), keys=[])
         ours = trainers[0].train_step(batch._replace(weights=weights, keys=[]))
         theirs = trainers[1].train_step(alone)
         for name in ("loss/train", "grad_norm", "rewards_train/margins", "logps_train/chosen"):
