@@ -104,7 +104,7 @@ class Mix(Loss):
 
     def bind(self, name: str, options: Mapping[str, Any], common: Mapping[str, Any]) -> Loss:
         parts = []
-        for part, weight in options["weights"].items():
+        for part, weight in options.get("weights", {}).items():
             if weight:
                 known = inspect.signature(LOSSES[part].fn).parameters
                 own = {key: value for key, value in options.items() if key in known}

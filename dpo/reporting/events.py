@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.models.adapters import ParameterCount
 from dpo.models.answers import Drawn
+from dpo.settings.plan import Plan
 
 
 class Update(NamedTuple):
@@ -49,7 +49,7 @@ class Evaluation(NamedTuple):
 class RunContext(NamedTuple):
     """Facts about a run for its callbacks."""
 
-    config: DictConfig
+    plan: Plan
     run_dir: Path
     rank: int
     data: TrainingData

@@ -141,7 +141,7 @@ class FileLogger(LogWriter):
 
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
-        drawn = list(update.drawn.values())[: self.context.config.n_eval_model_samples]
+        drawn = [*update.drawn.values()][: self.context.plan.evaluation.n_eval_model_samples]
         self._drawn = [{"examples": update.n_examples, **_as_record(one)} for one in drawn]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:

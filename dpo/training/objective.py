@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig
 
 from dpo.errors import InputError
-from dpo.losses import Loss, Losses, Scores, find_loss
+from dpo.losses import Loss, Losses, Scores
 from dpo.models.adapter_dropout import AdapterDropout
 from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Longest, Microbatch, choose_layout
@@ -302,7 +301,6 @@ class Objective:
 
 
 def make_objective(
-    config: DictConfig,
     plan: Plan,
     policy: Any,
     reference: Reference | None,
@@ -316,7 +314,7 @@ def make_objective(
     `log` gets the reason if that is not the layout asked for. `longest` is the largest number of tokens of a prompt
     with one response.
     """
-    autocast = DTYPES[plan.autocast] if plan.autocast else None
+    autocast = DTYPES[plan.model.autocast] if plan.model.autocast else None
     device = next(policy.parameters()).device
     tried = [(policy, plan.compute_dtype)]
     if reference is not None and type(reference.model) is not type(policy):  # may not support the same layout
@@ -325,11 +323,11 @@ def make_objective(
     for model, dtype in tried:
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             layout, note = choose_layout(
-                config.layout,
+                plan.data.layout,
                 model,
-                max_length=config.max_length,
+                max_length=plan.data.max_length,
                 compute_dtype=autocast or DTYPES[dtype],
-                longest=Longest.of(longest, max(config.batch_size, config.eval_batch_size), config.max_length),
+                longest=Longest.of(longest, max(plan.data.batch_size, plan.data.eval_batch_size), plan.data.max_length),
                 vetoed=mesh.any,
             )
         release_gathered(model)
@@ -347,9 +345,9 @@ def make_objective(
         reference,
         layout,
         mesh,
-        find_loss(config.loss),
+        plan.loss,
         autocast=autocast,
         models_are_equal=equal,
         follow_every=plan.follow_every,
-        seed=config.seed,
+        seed=plan.run.seed,
     )

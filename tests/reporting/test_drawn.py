@@ -8,7 +8,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from omegaconf import OmegaConf
 from support.runs import read_metrics, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -20,6 +19,7 @@ from dpo.models.answers import Answer, Drawn
 from dpo.reporting.events import Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
 from dpo.reporting.terminal import Progress
+from dpo.settings.plan import make_plan
 from dpo.training.objective import Objective
 
 ONLINE = (
@@ -47,7 +47,7 @@ ANSWERS = (
 
 
 def files_in(run_dir: Path) -> FileLogger:
-    logger = FileLogger(RunContext(OmegaConf.create({"n_eval_model_samples": 2}), run_dir, 0, None, print))
+    logger = FileLogger(RunContext(make_plan({"n_eval_model_samples": 2}), run_dir, 0, None, print))
     logger.load_state_dict({})
     logger.on_start()
     return logger

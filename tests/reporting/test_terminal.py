@@ -220,7 +220,7 @@ def test_settings_are_shown_if_they_differ():
 
 
 def test_a_config_is_described_by_what_differs_from_its_files():
-    from dpo.run import describe
+    from train import describe
 
     config = compose(
         *("loss=ipo", "loss.beta=0.3", "exp_name=x", "model=pythia28", "batch_size=4"),
