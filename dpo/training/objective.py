@@ -72,12 +72,6 @@ class RunningAverage:
     def __init__(self) -> None:
         self.value = 0.0
 
-    def add(self, value: float, *, momentum: float) -> None:
-        self.value = momentum * self.value + (1 - momentum) * value
-
-    def reset(self) -> None:
-        self.value = 0.0
-
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
@@ -235,17 +229,18 @@ class Objective:
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Follow a step of the optimizer on a global batch with these metrics."""
-        self.models_are_equal, options = False, self.loss.options
+        self.models_are_equal = False
         if self.loss.running_statistic:
-            rewards = metrics["rewards_train/chosen"], metrics["rewards_train/rejected"]
-            self.average.add(self.loss.running_statistic(*rewards, options["beta"]), momentum=options["momentum"])
+            rewards, options = (metrics["rewards_train/chosen"], metrics["rewards_train/rejected"]), self.loss.options
+            value, momentum = self.loss.running_statistic(*rewards, options["beta"]), options["momentum"]
+            self.average.value = momentum * self.average.value + (1 - momentum) * value
 
     def sync_if_due(self, number: int) -> None:
         """Make the reference a copy of the policy if that is due after update `number`, applied or not."""
         if self.follow_every and number % self.follow_every == 0:
             self.reference.follow(self.policy)
             self.models_are_equal = True
-            self.average.reset()  # it averaged log-ratios to the former reference
+            self.average.value = 0.0  # it averaged log-ratios to the former reference
 
     def cached_reference(self, batch: Batch) -> torch.Tensor | None:
         """The reference's cached log-probabilities of a global batch, on the device; None unless all are cached.
