@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers.dynamic_module_utils import custom_object_save
 
-from dpo.checkpoint.files import EXPORTED, MANIFEST, OF_ADAPTER, check_complete, read_file, sync_directory
+from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file, sync_directory
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, RunError
 from dpo.models.adapters import CONFIG, WEIGHTS, read_adapter
@@ -65,7 +65,7 @@ def export(
     if verify:
         for policy in {origin.policy, origin.weights if merge else None} - {None}:
             if (policy.parent / MANIFEST).exists():
-                check_complete(policy.parent, only={policy.name, *OF_ADAPTER})
+                check_complete(policy.parent, only={policy.name, CONFIG, WEIGHTS})
     temporary = out.with_name(f"{_start(out)}{os.getpid()}.tmp")
     try:
         with _explaining(out):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from omegaconf import DictConfig
 
-from dpo.checkpoint.files import FOLLOWING
 from dpo.errors import InputError
 from dpo.models.adapters import (
     CONFIG,
@@ -34,6 +33,8 @@ from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.settings.choices import ADAPTED
 from dpo.settings.plan import Plan
 from dpo.system.paths import get_cache_dir
+
+FOLLOWING = "reference"  # the part of a checkpoint with a reference that follows the policy
 
 
 def find_source(config: DictConfig) -> dict[str, Any]:

@@ -16,9 +16,9 @@ import transformers
 from huggingface_hub import ModelInfo, metadata_load
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, build
-from support.runs import GOLDEN, run_script
+from support.runs import GOLDEN, PARTS, run_script
 
-from dpo.checkpoint.files import PARTS, write_checkpoint
+from dpo.checkpoint.files import write_checkpoint
 from dpo.errors import InputError
 from dpo.models.card import read_metadata, write_card
 from dpo.models.export import export
