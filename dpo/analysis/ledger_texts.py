@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from dpo.analysis.ledger_view import Texts
 from dpo.analysis.runs import Run
 from dpo.data.examples import text_digest
 from dpo.data.prompts import iterate_prompts
 from dpo.data.schema import PreferenceData
 from dpo.data.tokenizer import load_tokenizer
-from dpo.errors import InputError
-from dpo.settings.files import with_defaults
-from dpo.settings.validation import find_config_problems
-from dpo.system.paths import get_cache_dir
+from dpo.settings.recorded import read_plan
 
 if TYPE_CHECKING:
     from dpo.analysis.ledger import Pair
@@ -43,11 +37,12 @@ def find_texts(
     for pair in pairs:
         wanted.setdefault((SPLITS[pair.split], pair.dataset), set()).add(pair.example)
     has_own = any(name not in built_in for _, name in wanted)
-    config = _read_run_config(run, ("local_dirs", "dataset_sources", *(OF_TOKENIZER if has_own else ())))
-    cache_dir, sources = get_cache_dir(config.local_dirs), OmegaConf.to_container(config.dataset_sources, resolve=True)
+    keys = ("local_dirs", "dataset_sources", *(OF_TOKENIZER if has_own else ()))
+    plan = read_plan(run.path / "config.yaml", keys=keys)
+    cache_dir, sources = plan.run.cache_dir, plan.data.dataset_sources
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
     if has_own:  # it may hold chats, which a tokenizer renders
-        name = config.model.tokenizer_name_or_path or config.model.name_or_path
+        name = plan.model.tokenizer
         options["tokenizer"] = load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
         options["sft_mode"] = True  # whatever it trained on
     texts = {}
@@ -58,17 +53,3 @@ def find_texts(
                 if digest in digests:
                     texts[digest] = {"prompt": prompt.text, **responses}
     return texts
-
-
-def _read_run_config(run: Run, keys: tuple[str, ...]) -> DictConfig:
-    """A run's config with the defaults filled in. Raises InputError if one of `keys` has a problem."""
-    if not run.config:
-        raise InputError(next((p for p in run.problems if p.startswith("config.yaml")), "config.yaml is empty"))
-    try:
-        config = with_defaults(run.config, run_dir=run.path)
-        problems = [problem for problem in find_config_problems(config) if problem.startswith(keys)]
-    except OmegaConfBaseException as error:
-        raise InputError(f"config.yaml is no config of a run: {' '.join(str(error).split())[:200]}") from error
-    if problems:
-        raise InputError(f"config.yaml: {'; '.join(problems)}")
-    return config

@@ -15,8 +15,6 @@ from pathlib import Path
 from statistics import fmean as mean
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from dpo.data.asking import CHAT, RAW, find_format
 from dpo.data.examples import TextExample, list_examples, prime
 from dpo.data.prompts import Prompt, PromptFile, StoredPrompts, iterate_prompts, store_prompts
@@ -24,10 +22,8 @@ from dpo.data.schema import PreferenceData
 from dpo.data.tokenization import TextEncoder, truncate
 from dpo.data.tokenizer import doubts_about_bos, load_tokenizer
 from dpo.errors import InputError
-from dpo.losses import LOSSES
-from dpo.settings.plan import resolve
+from dpo.settings.plan import Plan, TrainingPlan
 from dpo.system.host_memory import give_back_freed_memory
-from dpo.system.paths import get_cache_dir, get_local_dir
 from dpo.system.sharing import once_per_machine
 from dpo.wording import count
 
@@ -366,60 +362,59 @@ def prepare_data(
     return TrainingData(tokenizer, encode, prompts["train"], prompts["test"], preflight)
 
 
-def load_data(config: DictConfig, get_dataset: Callable[..., PreferenceData], *, silent: bool = False) -> TrainingData:
-    """Load the data of a config: tokenizer, prompts of both splits and the preflight.
+def load_data(plan: Plan, get_dataset: Callable[..., PreferenceData], *, silent: bool = False) -> TrainingData:
+    """Load the data of a run: tokenizer, prompts of both splits and the preflight.
 
     `get_dataset` loads a dataset by name. Every process of a run must call this: one per machine loads and counts, and
     the others share its data.
     """
     if not silent:
-        print(f"reading the data of {', '.join(config.datasets)}", flush=True)
-    model, cache_dir = config.model, get_cache_dir(config.local_dirs)
-    name = model.tokenizer_name_or_path or model.name_or_path
-    tokenizer = load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=model.trust_remote_code)
+        print(f"reading the data of {', '.join(plan.data.datasets)}", flush=True)
+    cache_dir, trusts = plan.run.cache_dir, plan.model.trust_remote_code
+    tokenizer = load_tokenizer(plan.model.tokenizer, cache_dir=cache_dir, trust_remote_code=trusts)
     prepare = partial(
         prepare_data,
-        list(config.datasets),
+        plan.data.datasets,
         tokenizer,
         get_dataset=get_dataset,
-        sft_mode=not LOSSES[config.loss.name].pairwise,
-        online=config.online.name == "online",
-        batch_size=config.batch_size,
-        batch_parts=config.gradient_accumulation_steps * resolve(config).dims.data_size,
-        max_length=config.max_length,
-        max_prompt_length=config.max_prompt_length,
-        n_epochs=config.n_epochs,
-        n_examples=config.n_examples,
-        dataset_sources=OmegaConf.to_container(config.dataset_sources),
+        sft_mode=not plan.loss.pairwise,
+        online=plan.online is not None,
+        batch_size=plan.data.batch_size,
+        batch_parts=plan.data.gradient_accumulation_steps * plan.dims.data_size,
+        max_length=plan.data.max_length,
+        max_prompt_length=plan.data.max_prompt_length,
+        n_epochs=plan.data.n_epochs,
+        n_examples=plan.data.n_examples,
+        dataset_sources=plan.data.dataset_sources,
         cache_dir=cache_dir,
-        folder=get_local_dir(config.local_dirs),
+        folder=plan.run.local_dir,
         silent=silent,
     )
     data = once_per_machine(
         prepare,
         give=TrainingData.give,
         take=partial(TrainingData.take, tokenizer=tokenizer),
-        silence_secs=config.collective_timeout_secs,
+        silence_secs=plan.run.collective_timeout_secs,
     )
     if not silent:
         forms = data.report.train.prompt_formats
         about_tokenizer = *doubts_about_chat(tokenizer, forms), *doubts_about_bos(tokenizer, data.train[0].text)
-        for line in (*doubts(config, data.report), *about_tokenizer):
+        for line in (*doubts(plan.training, data.report), *about_tokenizer):
             print(f"warning: {line}", flush=True)
     return data
 
 
-def doubts(config: DictConfig, report: Preflight) -> list[str]:
+def doubts(training: TrainingPlan, report: Preflight) -> list[str]:
     """Warnings about settings that look wrong for this amount of data."""
-    warmup, updates = config.warmup_steps, report.updates
+    warmup, updates = training.warmup_steps, report.updates
     run, tenth = count(updates, "update"), updates // 10
     fits = f"warmup_steps={tenth} fits, a tenth of them" if tenth else "no warm-up fits so short a run: warmup_steps=0"
     if warmup == 0:
         return []
     if warmup >= updates:
-        fault = f"is too long for the {run} of this run, which would never reach lr={config.lr}"
-    elif config.schedule != "constant" and warmup >= updates - 1:
-        fault = f"leaves none of the {run} for {config.schedule}"
+        fault = f"is too long for the {run} of this run, which would never reach lr={training.lr}"
+    elif training.schedule != "constant" and warmup >= updates - 1:
+        fault = f"leaves none of the {run} for {training.schedule}"
     elif warmup > updates / 2:
         fault = f"takes most of the {run} of this run"
     else:

@@ -32,7 +32,6 @@ from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_model, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.weights import read_archive
-from dpo.settings.plan import resolve
 from dpo.system.plain_files import read_json, remove
 
 SHARD_BYTES = 2 * 10**9
@@ -129,10 +128,10 @@ def _check(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: boo
 
 def _base_for_peft(origin: Origin) -> str:
     """The base for PEFT to load under an adapter. Raises InputError if PEFT cannot load it."""
-    if origin.config.model.random_init and origin.weights is None:
+    if origin.plan.model.random_init and origin.weights is None:
         raise InputError(f"the base of {origin.adapter} was drawn from a seed, which PEFT cannot load: give --merge")
     if origin.weights is None:
-        return resolve_place(origin.config.model.name_or_path)
+        return resolve_place(origin.plan.model.name_or_path)
     exported = origin.weights.parent / EXPORTED
     if (exported / "config.json").is_file():
         return str(exported)
@@ -153,7 +152,7 @@ def _fill_with_adapter(folder: Path, origin: Origin) -> None:
 
 
 def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: int) -> None:
-    source = find_source(origin.config)
+    source = find_source(origin.plan)
     model = load_structure(**source, dtype=torch.float32)
     adapter = None if origin.adapter is None else read_adapter(origin.adapter)
     _load_weights(model, origin, adapter, dtype)
@@ -182,9 +181,9 @@ def _read_weights(origin: Origin, structure: torch.nn.Module) -> dict[str, torch
     """The weights of the model, or of the base under its adapter, mapped if their file allows it."""
     if origin.weights is not None:
         return read_archive(str(origin.weights), structure, key="")
-    source, model = find_source(origin.config), origin.config.model
+    source, model = find_source(origin.plan), origin.plan.model
     dtype = DTYPES[model.policy_dtype] if model.random_init else load_config(**source).dtype or torch.float32
-    return load_model(**source, dtype=dtype, random_init=model.random_init, seed=origin.config.seed).state_dict()
+    return load_model(**source, dtype=dtype, random_init=model.random_init, seed=origin.plan.run.seed).state_dict()
 
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
@@ -194,7 +193,7 @@ def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dty
     """
     additions = {} if adapter is None else find_additions(adapter, model)
     of_run = adapter is not None and origin.run_dir is not None
-    in_4_bits = layers_to_quantize(model) if of_run and resolve(origin.config).quantized else ()
+    in_4_bits = layers_to_quantize(model) if of_run and origin.plan.quantized else ()
     state, named = _read_weights(origin, model), model.state_dict(keep_vars=True)
     stored = {id(named[name]): name for name in reversed(named) if name in state}  # tied weights are one object
     for name in stored.values():
@@ -202,7 +201,7 @@ def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dty
         if not weight.is_floating_point():
             continue
         if of_run:
-            weight = weight.to(DTYPES[origin.config.model.policy_dtype])
+            weight = weight.to(DTYPES[origin.plan.model.policy_dtype])
         if (layer := name.removesuffix(".weight")) in in_4_bits:
             weight = round_to_4bit(weight, model.get_submodule(layer))
         merged = additions[name].to(weight) if name in additions else weight
@@ -269,7 +268,7 @@ def _is_targeted(layer: str, config: Any) -> bool:
 
 def _write_tokenizer(folder: Path, origin: Origin) -> None:
     """Write the tokenizer as it was published, without the pad token that training adds."""
-    source, name = find_source(origin.config), origin.config.model.tokenizer_name_or_path
+    source, name = find_source(origin.plan), origin.plan.model.tokenizer_name_or_path
     found = source | ({"name": name} if name else {})
     with explaining_load_errors("tokenizer", found["name"]):
         tokenizer = transformers.AutoTokenizer.from_pretrained(found.pop("name"), **found)

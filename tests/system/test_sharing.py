@@ -21,6 +21,7 @@ import preference_datasets
 from benchmarks.step_overhead import compose
 from dpo.data import preflight
 from dpo.data.tokenizer import load_tokenizer
+from dpo.settings.plan import resolve
 from dpo.system import sharing
 from dpo.system.launching import launch
 from dpo.system.sharing import once_per_machine
@@ -113,7 +114,7 @@ def load_and_weigh(rank, world_size, config, folder):
     preflight.inspect_split = partial(preflight.inspect_split, sample_size=10)  # or it would mostly tokenize
     load_tokenizer(str(GOLDEN / "tiny-llama"))("a")
     before = own_memory()
-    data = preference_datasets.load_data(config, silent=True)
+    data = preference_datasets.load_data(resolve(config), silent=True)
     first = next(iter(data.train))
     found = {
         "loads": len(calls),
