@@ -23,7 +23,7 @@ from dpo.errors import InputError
 from dpo.models.card import read_metadata, write_card
 from dpo.models.export import export
 from dpo.models.origin import Origin
-from dpo.settings.files import with_defaults
+from dpo.settings.recorded import plan_model
 
 LLAMA = GOLDEN / "tiny-llama"
 IDS = torch.arange(20).view(2, 10)
@@ -507,10 +507,15 @@ def test_the_card_tells_what_is_known(base, tmp_path):
     ],
 )  # fmt: skip
 def test_a_base_models_card_may_hold_anything(readme, fields, tmp_path):
-    config = with_defaults({"model": {"name_or_path": str(tmp_path / "base")}})
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "README.md").write_bytes(readme)
-    write_card(tmp_path, Origin(config, None, None), architecture="Own", dtype=torch.float32, saved={})
+    write_card(
+        tmp_path,
+        Origin(plan_model(str(tmp_path / "base")), None, None),
+        architecture="Own",
+        dtype=torch.float32,
+        saved={},
+    )
     written = metadata_load(tmp_path / "README.md")
     assert {key: value for key, value in written.items() if key.startswith("license")} == fields
 
