@@ -11,7 +11,8 @@ from dpo.data.examples import text_digest
 from dpo.data.prompts import iterate_prompts
 from dpo.data.schema import PreferenceData
 from dpo.data.tokenizer import load_tokenizer
-from dpo.settings.recorded import read_plan
+from dpo.errors import InputError
+from dpo.settings.recorded import plan_recorded
 
 if TYPE_CHECKING:
     from dpo.analysis.ledger import Pair
@@ -38,7 +39,9 @@ def find_texts(
         wanted.setdefault((SPLITS[pair.split], pair.dataset), set()).add(pair.example)
     has_own = any(name not in built_in for _, name in wanted)
     keys = ("local_dirs", "dataset_sources", *(OF_TOKENIZER if has_own else ()))
-    plan = read_plan(run.path / "config.yaml", keys=keys)
+    if not run.config:
+        raise InputError(next((p for p in run.problems if p.startswith("config.yaml")), "config.yaml is empty"))
+    plan = plan_recorded({"local_run_dir": str(run.path), **run.config}, where="config.yaml", keys=keys)
     cache_dir, sources = plan.run.cache_dir, plan.data.dataset_sources
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
     if has_own:  # it may hold chats, which a tokenizer renders

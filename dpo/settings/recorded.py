@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from dpo.errors import InputError
 from dpo.settings.files import flatten, with_defaults
 from dpo.settings.keys import KEYS
 from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import find_value_problem
+from dpo.settings.validation import find_config_problems, find_value_problem
 from dpo.system.plain_files import read_yaml
 
 
@@ -38,6 +39,21 @@ def read_plan(path: Path, *, keys: tuple[str, ...]) -> Plan:
     if problems := list(filter(None, (find_value_problem(key, value, KEYS) for key, value in wanted.items()))):
         raise InputError(f"{path}: {problems[0]}")
     return plan
+
+
+def plan_recorded(config: Mapping[str, Any], *, where: str, keys: tuple[str, ...]) -> Plan:
+    """The plan of a config read from the file `where`; keys that it lacks get their defaults.
+
+    Raises InputError if it is no config, and for problems of keys that begin with one of `keys`.
+    """
+    try:
+        complete = with_defaults(config)
+        problems = [problem for problem in find_config_problems(complete) if problem.startswith(keys)]
+    except OmegaConfBaseException as error:
+        raise InputError(f"{where} is no config of a run: {' '.join(str(error).split())[:200]}") from error
+    if problems:
+        raise InputError(f"{where}: {'; '.join(problems)}")
+    return resolve(complete)
 
 
 def plan_model(name: str) -> Plan:
