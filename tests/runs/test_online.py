@@ -489,35 +489,6 @@ def test_a_changed_function_is_not_the_run_that_is_continued(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (("online=online",), "online.scorer is not set: give online.scorer=reward_model, function, key"),
-        (("online=online", "online.scorer=keyword"), "online.scorer=keyword needs online.keyword: give"),
-        (("online=online", "online.scorer=function", "online.function=os:system"), "must be a file and a function"),
-        (("online=online", "online.scorer=function", "online.function=no.py:f"), "there is no file no.py"),
-        (("online=online", "online.scorer=shorter", "loss=sft"), "loss=sft trains on none: choose loss=dpo or another"),
-        (("online=online", "online.scorer=shorter", "online.n_samples=1"), "online.n_samples=1 must be an integer"),
-        (("online=online", "online.scorer=shorter", "cache_reference_logps=all"), "needs pairs that are known before"),
-        (("online=online", "online.scorer=shorter", "online.max_new_tokens=40"), "are more than max_length=48"),
-        (("online=online", "online.scorer=shorter", "online.mix_offline=0.1"), "of batch_size=4 is 0 pairs"),
-        (
-            ("online=online", "online.scorer=shorter", "trainer=TensorParallelTrainer",
-             "tensor_parallel.backend=tensor_parallel"),
-            "which cannot sample: set tensor_parallel.backend=dtensor",
-        ),
-        (
-            ("online=online", "online.scorer=shorter", "online.sync_reference_every=5", "lora=lora", "lr=1e-4"),
-            "online.sync_reference_every=5 needs a loss with a reference",
-        ),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_with_a_sentence(overrides, said, command):
-    result = train(*command("run", *overrides))
-    assert result.returncode == 2
-    assert said in result.stderr
-
-
-@pytest.mark.parametrize(
     ("code", "said"),
     [
         ("score = 5", "has no function score"),

@@ -25,7 +25,6 @@ from dpo.models.quantization import Linear4bit, quantize
 from dpo.models.side_by_side import Choices, load_panel
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
-from dpo.settings.validation import find_config_problems
 from dpo.system.signals import Stopped
 
 pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
@@ -157,26 +156,3 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads_and_is_merged_and_asked(run,
     assert warnings == []  # the base is the one that the run recorded
     with switch(policy.model, policy.adapter)():
         assert torch.equal(policy.model(ids).logits, ours(ids).logits)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "gpus", "expected"),
-    [
-        (["trainer=TensorParallelTrainer", "world_size=2"], 0, "which cannot cut packed weights: choose trainer=FSDP"),
-        ([], 2, "takes one GPU, and this machine has 2: choose trainer=FSDPTrainer"),
-        (["trainer=FSDPTrainer"], 2, None),
-        ([], 1, None),
-    ],
-)
-def test_what_a_4_bit_base_does_not_go_with_is_refused(overrides, gpus, expected, config_of, monkeypatch):
-    monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: gpus)
-    problems = find_config_problems(config_of(*QLORA, *overrides))
-    assert len(problems) == (expected is not None)
-    assert (expected or "") in "".join(problems)
-
-
-def test_bitsandbytes_is_optional(config_of, monkeypatch):
-    monkeypatch.setattr("dpo.settings.validation.find_spec", lambda name: None)
-    [problem] = find_config_problems(config_of(*QLORA))
-    assert problem.endswith("needs the package bitsandbytes: pip install bitsandbytes, or choose lora=lora")
-    assert find_config_problems(config_of("lora=lora")) == []
