@@ -27,6 +27,7 @@ from dpo.models.layouts import Microbatch
 from dpo.models.loading import load_policy, load_reference, notes_on_base
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, remarks
 from dpo.models.scoring import ScorerFailed
+from dpo.numbers import clock_time
 from dpo.parallel.device_map import move_less
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import accumulate, distribute, find_blocks, release_gathered
@@ -35,7 +36,7 @@ from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.anomalies import NonFinite
 from dpo.reporting.events import Callbacks, Evaluation, RunContext, Update
 from dpo.reporting.table import CALLBACKS
-from dpo.reporting.terminal import Progress, duration
+from dpo.reporting.terminal import Progress
 from dpo.settings import choices
 from dpo.settings.choices import TrainerSpec
 from dpo.settings.files import require, with_defaults
@@ -265,7 +266,7 @@ class Trainer:
         n_forwards = 2 if self.loss.reference else 1  # the self-test has one more, of the policy
         predicted = seconds * n_forwards / (n_forwards + 1) * n_tokens / n_tested
         if self.first_update.evaluated and predicted > LONG_SECS:
-            self.progress.line(f"the evaluation takes about {duration(predicted)}, at the speed of the self-test")
+            self.progress.line(f"the evaluation takes about {clock_time(predicted)}, at the speed of the self-test")
 
     @contextmanager
     def _ending_in_order(self) -> Iterator[None]:

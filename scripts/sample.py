@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from dpo.data.asking import AUTO, FORMS, MEANINGS, RAW
 from dpo.errors import InputError
+from dpo.numbers import count
 from dpo.settings.keys import read_rule
-from dpo.wording import count
 from scripts.trust import add_trust_option
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from dpo.data.schema import PreferenceData
 from dpo.data.tokenization import TextEncoder, truncate
 from dpo.data.tokenizer import doubts_about_bos, load_tokenizer
 from dpo.errors import InputError
+from dpo.numbers import count
 from dpo.settings.plan import Plan, TrainingPlan
 from dpo.system.host_memory import give_back_freed_memory
 from dpo.system.sharing import once_per_machine
-from dpo.wording import count
 
 
 @dataclass

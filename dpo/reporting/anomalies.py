@@ -10,8 +10,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dpo.analysis.collapse import WHAT_TO_TRY, Means, count_window, find_collapse, is_collapsed, updates_at_start
-from dpo.analysis.findings import FAINT, SPIKE
+from dpo.analysis.measures import (
+    FAINT,
+    SPIKE,
+    WHAT_TO_TRY,
+    Means,
+    count_window,
+    find_collapse,
+    is_collapsed,
+    updates_at_start,
+)
 from dpo.data.examples import list_examples
 from dpo.errors import RunError
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update

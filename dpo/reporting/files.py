@@ -14,10 +14,10 @@ from typing import Any
 
 from dpo.analysis.runs import ranked
 from dpo.data.examples import Example
+from dpo.numbers import count
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.plain_files import move_aside
 from dpo.system.run_directory import add_to_record, create_run_dir, now
-from dpo.wording import count
 
 
 class Appender(Callback):

@@ -19,6 +19,7 @@ from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Longest, Microbatch, choose_layout
 from dpo.models.logprobs import TokenLogps
 from dpo.models.pretrained import DTYPES
+from dpo.numbers import count
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import hold_the_same
@@ -26,7 +27,6 @@ from dpo.settings.plan import Plan
 from dpo.training.batches import GlobalBatch
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_metrics
 from dpo.training.reference import LogpTable, Reference, read_logps
-from dpo.wording import count
 
 Columns = dict[str, torch.Tensor]  # values of B examples by name, each (B,)
 SIDES = ("chosen", "rejected")

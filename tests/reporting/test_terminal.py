@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from dpo.numbers import clock_time, compact
 from dpo.reporting import terminal
 from dpo.reporting.events import Update
-from dpo.reporting.terminal import Progress, duration, number, table
+from dpo.reporting.terminal import Progress, table
 from dpo.settings.files import CONFIG_DIR, differences
 
 DPO = {
@@ -202,14 +203,14 @@ def test_an_evaluation_is_an_aligned_table():
 
 
 def test_numbers_and_durations_are_short():
-    assert [number(x) for x in (0.00012345, 999.4, 1000, 12345.6, float("nan"))] == [
+    assert [compact(x) for x in (0.00012345, 999.4, 1000, 12345.6, float("nan"))] == [
         "0.000123",
         "999",
         "1,000",
         "12,346",
         "nan",
     ]
-    assert [duration(s) for s in (0, 12.4, 3723)] == ["0:00", "0:12", "1:02:03"]
+    assert [clock_time(s) for s in (0, 12.4, 3723)] == ["0:00", "0:12", "1:02:03"]
 
 
 def test_settings_are_shown_if_they_differ():

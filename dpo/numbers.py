@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers and durations as text: in short for the terminal, in words for pages and sentences."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ import math
 LONGEST_TEXT = 4000
 
 
+def compact(value: float, digits: int = 3) -> str:
+    """A number with so many significant digits, without an exponent if it is large."""
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
 def figure(value: float, digits: int = 3) -> str:
-    """So many significant digits, and no exponent if the value is large."""
+    """A number as in print: `compact` with a minus sign, or "unknown"."""
     if not math.isfinite(value):
         return "unknown"
-    text = f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+    text = compact(value, digits)
     return text.replace("-", "\N{MINUS SIGN}") if "e" not in text else text
 
 
 def signed(value: float, digits: int = 3) -> str:
-    """The same with its sign."""
+    """A figure with its sign."""
     return f"+{figure(value, digits)}" if value >= 0 else figure(value, digits)
 
 
 def percent(share: float) -> str:
-    """A share of 1; never 100 % or 0 % of what is not."""
+    """A share of 1 in percent; 100 % and 0 % only if they are exact."""
     if not math.isfinite(share):
         return "unknown"
     digits = int(0.99 < share < 1 or 0 < share < 0.01)
@@ -55,13 +60,20 @@ def duration(seconds: float) -> str:
     return f"{whole // size} {name}" + (f" {below} {rest}" if below else "")
 
 
+def clock_time(seconds: float) -> str:
+    """`0:12`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    whole, minutes = divmod(minutes, 60)
+    return f"{whole}:{minutes:02}:{rest:02}" if whole else f"{minutes}:{rest:02}"
+
+
 def hours(value: float) -> str:
     """Device hours, with two digits below ten."""
     return f"{value:.2g}" if 0 <= value < 0.1 else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
 
 
 def shortened(text: str) -> str:
-    """Without white space around it, and of a length that a page can show."""
+    """A text without white space around it, cut to a length that a page can show."""
     text = text.strip()
     if len(text) <= LONGEST_TEXT:
         return text
