@@ -106,3 +106,25 @@ def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
     if settings["loss"] == "dpo":
         settings.setdefault("loss.beta", 0.1)
     return [f"{key}={value}" for key, value in settings.items()]
+
+
+def golden_command(golden: dict, data: str, run_dir: str) -> list[str]:
+    """The overrides that repeat a golden run: its `config`, a float32 reference, the tiny Llama."""
+    settings = {k: v for k, v in golden["config"].items() if k != "loss"}
+    loss = dict(golden["config"]["loss"])
+    name = loss.pop("name")
+    if name == "ipo":  # the reference reads dpo's keys there and does not use them
+        loss = {"beta": loss["beta"]}
+    return [
+        f"loss={name}",
+        *(f"loss.{k}={v}" for k, v in loss.items()),
+        *(f"{k}={v}" for k, v in settings.items()),
+        f"model.name_or_path={GOLDEN / 'tiny-llama'}",
+        "model.reference_dtype=float32",
+        "datasets=[hh]",
+        f"dataset_sources.hh={data}",
+        "sample_during_eval=false",
+        "exp_name=golden",
+        f"local_run_dir={run_dir}",
+        f"local_dirs=[{Path(run_dir).parent}]",
+    ]

@@ -18,7 +18,7 @@ from support import warm
 from support.runs import GOLDEN, make_environment, train, write_rows
 
 import preference_datasets
-from benchmarks.step_overhead import compose
+from benchmarks.harness import compose
 from dpo.data import preflight
 from dpo.data.tokenizer import load_tokenizer
 from dpo.settings.plan import resolve

@@ -1,4 +1,4 @@
-"""Methods that `scripts.frontier` compares: overrides of `train.py`, betas, learning rate and pairs of each."""
+"""Methods that `experiments.frontier` compares: overrides of `train.py`, betas, learning rate and pairs of each."""
 
 from __future__ import annotations
 

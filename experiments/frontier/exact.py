@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.frontier_parts.task import NONE, Task
+from experiments.frontier.task import NONE, Task
 
 
 class Point(NamedTuple):

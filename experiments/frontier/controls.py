@@ -1,6 +1,6 @@
 """Controls for the frontier of DPO: short responses made impossible, and a trained policy reweighted.
 
-    python -m scripts.frontier --controls
+    python -m experiments.frontier --controls
 
 Training is plain torch, because `train.py` cannot mask EOS, from the sweep's reference and with the sweep's settings.
 """
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.frontier_parts import exact
-from scripts.frontier_parts.methods import METHODS
-from scripts.frontier_parts.task import NONE, Task, draw_pairs
+from experiments.frontier import exact
+from experiments.frontier.methods import METHODS
+from experiments.frontier.task import NONE, Task, draw_pairs
 
 BETAS = (0.1, 0.01)  # of the sweep's DPO: at its highest reward, and the smallest
 REWEIGHTED_BETA = 0.3  # of the reweighted policy

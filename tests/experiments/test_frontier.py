@@ -1,4 +1,4 @@
-"""`scripts.frontier`: its task, its estimators, its tables. No policy is above pi*."""
+"""`experiments.frontier`: its task, its estimators, its tables. No policy is above pi*."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dpo.data.examples import Example
 from dpo.data.tokenization import TextEncoder, encode_texts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.models.pretrained import load_model
-from scripts import frontier
-from scripts.frontier_parts import controls, exact, runs
-from scripts.frontier_parts.picture import draw as draw_picture
-from scripts.frontier_parts.reading import (
+from experiments.frontier import __main__ as frontier
+from experiments.frontier import controls, exact, runs
+from experiments.frontier.picture import draw as draw_picture
+from experiments.frontier.reading import (
     at_equal_kl,
     controls_as_text,
     describe_course,
@@ -27,7 +27,7 @@ from scripts.frontier_parts.reading import (
     tables,
     within_budget,
 )
-from scripts.frontier_parts.task import NONE, Task, draw_pairs, noisy_scorer
+from experiments.frontier.task import NONE, Task, draw_pairs, noisy_scorer
 
 TASK = Task(symbols=3, prompt_length=4, response_length=3, held_out=17)
 PNG = b"\x89PNG"

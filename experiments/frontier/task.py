@@ -1,4 +1,4 @@
-"""The task of `scripts.frontier`: short strings, a known true reward, and labelled pairs.
+"""The task of `experiments.frontier`: short strings, a known true reward, and labelled pairs.
 
 A prompt is a string of a few symbols. A response is a string of at most `response_length` symbols, ended by EOS, or cut
 after the last symbol that fits: a prompt has finitely many responses, the leaves of a tree. numpy alone; `exact.py`

@@ -1,8 +1,8 @@
 """The frontier of reward against KL, as in figure 2 (left) of the DPO paper, on a task whose optimum is known exactly.
 
-    python -m scripts.frontier [--quick] [--out DIR] [OVERRIDES OF train.py ...]
+    python -m experiments.frontier [--quick] [--out DIR] [OVERRIDES OF train.py ...]
 
-SFT, then every method of `frontier_parts/methods.py` over its betas and three seeds, by train.py; expected true reward
+SFT, then every method of `methods.py` over its betas and three seeds, by train.py; expected true reward
 and KL(policy || reference) of each policy by enumeration, beside pi* and best-of-N. Writes `frontier.json` (a row for
 each method, beta and seed), `frontier.png` and `frontier-dark.png` to DIR (.cache/frontier), and prints a table.
 --quick is smaller: one seed, two betas, a third of the pairs. `trainer=FSDPTrainer world_size=2` runs it on two
@@ -26,13 +26,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpo.errors import InputError, RunError
-from scripts.frontier_parts import exact, runs
-from scripts.frontier_parts.methods import METHODS, NOISE, Method
-from scripts.frontier_parts.runs import Job
-from scripts.frontier_parts.task import Pairs, Task, draw_pairs
+from experiments.frontier import exact, runs
+from experiments.frontier.methods import METHODS, NOISE, Method
+from experiments.frontier.runs import Job
+from experiments.frontier.task import Pairs, Task, draw_pairs
 
-ROOT = Path(__file__).resolve().parents[1]
-OUT = ROOT / ".cache" / "frontier"
+OUT = Path(__file__).resolve().parents[2] / ".cache" / "frontier"
 SFT = ("loss=sft", "lr=3e-3", "batch_size=32", "warmup_steps=50")
 BATCH = 64  # pairs of an update
 OPTIMAL_BETAS = np.geomspace(50, 0.05, 61)  # close together, as the curve is interpolated between them
@@ -225,8 +224,8 @@ def start_afresh(out: Path, task: Task, size: Size, extra: Sequence[str]) -> tup
 
 def sweep(out: Path, task: Task, size: Size, noise: float, extra: Sequence[str], *, tune: bool = False) -> None:
     """Run everything, and write the results. Raises InputError and RunError as train.py does."""
-    from scripts.frontier_parts.picture import draw
-    from scripts.frontier_parts.reading import rates_as_text, tables
+    from experiments.frontier.picture import draw
+    from experiments.frontier.reading import rates_as_text, tables
 
     root, limit = start_afresh(out, task, size, extra)
     wanted = rates_to_try() if tune else wanted_runs(size, noise)
@@ -244,8 +243,8 @@ def sweep(out: Path, task: Task, size: Size, noise: float, extra: Sequence[str],
 
 def run_controls(out: Path, task: Task, size: Size, extra: Sequence[str]) -> None:
     """Run the controls; write and print their rows."""
-    from scripts.frontier_parts.controls import run_all
-    from scripts.frontier_parts.reading import controls_as_text
+    from experiments.frontier.controls import run_all
+    from experiments.frontier.reading import controls_as_text
 
     root, _ = start_afresh(out, task, size, extra)
     reference, rows = runs.load_policy(root, root / "reference.pt"), []
@@ -259,7 +258,7 @@ def run_controls(out: Path, task: Task, size: Size, extra: Sequence[str]) -> Non
 
 def read_rows(files: Sequence[Path]) -> str:
     """Format the tables of a sweep's file, a controls' file, or both, with reweighted DPO in the sweep's tables."""
-    from scripts.frontier_parts.reading import controls_as_text, tables
+    from experiments.frontier.reading import controls_as_text, tables
 
     rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
     controls = [row for row in rows if "shortest" in row]
@@ -271,7 +270,7 @@ def read_rows(files: Sequence[Path]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.frontier", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m experiments.frontier", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller: one seed, two betas, a third of the pairs")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where to write (default: .cache/frontier; -quick, -tune, -controls)"

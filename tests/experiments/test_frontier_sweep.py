@@ -1,4 +1,4 @@
-"""`scripts.frontier` as it is run: a row is where its policy is, and a run has the labels and settings that it says."""
+"""`experiments.frontier` as it is run: a row is where its policy is, and a run has the labels and settings it names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from support.runs import ROOT, make_environment, run_script
 
 from dpo.data.examples import Example
 from dpo.models.pretrained import load_model
-from scripts import frontier
-from scripts.frontier_parts.methods import METHODS
-from scripts.frontier_parts.task import NONE, Task
+from experiments.frontier import __main__ as frontier
+from experiments.frontier.methods import METHODS
+from experiments.frontier.task import NONE, Task
 
 TASK = Task(symbols=3, prompt_length=4, response_length=3, held_out=17)
 NOISE = 0.3  # not the command's
@@ -179,7 +179,7 @@ def test_a_run_has_the_labels_and_settings_that_its_row_says(method, noise, smoo
     ],
 )
 def test_what_cannot_be_run_is_refused_in_a_sentence(arguments, said, tmp_path):
-    result = run_script("-m", "scripts.frontier", "--out", str(tmp_path / "out"), *arguments)
+    result = run_script("-m", "experiments.frontier", "--out", str(tmp_path / "out"), *arguments)
     assert result.returncode == 2
     assert said in result.stderr
     assert "Traceback" not in result.stderr
@@ -205,7 +205,7 @@ def test_the_tables_of_the_document_are_those_of_its_rows():
 def test_quick_controls_are_written_and_can_be_read(tmp_path):
     for command in (("--controls", "--quick", "--out", str(tmp_path)), ("--read", str(tmp_path / "controls.json"))):
         result = subprocess.run(
-            [sys.executable, "-m", "scripts.frontier", *command],
+            [sys.executable, "-m", "experiments.frontier", *command],
             cwd=ROOT, env=make_environment(), capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
@@ -218,7 +218,7 @@ def test_quick_controls_are_written_and_can_be_read(tmp_path):
 def test_quick_on_one_process_and_two(tmp_path):
     found = []
     for name, more in (("one", ()), ("two", ("trainer=FSDPTrainer", "world_size=2"))):
-        command = ["-m", "scripts.frontier", "--quick", "--out", str(tmp_path / name), *more]
+        command = ["-m", "experiments.frontier", "--quick", "--out", str(tmp_path / name), *more]
         result = subprocess.run(
             [sys.executable, *command], cwd=ROOT, env=make_environment(), capture_output=True, text=True
         )

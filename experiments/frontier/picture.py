@@ -1,4 +1,4 @@
-"""Picture of `scripts.frontier`: expected true reward against KL, as in figure 2 (left) of the DPO paper."""
+"""Picture of `experiments.frontier`: expected true reward against KL, as in figure 2 (left) of the DPO paper."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from dpo.analysis.curves import DARK, LIGHT, Theme
-from scripts.frontier_parts.methods import METHODS
-from scripts.frontier_parts.reading import Row, describe_course, methods_in
+from experiments.frontier.methods import METHODS
+from experiments.frontier.reading import Row, describe_course, methods_in
 
 STYLES = {  # colour's index in the theme, marker
     "dpo": (0, "o"),

@@ -1,4 +1,4 @@
-"""Tables of the rows of `scripts.frontier`: peaks, the course after them, rewards at equal KL, gaps to pi*."""
+"""Tables of the rows of `experiments.frontier`: peaks, the course after them, rewards at equal KL, gaps to pi*."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of `scripts.frontier`: model, tokenizer and data, and `train.py` in processes that share the cores.
+"""Runs of `experiments.frontier`: model, tokenizer and data, and `train.py` in processes that share the cores.
 
 Every policy is trained by the command line of users, in a process forked from one with all imports done, and judged by
 `exact.py` in the process that trained it.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -16,9 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpo.errors import InputError, RunError
-from scripts.frontier_parts.task import SYMBOLS, Pairs, Task
-from scripts.gpu_checks.common import redirect
-from scripts.gpu_checks.start import start
+from experiments.frontier.task import SYMBOLS, Pairs, Task
 
 EOS = "<eos>"
 ROW = ("prompt", "chosen", "rejected")
@@ -105,7 +105,7 @@ def write_scorer(root: Path, task: Task, seed: int) -> str:
     file = root / "scorers" / f"seed_{seed}.py"
     file.parent.mkdir(exist_ok=True)
     lines = (
-        "from scripts.frontier_parts.task import Task, noisy_scorer",
+        "from experiments.frontier.task import Task, noisy_scorer",
         "",
         f"score = noisy_scorer({task}, seed={seed})",
     )
@@ -163,9 +163,13 @@ def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int)
 
 def _work(job: Job, finish: Callable[[Job], None]) -> None:
     job.directory.mkdir(parents=True)
-    redirect(job.directory / "log.txt")
-    names = f"local_run_dir={job.directory}", f"exp_name={job.directory.name}"
-    start(None, [*job.overrides, *names])
+    with (job.directory / "log.txt").open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+    train_py = str(Path(__file__).resolve().parents[2] / "train.py")
+    sys.argv = [train_py, *job.overrides, f"local_run_dir={job.directory}", f"exp_name={job.directory.name}"]
+    runpy.run_path(train_py, run_name="__main__")
     finish(job)
     for checkpoint in job.directory.glob("step-*"):  # the other files record how it trained
         shutil.rmtree(checkpoint)
