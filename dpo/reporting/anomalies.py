@@ -75,8 +75,8 @@ class NonFiniteGuard(Callback):
             number, index = example.id
             prompt = self.context.data.train[number]
             texts: dict[str, Any] = list(list_examples(prompt, sft_mode=sft_mode))[index].texts
-            if example.drawn is not None:
-                best, worst = example.drawn.pair
+            if row in update.drawn:
+                best, worst = update.drawn[row].pair
                 texts = {"chosen": best.text, "rejected": worst.text}
                 texts |= {"score_chosen": best.score, "score_rejected": worst.score}
             if sft_mode:
@@ -107,7 +107,7 @@ class CourseWarner(Callback):
         loss = context.plan.loss
         self._reference = loss.reference
         # weights of wpo move with the policy, and the loss with them: it is not compared with its start
-        self._may_collapse = loss.pairwise and not context.plan.loss_options.get("wpo")
+        self._may_collapse = loss.pairwise and not loss.needs_squares
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
         self._first: dict[str, float] = {}  # means of the first 20
         self._width = count_window(context.plan.data.batch_size)

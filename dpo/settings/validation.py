@@ -66,7 +66,7 @@ REFERENCE = f"a loss with a reference: any but {_list_losses(lambda loss: not lo
 PAIRS = f"a loss of pairs: any but {_list_losses(lambda loss: not loss.pairwise)}"
 MARGIN = (
     "a loss whose log-ratios enter by their difference alone: "
-    f"loss={_list_losses(lambda loss: loss.reference and loss.of_margin, ' or ')}"
+    f"loss={_list_losses(lambda loss: loss.reference and loss.margin_only, ' or ')}"
 )
 
 # fmt: off
@@ -93,7 +93,7 @@ CHECKS = (
           lambda v, p: v["do_first_eval"] and v["sample_during_eval"]),
     needs("loss.sft_weight", PAIRS, lambda v, p: p.loss.pairwise, "error"),
     needs("loss.wpo loss.ld_alpha", REFERENCE, lambda v, p: p.loss.reference, "error"),
-    needs("loss.f_divergence", MARGIN, lambda v, p: p.loss.reference and p.loss.of_margin, "error"),
+    needs("loss.f_divergence", MARGIN, lambda v, p: p.loss.reference and p.loss.margin_only, "error"),
     needs("loss.f_alpha", "loss.f_divergence=alpha", lambda v, p: v["loss.f_divergence"] == "alpha"),
     needs("cache_reference_logps lora.reference", REFERENCE, lambda v, p: p.loss.reference),
     needs("model.reference_dtype",
@@ -176,7 +176,7 @@ CHECKS = (
     # --- losses; weights of a mix that are wrong alone have a sentence of their own
     Check(lambda v, p: v["loss.name"] == "mix" and not any(w and _may_be_pairwise(key) for key, w in v.items()),
           "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
-    Check(lambda v, p: p.loss.smoothed and v["loss.label_smoothing"] == 0,
+    Check(lambda v, p: p.loss.needs_label_smoothing and v["loss.label_smoothing"] == 0,
           "loss.label_smoothing=0 makes the loss infinite: set it above 0, such as loss.label_smoothing=0.001"),
     Check(lambda v, p: v["loss.reference_free"] and v["loss.f_divergence"] != "reverse_kl",
           "loss.f_divergence={loss.f_divergence} is a divergence from the reference: set loss.reference_free=false"),
@@ -337,7 +337,7 @@ def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | N
     if key not in keys and key.startswith(WEIGHTS):
         name, others = key.removeprefix(WEIGHTS), ", ".join(name for name, loss in LOSSES.items() if loss.can_be_mixed)
         why = f"no loss is called {name}"
-        if name in LOSSES and LOSSES[name].of_batch is not None:
+        if name in LOSSES and LOSSES[name].batch_statistic is not None:
             why = f"{name} compares the examples of a batch with each other, so it is trained alone, as loss={name}"
         return f"{key}: {why}; a mix adds up {others}"
     if key not in keys:

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from support.runs import compose
 
 from dpo.numbers import clock_time, compact
 from dpo.reporting import terminal
 from dpo.reporting.events import Update
 from dpo.reporting.terminal import Progress, table
-from dpo.settings.files import CONFIG_DIR, differences
+from dpo.settings.files import differences
 
 DPO = {
     "loss/train": 0.689123456,
@@ -220,15 +221,12 @@ def test_settings_are_shown_if_they_differ():
 
 
 def test_a_config_is_described_by_what_differs_from_its_files():
-    import hydra
-
-    import train  # noqa: F401  (registers the config's resolvers)
     from train import describe
 
-    overrides = ["loss=ipo", "loss.beta=0.3", "exp_name=x", "model=pythia28", "batch_size=4", "local_run_dir=RUN",
-                 "wandb.project=p"]  # fmt: skip
-    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        config = hydra.compose("config", overrides)
+    config = compose(
+        *("loss=ipo", "loss.beta=0.3", "exp_name=x", "model=pythia28", "batch_size=4"),
+        *("local_run_dir=RUN", "wandb.project=p"),
+    )
     OmegaConf.resolve(config)
 
     assert describe(config).splitlines() == [

@@ -10,14 +10,13 @@ import pickle
 import shutil
 from pathlib import Path
 
-import hydra
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from support.runs import ROOT, train
+from support.runs import ROOT, compose, train
 from transformers import dynamic_module_utils
 
 import train as main
@@ -227,8 +226,7 @@ def test_names_cannot_escape(name, tmp_path):
     folder.mkdir()
     shutil.copy(ROOT / "tests" / "golden" / "words" / "train.jsonl", folder)
     shutil.copy(ROOT / "tests" / "golden" / "words" / "test.jsonl", folder)
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        config = hydra.compose("config", [f"exp_name={name}", "model.name_or_path=x", f"local_dirs=[{tmp_path}]"])
+    config = compose(f"exp_name={name}", "model.name_or_path=x", f"local_dirs=[{tmp_path}]")
     assert any(problem.startswith("exp_name=") for problem in main.find_config_problems(config))
     before = set(os.listdir(tmp_path))
     prompts = load_prompts(
@@ -252,8 +250,7 @@ def test_config_values_reach_no_shell_and_no_import(tmp_path):
         f"dataset_sources.hh=;touch {proof}",
         f"loss.name=`touch {proof}`",
     ):
-        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-            config = hydra.compose("config", ["exp_name=x", "model.name_or_path=x"])
+        config = compose("exp_name=x", "model.name_or_path=x")
         key, value = override.split("=", 1)
         target = config
         *path, last = key.split(".")
@@ -335,8 +332,7 @@ ODD_SETTINGS = st.one_of(
 
 @pytest.fixture(scope="module")
 def composed() -> DictConfig:
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        return hydra.compose("config", ["exp_name=x", "model.name_or_path=x"])
+    return compose("exp_name=x", "model.name_or_path=x")
 
 
 @pytest.mark.slow

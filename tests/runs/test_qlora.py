@@ -6,14 +6,12 @@ import math
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
-import hydra
 import peft
 import pytest
 import torch
 from support.models import batch_of
-from support.runs import GOLDEN, ROOT, read_metrics, train
+from support.runs import GOLDEN, compose, read_metrics, train
 
 from benchmarks.soak import WALL_CLOCK, find_differences
 from dpo.checkpoint.files import read_state
@@ -40,12 +38,7 @@ QLORA = (
 def config_of(command):
     """The composed config of a small run."""
 
-    def compose(*overrides: str) -> Any:
-        arguments = [f"++{o}" if o.startswith("dataset_sources.") else o for o in command("test", *overrides)]
-        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-            return hydra.compose("config", arguments)
-
-    return compose
+    return lambda *overrides: compose(*command("test", *overrides))
 
 
 def assert_alike(first: Path, second: Path) -> None:

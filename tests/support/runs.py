@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import torch
+from omegaconf import DictConfig
 
 from support import warm
 from support.warm import ROOT
@@ -77,6 +78,17 @@ def write_rows(path: Path, rows: list) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def compose(*overrides: str) -> DictConfig:
+    """The config of `python train.py OVERRIDES`."""
+    import hydra
+
+    import train as entry  # noqa: F401  (registers the config's resolvers)
+
+    overrides = tuple(f"++{o}" if o.startswith("dataset_sources.") else o for o in overrides)
+    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        return hydra.compose("config", list(overrides))
 
 
 def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
