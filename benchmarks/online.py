@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trainer: Any = TRAINERS[plan.trainer.name](policy, config, config.seed, folder, reference)
         batches: OnlineBatches = trainer.batches
         rounds = []
-        prompts = batches._iterate_train(batches._prime, sft_mode=True, skip=0)
+        prompts = batches.train()
         for update, of_update in enumerate(itertools.islice(itertools.cycle(prompts), options.rounds + 1)):
             asked = {place: encode_prompt(prompt, trainer.data, config) for place, prompt in enumerate(of_update)}
             found = measure(batches, asked, update)

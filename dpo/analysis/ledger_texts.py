@@ -11,8 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 from dpo.analysis.ledger_view import Texts
 from dpo.analysis.runs import Run
 from dpo.data.examples import text_digest
-from dpo.data.prompts import iterate_prompts
 from dpo.data.schema import PreferenceData
+from dpo.data.table import iterate_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.settings.files import with_defaults
@@ -49,11 +49,11 @@ def find_texts(
     if has_own:  # it may hold chats, which a tokenizer renders
         name = config.model.tokenizer_name_or_path or config.model.name_or_path
         options["tokenizer"] = load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
-        options["sft_mode"] = True  # whatever it trained on
     texts = {}
     for (split, name), digests in wanted.items():
-        for prompt in iterate_prompts(get_dataset, [name], split, **options):
-            for responses in prompt.examples(sft_mode=False):
+        for prompt in iterate_prompts(get_dataset, [name], split, sft_mode=False, **options):
+            for index in range(len(prompt.examples)):
+                responses = prompt.texts(index)
                 digest = text_digest(prompt.text, responses.values())
                 if digest in digests:
                     texts[digest] = {"prompt": prompt.text, **responses}

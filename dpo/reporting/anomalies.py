@@ -12,9 +12,8 @@ from typing import Any
 
 from dpo.analysis.collapse import WHAT_TO_TRY, Means, count_window, find_collapse, is_collapsed, updates_at_start
 from dpo.analysis.findings import FAINT, SPIKE
-from dpo.data.examples import list_examples
 from dpo.errors import RunError
-from dpo.losses import LOSSES, find_loss
+from dpo.losses import find_loss
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 
 MAX_SKIPPED = 10  # updates that a run skips before it aborts
@@ -60,19 +59,19 @@ class NonFiniteGuard(Callback):
 
     def _write(self, folder: Path, update: Update) -> None:
         """Write the examples, with prompt indices and metrics, as a dataset for `dataset_sources`."""
-        sft_mode = not LOSSES[self.context.config.loss.name].pairwise
         columns = {name: column.tolist() for name, column in update.table.items()}
         lines = []
         for row, example in enumerate(update.examples):
             assert example.id is not None  # it came from the data
             number, index = example.id
             prompt = self.context.data.train[number]
-            texts: dict[str, Any] = list(list_examples(prompt, sft_mode=sft_mode))[index].texts
             if example.drawn is not None:
                 best, worst = example.drawn.pair
-                texts = {"chosen": best.text, "rejected": worst.text}
+                texts: dict[str, Any] = {"chosen": best.text, "rejected": worst.text}
                 texts |= {"score_chosen": best.score, "score_rejected": worst.score}
-            if sft_mode:
+            else:
+                texts = prompt.texts(index)
+            if len(texts) == 1:
                 texts = {"completion": texts["chosen"]}
             line = {"prompt": prompt.text, **texts, "prompt_number": number}
             lines.append(json.dumps(line | {name: column[row] for name, column in columns.items()}) + "\n")

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from omegaconf import DictConfig
 
-from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples, iterate_once
+from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples, iterate_once, read_examples
 from dpo.data.preflight import TrainingData
+from dpo.data.table import Prompt
 from dpo.losses import find_loss, needs_tails
 from dpo.models.layouts import Layout, Microbatch
 
@@ -92,21 +93,20 @@ class Batches:
 
         The first `skip` are not prepared: a resumed run has already trained on them.
         """
-        config = self.config
-        prepare = partial(self._prepare, n_microbatches=config.gradient_accumulation_steps)
-        return self._iterate_train(prepare, sft_mode=not self.loss.pairwise, skip=skip)
+        data = self.data.train
+        prepare = partial(self._prepare, data, n_microbatches=self.config.gradient_accumulation_steps)
+        return self._iterate_train(prepare, data.counts.tolist(), skip=skip)
 
     def draw(self, item: Any, *, update: int) -> GlobalBatch:
         """The batch of an update, made from an item that `train` yields: here the item itself."""
         return item
 
-    def _iterate_train(self, prepare: Callable[..., Result], *, sft_mode: bool, skip: int) -> Iterator[Result]:
+    def _iterate_train(self, prepare: Callable[..., Result], counts: Sequence[int], *, skip: int) -> Iterator[Result]:
         config = self.config
         batches = iterate_examples(
-            self.data.train,
+            counts,
             batch_size=config.batch_size,
             shuffle=True,
-            sft_mode=sft_mode,
             n_epochs=config.n_epochs,
             n_examples=config.n_examples,
             seed=self.seed,
@@ -115,7 +115,7 @@ class Batches:
 
     def test(self) -> Iterator[GlobalBatch]:
         """Evaluation batches, one microbatch per process: each example is in one only, and the last may be partial."""
-        return self._iterate_test(partial(self._prepare, n_microbatches=1))
+        return self._iterate_test(partial(self._prepare, self.data.test, n_microbatches=1))
 
     def test_sizes(self) -> list[int]:
         """The number of examples in each evaluation batch, without preparing them."""
@@ -124,13 +124,16 @@ class Batches:
     def _iterate_test(self, prepare: Callable[..., Result]) -> Iterator[Result]:
         config = self.config
         batches = iterate_once(
-            self.data.test,
+            self.data.test.counts.tolist(),
             batch_size=config.eval_batch_size,
-            sft_mode=not self.loss.pairwise,
             n_examples=config.n_eval_examples,
             seed=self.seed,
         )
         return prefetch(batches, prepare, workers=config.num_workers)
+
+    def read_prompts(self, places: Sequence[tuple[int, int]]) -> list[Prompt]:
+        """The prompts of a batch."""
+        return [self.data.train[number] for number, _ in places]
 
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:
         """The examples as token ids, truncated."""
@@ -144,8 +147,10 @@ class Batches:
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         return microbatches
 
-    def _prepare(self, texts: Sequence[TextExample], *, n_microbatches: int) -> GlobalBatch:
-        examples = self.encode(texts)
+    def _prepare(
+        self, prompts: Sequence[Prompt], places: Sequence[tuple[int, int]], *, n_microbatches: int
+    ) -> GlobalBatch:
+        examples = self.encode(read_examples(prompts, places))
         keys = [e.keys for e in examples] if self.loss.reference else []
         if keys and needs_tails(self.config.loss):
             keys = [(*e.keys, *e.tail_keys) for e in examples]
