@@ -319,7 +319,7 @@ class TrainingData:
 
 
 class DatasetOptions(NamedTuple):
-    """What the content of a table depends on, besides the datasets themselves and the tokenizer."""
+    """The settings that the content of a table depends on, with the datasets themselves and the tokenizer."""
 
     names: list[str]
     dataset_sources: dict[str, Any]

@@ -184,7 +184,7 @@ def _publish(beside: Path, place: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what processes that were killed while building have left, a day later."""
+    """Remove directories of processes that were killed while building, a day later."""
     for left in folder.glob(".*"):
         with suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime > LEFT_SECS:
@@ -192,7 +192,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_facts(place: Path) -> dict[str, Any]:
-    """What was counted when a table was built. Raises InputError or OSError if it cannot be read, or was changed."""
+    """The counts taken when a table was built. Raises InputError or OSError if it cannot be read, or was changed."""
     content = read_json(place / FACTS)
     if not isinstance(content, dict) or content.pop("sha256", None) != _hash_facts(content):
         raise InputError(f"{place / FACTS} is damaged")

@@ -144,7 +144,7 @@ def make_for_others(make: Callable[[], str], store: dist.Store, key: str, beat_s
 
 
 def wait_for_makers(store: dist.Store, keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
-    """What each of these ranks made. Raises DistError if one failed or fell silent."""
+    """The results of these ranks. Raises DistError if one failed or fell silent."""
     made: dict[int, str] = {}
     for rank, answer in answers(store, keys, {rank: f"{key} lives" for rank, key in keys.items()}, silence_secs):
         outcome, _, made[rank] = answer.partition(" ")
