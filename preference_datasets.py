@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tqdm
-from omegaconf import DictConfig
 
 from dpo.data import preflight
 from dpo.data.collation import (
@@ -33,6 +32,7 @@ from dpo.data.table import Prompt, iterate_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.settings.places import Source
+from dpo.settings.plan import Plan
 
 if TYPE_CHECKING:
     import datasets
@@ -276,9 +276,9 @@ def load_prompts(names: Sequence[str], split: str, *, sft_mode: bool = False, **
     return list(iterate_prompts(get_dataset, names, split, sft_mode=sft_mode, **dataset_options))
 
 
-def load_data(config: DictConfig, *, silent: bool = False) -> TrainingData:
-    """Load the data of a config: see `dpo.data.preflight.load_data`."""
-    return preflight.load_data(config, get_dataset, identify_dataset, silent=silent)
+def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
+    """Load the data of a run: see `dpo.data.preflight.load_data`."""
+    return preflight.load_data(plan, get_dataset, identify_dataset, silent=silent)
 
 
 def get_batch_iterator(

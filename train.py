@@ -5,7 +5,7 @@
 
 `--help` lists every key. Exit status: 0 trained, 2 bad input (one message), 130 Ctrl-C (the first saves, the second
 does not), 143 stopped by another signal, 1 anything else.
-Modules that need torch are imported when a run starts, so that everything before that takes less than a second.
+Modules that need torch are imported inside functions, when a run starts: bad input is refused in less than a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpo.system.entry import open_standard_streams, print_whatever_happens
-from dpo.system.signals import Stopped, abort, before_end, end_on_stop_signals
+from dpo.system.signals import Stopped, abort, before_end, end_on_stop_signals, ending_on_stop_signals
 
 if __name__ == "__main__":  # before the other imports, which take a while
     open_standard_streams()
@@ -29,19 +29,25 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-import dpo.run
 from dpo.errors import InputError, RunError
 from dpo.settings.command_line import check_command_line, exit_on
+from dpo.settings.files import differences, load_defaults, options_in, with_defaults
+from dpo.settings.places import place_datasets
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.sweeps import Sweep
 from dpo.settings.validation import find_config_problems, find_unused
-from dpo.system.malloc import set_allocators
+from dpo.system.launching import launch
+from dpo.system.library_logs import silence_bitsandbytes
+from dpo.system.malloc import never_collect_imports, set_allocators, without_collecting_garbage
 from dpo.system.paths import get_local_run_dir
 from dpo.system.rank_env import find_rank_env, is_rank_0
 from dpo.system.redaction import redact
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from dpo.checkpoint.resume import Run
+    from dpo.data.preflight import TrainingData
 
 SWEEP = Sweep()
 
@@ -64,7 +70,7 @@ def main(config: DictConfig) -> None:
                 print(f"warning: {line}")
         if sweeps:
             SWEEP.begin_job(config, HydraConfig.get())
-        run(config, plan)
+        run(config)
         SWEEP.end_job()
     except InputError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -80,28 +86,263 @@ def main(config: DictConfig) -> None:
         sys.exit(stopped.status)
 
 
-def find_class(plan: Plan) -> Any:
+def run(config: DictConfig) -> None:
+    """Train according to a validated config, in as many processes as it asks for."""
+    OmegaConf.resolve(config)
+    place_datasets(config)
+    config.local_run_dir = os.path.expanduser(config.local_run_dir)
+    plan = resolve(config)
+    if config.dry_run:
+        if is_rank_0():
+            dry_run(plan)
+        return
+    if is_rank_0():
+        print(describe(config), flush=True)  # importing torch takes seconds
+    with ending_on_stop_signals(config.local_run_dir):
+        launch(
+            work,
+            plan.dims.world_size,
+            config,
+            process_group=plan.trainer.multi_process,
+            port=config.fsdp_port,
+            timeout_secs=config.collective_timeout_secs,
+        )
+
+
+def describe(config: DictConfig) -> str:
+    """A config's differences from the defaults in `config/`, and the file with the whole config."""
+    values = redact(OmegaConf.to_container(config))
+    run_dir = values.pop("local_run_dir")
+    shown = differences(values, load_defaults(**options_in(config)))
+    options = {group: option for group, option in options_in(config).items() if option != "none"}
+    chosen = ", ".join(f"{group}={option}" for group, option in options.items())
+    title = f"{chosen}; what differs from the defaults (all of it: {run_dir}/config.yaml):"
+    return "\n".join([title, *(f"  {setting}" for setting in shown)])
+
+
+def find_trainer(plan: Plan) -> Any:
     """The class of a plan's trainer."""
     import trainers
 
     return trainers.TRAINERS[plan.trainer.name]
 
 
-def run(config: DictConfig, plan: Plan | None = None) -> None:
-    """Train according to a validated config, in as many processes as it asks for."""
-    dpo.run.run(config, plan or resolve(config), find_class)
+def dry_run(plan: Plan) -> None:
+    """Print the work and the memory of a run. Raises InputError as the run would, and writes nothing."""
+    from dpo.checkpoint.resume import check_inputs, look_at_run
+    from dpo.models.layouts import Padded
+    from dpo.models.loading import check_parts, find_model_config
+    from dpo.models.scoring import check_scorer
+    from dpo.training.batches import Batches
+    from dpo.training.first_update import FirstUpdate
+    from dpo.training.memory import print_prediction
+    from dpo.training.optimization import notes_on_scaling
+    from preference_datasets import load_data
+
+    found = look_at_run(plan)
+    check_parts(plan)
+    notes = check_scorer(plan) if plan.online else ()
+    set_up_torch(plan)  # the memory that attention needs depends on its kernel
+    data = load_data(plan)
+    check_inputs(found, data, find_model_config(plan))
+    if found is None:  # a resumed run keeps the rate it began with
+        for line in notes_on_scaling(plan.training, plan.dims.data_size):
+            print(line)
+    for note in notes:
+        print(note)
+    if found is None:
+        sizes = Batches(plan, data, Padded(), seed=plan.run.seed).test_sizes()  # whatever the layout
+        for line in FirstUpdate.of(plan, data, sizes).tell():
+            print(line)
+    print_prediction(plan, data)
 
 
-def work(rank: int, world_size: int, config: DictConfig) -> None:
-    """Do the work of one process of a run."""
-    dpo.run.work(rank, world_size, config, resolve(config, world_size=world_size), find_class)
+# --- the work of one process -----------------------------------------------------------------------------------------
+
+
+def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None = None) -> None:
+    """Find the run's state, load data and models, and train, in one process.
+
+    `models` are the policy and the reference, if they are loaded already.
+    """
+    from dpo.system.run_directory import explaining_full_disk
+
+    run_dir = config.local_run_dir
+    with ending_on_stop_signals(run_dir), explaining_full_disk(run_dir):
+        plan = resolve(config, world_size=world_size)
+        with without_collecting_garbage():
+            from dpo.checkpoint.resume import open_run
+            from dpo.reporting.table import LOGS
+
+            find_trainer(plan)
+        if models is None:  # given models would not be freed if reference cycles hold them
+            never_collect_imports()
+        run = open_run(plan, LOGS) if rank == 0 else None
+        try:
+            work_in(run, rank, config, plan, models)
+        finally:
+            if run is not None:
+                run.lock.close()  # the caller of worker_main may go on
 
 
 def worker_main(
     rank: int, world_size: int, config: DictConfig, policy: nn.Module, reference_model: nn.Module | None = None
 ) -> None:
-    """The reference implementation's name for `dpo.run.work_with_models`."""
-    dpo.run.work_with_models(rank, world_size, config, find_class, policy, reference_model)
+    """Join the other processes, train and save, in one process with loaded models, as in the reference implementation.
+
+    Several are started with `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N, config, policy, reference))`
+    and meet at `config.fsdp_port`. Keys that the config lacks get the defaults of `config/`. Raises InputError for a
+    config that cannot run.
+    """
+    import torch
+
+    from dpo.models.loading import unwrap
+    from dpo.parallel.mesh import from_rank_0
+    from dpo.system.process_group import get_open_port, init_distributed
+
+    config = with_defaults(config)
+    plan = resolve(config, world_size=world_size)
+    if plan.trainer.multi_process:
+        config.world_size = world_size
+        if world_size > 1 and config.fsdp_port is None and "MASTER_PORT" not in os.environ:
+            raise InputError("fsdp_port is null: give all processes the same, such as utils.get_open_port()")
+    if problems := find_config_problems(config, plan):
+        raise InputError("; ".join(problems))
+    OmegaConf.resolve(config)
+    place_datasets(config)
+    joins = plan.trainer.multi_process and not torch.distributed.is_initialized()
+    if joins:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
+    config.local_run_dir = from_rank_0(config.local_run_dir)  # contains the time, unless it was given
+    if rank == 0:
+        print(describe(config), flush=True)
+    work(rank, world_size, config, (unwrap(policy), unwrap(reference_model)))
+    if joins:
+        torch.distributed.destroy_process_group()
+
+
+def work_in(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: tuple[Any, Any] | None) -> None:
+    """The rest of `work`, in the run's directory, which rank 0 has opened and locked."""
+    silence_bitsandbytes()  # set_seed's module imports PEFT
+    from transformers import set_seed
+
+    from dpo.checkpoint.resume import check_inputs
+    from dpo.models.loading import find_model_config, find_weights
+    from dpo.parallel.mesh import from_rank_0
+    from dpo.system.run_directory import write_record
+    from dpo.system.waiting import meet_rank_0
+    from preference_datasets import load_data
+
+    meet_rank_0("the run's directory")
+    resume_from = from_rank_0(run.checkpoint if run else None)
+    set_seed(plan.run.seed)  # Python's, numpy's and torch's
+    set_up_torch(plan)
+    if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
+        hide_progress_bars()
+
+    if run is not None and run.found is None and models is None:
+        find_weights(plan)  # before the data, which may take minutes
+    data = load_data(plan, silent=rank != 0)
+    if run is not None:
+        check_inputs(run.found, data, models[0].config if models else find_model_config(plan))
+    if from_rank_0(run is not None and run.is_finished(data.report.updates)):
+        if rank == 0:
+            print(f"{resume_from}: this run is already complete; a larger n_epochs or n_examples extends it")
+        export_last(rank, plan)
+        return
+    if run is not None:
+        write_record(run.directory, OmegaConf.to_container(config), processes=plan.dims.world_size)
+        data.report.write(run.directory / "preflight.json")
+    train(rank, config, plan, data, models, resume_from)
+    export_last(rank, plan)
+    if rank == 0:
+        print(f"run directory: {plan.run.local_run_dir}")
+
+
+def train(
+    rank: int,
+    config: DictConfig,
+    plan: Plan,
+    data: TrainingData,
+    models: tuple[Any, Any] | None,
+    resume_from: Path | None,
+) -> None:
+    """Load the models, unless they are given, and train."""
+    from dpo.models.loading import find_following, model_loaders
+    from dpo.models.weights import load_archive
+    from dpo.training.memory import explaining_out_of_memory
+
+    with explaining_out_of_memory(plan, data):
+        if models is None:
+            if rank == 0:
+                print(f"loading the weights of {plan.model.name_or_path}", flush=True)
+            policy, reference = model_loaders(plan, rank=rank, resume_from=resume_from)
+        else:
+            policy, reference = models
+            if resume_from is not None and plan.lora is None:  # else its adapter is loaded by the trainer
+                load_archive(policy, str(resume_from))
+            if reference is not None and (following := find_following(plan, resume_from)):
+                load_archive(reference, following)
+        trainer = find_trainer(plan)(
+            policy,
+            config,
+            plan.run.seed,
+            plan.run.local_run_dir,
+            reference,
+            rank,
+            plan.dims.world_size,
+            data=data,
+            resume_from=resume_from,
+        )
+        if rank == 0 and plan.wandb.enabled and not plan.run.debug:  # wandb's log has only output since its start
+            print(f"training on\n{data.report.tell(plan.data.batch_size)}", flush=True)
+        trainer.train()
+
+
+def export_last(rank: int, plan: Plan) -> None:
+    """Export a complete run's last checkpoint to its `hf`, on rank 0, if wanted and not done yet.
+
+    Prints a warning if that fails.
+    """
+    if not plan.run.export or plan.run.debug:
+        return
+    from dpo.checkpoint.files import EXPORTED
+    from dpo.models.export import export
+    from dpo.system.waiting import after_rank_0, leave_together
+
+    def write() -> None:
+        latest = Path(plan.run.local_run_dir) / "LATEST"
+        if rank != 0 or not latest.exists() or (latest / EXPORTED).exists():
+            return
+        try:
+            trusted = plan.model.trust_remote_code  # by this run's command line
+            out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=trusted, verify=False)
+            print(f"exported {out}", flush=True)
+        except Exception as error:  # any error, as the run is complete
+            known = isinstance(error, (InputError, RunError))
+            reason = " ".join(f"{'' if known else type(error).__name__} {error}".split())
+            again = f"python -m scripts.export {plan.run.local_run_dir} DIR"
+            print(f"warning: the run is complete, but not exported: {reason}; {again} does it later", file=sys.stderr)
+
+    after_rank_0("the export", write)
+    leave_together()
+
+
+def hide_progress_bars() -> None:
+    """Hide the progress bars of the libraries' downloads and conversions."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
+
+
+def set_up_torch(plan: Plan) -> None:
+    """Set torch's numerical settings for a run."""
+    from dpo.system import arithmetic
+
+    compiles = plan.training.compile or plan.model.attn_implementation == "flex_attention"
+    arithmetic.set_up_torch(deterministic=plan.run.deterministic, compiles=compiles)
 
 
 if __name__ == "__main__":

@@ -40,11 +40,10 @@ from dpo.settings import choices
 from dpo.settings.choices import TrainerSpec
 from dpo.settings.files import require, with_defaults
 from dpo.settings.plan import resolve
-from dpo.system.paths import get_local_dir
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
 from dpo.training.batches import GlobalBatch
-from dpo.training.evaluation import Evaluator, find_interval, notes_on_interval
+from dpo.training.evaluation import Evaluator, notes_on_interval
 from dpo.training.first_update import FirstUpdate
 from dpo.training.metrics import REFERENCE, peak_memory_gb
 from dpo.training.objective import SIDES, Columns, Prepared, make_objective
@@ -62,7 +61,7 @@ class Trainer:
     """Trains a policy in this process, which may be one of several; subclasses place the models.
 
     `policy` and `reference_model` are models, or functions that load one; the reference is loaded once the policy is in
-    place.
+    place. Keys that `config` lacks get the defaults of `config/`; `run_dir` is created if it does not exist.
     """
 
     def __init__(
@@ -77,51 +76,51 @@ class Trainer:
         data: TrainingData | None = None,
         resume_from: Path | None = None,
     ) -> None:
+        config = with_defaults(config, run_dir=run_dir)
+        require(config)
         self.config, self.seed, self.run_dir = config, seed, Path(run_dir)  # these five are the reference's
         self.rank, self.world_size = rank, world_size
-        self.plan = resolve(config, trainer=self.spec, world_size=world_size)
-        self.loss = self.plan.loss
-        if self.plan.reference == "model" and reference_model is None:
-            raise InputError(f"loss={config.loss.name} needs a reference model")
-        self.mesh = Mesh(rank, self.plan.dims, timeout_secs=config.collective_timeout_secs)
-        self.data = data or self.load_data(config, silent=rank != 0)
-        self.tokenizer = self.data.tokenizer
-        self.progress = Progress.of(config, silent=rank != 0)
+        plan = self.plan = resolve(config, trainer=self.spec, world_size=world_size)
+        self.loss = plan.loss
+        if plan.reference == "model" and reference_model is None:
+            raise InputError(f"loss={plan.loss_options['name']} needs a reference model")
+        mesh = self.mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
+        data = self.data = data or load_data(plan, silent=rank != 0)
+        progress = self.progress = Progress.of(plan, silent=rank != 0)
+        self.tokenizer = data.tokenizer
         self.policy, frozen = self._place_policy(policy, resume_from)
         self.reference = self._make_reference(reference_model, frozen)
         self.optimizer = self.make_optimizer()
-        self.scheduler = Schedule.of(config, self.optimizer, updates=self.data.report.updates, size=self.mesh.data_size)
-        longest = config.max_length if self.plan.online else self.data.report.longest(config.max_length)
-        self.objective = make_objective(
-            config, self.plan, self.policy, self.reference, self.mesh, longest=longest, log=self.progress.line
+        self.scheduler = Schedule.of(plan.training, self.optimizer, updates=data.report.updates, size=mesh.data_size)
+        longest = plan.data.max_length if plan.online else data.report.longest(plan.data.max_length)
+        objective = self.objective = make_objective(
+            plan, self.policy, self.reference, mesh, longest=longest, log=progress.line
         )
-        self.stop = StopRequest(self.mesh)
-        self.batches = make_batches(config, self.plan, self.data, self.objective, self.stop, self.progress, seed=seed)
+        stop = self.stop = StopRequest(mesh)
+        self.batches = make_batches(plan, data, objective, stop, progress, seed=seed)
         self.eval_batches = list(self.batches.test())
-        self.first_update = FirstUpdate.of(config, self.plan, self.data, [len(b.examples) for b in self.eval_batches])
-        self.evaluator = Evaluator(
-            config, self.data, self.objective, self.eval_batches, self.progress, self.stop, seed=seed
-        )
+        self.first_update = FirstUpdate.of(plan, data, [len(batch.examples) for batch in self.eval_batches])
+        self.evaluator = Evaluator(plan, data, objective, self.eval_batches, progress, stop, seed=seed)
         parameters = adapters.count_parameters(self.policy)
-        context = RunContext(config, self.run_dir, rank, self.data, self.progress.line, parameters)
-        self.callbacks = Callbacks.of(CALLBACKS, context, terminal=self.progress)
-        self.checkpoints = Checkpoints(self.run_dir, self.mesh, keep=config.keep_checkpoints, log=self.progress.line)
-        parts = {"checkpoints": self.checkpoints, "callbacks": self.callbacks, **self.objective.parts}
-        self.state = RunState(self.reference, frozen, rank=rank, **parts, **self.batches.parts)
+        context = RunContext(plan, self.run_dir, rank, data, progress.line, parameters)
+        self.callbacks = Callbacks.of(CALLBACKS, context, terminal=progress)
+        self.checkpoints = Checkpoints(self.run_dir, mesh, keep=plan.run.keep_checkpoints, log=progress.line)
+        parts = {"checkpoints": self.checkpoints, "callbacks": self.callbacks, **objective.parts, **self.batches.parts}
+        self.state = RunState(self.reference, frozen, rank=rank, **parts)
         if resume_from is not None:
             self.checkpoints.restore(resume_from, self._stateful())
         for note in self.notes():
-            self.progress.line(note)
+            progress.line(note)
         self.train_iterator = self.batches.train(skip=self.state.batch_counter)
         self.callbacks.emit("start")
 
     def _place_policy(self, policy: Any, resume_from: Path | None) -> tuple[Any, str | None]:
-        config, plan = self.config, self.plan
-        load = partial(load_policy, policy, config, plan, rank=self.rank, resume_from=resume_from)
+        plan = self.plan
+        load = partial(load_policy, policy, plan, rank=self.rank, resume_from=resume_from)
         policy, frozen = after_rank_0("the policy's weights", load)
         self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
-        check_positions(policy, config.max_length)
-        if config.activation_checkpointing:
+        check_positions(policy, plan.data.max_length)
+        if plan.training.activation_checkpointing:
             checkpoint_activations(policy)
         return self.place(policy, compute_dtype=DTYPES[plan.compute_dtype]), frozen
 
@@ -132,7 +131,7 @@ class Trainer:
             return Reference(self.policy, frozen, adapters.switch(self.policy, adapter))
         if reference_model is None:
             return None
-        load = partial(load_reference, reference_model, self.config, plan, rank=self.rank)
+        load = partial(load_reference, reference_model, plan, rank=self.rank)
         model, digest = after_rank_0("the reference's weights", load)
         return Reference(self.place(model, compute_dtype=DTYPES[plan.reference_dtype]), digest)
 
@@ -144,7 +143,6 @@ class Trainer:
     # --- defined by subclasses --------------------------------------------------------------------------------------
 
     spec: TrainerSpec  # abilities of the trainer
-    load_data = staticmethod(load_data)
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         """Distribute a loaded model over devices and processes."""
@@ -152,9 +150,9 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """Messages to log at the start."""
-        wanted, max_length = self.config.model.attn_implementation, self.config.max_length
-        found = [*remarks(self.policy, attention=wanted, max_length=max_length), *notes_on_interval(self.config)]
-        return found + notes_on_base(self.config) + self.scheduler.notes
+        wanted, max_length = self.plan.model.attn_implementation, self.plan.data.max_length
+        found = [*remarks(self.policy, attention=wanted, max_length=max_length), *notes_on_interval(self.plan)]
+        return found + notes_on_base(self.plan) + self.scheduler.notes
 
     @property
     def example_counter(self) -> int:
@@ -165,7 +163,8 @@ class Trainer:
         return self.state.batch_counter
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        return OPTIMIZERS[self.config.optimizer](adapters.trained_parameters(self.policy), lr=self.config.lr)
+        training = self.plan.training
+        return OPTIMIZERS[training.optimizer](adapters.trained_parameters(self.policy), lr=training.lr)
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -234,19 +233,20 @@ class Trainer:
 
     def clip_gradient(self) -> torch.Tensor:
         """Clip the gradient by its global norm; return the norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.plan.training.max_grad_norm)
         return full_tensor(norm)
 
     # --- before, between and after updates ---------------------------------------------------------------------------
 
     def check_and_score_reference(self) -> None:
         """Run the self-test before the first update; with `cache_reference_logps=all`, score all pairs."""
-        if self.state.batch_counter == 0 and self.config.self_test:  # later the policy differs from the reference
+        # later the policy differs from the reference
+        if self.state.batch_counter == 0 and self.plan.training.self_test:
             start = time.perf_counter()
             self.self_test()
             self._predict_evaluation(time.perf_counter() - start)
-        if self.loss.reference and self.config.cache_reference_logps == "all":
-            path = Path(get_local_dir(self.config.local_dirs)) / "reference_logps" / f"{self.reference.digest}.npz"
+        if self.plan.caches_reference_first:
+            path = Path(self.plan.run.local_dir) / "reference_logps" / f"{self.reference.digest}.npz"
             batches = itertools.chain(self.eval_batches, self.batches.train())
             total = len(self.eval_batches) + self.data.report.updates
             self.progress.line(self.objective.score_all(self.progress.over(batches, total=total, what="score"), path))
@@ -254,7 +254,7 @@ class Trainer:
 
     def self_test(self) -> None:
         """Run the step-0 self-test on the first two evaluation examples per process."""
-        for note in self_test(self.objective, self.eval_batches[0].examples, self.config, self.plan):
+        for note in self_test(self.objective, self.eval_batches[0].examples, self.plan):
             self.progress.line(note)
 
     def _predict_evaluation(self, seconds: float) -> None:
@@ -291,7 +291,7 @@ class Trainer:
     def _note_signal(self, number: int) -> str:
         """Record a signal; return a message about its effect."""
         self.stop.signals.append(number)
-        saves = self.state.example_counter > 0 and not self.config.debug
+        saves = self.state.example_counter > 0 and not self.plan.run.debug
         return "stopping after saving a checkpoint" if saves else "stopping"
 
     # --- evaluation and checkpoints --------------------------------------------------------------------------------
@@ -302,22 +302,23 @@ class Trainer:
         if state.evaluated_at != state.example_counter and (last or self.evaluation_is_due()):
             evaluated = self.evaluator.metrics()
             metrics, examples = evaluated.means(), [e for batch in self.eval_batches for e in batch.examples]
-            is_wanted = self.config.sample_during_eval if state.batch_counter else self.first_update.draws_samples
+            is_first = state.batch_counter == 0
+            is_wanted = self.first_update.draws_samples if is_first else self.plan.evaluation.sample_during_eval
             samples = self.evaluator.samples(n_examples=state.example_counter) if is_wanted else []
             counters = state.batch_counter, state.example_counter
             evaluation = Evaluation(*counters, metrics, samples, examples, evaluated.examples)
             self.callbacks.emit("evaluation", evaluation)
             state.evaluated_at, state.saved_at = state.example_counter, -1  # -1: save again, with the metrics
-        save_every = self.config.save_every or find_interval(self.config)
+        save_every = self.plan.run.save_every or self.plan.eval_interval
         if self._has_unsaved() and (last or state.example_counter % save_every == 0):
             self.save(metrics=metrics)
 
     def evaluation_is_due(self) -> bool:
         examples = self.state.example_counter
-        return examples % find_interval(self.config) == 0 and (examples > 0 or self.config.do_first_eval)
+        return examples % self.plan.eval_interval == 0 and (examples > 0 or self.plan.evaluation.do_first_eval)
 
     def _has_unsaved(self) -> bool:
-        return 0 < self.state.example_counter != self.state.saved_at and not self.config.debug
+        return 0 < self.state.example_counter != self.state.saved_at and not self.plan.run.debug
 
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
         """Save to `output_dir`, or to the run's `step-N`: as LATEST, and as BEST if `metrics` are the best yet."""
@@ -332,7 +333,7 @@ class Trainer:
             facts=lambda: {
                 "updates": state.batch_counter,
                 "evaluated": state.evaluated_at == state.example_counter,
-                "config": record_config(self.config),
+                "config": record_config(self.plan),
                 **record_inputs(self.data, self.policy.config),
             },
             elsewhere=output_dir and Path(output_dir),
@@ -345,23 +346,13 @@ class Trainer:
 
 
 class BasicTrainer(Trainer):
-    """One process, with layers spread over all its GPUs; without a GPU, on the CPU.
-
-    Keys that `config` lacks get the defaults of `config/`; `run_dir` is created if it does not exist.
-    """
-
-    def __init__(
-        self, policy: Any, config: DictConfig, seed: int, run_dir: str | Path, *others: Any, **named: Any
-    ) -> None:
-        config = with_defaults(config, run_dir=run_dir)
-        require(config)
-        super().__init__(policy, config, seed, run_dir, *others, **named)
+    """One process, with layers spread over all its GPUs; without a GPU, on the CPU."""
 
     spec = choices.BASIC
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         if len({*getattr(model, "hf_device_map", {}).values()}) > 1:
-            move_less(model, find_blocks(model, self.config.model.block_name))
+            move_less(model, find_blocks(model, self.plan.model.block_name))
         return model
 
     def concatenated_forward(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
@@ -394,7 +385,7 @@ class FSDPTrainer(BasicTrainer):
     spec = choices.FSDP
 
     def notes(self) -> list[str]:
-        model, shards = self.config.model, self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
+        model, shards = self.plan.model, self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
         if not shards or model.fsdp_policy_mp or model.autocast or self.plan.compute_dtype != "float32":
             return super().notes()
         gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters()) / self.mesh.tensor_size
@@ -405,7 +396,7 @@ class FSDPTrainer(BasicTrainer):
         ]
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
-        return distribute(model, self.mesh, block_name=self.config.model.block_name, compute_dtype=compute_dtype)
+        return distribute(model, self.mesh, block_name=self.plan.model.block_name, compute_dtype=compute_dtype)
 
 
 class TensorParallelTrainer(FSDPTrainer):
@@ -424,7 +415,7 @@ class PackageTensorParallelTrainer(BasicTrainer):
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        size = self.config.tensor_parallel_size or len(gpus)
+        size = self.plan.run.tensor_parallel_size or len(gpus)
         return split_over_devices(model, gpus[:size] or ["cpu"] * size)
 
     def make_optimizer(self) -> torch.optim.Optimizer:

@@ -48,8 +48,8 @@ def measure(rank: int, world_size: int, config: Any, folder: Path, updates: int)
     """Run a few updates in this process, and write their median seconds, and memory in GB."""
     config.n_examples, before = (updates + 1) * config.batch_size, resident_memory() / 1e9
     plan = resolve(config, world_size=world_size)
-    policy, reference = model_loaders(config, plan, rank=rank)
-    trainer = train.find_class(plan)(policy, config, config.seed, folder / "run", reference, rank, world_size)
+    policy, reference = model_loaders(plan, rank=rank)
+    trainer = train.find_trainer(plan)(policy, config, config.seed, folder / "run", reference, rank, world_size)
     times = []
     for batch in trainer.train_iterator:
         start, cpu = time.perf_counter(), time.process_time()

@@ -102,10 +102,10 @@ def measure(overrides: list[str], updates: int) -> dict[str, Any]:
         keep_freed_memory()  # like TF32 below, as in train.work
         torch.backends.cuda.matmul.allow_tf32 = True
         plan = resolve(config)
-        load_policy, reference = model_loaders(config, plan)
+        load_policy, reference = model_loaders(plan)
         policy = load_policy()
         shape = read_shape(policy)
-        trainer = train.find_class(plan)(policy, config, config.seed, folder, reference)
+        trainer = train.find_trainer(plan)(policy, config, config.seed, folder, reference)
         del policy, reference
         trainer.check_and_score_reference()
         rows = [measure_update(trainer, batch, shape) for batch in trainer.train_iterator][1:]
@@ -186,7 +186,7 @@ def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, A
 
     config = compose([*COMMON, f"local_run_dir={folder}/run", *overrides])
     n_pairs = (updates + 1) * config.batch_size
-    prompts = load_data(config, silent=True).train
+    prompts = load_data(resolve(config), silent=True).train
     batches = iterate_examples(
         prompts.counts.tolist(),
         batch_size=config.batch_size,

@@ -49,9 +49,9 @@ def count_collectives(profile: Any) -> dict[str, float]:
 def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
     """Run a few updates in this process; rank 0 writes the seconds and collectives of one update."""
     plan = resolve(config, world_size=world_size)
-    policy, reference = model_loaders(config, plan, rank=rank)
+    policy, reference = model_loaders(plan, rank=rank)
     run_dir = Path(config.local_run_dir)
-    trainer = train.find_class(plan)(policy, config, config.seed, run_dir, reference, rank, world_size)
+    trainer = train.find_trainer(plan)(policy, config, config.seed, run_dir, reference, rank, world_size)
     batches, seconds = iter(trainer.train_iterator), []
     for _ in range(UPDATES):
         start = time.perf_counter()

@@ -35,6 +35,7 @@ from benchmarks.step_overhead import compose
 from dpo.data.examples import encode_examples, iterate_examples, read_examples
 from dpo.models.answers import Sampling
 from dpo.settings.files import CONFIG_DIR
+from dpo.settings.plan import resolve
 from preference_datasets import load_data
 
 LENGTHS = ("max_length=1024", "max_prompt_length=512")  # these truncate no row of HH's harmless-base
@@ -104,7 +105,7 @@ def train_ours(out: Path, method: Method, model: str, overrides: Sequence[str]) 
 def train_with_trl(out: Path, method: Method, python: str, overrides: Sequence[str]) -> None:
     """Train with TRL, with the same rows, order, learning rates and batches."""
     config = compose_for(out, overrides)
-    data = load_data(config, silent=True)
+    data = load_data(resolve(config), silent=True)
     shuffled = {"n_epochs": config.n_epochs, "n_examples": config.n_examples, "seed": config.seed}
     batches = iterate_examples(data.train.counts.tolist(), batch_size=config.batch_size, shuffle=True, **shuffled)
     pairs = (pair for batch in batches for pair in read_examples(data.train, batch))
@@ -331,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             train_ours(out, method, asked.model, overrides)
     config = compose_for(out, overrides)
-    data = load_data(config, silent=True)
+    data = load_data(resolve(config), silent=True)
     score(out, methods, config, data, asked.samples, asked.tokens)
     write_samples(out, methods, config, data)
     results = [make_result(out, method) for method in methods]

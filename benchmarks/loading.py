@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import preference_datasets
 import train
 from benchmarks.step_overhead import compose
 from dpo.settings.plan import resolve
@@ -72,7 +73,7 @@ def anonymous_memory() -> int:
 
 def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
     """Load models as a run does, without training; rank 0 writes the memory used."""
-    load_data, samplers = BasicTrainer.load_data, []
+    load_data, samplers = preference_datasets.load_data, []
 
     def load_data_and_watch(*arguments: Any, **options: Any) -> Any:
         data = load_data(*arguments, **options)
@@ -86,7 +87,7 @@ def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
         if rank == 0:
             result.write_text(json.dumps({"most": most, "stays": anonymous_memory(), "larger": max(sizes)}))
 
-    BasicTrainer.load_data, BasicTrainer.train = staticmethod(load_data_and_watch), end
+    preference_datasets.load_data, BasicTrainer.train = load_data_and_watch, end
     train.work(rank, world_size, config)
 
 

@@ -91,13 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         defaults = [override for override in DEFAULTS if override.partition("=")[0] not in given]
         config = compose([f"local_run_dir={folder}", *defaults, *overrides])
         plan = resolve(config)
-        policy, reference = model_loaders(config, plan)
+        policy, reference = model_loaders(plan)
         trainer: Any = TRAINERS[plan.trainer.name](policy, config, config.seed, folder, reference)
         batches: OnlineBatches = trainer.batches
         rounds = []
         prompts = batches.train()
         for update, of_update in enumerate(itertools.islice(itertools.cycle(prompts), options.rounds + 1)):
-            asked = {place: encode_prompt(prompt, trainer.data, config) for place, prompt in enumerate(of_update)}
+            asked = {place: encode_prompt(prompt, trainer.data, plan) for place, prompt in enumerate(of_update)}
             found = measure(batches, asked, update)
             said = ", ".join(f"{name} {found[name][0]:.2f} s in {found[name][1]} forwards" for name in ("ours", "bare"))
             print(f"round {update}: {said}{'' if update else ' (not counted)'}", flush=True)

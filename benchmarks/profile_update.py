@@ -55,8 +55,8 @@ def main() -> None:
         config.n_examples = 2 * config.batch_size
         keep_freed_memory()
         plan = resolve(config)
-        policy, reference = model_loaders(config, plan)
-        trainer = train.find_class(plan)(policy, config, config.seed, folder, reference)
+        policy, reference = model_loaders(plan)
+        trainer = train.find_trainer(plan)(policy, config, config.seed, folder, reference)
         first, second = trainer.train_iterator
         trainer.train_step(first)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:

@@ -33,6 +33,7 @@ from benchmarks.startup import make_text
 from benchmarks.step_overhead import compose
 from dpo.data.collation import padded_batch
 from dpo.data.examples import iterate_examples, read_examples
+from dpo.settings.plan import resolve
 from dpo.system import launching
 
 SETTINGS = ("datasets=[se]", "loss=dpo", "loss.beta=0.1", "exp_name=stack", "trainer=FSDPTrainer", "n_examples=1000000")
@@ -75,7 +76,7 @@ def load(rank: int, world_size: int, config: DictConfig, folder: Path, batches: 
         str(folder / "train.parquet"), cache_dir=os.environ["HF_DATASETS_CACHE"]
     )
     before, start = memory(), time.perf_counter()
-    data = preference_datasets.load_data(config, silent=True)
+    data = preference_datasets.load_data(resolve(config), silent=True)
     seconds = time.perf_counter() - start
     if dist.is_initialized():
         dist.barrier()

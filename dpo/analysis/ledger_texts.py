@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpo.analysis.ledger_view import Texts
@@ -16,8 +15,8 @@ from dpo.data.table import iterate_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.settings.files import with_defaults
+from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_config_problems
-from dpo.system.paths import get_cache_dir
 
 if TYPE_CHECKING:
     from dpo.analysis.ledger import Pair
@@ -43,11 +42,11 @@ def find_texts(
     for pair in pairs:
         wanted.setdefault((SPLITS[pair.split], pair.dataset), set()).add(pair.example)
     has_own = any(name not in built_in for _, name in wanted)
-    config = _read_run_config(run, ("local_dirs", "dataset_sources", *(OF_TOKENIZER if has_own else ())))
-    cache_dir, sources = get_cache_dir(config.local_dirs), OmegaConf.to_container(config.dataset_sources, resolve=True)
+    plan = _read_plan(run, ("local_dirs", "dataset_sources", *(OF_TOKENIZER if has_own else ())))
+    cache_dir, sources = plan.run.cache_dir, plan.data.dataset_sources
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
     if has_own:  # it may hold chats, which a tokenizer renders
-        name = config.model.tokenizer_name_or_path or config.model.name_or_path
+        name = plan.model.tokenizer
         options["tokenizer"] = load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     texts = {}
     for (split, name), digests in wanted.items():
@@ -60,8 +59,11 @@ def find_texts(
     return texts
 
 
-def _read_run_config(run: Run, keys: tuple[str, ...]) -> DictConfig:
-    """A run's config with the defaults filled in. Raises InputError if one of `keys` has a problem."""
+def _read_plan(run: Run, keys: tuple[str, ...]) -> Plan:
+    """The plan of a run, with defaults for keys that its config lacks.
+
+    Raises InputError if one of `keys` has a problem.
+    """
     if not run.config:
         raise InputError(next((p for p in run.problems if p.startswith("config.yaml")), "config.yaml is empty"))
     try:
@@ -71,4 +73,4 @@ def _read_run_config(run: Run, keys: tuple[str, ...]) -> DictConfig:
         raise InputError(f"config.yaml is no config of a run: {' '.join(str(error).split())[:200]}") from error
     if problems:
         raise InputError(f"config.yaml: {'; '.join(problems)}")
-    return config
+    return resolve(config)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from dpo.checkpoint.checksums import BLOCK, HashedFile
 from dpo.checkpoint.files import (
@@ -29,6 +29,7 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.settings.files import dotted, flatten, load_defaults
 from dpo.settings.keys import KEYS, Resume
+from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, check_writable, move_aside, remove
 from dpo.system.redaction import redact
 from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, lock_run_dir
@@ -66,62 +67,62 @@ class Run(NamedTuple):
         return self.found.manifest["updates"] >= updates and self.found.manifest["evaluated"]
 
 
-def look_at_run(config: DictConfig) -> ResumePoint | None:
+def look_at_run(plan: Plan) -> ResumePoint | None:
     """The checkpoint that `open_run` would continue from. Raises the same InputErrors, and writes nothing."""
-    path = _real(config.local_run_dir)
+    path = _real(plan.run.local_run_dir)
     if (path / LOCK).exists():
         lock_run_dir(path).close()
-    if config.resume is None:
+    if plan.run.resume is None:
         check_free(path)
         return None
-    source = _source(config)
-    found = _find_whole(source, config)
+    source = _source(plan)
+    found = _find_whole(source, plan)
     if not _belongs_to(source, path):
         if not _is_begun(path, found):
             check_free(path)
         elif find_checkpoints(path):
-            return _find_whole(path, config)
+            return _find_whole(path, plan)
     elif found is not None and _is_named(source):
-        _refuse_going_back(found, config.resume)
+        _refuse_going_back(found, plan.run.resume)
     return found
 
 
-def open_run(config: DictConfig, logs: Sequence[str]) -> Run:
+def open_run(plan: Plan, logs: Sequence[str]) -> Run:
     """Create or reopen the directory of a run, and find the checkpoint from which it resumes, if any.
 
     A run that resumes in another directory starts with copies of that checkpoint and of the files named `logs`. Raises
     InputError if the directory holds another run or is locked, if a named checkpoint is missing, and if the config is
     not that of its run.
     """
-    if config.resume is None:
-        return _claim(config, logs, continued=False)
-    path, source = _real(config.local_run_dir), _source(config)
+    if plan.run.resume is None:
+        return _claim(plan, logs, continued=False)
+    path, source = _real(plan.run.local_run_dir), _source(plan)
     if _belongs_to(source, path):
-        return _continue_here(config, source, logs)
-    found = _find_whole(source, config)
+        return _continue_here(plan, source, logs)
+    found = _find_whole(source, plan)
     begun = _is_begun(path, found)
     if begun and find_checkpoints(path):  # the same command was run before
-        return _continue_here(config, path, logs)
-    run = _claim(config, logs, continued=begun)
+        return _continue_here(plan, path, logs)
+    run = _claim(plan, logs, continued=begun)
     _begin_with(found, run.directory, logs)
     return _go_on(run, found)
 
 
-def _claim(config: DictConfig, logs: Sequence[str], *, continued: bool) -> Run:
-    run_dir = create_run_dir(config.local_run_dir, logs=logs, continued=continued)
+def _claim(plan: Plan, logs: Sequence[str], *, continued: bool) -> Run:
+    run_dir = create_run_dir(plan.run.local_run_dir, logs=logs, continued=continued)
     return Run(run_dir, lock_run_dir(run_dir))
 
 
-def _continue_here(config: DictConfig, source: Path, logs: Sequence[str]) -> Run:
+def _continue_here(plan: Plan, source: Path, logs: Sequence[str]) -> Run:
     """Continue in the run's own directory, or start there if `auto` finds nothing."""
-    run = _claim(config, logs, continued=True)
+    run = _claim(plan, logs, continued=True)
     tidy(run.directory)
-    found = _find_whole(source, config)
+    found = _find_whole(source, plan)
     if found is None:
         _move_logs_aside(run.directory, logs)
         return run
     if _is_named(source):
-        _refuse_going_back(found, config.resume)
+        _refuse_going_back(found, plan.run.resume)
     else:
         _move_damaged_aside(found, run.directory)
     return _go_on(run, found)
@@ -134,9 +135,10 @@ def _go_on(run: Run, found: ResumePoint) -> Run:
     return run
 
 
-def _source(config: DictConfig) -> Path:
+def _source(plan: Plan) -> Path:
     """The run or checkpoint that `resume` names."""
-    return _real(config.local_run_dir if config.resume == "auto" else os.path.expanduser(config.resume))
+    resume = plan.run.resume
+    return _real(plan.run.local_run_dir if resume in (None, "auto") else os.path.expanduser(resume))
 
 
 def _real(path: str) -> Path:
@@ -153,7 +155,7 @@ def _is_named(source: Path) -> bool:
     return STEP.fullmatch(source.name) is not None
 
 
-def _find_whole(source: Path, config: DictConfig) -> ResumePoint | None:
+def _find_whole(source: Path, plan: Plan) -> ResumePoint | None:
     """A run's newest complete checkpoint, or the named one; None if `auto` finds no checkpoint at all.
 
     Raises InputError if checkpoints exist but none is complete, and if the config is not that of the run.
@@ -170,12 +172,12 @@ def _find_whole(source: Path, config: DictConfig) -> ResumePoint | None:
             print(f"warning: checkpoint skipped: {error}")
             reasons += f"; {error}"
         else:
-            check_fits(manifest, record_config(config), where=path)
+            check_fits(manifest, record_config(plan), where=path)
             return ResumePoint(path, manifest)
-    if config.resume == "auto" and not candidates:
+    if plan.run.resume == "auto" and not candidates:
         return None
     raise InputError(
-        f"resume={config.resume} finds no complete checkpoint{reasons[:1000]}; give a run's directory or one of its "
+        f"resume={plan.run.resume} finds no complete checkpoint{reasons[:1000]}; give a run's directory or one of its "
         f"step-N, or start a new run from weights with model.archive"
     )
 
@@ -275,9 +277,9 @@ def _is_no_fact(key: str) -> bool:
     return key.startswith("_") or key in NOT_COMPUTED or key.endswith(DROPOUT)
 
 
-def record_config(config: DictConfig) -> dict[str, Any]:
+def record_config(plan: Plan) -> dict[str, Any]:
     """The config for a manifest: dotted keys, secrets redacted."""
-    return redact({key: value for key, value in flatten(config).items() if key != "dataset_sources"})
+    return redact({key: value for key, value in plan.values.items() if key != "dataset_sources"})
 
 
 def _point_again(run: Run) -> None:

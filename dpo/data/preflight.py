@@ -14,7 +14,6 @@ from statistics import fmean as mean
 from typing import Any, NamedTuple
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
 
 from dpo.data.asking import CHAT, RAW, find_format
 from dpo.data.examples import TextExample, list_examples, read_examples
@@ -23,10 +22,8 @@ from dpo.data.table import SPLITS, Prompt, PromptTable, find_or_build, iterate_p
 from dpo.data.tokenization import TextEncoder, truncate
 from dpo.data.tokenizer import doubts_about_bos, identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
-from dpo.losses import LOSSES
-from dpo.settings.plan import resolve
+from dpo.settings.plan import Plan, TrainingPlan
 from dpo.system.host_memory import give_back_freed_memory
-from dpo.system.paths import get_cache_dir, get_local_dir
 from dpo.system.waiting import once_per_machine
 from dpo.wording import count
 
@@ -322,7 +319,7 @@ class DatasetOptions(NamedTuple):
     """The settings that the content of a table depends on, with the datasets themselves and the tokenizer."""
 
     names: list[str]
-    dataset_sources: dict[str, Any]
+    dataset_sources: Mapping[str, Any]
     sft_mode: bool
     online: bool  # also has the messages of chats
     max_length: int
@@ -419,24 +416,23 @@ def prepare_data(
     return place
 
 
-def load_data(config: DictConfig, get_dataset: GetDataset, identify: Identify, *, silent: bool = False) -> TrainingData:
-    """Load the data of a config: tokenizer, prompts of both splits and the preflight.
+def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent: bool = False) -> TrainingData:
+    """Load the data of a run: tokenizer, prompts of both splits and the preflight.
 
     `get_dataset` loads a dataset by name, and `identify` tells its states apart. Every process of a run must call
     this: one per machine finds or builds the table, and all of them map it.
     """
     if not silent:
-        print(f"reading the data of {', '.join(config.datasets)}", flush=True)
-    model, cache_dir = config.model, get_cache_dir(config.local_dirs)
-    name = model.tokenizer_name_or_path or model.name_or_path
-    tokenizer = load_tokenizer(name, cache_dir=cache_dir, trust_remote_code=model.trust_remote_code)
+        print(f"reading the data of {', '.join(plan.data.datasets)}", flush=True)
+    cache_dir, trusts = plan.run.cache_dir, plan.model.trust_remote_code
+    tokenizer = load_tokenizer(plan.model.tokenizer, cache_dir=cache_dir, trust_remote_code=trusts)
     options = DatasetOptions(
-        list(config.datasets),
-        OmegaConf.to_container(config.dataset_sources),  # pyright: ignore[reportArgumentType]
-        sft_mode=not LOSSES[config.loss.name].pairwise,
-        online=config.online.name == "online",
-        max_length=config.max_length,
-        max_prompt_length=config.max_prompt_length,
+        plan.data.datasets,
+        plan.data.dataset_sources,
+        sft_mode=not plan.loss.pairwise,
+        online=plan.online is not None,
+        max_length=plan.data.max_length,
+        max_prompt_length=plan.data.max_prompt_length,
     )
     prepare = partial(
         prepare_data,
@@ -444,35 +440,35 @@ def load_data(config: DictConfig, get_dataset: GetDataset, identify: Identify, *
         tokenizer,
         get_dataset=get_dataset,
         identify=identify,
-        batch_size=config.batch_size,
-        batch_parts=config.gradient_accumulation_steps * resolve(config).dims.data_size,
+        batch_size=plan.data.batch_size,
+        batch_parts=plan.data.gradient_accumulation_steps * plan.dims.data_size,
         cache_dir=cache_dir,
-        folder=get_local_dir(config.local_dirs),
+        folder=plan.run.local_dir,
         silent=silent,
     )
-    place = Path(once_per_machine(lambda: str(prepare()), silence_secs=config.collective_timeout_secs))
-    sizes = {key: config[key] for key in ("batch_size", "n_epochs", "n_examples")}
-    data = TrainingData.open(place, tokenizer, online=options.online, **sizes)
+    place = Path(once_per_machine(lambda: str(prepare()), silence_secs=plan.run.collective_timeout_secs))
+    size = {"batch_size": plan.data.batch_size, "n_epochs": plan.data.n_epochs, "n_examples": plan.data.n_examples}
+    data = TrainingData.open(place, tokenizer, online=options.online, **size)
     if not silent:
-        print(data.report.tell(config.batch_size), flush=True)
+        print(data.report.tell(plan.data.batch_size), flush=True)
         forms = data.report.train.prompt_formats
         about_tokenizer = *doubts_about_chat(tokenizer, forms), *doubts_about_bos(tokenizer, data.train[0].text)
-        for line in (*doubts(config, data.report), *about_tokenizer):
+        for line in (*doubts(plan.training, data.report), *about_tokenizer):
             print(f"warning: {line}", flush=True)
     return data
 
 
-def doubts(config: DictConfig, report: Preflight) -> list[str]:
+def doubts(training: TrainingPlan, report: Preflight) -> list[str]:
     """Warnings about settings that look wrong for this amount of data."""
-    warmup, updates = config.warmup_steps, report.updates
+    warmup, updates = training.warmup_steps, report.updates
     run, tenth = count(updates, "update"), updates // 10
     fits = f"warmup_steps={tenth} fits, a tenth of them" if tenth else "no warm-up fits so short a run: warmup_steps=0"
     if warmup == 0:
         return []
     if warmup >= updates:
-        fault = f"is too long for the {run} of this run, which would never reach lr={config.lr}"
-    elif config.schedule != "constant" and warmup >= updates - 1:
-        fault = f"leaves none of the {run} for {config.schedule}"
+        fault = f"is too long for the {run} of this run, which would never reach lr={training.lr}"
+    elif training.schedule != "constant" and warmup >= updates - 1:
+        fault = f"leaves none of the {run} for {training.schedule}"
     elif warmup > updates / 2:
         fault = f"takes most of the {run} of this run"
     else:

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download, metadata_load, model_info
 from huggingface_hub.errors import LocalEntryNotFoundError
-from omegaconf import OmegaConf
 
 from dpo.data.asking import HH, MEANINGS, common_format
 from dpo.data.sources import HUB_IDS
 from dpo.errors import InputError
 from dpo.models.loading import find_source
 from dpo.models.origin import Origin
-from dpo.settings.files import flatten
 from dpo.settings.keys import KEYS, Resume
 from dpo.settings.places import HUB_ID, Source
-from dpo.settings.plan import resolve
+from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, read_json
 from dpo.system.redaction import redact
 from dpo.wording import count
@@ -124,12 +122,13 @@ def write_card(
 
     `architecture` and `dtype` are those of the model in the folder; None: it holds only the `adapter`.
     """
-    config = origin.config
-    values = redact(flatten(config)) | {"model.trust_remote_code": origin.had_own_code} if origin.run_dir else {}
-    base, loss, name = config.model.name_or_path, OmegaConf.select(config, "loss.name"), values.get("exp_name")
-    sources = [(name, _source(config, name)) for name in values.get("datasets", ())]
+    plan = origin.plan
+    values = redact(plan.values) | {"model.trust_remote_code": origin.had_own_code} if origin.run_dir else {}
+    base, name = plan.model.name_or_path, values.get("exp_name")
+    loss: Any = plan.loss_options.get("name")
+    sources = [(name, _source(plan, name)) for name in values.get("datasets", ())]
     form = find_prompt_format(origin) if origin.run_dir else None
-    licence = _find_licence(base, find_source(config)["cache_dir"])
+    licence = _find_licence(base, plan.run.cache_dir)
     on_hub, alone = _is_on_hub(base), architecture is None
     card = ModelCard.from_template(
         ModelCardData(
@@ -152,7 +151,7 @@ def write_card(
         place="PATH_OR_HUB_ID",
         prompt_format=f"`{MEANINGS[form]}`" if form == HH else form and MEANINGS[form],
         of_base=_base_options(origin) if alone else "",
-        quantized=alone and resolve(config).quantized,
+        quantized=alone and plan.quantized,
         code=", trust_remote_code=True" if _runs_code(folder, origin, alone=alone) else "",
         metrics=_metrics(saved.get("metrics")),
         sources=sources,
@@ -178,7 +177,7 @@ def _base_options(origin: Origin) -> str:
 
     Without them transformers would take another dtype, from the base's own config.
     """
-    plan = resolve(origin.config)
+    plan = origin.plan
     options = f', dtype="{plan.compute_dtype}"'
     return options + (f", quantization_config={IN_4_BITS}" if plan.quantized else "")
 
@@ -202,12 +201,12 @@ def _kind(architecture: str | None, dtype: torch.dtype | None, adapter: LoraConf
     )
 
 
-def _source(config: Any, name: str) -> str:
+def _source(plan: Plan, name: str) -> str:
     """The source of a dataset: its Hub id, or the name of a local file without its private directory."""
-    value = OmegaConf.select(config, "dataset_sources").get(name)
+    value = plan.data.dataset_sources.get(name)
     if value is None:
         return HUB_IDS.get(name, "made by the training code")
-    source = Source.parse(name, value if isinstance(value, str) else OmegaConf.to_container(value))
+    source = Source.parse(name, value)
     if source.local is not None:
         return f"local files: {source.local.name}"
     return source.path
@@ -230,10 +229,10 @@ def find_prompt_format(origin: Origin) -> str | None:
     if origin.run_dir is not None:
         recorded = _read_training_data(origin.run_dir).get("prompt_formats")
         formats = recorded if isinstance(recorded, Mapping) else {}
-        return common_format({name: _known(form) for name, form in formats.items()}, origin.config.datasets)
+        return common_format({name: _known(form) for name, form in formats.items()}, origin.plan.data.datasets)
     if origin.weights is not None and origin.adapter is None:
         return None
-    source = find_source(origin.config)
+    source = find_source(origin.plan)
     place = source["name"] if origin.adapter is None else str(origin.adapter)
     return _known(read_metadata(place, source["cache_dir"]).get("prompt_format"))
 

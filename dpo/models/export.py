@@ -130,10 +130,10 @@ def _check(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: boo
 
 def _base_for_peft(origin: Origin) -> str:
     """The base for PEFT to load under an adapter. Raises InputError if PEFT cannot load it."""
-    if origin.config.model.random_init and origin.weights is None:
+    if origin.plan.model.random_init and origin.weights is None:
         raise InputError(f"the base of {origin.adapter} was drawn from a seed, which PEFT cannot load: give --merge")
     if origin.weights is None:
-        return resolve_place(origin.config.model.name_or_path)
+        return resolve_place(origin.plan.model.name_or_path)
     exported = origin.weights.parent / EXPORTED
     if (exported / "config.json").is_file():
         return str(exported)
@@ -154,7 +154,7 @@ def _fill_with_adapter(folder: Path, origin: Origin) -> None:
 
 
 def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: int) -> None:
-    source = find_source(origin.config)
+    source = find_source(origin.plan)
     structure = load_structure(**source, dtype=torch.float32)
     adapter = None if origin.adapter is None else read_adapter(origin.adapter)
     if adapter is None:
@@ -245,7 +245,7 @@ def _write_configs(folder: Path, source: Mapping[str, Any], structure: Any, dtyp
 
 def _write_tokenizer(folder: Path, origin: Origin) -> None:
     """Write the tokenizer as it was published, without the pad token that training adds."""
-    source, name = find_source(origin.config), origin.config.model.tokenizer_name_or_path
+    source, name = find_source(origin.plan), origin.plan.model.tokenizer_name_or_path
     found = source | ({"name": name} if name else {})
     with explaining_load_errors("tokenizer", found["name"]):
         tokenizer = transformers.AutoTokenizer.from_pretrained(found.pop("name"), **found)

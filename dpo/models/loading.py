@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig
 
 from dpo.checkpoint.files import FOLLOWING
 from dpo.errors import InputError
@@ -16,7 +15,6 @@ from dpo.models.adapters import (
     CONFIG,
     POLICY,
     REFERENCE,
-    StoredAdapter,
     add_adapter,
     base_named_by,
     find_adapter,
@@ -31,17 +29,15 @@ from dpo.models.weights import find_archive, model_digest, read_archive
 from dpo.parallel.device_map import choose_device_map
 from dpo.parallel.sharding import find_blocks
 from dpo.parallel.tensor_parallel import check_tensor_parallel
-from dpo.settings.choices import ADAPTED
-from dpo.settings.plan import Plan
-from dpo.system.paths import get_cache_dir
+from dpo.settings.plan import AdapterPlan, Plan
 
 
-def find_source(config: DictConfig) -> dict[str, Any]:
+def find_source(plan: Plan) -> dict[str, Any]:
     """The arguments of `load_config`, `load_model` and so on that say where the model comes from."""
-    model = config.model
+    model = plan.model
     return {
         "name": model.name_or_path,
-        "cache_dir": get_cache_dir(config.local_dirs),
+        "cache_dir": plan.run.cache_dir,
         "trust_remote_code": model.trust_remote_code,
     }
 
@@ -52,24 +48,25 @@ def resolve_place(name: str) -> str:
     return str(path.resolve()) if path.exists() else name
 
 
-def find_model_config(config: DictConfig) -> Any:
+def find_model_config(plan: Plan) -> Any:
     """The model's transformers config. Raises InputError if it cannot be loaded."""
-    return load_config(**find_source(config))
+    return load_config(**find_source(plan))
 
 
-def find_structure(config: DictConfig, dtype: str) -> Any:
+def find_structure(plan: Plan, dtype: str) -> Any:
     """The model without its weights."""
-    attention = config.model.attn_implementation
-    return load_structure(**find_source(config), dtype=DTYPES[dtype], attn_implementation=attention)
+    attention = plan.model.attn_implementation
+    return load_structure(**find_source(plan), dtype=DTYPES[dtype], attn_implementation=attention)
 
 
-def find_policy_structure(config: DictConfig, plan: Plan, dtype: str) -> Any:
+def find_policy_structure(plan: Plan, dtype: str) -> Any:
     """The policy without its weights, quantized if the plan says so, with its adapters in float32."""
-    policy = find_structure(config, dtype)
+    policy = find_structure(plan, dtype)
     if plan.quantized:
         quantize(policy)
-    if config.lora.name in ADAPTED:
-        _add_adapters(policy, config, [POLICY, REFERENCE] if plan.reference == "adapter" else [POLICY])
+    if plan.lora is not None:
+        names = [POLICY, REFERENCE] if plan.reference == "adapter" else [POLICY]
+        _add_adapters(policy, plan.lora, names, seed=plan.run.seed)
     return policy
 
 
@@ -93,11 +90,11 @@ class Weights(NamedTuple):
         return cls(base, adapter)
 
 
-def find_weights(config: DictConfig, plan: Plan) -> Weights:
+def find_weights(plan: Plan) -> Weights:
     """The weights that `model.archive` names. Raises InputError if it and the `lora` keys do not match."""
-    weights, archive = Weights.of(config.model.archive), config.model.archive
+    weights, archive = Weights.of(plan.model.archive), plan.model.archive
     merge = f"merge it first: python -m scripts.export {archive} DIR --merge, then model.name_or_path=DIR"
-    if weights.adapter is not None and config.lora.name not in ADAPTED:
+    if weights.adapter is not None and plan.lora is None:
         choose = "choose lora=lora" + " lora.reference=adapter" * plan.loss.reference
         raise InputError(f"model.archive={archive} is an adapter: {choose}, or {merge}")
     if weights.adapter is not None and plan.reference == "base":
@@ -117,66 +114,66 @@ def find_weights(config: DictConfig, plan: Plan) -> Weights:
     return weights
 
 
-def notes_on_base(config: DictConfig) -> list[str]:
+def notes_on_base(plan: Plan) -> list[str]:
     """A warning if the adapter of `model.archive` names another base than the model, maybe a copy of it."""
-    adapter, name = find_adapter(config.model.archive), config.model.name_or_path
+    adapter, name = find_adapter(plan.model.archive), plan.model.name_or_path
     base = None if adapter is None else base_named_by(adapter)
     if base is None or is_archive(base) or resolve_place(base) == resolve_place(name):
         return []
     return [f"warning: {adapter} was trained on {base}, and model.name_or_path={name}: make sure that it is the same"]
 
 
-def check_model(config: DictConfig, plan: Plan) -> None:
+def check_model(plan: Plan) -> None:
     """Raises InputError for a model that cannot be loaded, or whose layers cannot be sharded as configured."""
-    find_weights(config, plan)
-    check_tensor_parallel(find_model_config(config), plan.dims.tensor_size)
+    find_weights(plan)
+    check_tensor_parallel(find_model_config(plan), plan.dims.tensor_size)
 
 
-def check_parts(config: DictConfig, plan: Plan) -> None:
+def check_parts(plan: Plan) -> None:
     """Raises the InputErrors of loading, as far as possible without reading the model's own weights."""
-    check_model(config, plan)
-    model, structure = config.model, find_structure(config, config.model.policy_dtype)
+    check_model(plan)
+    model, structure = plan.model, find_structure(plan, plan.model.policy_dtype)
     if model.block_name:
         find_blocks(structure, model.block_name)
-    check_positions(structure, config.max_length)
-    weights = find_weights(config, plan)
+    check_positions(structure, plan.data.max_length)
+    weights = find_weights(plan)
     if weights.base is not None:
         read_archive(weights.base, structure)
-    if config.lora.name in ADAPTED:
-        _add_adapters(quantize(structure) if plan.quantized else structure, config, [POLICY])
+    if plan.lora is not None:
+        _add_adapters(quantize(structure) if plan.quantized else structure, plan.lora, [POLICY], seed=plan.run.seed)
         if weights.adapter is not None:
-            _load(structure, weights.adapter, config, POLICY)
+            _load(structure, weights.adapter, plan.lora, POLICY)
 
 
 def model_loaders(
-    config: DictConfig, plan: Plan, *, rank: int = 0, resume_from: Path | None = None
+    plan: Plan, *, rank: int = 0, resume_from: Path | None = None
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
     """Functions that load policy and reference, neither quantized nor with adapters.
 
     The second is None if the reference needs no separate model. Ranks other than 0 load no weights. Raises
     InputError as `check_model` does.
     """
-    check_model(config, plan)
+    check_model(plan)
     # a model that will be sharded or quantized stays on the CPU until then
     whole = not (plan.trainer.multi_process or plan.trainer.cuts_layers or plan.quantized)
     device_map = choose_device_map(plan.gpus) if whole else None
 
     def load(dtype: str, archive: str | None) -> Any:
         if rank != 0:
-            return find_structure(config, dtype)
+            return find_structure(plan, dtype)
         return load_model(
-            **find_source(config),
+            **find_source(plan),
             dtype=DTYPES[dtype],
-            attn_implementation=config.model.attn_implementation,
+            attn_implementation=plan.model.attn_implementation,
             archive=archive,
-            random_init=config.model.random_init,
-            seed=config.seed,
+            random_init=plan.model.random_init,
+            seed=plan.run.seed,
             device_map=device_map,
         )
 
-    base = find_weights(config, plan).base
-    resumes = resume_from is not None and config.lora.name not in ADAPTED
-    policy = partial(load, config.model.policy_dtype, str(resume_from) if resumes else base)
+    base = find_weights(plan).base
+    resumes = resume_from is not None and plan.lora is None
+    policy = partial(load, plan.model.policy_dtype, str(resume_from) if resumes else base)
     reference = partial(load, plan.reference_dtype, find_following(plan, resume_from) or base)
     return policy, reference if plan.reference == "model" else None
 
@@ -186,53 +183,51 @@ def find_following(plan: Plan, resume_from: Path | None) -> str | None:
     return str(resume_from / f"{FOLLOWING}.pt") if resume_from is not None and plan.follow_every else None
 
 
-def load_policy(
-    policy: Any, config: DictConfig, plan: Plan, *, rank: int, resume_from: Path | None
-) -> tuple[Any, str | None]:
+def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None) -> tuple[Any, str | None]:
     """The policy, given or loaded by a function, with the config's adapters and compiled blocks, and a digest.
 
     The digest is that of the frozen weights in it: the reference, or its base if there is none. It is None without an
     adapter, if the reference is a separate model, and on ranks other than 0.
     """
     model, digest = make_model(policy, plan), None
-    if config.lora.name in ADAPTED:
-        weights = find_weights(config, plan)
+    if plan.lora is not None:
+        weights = find_weights(plan)
         sources = {POLICY: resume_from or weights.adapter}
         if plan.reference == "adapter":
             sources[REFERENCE] = weights.adapter
-        _add_adapters(model, config, list(sources))
-        model.peft_config[POLICY].base_model_name_or_path = _name_of_base(config, weights)
+        _add_adapters(model, plan.lora, list(sources), seed=plan.run.seed)
+        model.peft_config[POLICY].base_model_name_or_path = _name_of_base(plan, weights)
         for name, source in sources.items():
             if source is not None and rank == 0:  # rank 0 sends them to the others
-                _load(model, source, config, name)
+                _load(model, source, plan.lora, name)
         if rank == 0 and plan.reference != "model":
             frozen = REFERENCE if REFERENCE in sources else None
-            digest = model_digest(model, plan.autocast or plan.reference_dtype, frozen)
-    return compile_blocks(model, config), digest
+            digest = model_digest(model, plan.model.autocast or plan.reference_dtype, frozen)
+    return compile_blocks(model, plan), digest
 
 
-def load_reference(model: Any, config: DictConfig, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
+def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
     """The reference, given or loaded by a function, and on rank 0 its digest unless it follows the policy.
 
     The digest costs a pass over its weights.
     """
     model = make_model(model, plan).eval()
-    adapter = find_weights(config, plan).adapter
+    adapter = find_weights(plan).adapter
     if adapter is not None:
-        _add_adapters(model, config, [REFERENCE])
+        _add_adapters(model, plan.lora, [REFERENCE], seed=plan.run.seed)
         if rank == 0:
-            _load(model, adapter, config, REFERENCE)
+            _load(model, adapter, plan.lora, REFERENCE)
     name = None if adapter is None else REFERENCE
     is_frozen = plan.follow_every is None
-    digest = model_digest(model, plan.autocast or plan.reference_dtype, name) if rank == 0 and is_frozen else None
-    return compile_blocks(model, config), digest
+    digest = model_digest(model, plan.model.autocast or plan.reference_dtype, name) if rank == 0 and is_frozen else None
+    return compile_blocks(model, plan), digest
 
 
-def _name_of_base(config: DictConfig, weights: Weights) -> str | None:
+def _name_of_base(plan: Plan, weights: Weights) -> str | None:
     """A lasting name for the base of an adapter: a Hub id or an absolute path; None if drawn from the seed."""
     if weights.base is not None:
         return resolve_place(str(find_archive(weights.base)))
-    return None if config.model.random_init else resolve_place(config.model.name_or_path)
+    return None if plan.model.random_init else resolve_place(plan.model.name_or_path)
 
 
 def unwrap(model: Any) -> Any:
@@ -253,39 +248,33 @@ def make_model(model: Any, plan: Plan) -> Any:
     return model
 
 
-def compile_blocks(model: Any, config: DictConfig) -> Any:
+def compile_blocks(model: Any, plan: Plan) -> Any:
     """The model, with its blocks compiled if the config says so.
 
     Raises InputError if it has no block of the class that the config names, even if blocks are not needed.
     """
-    blocks = find_blocks(model, config.model.block_name) if config.model.block_name or config.compile else []
-    for block in blocks if config.compile else []:
+    blocks = find_blocks(model, plan.model.block_name) if plan.model.block_name or plan.training.compile else []
+    for block in blocks if plan.training.compile else []:
         block.compile(dynamic=True)
     return model
 
 
-def _add_adapters(model: Any, config: DictConfig, names: list[str]) -> None:
+def _add_adapters(model: Any, lora: AdapterPlan, names: list[str], *, seed: int) -> None:
     """Add new adapters; the first becomes the active one."""
-    lora = config.lora
     for name in reversed(names):
         add_adapter(
             model,
             make_adapter_config(lora.r, lora.alpha, lora.target_modules),
             name=name,
             dropout=lora.dropout if name == POLICY else 0.0,
-            seed=config.seed,
+            seed=seed,
         )
 
 
-def _load(model: Any, source: Path, config: DictConfig, name: str) -> None:
+def _load(model: Any, source: Path, lora: AdapterPlan, name: str) -> None:
     """Load the adapter in a directory. Raises InputError if its r or alpha differs from the config's."""
     stored = read_adapter(source)
-    _check_alike(stored, config)
-    load_adapter(model, stored, name)
-
-
-def _check_alike(stored: StoredAdapter, config: DictConfig) -> None:
-    was, lora = stored.config, config.lora
-    differs = [f"lora.{key}={value}" for key, value in (("r", was.r), ("alpha", was.lora_alpha)) if value != lora[key]]
-    if differs:
+    stored_sizes = {"r": (stored.config.r, lora.r), "alpha": (stored.config.lora_alpha, lora.alpha)}
+    if differs := [f"lora.{key}={was}" for key, (was, now) in stored_sizes.items() if was != now]:
         raise InputError(f"{stored.directory} is an adapter of another size: give {' '.join(differs)}")
+    load_adapter(model, stored, name)

@@ -17,7 +17,6 @@ from dpo.models.origin import Origin
 from dpo.models.pretrained import DTYPES, load_config, load_model
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.weights import read_archive
-from dpo.settings.plan import resolve
 
 
 class Addition(NamedTuple):
@@ -83,10 +82,10 @@ def base_reader(origin: Origin, structure: torch.nn.Module) -> Callable[[], Mapp
     """
     if origin.weights is not None:
         return partial(read_archive, str(origin.weights), structure, key="")
-    source, model = find_source(origin.config), origin.config.model
+    source, model = find_source(origin.plan), origin.plan.model
     stored_dtype = load_config(**source).dtype or torch.float32
     dtype = DTYPES[model.policy_dtype] if model.random_init else stored_dtype
-    load = partial(load_model, **source, dtype=dtype, random_init=model.random_init, seed=origin.config.seed)
+    load = partial(load_model, **source, dtype=dtype, random_init=model.random_init, seed=origin.plan.run.seed)
     return lambda: load().state_dict()
 
 
@@ -94,8 +93,8 @@ def rounding_of_base(origin: Origin, structure: torch.nn.Module) -> Callable[[st
     """A function (name, weight) that rounds a weight as the run did in its base; without a run, not at all."""
     if origin.run_dir is None:
         return lambda name, weight: weight
-    dtype = DTYPES[origin.config.model.policy_dtype]
-    names = layers_to_quantize(structure) if resolve(origin.config).quantized else []
+    dtype = DTYPES[origin.plan.model.policy_dtype]
+    names = layers_to_quantize(structure) if origin.plan.quantized else []
     in_4_bits = {f"{name}.weight": structure.get_submodule(name) for name in names}
 
     def rounded(name: str, weight: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from dpo.models.weights import find_archive
 from dpo.settings.files import flatten, with_defaults
 from dpo.settings.keys import KEYS
 from dpo.settings.places import HUB_ID
+from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_value_problem
 from dpo.system.plain_files import read_yaml
 
@@ -25,9 +26,9 @@ MATTERS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datasets
 
 
 class Origin(NamedTuple):
-    """The sources of a model: architecture and tokenizer from `config.model`, weights too unless given."""
+    """The sources of a model: architecture and tokenizer from `plan.model`, weights too unless given."""
 
-    config: DictConfig  # of the run; without a run, the known values and defaults
+    plan: Plan  # of the run; without a run, of the known values and defaults
     weights: Path | None  # a policy.pt; for an adapter, that of its base
     run_dir: Path | None  # contains config.yaml
     adapter: Path | None = None  # a directory in PEFT's format
@@ -56,7 +57,7 @@ def find_origin(
     directory; with `hub` also a Hub id. `model` is the base model's directory or Hub id, for an adapter, and for a
     `policy.pt` without a run or whose base model is not where its config says. For a path that is `alone` it replaces
     the config's base; a whole model needs none, and ignores it beside others. Only the caller decides whether the
-    model's own code may be run: `config.model.trust_remote_code` is set to that, whatever the run's config says. Raises
+    model's own code may be run: `model.trust_remote_code` is set to that, whatever the run's config says. Raises
     InputError if the path names no model, or `model` is not needed.
     """
     path = Path(path).expanduser()
@@ -64,7 +65,7 @@ def find_origin(
     if is_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
         if model is not None and alone:
             raise InputError(f"{path} is a model of its own: --model {model} is for a policy.pt, whose base it names")
-        return Origin(_config({}, str(path), trust_remote_code), None, None)
+        return Origin(resolve(_config({}, str(path), trust_remote_code)), None, None)
     if not path.exists():
         raise InputError(f"{path} does not exist: give a run's directory, one of its step-N, or a model's directory")
     if adapter := find_adapter(path):
@@ -76,14 +77,14 @@ def find_origin(
             raise InputError(
                 f"{weights} has no {CONFIG} of its run beside it: give --model DIR_OR_HUB_ID, its base model"
             )
-        return Origin(_config({}, model, trust_remote_code), weights, None)
+        return Origin(resolve(_config({}, model, trust_remote_code)), weights, None)
     of_run = _read_config(places[0] / CONFIG)
     config = _config(of_run, model if alone else None, trust_remote_code)
     if _is_gone(config.model.name_or_path) and model is not None:
         config = _config(config, model, trust_remote_code)
     if _is_gone(base := config.model.name_or_path):
         raise InputError(f"{base}, the base model of {places[0]}, is not there: give --model DIR_OR_HUB_ID")
-    return Origin(config, weights, places[0], had_own_code=_had_own_code(of_run))
+    return Origin(resolve(config), weights, places[0], had_own_code=_had_own_code(of_run))
 
 
 class Base(NamedTuple):
@@ -125,7 +126,7 @@ def _of_adapter(adapter: Path, model: str | None, trust_remote_code: bool, alone
         OmegaConf.update(config, "model.random_init", False)
     if run_dir is None and list(adapter.glob("tokenizer*")):
         OmegaConf.update(config, "model.tokenizer_name_or_path", str(adapter))
-    return Origin(config, base.archive, run_dir, adapter, _had_own_code(of_run))
+    return Origin(resolve(config), base.archive, run_dir, adapter, _had_own_code(of_run))
 
 
 def _is_gone(base: str) -> bool:

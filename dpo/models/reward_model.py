@@ -12,7 +12,6 @@ import jinja2
 import torch
 import torch.distributed as dist
 import transformers
-from omegaconf import DictConfig
 
 from dpo.data.asking import as_messages
 from dpo.data.table import Prompt
@@ -23,7 +22,7 @@ from dpo.models.answers import Answer
 from dpo.models.pretrained import disable_dropout
 from dpo.models.weights import model_digest
 from dpo.parallel.mesh import from_rank_0
-from dpo.system.paths import get_cache_dir
+from dpo.settings.plan import Plan
 from dpo.system.waiting import after_rank_0
 
 Ids = list[int]
@@ -87,13 +86,13 @@ class RewardModel:
         return logits[:, 0].float()
 
 
-def load_reward_model(config: DictConfig, device: torch.device, *, rows: int) -> tuple[RewardModel, str]:
+def load_reward_model(plan: Plan, device: torch.device, *, rows: int) -> tuple[RewardModel, str]:
     """Load the model that `online.reward_model` names, and digest its weights and tokenizer.
 
     Every process loads it, from files that rank 0 has fetched. Raises InputError if it cannot be loaded, has no weights
     for its head, or does not have exactly one output.
     """
-    reward = after_rank_0("the reward model", lambda: _load(config, device, rows))
+    reward = after_rank_0("the reward model", lambda: _load(plan, device, rows))
     digest = ""
     if not dist.is_initialized() or dist.get_rank() == 0:
         known = reward.tokenizer.chat_template, sorted(reward.tokenizer.get_vocab().items())
@@ -102,24 +101,24 @@ def load_reward_model(config: DictConfig, device: torch.device, *, rows: int) ->
     return reward, from_rank_0(digest)
 
 
-def find_reward_structure(config: DictConfig) -> RewardModel:
+def find_reward_structure(plan: Plan) -> RewardModel:
     """The reward model without weights, in one process. Raises InputError as `load_reward_model` does."""
-    return _load(config, torch.device("meta"), 1)
+    return _load(plan, torch.device("meta"), 1)
 
 
-def notes_on(reward: RewardModel, config: DictConfig) -> tuple[str, ...]:
+def notes_on(reward: RewardModel, plan: Plan) -> tuple[str, ...]:
     """A message if prompts may be truncated before they are scored."""
-    if reward.limit is None or reward.limit >= config.max_length:
+    if reward.limit is None or reward.limit >= plan.data.max_length:
         return ()
     return (
         f"the reward model sees the last {reward.limit:,} tokens of a prompt with its answer, which may have "
-        f"max_length={config.max_length} of the policy's",
+        f"max_length={plan.data.max_length} of the policy's",
     )
 
 
-def _load(config: DictConfig, device: torch.device, rows: int) -> RewardModel:
-    name, trusts = config.online.reward_model, config.model.trust_remote_code
-    key, found = f"online.reward_model={name}", {"cache_dir": get_cache_dir(config.local_dirs)}
+def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
+    name, trusts = plan.online.reward_model, plan.model.trust_remote_code
+    key, found = f"online.reward_model={name}", {"cache_dir": plan.run.cache_dir}
     wanted = "give a sequence classification model with one output"
     if (Path(name).expanduser() / CONFIG).is_file():
         raise InputError(f"{key} is an adapter: merge it into its base, and {wanted}")
@@ -139,10 +138,10 @@ def _load(config: DictConfig, device: torch.device, rows: int) -> RewardModel:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trusts, **found)
     disable_dropout(model)
     reward = RewardModel(model, tokenizer, rows=rows)
-    if reward.limit is not None and reward.limit <= config.online.max_new_tokens:
+    if reward.limit is not None and reward.limit <= plan.online.max_new_tokens:
         raise InputError(
             f"{key} sees {reward.limit:,} tokens, and an answer may have online.max_new_tokens="
-            f"{config.online.max_new_tokens}: lower that, or give another model"
+            f"{plan.online.max_new_tokens}: lower that, or give another model"
         )
     reward.check(Prompt("Hello", [], [], "keep_start", rendered=False))
     return reward

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 
 from dpo.data.table import Prompt
 from dpo.errors import InputError, RunError
 from dpo.models.answers import Answer
 from dpo.models.reward_model import find_reward_structure, load_reward_model, notes_on
 from dpo.parallel.mesh import from_rank_0
+from dpo.settings.plan import Plan
 from dpo.system.signals import PressedAgain, Stopped
 
 # maps prompts and one answer to each to a number for each; higher is better
@@ -167,15 +167,15 @@ def load_function(place: str) -> Score:
     return score
 
 
-def load_scorer(config: DictConfig, device: torch.device, *, rows: int) -> Scorer:
-    """Load the scorer that `config.online` names; a reward model on `device`, for `rows` answers at a time.
+def load_scorer(plan: Plan, device: torch.device, *, rows: int) -> Scorer:
+    """Load the scorer that `plan.online` names; a reward model on `device`, for `rows` answers at a time.
 
     Raises InputError if it cannot be loaded.
     """
-    online = config.online
+    online = plan.online
     if online.scorer == "reward_model":
-        model, digest = load_reward_model(config, device, rows=rows)
-        notes = notes_on(model, config)
+        model, digest = load_reward_model(plan, device, rows=rows)
+        notes = notes_on(model, plan)
         name = f"online.reward_model={online.reward_model}"
         return Scorer(name, model, digest, in_parallel=True, notes=notes, check=model.check)
     if online.scorer == "function":
@@ -188,11 +188,11 @@ def load_scorer(config: DictConfig, device: torch.device, *, rows: int) -> Score
     return Scorer(f"online.scorer={online.scorer}", score)
 
 
-def check_scorer(config: DictConfig) -> tuple[str, ...]:
-    """Notes on the scorer that `config.online` names; no reward model's weights are read.
+def check_scorer(plan: Plan) -> tuple[str, ...]:
+    """Notes on the scorer that `plan.online` names; no reward model's weights are read.
 
     Raises InputError as `load_scorer` does.
     """
-    if config.online.scorer == "reward_model":
-        return notes_on(find_reward_structure(config), config)
-    return load_scorer(config, torch.device("meta"), rows=1).notes
+    if plan.online.scorer == "reward_model":
+        return notes_on(find_reward_structure(plan), plan)
+    return load_scorer(plan, torch.device("meta"), rows=1).notes

@@ -11,7 +11,6 @@ from threading import Event
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import OmegaConf
 
 from dpo.checkpoint.files import read_state
 from dpo.data.asking import Asked, choose_form, render
@@ -27,7 +26,6 @@ from dpo.models.pretrained import DTYPES, count_positions, load_config, load_mod
 from dpo.models.quantization import quantize
 from dpo.models.weights import find_archive, model_digest
 from dpo.parallel.device_map import choose_device_map
-from dpo.settings.plan import resolve
 from dpo.system.arithmetic import for_generation
 from dpo.system.gpus import count_gpus
 
@@ -173,7 +171,7 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
     """
     known = {"trust_remote_code": choices.trust_remote_code, "hub": True}
     origins = [find_origin(path, model=choices.model, **known, alone=len(paths) == 1) for path in paths]
-    if choices.model and all(origin.config.model.name_or_path != choices.model for origin in origins):
+    if choices.model and all(origin.plan.model.name_or_path != choices.model for origin in origins):
         raise InputError(f"--model {choices.model}: all of these have a base model of their own")
     tokenizer = _load_tokenizer(origins[0])
     form = choose_form(choices.form, find_prompt_format(origins[0]), tokenizer)
@@ -199,14 +197,14 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
 
 
 def _load_tokenizer(origin: Origin) -> Any:
-    source = find_source(origin.config)
-    name = origin.config.model.tokenizer_name_or_path or source["name"]
+    source = find_source(origin.plan)
+    name = origin.plan.model.tokenizer_name_or_path or source["name"]
     return load_tokenizer(**{**source, "name": name})
 
 
 def _check_tokenizer(tokenizer: Any, origin: Origin) -> None:
     """Raises InputError if a model has another tokenizer. A local directory may lack one."""
-    name = origin.config.model.tokenizer_name_or_path or origin.config.model.name_or_path
+    name = origin.plan.model.tokenizer_name_or_path or origin.plan.model.name_or_path
     folder = Path(name).expanduser()
     if folder.is_dir() and not list(folder.glob("tokenizer*")):
         return
@@ -229,16 +227,16 @@ def _find_reference(origins: Sequence[Origin], choices: Choices) -> tuple[Origin
 
 
 def _identity(origin: Origin, dtype: str | None) -> Hashable:
-    model = origin.config.model
-    drawn = origin.config.seed if model.random_init else None
-    quantized = resolve(origin.config).quantized
+    model = origin.plan.model
+    drawn = origin.plan.run.seed if model.random_init else None
+    quantized = origin.plan.quantized
     return resolve_place(model.name_or_path), origin.weights, origin.adapter, drawn, quantized, dtype
 
 
 def _find_beginning(origin: Origin) -> tuple[Origin, str]:
     """The model that a run started from: its loss's reference, or else the policy before training; and its dtype."""
-    model, plan = origin.config.model, resolve(origin.config)
-    loss = LOSSES.get(OmegaConf.select(origin.config, "loss.name"))
+    model, plan = origin.plan.model, origin.plan
+    loss = LOSSES.get(origin.plan.loss_options.get("name"))
     dtype = plan.reference_dtype if loss and loss.reference else model.policy_dtype
     try:
         weights, adapter = Weights.of(model.archive)
@@ -257,8 +255,8 @@ def _find_trained_otherwise(origins: Sequence[Origin], reference: Side) -> Path 
         record = origin.policy and origin.policy.with_name("trainer.pt")
         if origin.run_dir is None or record is None or not record.is_file():
             continue
-        recorded, plan = read_state(record).get("reference"), resolve(origin.config)
-        dtype = plan.autocast or plan.reference_dtype
+        recorded, plan = read_state(record).get("reference"), origin.plan
+        dtype = plan.model.autocast or plan.reference_dtype
         adapter = reference.adapter if plan.reference else None  # else the record is that of the base alone
         if recorded and (dtype, adapter) not in digests:
             digests[dtype, adapter] = model_digest(reference.model, dtype, adapter)
@@ -269,20 +267,20 @@ def _find_trained_otherwise(origins: Sequence[Origin], reference: Side) -> Path 
 
 def _policy_dtype(origin: Origin) -> str | None:
     """The dtype of the run's policy; None without a run: that of the model's own config."""
-    return None if origin.policy is None else origin.config.model.policy_dtype
+    return None if origin.policy is None else origin.plan.model.policy_dtype
 
 
 def _load_policy(origin: Origin, number: int, beta: float | None, bases: dict[Hashable, Any]) -> Side:
-    autocast = origin.config.model.autocast
+    autocast = origin.plan.model.autocast
     side = _load("policy" if number == 1 else f"policy_{number}", origin, _policy_dtype(origin), bases)
     return side._replace(
-        beta=beta or OmegaConf.select(origin.config, "loss.beta"), autocast=DTYPES[autocast] if autocast else None
+        beta=beta or origin.plan.loss_options.get("beta"), autocast=DTYPES[autocast] if autocast else None
     )
 
 
 def _load(name: str, origin: Origin, dtype: str | None, bases: dict[Hashable, Any]) -> Side:
     """Load a side, on one of the `bases` if that is its own too, else on a new base that is added to them."""
-    base = _identity(origin._replace(adapter=None), dtype), origin.config.model.attn_implementation
+    base = _identity(origin._replace(adapter=None), dtype), origin.plan.model.attn_implementation
     model = bases[base] = bases[base] if base in bases else _load_base(origin, dtype)
     if origin.adapter is None:
         return Side(name, model, None, None)
@@ -291,12 +289,12 @@ def _load(name: str, origin: Origin, dtype: str | None, bases: dict[Hashable, An
         add_adapter(model, stored.config, name=name, targets=f"{stored.directory / CONFIG}: target_modules")
         load_adapter(model, stored, name)
     except InputError as error:
-        raise InputError(f"{origin.adapter} does not fit {origin.config.model.name_or_path}: {error}") from error
+        raise InputError(f"{origin.adapter} does not fit {origin.plan.model.name_or_path}: {error}") from error
     return Side(name, model, None, None, name)
 
 
 def _load_base(origin: Origin, dtype: str | None) -> Any:
-    source, model = find_source(origin.config), origin.config.model
+    source, model = find_source(origin.plan), origin.plan.model
     own_dtype = load_config(**source).dtype or torch.float32
     loaded = load_model(
         **source,
@@ -304,9 +302,9 @@ def _load_base(origin: Origin, dtype: str | None) -> Any:
         archive=None if origin.weights is None else str(origin.weights),
         attn_implementation="eager" if model.attn_implementation == "eager" else "sdpa",  # the others need a GPU
         random_init=model.random_init,
-        seed=origin.config.seed,
+        seed=origin.plan.run.seed,
         device_map=choose_device_map(count_gpus()),
     )
-    if resolve(origin.config).quantized:
+    if origin.plan.quantized:
         quantize(loaded)
     return loaded.eval()

@@ -13,7 +13,6 @@ from typing import Any
 from dpo.analysis.collapse import WHAT_TO_TRY, Means, count_window, find_collapse, is_collapsed, updates_at_start
 from dpo.analysis.findings import FAINT, SPIKE
 from dpo.errors import RunError
-from dpo.losses import find_loss
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 
 MAX_SKIPPED = 10  # updates that a run skips before it aborts
@@ -50,7 +49,7 @@ class NonFiniteGuard(Callback):
             f"update {update.number} has loss {losses.mean():.4g} and gradient norm {norm:.4g}; its examples are in "
             f"{folder}"
         )
-        if self.context.config.nan_policy == "raise":
+        if self.context.plan.training.nan_policy == "raise":
             raise NonFinite(f"{what}; update not applied; nan_policy=skip would continue")
         if self.skipped > MAX_SKIPPED:
             raise NonFinite(f"{what}; {MAX_SKIPPED} updates were skipped before")
@@ -96,13 +95,13 @@ class CourseWarner(Callback):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        loss = find_loss(context.config.loss)
+        loss = context.plan.loss
         self._reference = loss.reference
         # weights of wpo move with the policy, and the loss with them: it is not compared with its start
-        self._may_collapse = loss.pairwise and not context.config.loss.get("wpo")
+        self._may_collapse = loss.pairwise and not context.plan.loss_options.get("wpo")
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
         self._first: dict[str, float] = {}  # means of the first 20
-        self._width = count_window(context.config.batch_size)
+        self._width = count_window(context.plan.data.batch_size)
         self._window: deque[Means] = deque(maxlen=self._width)
         self._start: Means | None = None
         self._warned = False
@@ -114,7 +113,7 @@ class CourseWarner(Callback):
         if evaluation.n_updates == 0:
             self._start = now if all(map(math.isfinite, now)) else None
         # an online run follows its scorer, which held-out labels may contradict
-        elif self._start and self.context.config.online.name != "online" and is_collapsed(now, self._start):
+        elif self._start and self.context.plan.online is None and is_collapsed(now, self._start):
             self._warn_of_collapse(f"evaluation after {evaluation.n_examples} examples", "", "eval", now)
 
     def on_update(self, update: Update) -> None:

@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.models.adapters import ParameterCount
+from dpo.settings.plan import Plan
 
 
 class Update(NamedTuple):
@@ -47,7 +47,7 @@ class Evaluation(NamedTuple):
 class RunContext(NamedTuple):
     """Facts about a run for its callbacks."""
 
-    config: DictConfig
+    plan: Plan
     run_dir: Path
     rank: int
     data: TrainingData

@@ -142,7 +142,7 @@ class FileLogger(LogWriter):
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
         drawn = [example for example in update.examples if example.drawn is not None]
-        most = self.context.config.n_eval_model_samples if drawn else 0
+        most = self.context.plan.evaluation.n_eval_model_samples if drawn else 0
         self._drawn = [{"examples": update.n_examples, **self._as_record(example)} for example in drawn[:most]]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:

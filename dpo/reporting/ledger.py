@@ -32,11 +32,11 @@ class Ledger(Appender):
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self.rows = self.written = 0
-        self.online = context.config.online.name == "online"
+        self.online = context.plan.online is not None
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        return super().is_wanted(context) and context.config.ledger
+        return super().is_wanted(context) and context.plan.logging.ledger
 
     def find_end(self, path: Path, size: int) -> int:
         from dpo.analysis.ledger_file import find_end
@@ -74,7 +74,7 @@ class Ledger(Appender):
         from dpo.analysis.ledger_file import append
 
         context, n = self.context, len(examples)
-        updates_per_epoch = context.data.report.train.examples // context.config.batch_size
+        updates_per_epoch = context.data.report.train.examples // context.plan.data.batch_size
         tokens = list(zip(*(example.n_scored for example in examples), strict=True))
         columns: dict[str, Any] = {
             "example": [example.digest for example in examples],

@@ -24,7 +24,7 @@ class TensorBoardLogger(Callback):
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        return super().is_wanted(context) and context.config.tensorboard.enabled and not context.config.debug
+        return super().is_wanted(context) and context.plan.tensorboard and not context.plan.run.debug
 
     def on_start(self) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import tqdm
-from omegaconf import DictConfig
 
 from dpo.reporting.events import Callback, Evaluation, Update
+from dpo.settings.plan import Plan
 from dpo.wording import count
 
 # in a log file, for a long evaluation, sampling or update: seconds between two lines on its progress, and before the
@@ -105,10 +105,10 @@ class Progress(Callback):
         self._last_update = float("-inf")
 
     @classmethod
-    def of(cls, config: DictConfig, *, silent: bool) -> Progress:
-        """Build with the settings of a config."""
-        each = {"update": config.batch_size, **dict.fromkeys(("evaluate", "sample"), config.eval_batch_size)}
-        return cls(interval=config.minimum_log_interval_secs, silent=silent, each=each)
+    def of(cls, plan: Plan, *, silent: bool) -> Progress:
+        """Build with the settings of a run."""
+        each = {"update": plan.data.batch_size, **dict.fromkeys(("evaluate", "sample"), plan.data.eval_batch_size)}
+        return cls(interval=plan.logging.minimum_log_interval_secs, silent=silent, each=each)
 
     def updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
         """Iterate over the batches of updates, of which `done` were done before; `on_update` follows each."""

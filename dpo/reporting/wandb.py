@@ -13,10 +13,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from dpo.errors import InputError
-from dpo.losses import LOSSES
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.redaction import redact
 from dpo.system.run_directory import REPORT
@@ -41,22 +38,22 @@ class WandbLogger(Callback):
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        return super().is_wanted(context) and context.config.wandb.enabled and not context.config.debug
+        return super().is_wanted(context) and context.plan.wandb.enabled and not context.plan.run.debug
 
     def on_start(self) -> None:
         import wandb
 
         self._table, self._errors = wandb.Table, (wandb.Error, OSError)
-        config, parameters = self.context.config, self.context.parameters
+        plan, parameters = self.context.plan, self.context.parameters
         counts = {} if parameters is None else {"parameters": parameters._asdict()}
         settings = {
-            "name": redact(config.exp_name),
-            "project": redact(config.wandb.project),
-            "entity": redact(config.wandb.entity),
-            "group": redact(config.wandb.group),
-            "tags": redact(list(config.wandb.tags)) or None,  # else those of WANDB_TAGS would be dropped
-            "notes": redact(config.wandb.notes),
-            "config": redact(OmegaConf.to_container(config, resolve=True)) | counts,
+            "name": redact(plan.run.exp_name),
+            "project": redact(plan.wandb.project),
+            "entity": redact(plan.wandb.entity),
+            "group": redact(plan.wandb.group),
+            "tags": redact(list(plan.wandb.tags)) or None,  # else those of WANDB_TAGS would be dropped
+            "notes": redact(plan.wandb.notes),
+            "config": redact(plan.nested_values()) | counts,
             "dir": str(self.context.run_dir),
             "id": self._run_id,
             "resume": "allow",
@@ -92,7 +89,7 @@ class WandbLogger(Callback):
 
     def on_update(self, update: Update) -> None:
         now = time.monotonic()
-        if now - self._last_train >= self.context.config.minimum_log_interval_secs:
+        if now - self._last_train >= self.context.plan.logging.minimum_log_interval_secs:
             self._last_train = now
             self._send(update.metrics, examples=update.n_examples, updates=update.number)
 
@@ -107,7 +104,7 @@ class WandbLogger(Callback):
         if tables:
             self._unless_lost(self.run.log, {**tables, "counters/examples": examples})
         self._summarize("last", evaluation)
-        name, sign = LOSSES[self.context.config.loss.name].best
+        name, sign = self.context.plan.loss.best
         quality = sign * evaluation.metrics.get(name, math.nan)
         if evaluation.n_updates > 0 and quality > self._best:  # false for NaN
             self._best = quality
@@ -156,5 +153,5 @@ class WandbLogger(Callback):
             shutil.copyfile(file, copy)
             self.run.save(escape(str(copy)), base_path=escape(self.run.dir), policy="now")  # it takes patterns
 
-        if self.context.config.wandb.artifacts and file.is_file():
+        if self.context.plan.wandb.artifacts and file.is_file():
             self._unless_lost(copy_and_save)

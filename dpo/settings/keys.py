@@ -168,7 +168,9 @@ OWN_REFERENCE = REFERENCE._replace(
     met=lambda values, plan: plan.reference == "model",
 )
 COPIED_REFERENCE = Needs(
-    f"{REFERENCE.what}, and lora=none", lambda values, plan: plan.reference == "model" and plan.trains_all, refused=True
+    f"{REFERENCE.what}, and lora=none",
+    lambda values, plan: plan.reference == "model" and plan.lora is None,
+    refused=True,
 )
 SCORED_BY = {
     name: Needs(f"online.scorer={name}", lambda values, plan, name=name: values.get("online.scorer") == name)

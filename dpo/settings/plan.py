@@ -1,13 +1,14 @@
-"""Plan of a run from its config: trainer, layout of processes, dtypes. Imports no torch.
+"""The plan of a run: its config as typed values, with what follows from them. Imports no torch.
 
-`resolve` alone decides these; validation, launch, memory prediction and trainers read the plan.
+`resolve` alone makes it. Validation, launch, memory prediction and trainers read it; below `settings` nothing else does
+read the config. Fields have the names of their keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeVar
 
 from omegaconf import DictConfig
 
@@ -22,8 +23,9 @@ from dpo.settings.choices import (
     TRAINERS,
     TrainerSpec,
 )
-from dpo.settings.files import flatten
+from dpo.settings.files import flatten, load_defaults
 from dpo.system.gpus import count_gpus
+from dpo.system.paths import get_cache_dir, get_local_dir
 from dpo.system.rank_env import find_rank_env
 
 
@@ -51,6 +53,155 @@ class ParallelDims(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RunPlan:
+    """Place and life of a run: where it writes, from where it continues, how its processes start."""
+
+    seed: int
+    exp_name: str
+    debug: bool
+    local_run_dir: str
+    local_dirs: list[str]
+    resume: str | None
+    save_every: int | None
+    keep_checkpoints: int | None
+    export: bool
+    dry_run: bool
+    deterministic: bool
+    fsdp_port: int | None
+    tensor_parallel_size: int | None
+    collective_timeout_secs: float
+
+    @property
+    def local_dir(self) -> str:
+        """The directory of this user's runs, caches and stored data."""
+        return get_local_dir(self.local_dirs)
+
+    @property
+    def cache_dir(self) -> str | None:
+        """The directory of downloaded models and datasets; None: the libraries' default."""
+        return get_cache_dir(self.local_dirs)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The policy's model: where it comes from, and how it computes."""
+
+    name_or_path: str
+    tokenizer_name_or_path: str | None
+    archive: str | None
+    block_name: str | None
+    policy_dtype: str
+    autocast: str | None
+    attn_implementation: str
+    random_init: bool
+    trust_remote_code: bool
+
+    @property
+    def tokenizer(self) -> str:
+        """The path or Hub id of the tokenizer."""
+        return self.tokenizer_name_or_path or self.name_or_path
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """The adapter that is trained in place of the model's weights."""
+
+    name: str
+    r: int
+    alpha: float
+    dropout: float
+    target_modules: str | list[str]
+
+
+@dataclass(frozen=True)
+class OnlinePlan:
+    """How pairs are drawn from the policy and scored."""
+
+    n_samples: int
+    scorer: str
+    reward_model: str | None
+    function: str | None
+    keyword: str | None
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    missing_eos_penalty: float
+    ties: str
+    sync_reference_every: int | None
+    mix_offline: float
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """Datasets, and how their examples become batches."""
+
+    datasets: list[str]
+    dataset_sources: Mapping[str, Any]
+    batch_size: int
+    eval_batch_size: int
+    gradient_accumulation_steps: int
+    max_length: int
+    max_prompt_length: int
+    n_epochs: int | None
+    n_examples: int | None
+    n_eval_examples: int
+    num_workers: int
+    layout: str
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Updates: optimizer, learning rate, and what is checked and kept while training."""
+
+    optimizer: str
+    lr: float
+    lr_scaling: str
+    warmup_steps: int
+    schedule: str
+    min_lr_ratio: float
+    max_grad_norm: float
+    cache_reference_logps: str
+    activation_checkpointing: bool
+    compile: bool
+    self_test: bool
+    nan_policy: str
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """When a run is evaluated, and what it samples then."""
+
+    eval_every: int
+    do_first_eval: bool
+    do_first_sampling: bool | None
+    sample_during_eval: bool
+    n_eval_model_samples: int
+    n_eval_tokens: int | None
+
+
+@dataclass(frozen=True)
+class WandbPlan:
+    """The run's entry in W&B."""
+
+    enabled: bool
+    entity: str | None
+    project: str
+    group: str | None
+    tags: list[str]
+    notes: str | None
+    artifacts: bool
+
+
+@dataclass(frozen=True)
+class LoggingPlan:
+    """The logs that a run writes beside `metrics.jsonl`."""
+
+    minimum_log_interval_secs: float
+    ledger: bool
+    report: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """A config resolved on this machine."""
 
@@ -58,15 +209,67 @@ class Plan:
     dims: ParallelDims
     compute_dtype: str  # of the policy
     reference_dtype: str
-    autocast: str | None
     loss: Loss
+    loss_options: Mapping[str, Any]  # the keys of `loss`, its name included
     reference: str | None  # source of its log-probabilities, one of choices.REFERENCES; None: the loss needs none
     launched: bool  # whether torchrun or Slurm started the processes
     gpus: int  # of this machine
-    quantized: bool = False  # whether the base under an adapter is 4-bit
-    trains_all: bool = True  # all weights; else those of an adapter
-    online: bool = False  # pairs are drawn from the policy
-    follow_every: int | None = None  # updates after which the reference becomes a copy of the policy
+    run: RunPlan
+    model: ModelPlan
+    lora: AdapterPlan | None  # None: all weights are trained
+    online: OnlinePlan | None  # None: the pairs are those of the data
+    data: DataPlan
+    training: TrainingPlan
+    evaluation: EvaluationPlan
+    logging: LoggingPlan
+    wandb: WandbPlan
+    tensorboard: bool
+    values: Mapping[str, Any]  # of all keys by their dotted names, as they were given
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the base under the adapter is 4-bit."""
+        return self.lora is not None and self.lora.name in QUANTIZED
+
+    @property
+    def follow_every(self) -> int | None:
+        """Updates after which the reference becomes a copy of the policy; None: never."""
+        return self.online.sync_reference_every if self.online else None
+
+    @property
+    def n_offline(self) -> int:
+        """Number of pairs of a batch that come from the data."""
+        share = self.online.mix_offline if self.online else 1.0
+        return round(share * self.data.batch_size)
+
+    @property
+    def eval_interval(self) -> int:
+        """Number of examples between evaluations, in whole batches."""
+        return self.evaluation.eval_every - self.evaluation.eval_every % self.data.batch_size
+
+    @property
+    def caches_reference_first(self) -> bool:
+        """Whether the reference scores all pairs before the first update, after which its model is freed."""
+        return self.reference is not None and self.training.cache_reference_logps == "all"
+
+    def nested_values(self) -> dict[str, Any]:
+        """All values as in the config: each group a mapping of its own."""
+        nested: dict[str, Any] = {}
+        for name, value in self.values.items():
+            *groups, key = name.split(".")
+            node = nested
+            for group in groups:
+                node = node.setdefault(group, {})
+            node[key] = value
+        return nested
+
+    def change(self, key: str, value: Any) -> Plan:
+        """The plan with another value of a key, or another option of the group `lora`, on the same processes."""
+        values = {**self.values, key: value}
+        if key == "lora":
+            options = {f"lora.{name}": default for name, default in load_defaults(lora=value)["lora"].items()}
+            values = {**options, **self.values, "lora.name": value}
+        return make_plan(values, trainer=self.trainer, world_size=self.dims.world_size)
 
 
 def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
@@ -74,7 +277,12 @@ def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_siz
 
     Callers give `trainer` and `world_size` if the trainer is constructed and the processes are started already.
     """
-    values, rank_env, gpus = flatten(config), find_rank_env(), count_gpus()
+    return make_plan(flatten(config), trainer=trainer, world_size=world_size)
+
+
+def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
+    """`resolve` for values by dotted key."""
+    rank_env, gpus = find_rank_env(), count_gpus()
     trainer = trainer or _find_trainer(values)
     size = world_size or 1
     if world_size is None and rank_env is not None:
@@ -87,23 +295,46 @@ def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_siz
         tensor_size = size if every_process else _count(values, "tensor_parallel_size") or 1
     gathered_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
     compute_dtype = gathered_dtype or values.get("model.policy_dtype")
-    loss = _find_loss(values)
+    loss, is_adapted = _find_loss(values), values.get("lora.name") in ADAPTED
     reference = _find_reference(values) if loss.reference else None
     return Plan(
         trainer=trainer,
         dims=ParallelDims.of(size, shard_size=_count(values, "fsdp_shard_size"), tensor_size=tensor_size),
         compute_dtype=compute_dtype,
         reference_dtype=(values.get("model.reference_dtype") if reference == "model" else None) or compute_dtype,
-        autocast=values.get("model.autocast"),
         loss=loss,
+        loss_options=_read_loss_options(values),
         reference=reference,
         launched=rank_env is not None,
         gpus=gpus,
-        quantized=values.get("lora.name") in QUANTIZED,
-        trains_all=values.get("lora.name") not in ADAPTED,
-        online=values.get("online.name") == "online",
-        follow_every=_count(values, "online.sync_reference_every"),
+        run=_read(RunPlan, values),
+        model=_read(ModelPlan, values, "model."),
+        lora=_read(AdapterPlan, values, "lora.") if is_adapted else None,
+        online=_read(OnlinePlan, values, "online.") if values.get("online.name") == "online" else None,
+        data=_read(DataPlan, values),
+        training=_read(TrainingPlan, values),
+        evaluation=_read(EvaluationPlan, values),
+        logging=_read(LoggingPlan, values),
+        wandb=_read(WandbPlan, values, "wandb."),
+        tensorboard=bool(values.get("tensorboard.enabled")),
+        values=values,
     )
+
+
+Section = TypeVar("Section")
+
+
+def _read(section: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
+    """A section of the plan from the keys that its fields name; None for a key that the config lacks."""
+    return section(**{field.name: values.get(prefix + field.name) for field in fields(section)})  # type: ignore[arg-type]
+
+
+def _read_loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `loss`, with the weights of a mix in a mapping of their own."""
+    options = {key.removeprefix("loss."): value for key, value in values.items() if key.startswith("loss.")}
+    weights = {key.removeprefix("weights."): value for key, value in options.items() if key.startswith("weights.")}
+    options = {key: value for key, value in options.items() if not key.startswith("weights.")}
+    return options | ({"weights": weights} if weights else {})
 
 
 def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:

@@ -55,7 +55,16 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
     `plan` is the config's plan, if known already.
     """
     plan = plan or resolve(config)
-    values = flatten(config)
+    problems, written = find_problems(flatten(config), plan), OmegaConf.to_container(config)
+    assert isinstance(written, dict)
+    if config.get("resume") == "auto" and "get_local_run_dir" in str(written["local_run_dir"]):
+        problems.append("resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR")
+    return problems
+
+
+def find_problems(values: Mapping[str, Any], plan: Plan) -> list[str]:
+    """`find_config_problems` for values by dotted key."""
+    values = dict(values)
     keys = _list_keys(values)
     sources = values.pop("dataset_sources", {})
     absent = [key for key in KEYS if key not in values and not key.startswith(OF_A_CHOICE)]
@@ -69,9 +78,6 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
     found = {key: find_value_problem(key, value, keys) for key, value in in_order}
     problems += filter(None, found.values())
     sound = {k: v for k, v in values.items() if k in keys and v != "???" and keys[k].rule.holds(v)}
-    written: Any = OmegaConf.to_container(config)
-    if values.get("resume") == "auto" and "get_local_run_dir" in str(written["local_run_dir"]):
-        problems.append("resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR")
     problems += _process_problems(sound, plan)
     problems += _combination_problems(sound)
     has_odd_weights = any(problem for key, problem in found.items() if key.startswith(WEIGHTS))

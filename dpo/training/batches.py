@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from omegaconf import DictConfig
 
 from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples, iterate_once, read_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
-from dpo.losses import find_loss, needs_tails
+from dpo.losses import needs_tails
 from dpo.models.layouts import Layout, Microbatch
+from dpo.settings.plan import Plan
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -81,11 +81,11 @@ class Batches:
     """The batches of a run, each prepared for process `rank` of the `size` processes that see different rows."""
 
     def __init__(
-        self, config: DictConfig, data: TrainingData, layout: Layout, *, seed: int, rank: int = 0, size: int = 1
+        self, plan: Plan, data: TrainingData, layout: Layout, *, seed: int, rank: int = 0, size: int = 1
     ) -> None:
-        self.config, self.data, self.layout, self.seed = config, data, layout, seed
+        self.plan, self.data, self.layout, self.seed = plan, data, layout, seed
         self.rank, self.size = rank, size
-        self.loss = find_loss(config.loss)
+        self.loss = plan.loss
         self.parts: dict[str, Any] = {}  # parts of checkpoints
 
     def train(self, *, skip: int = 0) -> Iterator[Any]:
@@ -93,25 +93,25 @@ class Batches:
 
         The first `skip` are not prepared: a resumed run has already trained on them.
         """
-        data = self.data.train
-        prepare = partial(self._prepare, data, n_microbatches=self.config.gradient_accumulation_steps)
-        return self._iterate_train(prepare, data.counts.tolist(), skip=skip)
+        prompts = self.data.train
+        prepare = partial(self._prepare, prompts, n_microbatches=self.plan.data.gradient_accumulation_steps)
+        return self._iterate_train(prepare, prompts.counts.tolist(), skip=skip)
 
     def draw(self, item: Any, *, update: int) -> GlobalBatch:
         """The batch of an update, made from an item that `train` yields: here the item itself."""
         return item
 
     def _iterate_train(self, prepare: Callable[..., Result], counts: Sequence[int], *, skip: int) -> Iterator[Result]:
-        config = self.config
+        plan = self.plan
         batches = iterate_examples(
             counts,
-            batch_size=config.batch_size,
+            batch_size=plan.data.batch_size,
             shuffle=True,
-            n_epochs=config.n_epochs,
-            n_examples=config.n_examples,
+            n_epochs=plan.data.n_epochs,
+            n_examples=plan.data.n_examples,
             seed=self.seed,
         )
-        return prefetch(itertools.islice(batches, skip, None), prepare, workers=config.num_workers)
+        return prefetch(itertools.islice(batches, skip, None), prepare, workers=plan.data.num_workers)
 
     def test(self) -> Iterator[GlobalBatch]:
         """Evaluation batches, one microbatch per process: each example is in one only, and the last may be partial."""
@@ -122,14 +122,14 @@ class Batches:
         return [*self._iterate_test(len)]
 
     def _iterate_test(self, prepare: Callable[..., Result]) -> Iterator[Result]:
-        config = self.config
+        plan = self.plan
         batches = iterate_once(
             self.data.test.counts.tolist(),
-            batch_size=config.eval_batch_size,
-            n_examples=config.n_eval_examples,
+            batch_size=plan.data.eval_batch_size,
+            n_examples=plan.data.n_eval_examples,
             seed=self.seed,
         )
-        return prefetch(batches, prepare, workers=config.num_workers)
+        return prefetch(batches, prepare, workers=plan.data.num_workers)
 
     def read_prompts(self, places: Sequence[tuple[int, int]]) -> list[Prompt]:
         """The prompts of a batch."""
@@ -137,7 +137,7 @@ class Batches:
 
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:
         """The examples as token ids, truncated."""
-        lengths = {"max_length": self.config.max_length, "max_prompt_length": self.config.max_prompt_length}
+        lengths = {"max_length": self.plan.data.max_length, "max_prompt_length": self.plan.data.max_prompt_length}
         return encode_examples(texts, self.data.encode, **lengths)
 
     def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
@@ -152,6 +152,6 @@ class Batches:
     ) -> GlobalBatch:
         examples = self.encode(read_examples(prompts, places))
         keys = [e.keys for e in examples] if self.loss.reference else []
-        if keys and needs_tails(self.config.loss):
+        if keys and needs_tails(self.plan.loss_options):
             keys = [(*e.keys, *e.tail_keys) for e in examples]
         return GlobalBatch(examples, self.split(examples, n_microbatches), keys)

@@ -6,32 +6,27 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from omegaconf import DictConfig
-
 from dpo.data.collation import collate_prompts
 from dpo.data.preflight import TrainingData
 from dpo.models.generation import before_each_forward, fed_prompts, sample_batches, sample_rows
 from dpo.parallel.sharding import release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
+from dpo.settings.plan import Plan
 from dpo.training.batches import GlobalBatch
 from dpo.training.metrics import Reduced
 from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
 
 
-def find_interval(config: DictConfig) -> int:
-    """Number of examples between evaluations, in whole batches."""
-    return config.eval_every - config.eval_every % config.batch_size
-
-
-def notes_on_interval(config: DictConfig) -> list[str]:
+def notes_on_interval(plan: Plan) -> list[str]:
     """A warning if the interval differs from `eval_every`."""
-    if find_interval(config) == config.eval_every:
+    interval, wanted = plan.eval_interval, plan.evaluation.eval_every
+    if interval == wanted:
         return []
     return [
-        f"warning: eval_every={config.eval_every} is not a multiple of batch_size={config.batch_size}; "
-        f"evaluating every {find_interval(config)} examples"
+        f"warning: eval_every={wanted} is not a multiple of batch_size={plan.data.batch_size}; evaluating every "
+        f"{interval} examples"
     ]
 
 
@@ -43,7 +38,7 @@ class Evaluator:
 
     def __init__(
         self,
-        config: DictConfig,
+        plan: Plan,
         data: TrainingData,
         objective: Objective,
         batches: list[GlobalBatch],
@@ -52,7 +47,7 @@ class Evaluator:
         *,
         seed: int,
     ) -> None:
-        self.config, self.data, self.objective, self.batches = config, data, objective, batches
+        self.plan, self.data, self.objective, self.batches = plan, data, objective, batches
         self.mesh, self.progress, self.stop, self.seed = objective.mesh, progress, stop, seed
 
     def metrics(self) -> Reduced:
@@ -76,7 +71,7 @@ class Evaluator:
         They are sampled in whole batches, at least one. `n_examples`, the number of examples the policy was trained on,
         is part of the random seed.
         """
-        at_most = max(1, self.config.n_eval_model_samples // self.config.eval_batch_size)
+        at_most = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
         examples = [batch.examples for batch in self.batches[:at_most]]
         prompts = [collate_prompts(of_batch, self.data.tokenizer) for of_batch in examples]
         over = partial(self.progress.over, total=len(prompts), what="sample", examples=sum(map(len, examples)))
@@ -97,9 +92,9 @@ class Evaluator:
 
     def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[str]:
         """Continuations of this process's collated prompts."""
-        config = self.config
-        most = config.max_length - prompts["prompt_input_ids"].shape[1]
-        most = min(most, config.n_eval_tokens or most)
+        plan = self.plan
+        most = plan.data.max_length - prompts["prompt_input_ids"].shape[1]
+        most = min(most, plan.evaluation.n_eval_tokens or most)
 
         def before_token(index: int) -> None:
             self.stop.raise_if_any()

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from omegaconf import DictConfig
-
 from dpo.data.preflight import TrainingData
 from dpo.settings.plan import Plan
 from dpo.wording import count
@@ -40,23 +38,23 @@ class FirstUpdate(NamedTuple):
     next_evaluation: int  # number of examples before the next evaluation
 
     @classmethod
-    def of(cls, config: DictConfig, plan: Plan, data: TrainingData, sizes: Sequence[int]) -> FirstUpdate:
+    def of(cls, plan: Plan, data: TrainingData, sizes: Sequence[int]) -> FirstUpdate:
         """Count the work, given the sizes of the evaluation batches."""
-        report, examples = data.report, data.report.updates * config.batch_size
-        scores = plan.reference is not None and config.cache_reference_logps == "all"
-        evaluated = sizes if config.do_first_eval else ()
-        wanted = evaluated and config.sample_during_eval and config.do_first_sampling is not False
-        samples = _count_samples(config, plan, data, sizes) if wanted else None
-        trained = _count_trained(config, plan, data)
+        report, examples = data.report, data.report.updates * plan.data.batch_size
+        scores = plan.caches_reference_first
+        evaluated = sizes if plan.evaluation.do_first_eval else ()
+        wanted = evaluated and plan.evaluation.sample_during_eval and plan.evaluation.do_first_sampling is not False
+        samples = _count_samples(plan, data, sizes) if wanted else None
+        trained = _count_trained(plan, data)
         too_much = samples is not None and SAMPLED_COST * samples.tokens > MOST * trained
         return cls(
-            tested=min(2 * plan.dims.data_size, sizes[0]) if config.self_test else 0,
+            tested=min(2 * plan.dims.data_size, sizes[0]) if plan.training.self_test else 0,
             scored=sum(sizes) + min(report.train.examples, examples) if scores else None,
             evaluated=evaluated,
             samples=samples,
             trained=trained,
-            samples_wait=too_much and config.do_first_sampling is None,
-            next_evaluation=min(config.eval_every - config.eval_every % config.batch_size, examples),
+            samples_wait=too_much and plan.evaluation.do_first_sampling is None,
+            next_evaluation=min(plan.eval_interval, examples),
         )
 
     @property
@@ -100,21 +98,21 @@ class FirstUpdate(NamedTuple):
             )
 
 
-def _count_samples(config: DictConfig, plan: Plan, data: TrainingData, sizes: Sequence[int]) -> Samples:
-    n_batches = max(1, config.n_eval_model_samples // config.eval_batch_size)
+def _count_samples(plan: Plan, data: TrainingData, sizes: Sequence[int]) -> Samples:
+    n_batches = max(1, plan.evaluation.n_eval_model_samples // plan.data.eval_batch_size)
     prompts = sum(sizes[:n_batches])
-    frees_reference = plan.reference == "model" and config.cache_reference_logps == "all"
+    frees_reference = plan.reference == "model" and plan.caches_reference_first
     models = 1 if plan.reference is None or frees_reference else 2
     # sampling ends when a batch's longest prompt reaches max_length; that prompt is at least as long as the mean
-    longest = config.max_length - int(data.report.test.mean_prompt_tokens)
-    return Samples(prompts, models, models * prompts * min(longest, config.n_eval_tokens or longest))
+    longest = plan.data.max_length - int(data.report.test.mean_prompt_tokens)
+    return Samples(prompts, models, models * prompts * min(longest, plan.evaluation.n_eval_tokens or longest))
 
 
-def _count_trained(config: DictConfig, plan: Plan, data: TrainingData) -> int:
+def _count_trained(plan: Plan, data: TrainingData) -> int:
     """Tokens that a run trains on, each prompt counted once for its responses, and the cost of online samples."""
     train = data.report.train
     of_example = train.mean_prompt_tokens + train.mean_chosen_tokens + (train.mean_rejected_tokens or 0)
     if plan.online:
-        drawn = config.online.n_samples * config.online.max_new_tokens
-        of_example = train.mean_prompt_tokens + 2 * config.online.max_new_tokens + SAMPLED_COST * drawn
-    return round(data.report.updates * config.batch_size * of_example)
+        drawn = plan.online.n_samples * plan.online.max_new_tokens
+        of_example = train.mean_prompt_tokens + 2 * plan.online.max_new_tokens + SAMPLED_COST * drawn
+    return round(data.report.updates * plan.data.batch_size * of_example)

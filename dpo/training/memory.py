@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.data.preflight import TrainingData
@@ -28,10 +27,8 @@ from dpo.models.loading import find_policy_structure
 from dpo.models.pretrained import DTYPES, checkpoint_activations
 from dpo.models.reward_model import find_reward_structure
 from dpo.parallel.sharding import find_blocks
-from dpo.settings.choices import ADAPTED
-from dpo.settings.files import load_defaults
-from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import find_config_problems
+from dpo.settings.plan import Plan
+from dpo.settings.validation import find_problems
 from dpo.system.host_memory import host_memory, resident_memory
 from dpo.training.batches import Batches
 from dpo.training.memory_tracker import MemoryEstimate, MemoryTracker, on_device
@@ -54,70 +51,69 @@ ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at onc
 LOOKED_AT = 50  # global batches that are searched for the largest microbatch
 
 
-def predict(config: DictConfig, plan: Plan, data: TrainingData) -> MemoryEstimate:
+def predict(plan: Plan, data: TrainingData) -> MemoryEstimate:
     """The peak memory of a process.
 
     Too high under tensor parallelism, where it counts the activations of whole layers.
     """
-    return max(predict_phases(config, plan, data).values(), key=lambda need: need.total)
+    return max(predict_phases(plan, data).values(), key=lambda need: need.total)
 
 
-def predict_phases(config: DictConfig, plan: Plan, data: TrainingData) -> dict[str, MemoryEstimate]:
+def predict_phases(plan: Plan, data: TrainingData) -> dict[str, MemoryEstimate]:
     """The peak memory of a process in each phase of a run, by the phase's name."""
     fake = FakeTensorMode()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    policy = find_policy_structure(config, plan, plan.compute_dtype)
+    policy = find_policy_structure(plan, plan.compute_dtype)
     with fake:
         policy = on_device(policy, device, DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None)
-    if config.activation_checkpointing:
+    if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
-    layout, _ = layout_by_rules(config.layout, policy, max_length=config.max_length)
-    forward = partial(layout.forward, with_squares=needs_squares(config.loss))
-    trained, evaluated, n_rows, n_prompt = _largest_microbatches(config, plan, data, layout)
-    n_backwards = min(config.gradient_accumulation_steps, 2)
+    layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
+    forward = partial(layout.forward, with_squares=needs_squares(plan.loss_options))
+    trained, evaluated, n_rows, n_prompt = _largest_microbatches(plan, data, layout)
+    n_backwards = min(plan.data.gradient_accumulation_steps, 2)
     with fake:
         of_update, of_scoring = (
-            _run(policy.train(), forward, _as_fake(trained, fake, device), config.model.autocast, n_backwards).peak,
-            _run(policy.eval(), forward, _as_fake(evaluated, fake, device), config.model.autocast, 0).peak,
+            _run(policy.train(), forward, _as_fake(trained, fake, device), plan.model.autocast, n_backwards).peak,
+            _run(policy.eval(), forward, _as_fake(evaluated, fake, device), plan.model.autocast, 0).peak,
         )
-    training = _held_while_training(config, plan, policy, on_gpu=device == "cuda")
+    training = _held_while_training(plan, policy, on_gpu=device == "cuda")
     at_peak = max(of_update, of_scoring, key=lambda peak: peak["activations"] + peak["logits"])
     phases = {"training": (training, at_peak)}
     between_updates = training._replace(gradients=0, reduced=0, update=0)
-    if plan.reference == "model" and config.cache_reference_logps == "all":  # then the reference is freed
+    if plan.reference == "model" and plan.caches_reference_first:  # then the reference is freed
         phases = {
             "scoring the reference": (between_updates._replace(optimizer=0), of_scoring),
             "training": (training._replace(reference=0), at_peak),
         }
-    if config.sample_during_eval:
+    if plan.evaluation.sample_during_eval:
         held = between_updates._replace(reference=phases["training"][0].reference)
-        phases["samples"] = _sampling_phase(config, plan, policy, fake, held, n_rows=n_rows, n_prompt=n_prompt)
+        phases["samples"] = _sampling_phase(plan, policy, fake, held, n_rows=n_rows, n_prompt=n_prompt)
     if plan.online:
-        phases |= _online_phases(config, plan, data, policy, fake, between_updates)
+        phases |= _online_phases(plan, data, policy, fake, between_updates)
         phases["training"] = training._replace(scorer=phases["sampling"][0].scorer), at_peak
     return {name: _with_activations(*phase, plan, device) for name, phase in phases.items()}
 
 
 def _online_phases(
-    config: DictConfig, plan: Plan, data: TrainingData, policy: Any, fake: FakeTensorMode, held: MemoryEstimate
+    plan: Plan, data: TrainingData, policy: Any, fake: FakeTensorMode, held: MemoryEstimate
 ) -> dict[str, tuple[MemoryEstimate, Counter[str]]]:
     """The phases in which pairs are drawn, each with the memory held throughout and its temporary memory."""
-    rounds, online, scoring = Rounds.of(config, plan), config.online, Counter[str]()
+    rounds, online, scoring = Rounds.of(plan), plan.online, Counter[str]()
     if online.scorer == "reward_model":
-        reward = find_reward_structure(config)
+        reward = find_reward_structure(plan)
         weights = (*reward.model.parameters(), *reward.model.buffers())
         held = held._replace(scorer=sum(tensor.nbytes for tensor in weights))
-        length = longest_text(reward, config, data)
+        length = longest_text(reward, plan, data)
         scoring = peak_of_scoring(reward, rounds, fake, policy.device.type, length=length)
     drawing = Sampling(online.max_new_tokens, online.temperature, online.top_p)
-    options = {"rows": rounds.rows, "n_prompt": longest_prompt(config, data), "autocast": config.model.autocast}
+    options = {"rows": rounds.rows, "n_prompt": longest_prompt(plan, data), "autocast": plan.model.autocast}
     sampling = peak_of_sampling(policy, drawing, fake, **options)
     phases = {"sampling": _while_sampling(plan, policy, held, sampling)}
     return phases | ({"scoring": (held, scoring)} if held.scorer else {})
 
 
 def _sampling_phase(
-    config: DictConfig,
     plan: Plan,
     policy: Any,
     fake: FakeTensorMode,
@@ -127,8 +123,8 @@ def _sampling_phase(
     n_prompt: int,
 ) -> tuple[MemoryEstimate, Counter[str]]:
     """The phase in which an evaluation samples, for batches of `n_rows` prompts of at most `n_prompt` tokens."""
-    n_new = config.max_length - n_prompt
-    sampling = Sampling(min(n_new, config.n_eval_tokens or n_new))
+    n_new = plan.data.max_length - n_prompt
+    sampling = Sampling(min(n_new, plan.evaluation.n_eval_tokens or n_new))
     rows = -(-n_rows // plan.dims.data_size)
     peak = peak_of_sampling(policy, sampling, fake, rows=rows, n_prompt=n_prompt, autocast=None)
     return _while_sampling(plan, policy, held, peak)
@@ -147,17 +143,18 @@ def _while_sampling(
     return held._replace(gathered=gathered), sampling
 
 
-def _held_while_training(config: DictConfig, plan: Plan, policy: Any, *, on_gpu: bool) -> MemoryEstimate:
+def _held_while_training(plan: Plan, policy: Any, *, on_gpu: bool) -> MemoryEstimate:
     """Memory held throughout training: all but activations and freed memory that the allocator keeps."""
-    model, dims, compute = config.model, plan.dims, DTYPES[plan.compute_dtype]
+    model, dims, compute = plan.model, plan.dims, DTYPES[plan.compute_dtype]
     shards = dims.shard_size * dims.tensor_size
     adapter, second = (_count(adapter_weights(policy, name).values()) for name in (POLICY, REFERENCE))
     base, buffers = _count(policy.parameters()) - adapter - second, sum(b.nbytes for b in policy.buffers())
     policy_dtype, reference_dtype = (DTYPES[name].itemsize for name in (model.policy_dtype, plan.reference_dtype))
     # trained weights have gradients and optimizer state; the base may be frozen
     trained = (adapter * ADAPTER if adapter else base * policy_dtype) // shards
-    states, temporary = _measure_states(config.optimizer)
-    at_once = on_gpu and dims.world_size == 1 and config.optimizer not in ONE_BY_ONE  # shards are updated one by one
+    states, temporary = _measure_states(plan.training.optimizer)
+    # shards are updated one by one
+    at_once = on_gpu and dims.world_size == 1 and plan.training.optimizer not in ONE_BY_ONE
     adapter_of_reference = adapter if find_adapter(model.archive) else 0
     reference = {
         "model": (base * reference_dtype + adapter_of_reference * ADAPTER) // shards + buffers,
@@ -195,22 +192,20 @@ def _with_activations(need: MemoryEstimate, peak: Counter[str], plan: Plan, devi
     return need._replace(**made, kept=kept)
 
 
-def _largest_microbatches(
-    config: DictConfig, plan: Plan, data: TrainingData, layout: Layout
-) -> tuple[Microbatch, Microbatch, int, int]:
+def _largest_microbatches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[Microbatch, Microbatch, int, int]:
     """The largest microbatches, and the largest batch and longest prompt of evaluations.
 
     Returns the microbatches with the most tokens among the run's first training batches and among its evaluations, the
     number of examples in the largest evaluation batch, and the number of tokens in the longest evaluation prompt.
     """
-    limit = min(config.n_examples or 10**9, LOOKED_AT * config.batch_size)
-    first = OmegaConf.merge(config, {"n_examples": limit})
+    limit = min(plan.data.n_examples or 10**9, LOOKED_AT * plan.data.batch_size)
+    first = plan.change("n_examples", limit)
     trained: list[Microbatch] = []
     evaluated: list[Microbatch] = []
     n_rows, n_prompt = 0, 2  # sampling is predicted with forwards of the last two tokens
     for rank in range(min(plan.dims.data_size, 4)):
         kind = LongestAnswers if plan.online else Batches
-        batches = kind(first, data, layout, seed=config.seed, rank=rank, size=plan.dims.data_size)
+        batches = kind(first, data, layout, seed=plan.run.seed, rank=rank, size=plan.dims.data_size)
         for batch in batches.train():
             trained += batch.microbatches
         for batch in batches.test():
@@ -264,44 +259,43 @@ def _units(policy: Any, block_name: str | None) -> list[list[torch.nn.Parameter]
 # --- reports -------------------------------------------------------------------------------------------------------
 
 HELP = (  # keys, and the value to try; None: nothing
-    ("gradient_accumulation_steps", lambda c: 2 * c.gradient_accumulation_steps),
-    ("activation_checkpointing", lambda c: True),
-    ("model.attn_implementation", lambda c: "sdpa"),
-    ("model.autocast", lambda c: "bfloat16"),
-    ("cache_reference_logps", lambda c: "all"),
-    ("max_length", lambda c: c.max_length // 2),
+    ("gradient_accumulation_steps", lambda plan: 2 * plan.data.gradient_accumulation_steps),
+    ("activation_checkpointing", lambda plan: True),
+    ("model.attn_implementation", lambda plan: "sdpa"),
+    ("model.autocast", lambda plan: "bfloat16"),
+    ("cache_reference_logps", lambda plan: "all"),
+    ("max_length", lambda plan: plan.data.max_length // 2),
     (
         "eval_batch_size",
-        lambda c: c.eval_batch_size // 2 if c.sample_during_eval or c.online.name == "online" else None,
+        lambda plan: plan.data.eval_batch_size // 2 if plan.evaluation.sample_during_eval or plan.online else None,
     ),
-    ("sample_during_eval", lambda c: False),
-    ("online.max_new_tokens", lambda c: c.online.max_new_tokens // 2 if c.online.name == "online" else None),
-    ("lora", lambda c: None if c.lora.name in ADAPTED else "lora"),
-    ("lora", lambda c: None if c.lora.name == "qlora" else "qlora"),
-    ("lora.reference", lambda c: _without_second_model(c)),
+    ("sample_during_eval", lambda plan: False),
+    ("online.max_new_tokens", lambda plan: plan.online.max_new_tokens // 2 if plan.online else None),
+    ("lora", lambda plan: "lora" if plan.lora is None else None),
+    ("lora", lambda plan: None if plan.quantized else "qlora"),
+    ("lora.reference", lambda plan: _without_second_model(plan)),
 )
 
 
-def _without_second_model(config: DictConfig) -> str | None:
+def _without_second_model(plan: Plan) -> str | None:
     """The `lora.reference` that needs no separate model; None without an adapter."""
-    if config.lora.name not in ADAPTED:
+    if plan.lora is None:
         return None
-    return "adapter" if find_adapter(config.model.archive) else "base"
+    return "adapter" if find_adapter(plan.model.archive) else "base"
 
 
-def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
+def suggest(plan: Plan, data: TrainingData) -> list[str]:
     """The three settings that would save the most, each with the memory a process would then need."""
-    need, found = predict(config, plan, data), []
+    need, found = predict(plan, data), []
     for key, change in HELP:
-        value = change(config)
-        if value is None or OmegaConf.select(config, key) == value:
+        value = change(plan)
+        if value is None or plan.values.get(key) == value:
             continue
-        other = _changed(config, key, value)
-        changed = resolve(other, trainer=plan.trainer, world_size=plan.dims.world_size)
-        if find_config_problems(other, changed):
+        other = plan.change(key, value)
+        if find_problems(other.values, other):
             continue
         try:
-            total = predict(other, changed, data).total
+            total = predict(other, data).total
         except InputError:  # bitsandbytes has no kernels for this machine
             continue
         if need.total - total > 0.03 * (need.total - need.process):
@@ -309,19 +303,9 @@ def suggest(config: DictConfig, plan: Plan, data: TrainingData) -> list[str]:
     return [text for _, text in sorted(found)[:3]]
 
 
-def _changed(config: DictConfig, key: str, value: Any) -> DictConfig:
-    """A copy of a config with one more command-line override."""
-    other: Any = OmegaConf.merge(config, {})
-    if key == "lora":
-        other.lora = load_defaults(lora=value)["lora"] | {k: v for k, v in config.lora.items() if k != "name"}
-    else:
-        OmegaConf.update(other, key, value)
-    return other
-
-
-def dry_run(config: DictConfig, plan: Plan, data: TrainingData) -> None:
+def print_prediction(plan: Plan, data: TrainingData) -> None:
     """Print the memory that the run would need and, if it would not fit, settings that would help."""
-    phases, available = predict_phases(config, plan, data), _device_memory(plan)
+    phases, available = predict_phases(plan, data), _device_memory(plan)
     need = max(phases.values(), key=lambda need: need.total)
     for name, value in need._asdict().items():
         if value:
@@ -330,10 +314,10 @@ def dry_run(config: DictConfig, plan: Plan, data: TrainingData) -> None:
     if plan.online:
         for name, of_phase in phases.items():
             print(f"{name:>12} {of_phase.total / 1e9:8.2f} GB at its peak{_what_comes_and_goes(of_phase)}")
-        print(Rounds.of(config, plan).tell(config))
+        print(Rounds.of(plan).tell(plan))
     if need.total > available:
         print("won't fit; looking for settings that would help", flush=True)  # a prediction for each takes a while
-        print(f"try {_join(suggest(config, plan, data))}")
+        print(f"try {_join(suggest(plan, data))}")
 
 
 def _what_comes_and_goes(need: MemoryEstimate) -> str:
@@ -348,7 +332,7 @@ def _what_comes_and_goes(need: MemoryEstimate) -> str:
 
 
 @contextmanager
-def explaining_out_of_memory(config: DictConfig, plan: Plan, data: TrainingData) -> Iterator[None]:
+def explaining_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
     """Inside, running out of memory raises RunError with the memory needed and the settings that would help."""
     try:
         yield
@@ -359,11 +343,11 @@ def explaining_out_of_memory(config: DictConfig, plan: Plan, data: TrainingData)
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors they hold
         torch.cuda.empty_cache()
-        need, available = predict(config, plan, data).total, _device_memory(plan)
+        need, available = predict(plan, data).total, _device_memory(plan)
         said = " ".join(str(error).split())[:200]
         raise RunError(
             f"out of memory: a process needs about {need / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
-            f"try {_join(suggest(config, plan, data))} ({said})"
+            f"try {_join(suggest(plan, data))} ({said})"
         ) from error
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError
 from dpo.losses import Losses, Scores, find_loss, needs_squares, needs_tails
@@ -94,11 +93,11 @@ class RunningAverage:
 class Objective:
     """The loss of a policy, whose gradient an update follows.
 
-    `loss_config` is `config.loss`: the name of the loss, and its options. `autocast` is the dtype in which float32
-    weights are multiplied, None for their own. While the `models_are_equal`, rewards differ only by rounding, so
-    accuracies are 0. Every `follow_every` updates the reference becomes a copy of the policy; as that makes the models
-    equal repeatedly, no accuracies are logged while they are. `seed` is for the `dropout` of the policy's adapter,
-    which is on only in updates.
+    `loss_config` has the name of the loss and its options. `autocast` is the dtype in which float32 weights are
+    multiplied, None for their own. While the `models_are_equal`, rewards differ only by rounding, so accuracies are 0.
+    Every `follow_every` updates the reference becomes a copy of the policy; as that makes the models equal repeatedly,
+    no accuracies are logged while they are. `seed` is for the `dropout` of the policy's adapter, which is on only in
+    updates.
     """
 
     def __init__(
@@ -310,7 +309,6 @@ class Objective:
 
 
 def make_objective(
-    config: DictConfig,
     plan: Plan,
     policy: Any,
     reference: Reference | None,
@@ -324,7 +322,7 @@ def make_objective(
     `log` gets the reason if that is not the layout asked for. `longest` is the largest number of tokens of a prompt
     with one response.
     """
-    autocast = DTYPES[plan.autocast] if plan.autocast else None
+    autocast = DTYPES[plan.model.autocast] if plan.model.autocast else None
     device = next(policy.parameters()).device
     tried = [(policy, plan.compute_dtype)]
     if reference is not None and type(reference.model) is not type(policy):  # may not support the same layout
@@ -333,11 +331,11 @@ def make_objective(
     for model, dtype in tried:
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             layout, note = choose_layout(
-                config.layout,
+                plan.data.layout,
                 model,
-                max_length=config.max_length,
+                max_length=plan.data.max_length,
                 compute_dtype=autocast or DTYPES[dtype],
-                longest=Longest.of(longest, max(config.batch_size, config.eval_batch_size), config.max_length),
+                longest=Longest.of(longest, max(plan.data.batch_size, plan.data.eval_batch_size), plan.data.max_length),
                 vetoed=mesh.any,
             )
         release_gathered(model)
@@ -346,17 +344,16 @@ def make_objective(
             break
     equal = reference is not None and _are_equal(policy, reference, mesh)
     assert layout is not None
-    loss_config: Any = OmegaConf.to_container(config.loss, resolve=True)  # read in every microbatch
     return Objective(
         policy,
         reference,
         layout,
         mesh,
-        loss_config,
+        plan.loss_options,
         autocast=autocast,
         models_are_equal=equal,
         follow_every=plan.follow_every,
-        seed=config.seed,
+        seed=plan.run.seed,
     )
 
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 
 from dpo.data.examples import Completion, Drawn, Example, TextExample, list_examples, text_digest
 from dpo.data.preflight import TrainingData
@@ -60,7 +59,7 @@ class OnlineBatches(Batches):
 
     def __init__(
         self,
-        config: DictConfig,
+        plan: Plan,
         data: TrainingData,
         objective: Objective,
         scorer: Scorer,
@@ -70,14 +69,14 @@ class OnlineBatches(Batches):
         seed: int,
     ) -> None:
         mesh = objective.mesh
-        super().__init__(config, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
+        super().__init__(plan, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
         self.objective, self.mesh, self.scorer, self.stop, self.progress = objective, mesh, scorer, stop, progress
         self.parts = {"online": ScorerState(scorer)}
-        online = config.online
+        online = plan.online
         self.n_samples, self.penalty = online.n_samples, online.missing_eos_penalty
         self.keeps_ties = online.ties == "keep"
         self.sampling = Sampling(online.max_new_tokens, online.temperature, online.top_p, seed)
-        self.n_offline = count_offline(config)
+        self.n_offline = plan.n_offline
 
     def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
         return self._iterate_train(self.read_prompts, [1] * len(self.data.train), skip=skip)
@@ -87,7 +86,7 @@ class OnlineBatches(Batches):
         prompts, pairs = item, self._offline(item, update)
         offline = dict(zip(pairs, self.encode(list(pairs.values())), strict=True))
         asked = {
-            place: encode_prompt(prompt, self.data, self.config)
+            place: encode_prompt(prompt, self.data, self.plan)
             for place, prompt in enumerate(prompts)
             if place not in pairs
         }
@@ -100,7 +99,7 @@ class OnlineBatches(Batches):
             for (place, example), of_prompt in zip(asked.items(), scores, strict=True)
         }
         examples = [example for _, example in sorted((offline | online).items())]
-        microbatches = self.split(examples, self.config.gradient_accumulation_steps)
+        microbatches = self.split(examples, self.plan.data.gradient_accumulation_steps)
         seconds = {"sampling": sampled - start, "scoring": time.perf_counter() - sampled}
         drawn = [example.drawn for example in examples]
         is_online = torch.tensor([one is not None for one in drawn])
@@ -125,7 +124,7 @@ class OnlineBatches(Batches):
         own = by_length[self.rank :: self.size]
         # a process with one prompt less answers the last one twice, as all processes take part in every batch
         places = own + by_length[-1:] * (-(-len(by_length) // self.size) - len(own))
-        batches = _in_groups(places, max(1, self.config.eval_batch_size // self.size))
+        batches = _in_groups(places, max(1, self.plan.data.eval_batch_size // self.size))
         answers: list[tuple[int, list[Answer]]] = []
         policy = self.objective.policy.eval()
         with gathered_weights(policy):
@@ -138,7 +137,7 @@ class OnlineBatches(Batches):
     ) -> list[list[Answer]]:
         """The answers to one batch of prompts, given by their places."""
         n = self.n_samples
-        first = update * self.config.batch_size
+        first = update * self.plan.data.batch_size
         numbers = [(first + place) * n + sample for place in places for sample in range(n)]
         most = self.sampling.max_new_tokens
 
@@ -188,22 +187,17 @@ def _in_groups(items: Sequence[Item], size: int) -> list[list[Item]]:
     return [[*items[start : start + size]] for start in range(0, len(items), size)]
 
 
-def count_offline(config: DictConfig) -> int:
-    """The number of pairs per batch that come from the data."""
-    return round(config.online.mix_offline * config.batch_size)
-
-
 def some_prompts(data: TrainingData) -> list[Prompt]:
     """The training prompts, or about LOOKED_AT evenly spaced ones if there are more."""
     return data.train[:: max(1, len(data.train) // LOOKED_AT)]
 
 
-def encode_prompt(prompt: Prompt, data: TrainingData, config: DictConfig) -> Example:
+def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
     """An example without responses, its prompt truncated as for responses of `max_new_tokens`."""
     ids = data.encode([prompt.text])
     whole, _ = append_eos(prompt.text, [], ids, data.tokenizer, rendered=prompt.rendered)
-    room = [[0] * config.online.max_new_tokens]
-    cut, _ = truncate(whole, room, prompt.truncation_mode, config.max_length, config.max_prompt_length)
+    room = [[0] * plan.online.max_new_tokens]
+    cut, _ = truncate(whole, room, prompt.truncation_mode, plan.data.max_length, plan.data.max_prompt_length)
     return Example(tuple(cut), (), (prompt.number, 0), prompt.dataset, truncated=cut != whole)
 
 
@@ -249,7 +243,6 @@ def metrics_of_drawing(drawing: Drawing | None, table: Mapping[str, torch.Tensor
 
 
 def make_batches(
-    config: DictConfig,
     plan: Plan,
     data: TrainingData,
     objective: Objective,
@@ -261,10 +254,10 @@ def make_batches(
     """The batches of a run, with pairs from the data or drawn from the policy."""
     mesh = objective.mesh
     if not plan.online:
-        return Batches(config, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
-    scorer = load_scorer(config, objective.device, rows=max(1, config.eval_batch_size // mesh.data_size))
+        return Batches(plan, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
+    scorer = load_scorer(plan, objective.device, rows=max(1, plan.data.eval_batch_size // mesh.data_size))
     for prompt in some_prompts(data):
         scorer.check(prompt)
     for note in scorer.notes:
         progress.line(note)
-    return OnlineBatches(config, data, objective, scorer, stop, progress, seed=seed)
+    return OnlineBatches(plan, data, objective, scorer, stop, progress, seed=seed)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.data.examples import list_examples
@@ -19,7 +18,7 @@ from dpo.models.reward_model import RewardModel
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batches, GlobalBatch
 from dpo.training.memory_tracker import MemoryTracker, on_device
-from dpo.training.online import count_offline, encode_prompt, some_prompts
+from dpo.training.online import encode_prompt, some_prompts
 
 
 class Rounds(NamedTuple):
@@ -31,15 +30,15 @@ class Rounds(NamedTuple):
     scored: int  # texts that a reward model scores at a time
 
     @classmethod
-    def of(cls, config: DictConfig, plan: Plan) -> Rounds:
-        n, prompts = config.online.n_samples, config.batch_size - count_offline(config)
+    def of(cls, plan: Plan) -> Rounds:
+        n, prompts = plan.online.n_samples, plan.data.batch_size - plan.n_offline
         own = -(-prompts // plan.dims.data_size)
-        at_once = max(1, config.eval_batch_size // plan.dims.data_size)
+        at_once = max(1, plan.data.eval_batch_size // plan.dims.data_size)
         scored = min(at_once, -(-prompts * n // plan.dims.world_size))
         return cls(prompts * n, -(-own // at_once), min(own, at_once) * n, scored)
 
-    def tell(self, config: DictConfig) -> str:
-        n_new = config.online.max_new_tokens
+    def tell(self, plan: Plan) -> str:
+        n_new = plan.online.max_new_tokens
         return (
             f"an update samples up to {self.answers * n_new:,} tokens, of {self.answers:,} answers, in "
             f"{self.batches * n_new:,} forwards of each process, of {self.rows:,} rows"
@@ -53,26 +52,26 @@ class LongestAnswers(Batches):
         return self._iterate_train(self._longest, [1] * len(self.data.train), skip=skip)
 
     def _longest(self, places: Sequence[tuple[int, int]]) -> GlobalBatch:
-        config, prompts = self.config, self.read_prompts(places)
-        answers = tuple((token,) * config.online.max_new_tokens for token in (0, 1))  # with no token in common
-        examples = [encode_prompt(prompt, self.data, config)._replace(responses=answers) for prompt in prompts]
-        if n := count_offline(config):
+        plan, prompts = self.plan, self.read_prompts(places)
+        answers = tuple((token,) * plan.online.max_new_tokens for token in (0, 1))  # with no token in common
+        examples = [encode_prompt(prompt, self.data, plan)._replace(responses=answers) for prompt in prompts]
+        if n := plan.n_offline:
             pairs = [self.encode(list_examples(prompt)) for prompt in prompts]
             longest = [max(of_prompt, key=lambda pair: pair.n_tokens) for of_prompt in pairs]
             more = [pair.n_tokens - drawn.n_tokens for pair, drawn in zip(longest, examples, strict=True)]
             for place in sorted(range(len(prompts)), key=lambda place: -more[place])[:n]:
                 examples[place] = longest[place]
-        return GlobalBatch(examples, self.split(examples, config.gradient_accumulation_steps), [])
+        return GlobalBatch(examples, self.split(examples, plan.data.gradient_accumulation_steps), [])
 
 
-def longest_prompt(config: DictConfig, data: TrainingData) -> int:
+def longest_prompt(plan: Plan, data: TrainingData) -> int:
     """Tokens of the longest training prompt, truncated as for answering; from a sample if there are many."""
-    return max(len(encode_prompt(prompt, data, config).prompt) for prompt in some_prompts(data))
+    return max(len(encode_prompt(prompt, data, plan).prompt) for prompt in some_prompts(data))
 
 
-def longest_text(reward: RewardModel, config: DictConfig, data: TrainingData) -> int:
+def longest_text(reward: RewardModel, plan: Plan, data: TrainingData) -> int:
     """Tokens of the longest text that a reward model may see: a whole prompt and the longest answer."""
-    longest = max(len(reward.encode(prompt, "")) for prompt in some_prompts(data)) + config.online.max_new_tokens
+    longest = max(len(reward.encode(prompt, "")) for prompt in some_prompts(data)) + plan.online.max_new_tokens
     return longest if reward.limit is None else min(longest, reward.limit)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch.optim.lr_scheduler import LambdaLR
 
 from dpo.settings import choices
+from dpo.settings.plan import TrainingPlan
 from dpo.wording import count
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in choices.OPTIMIZERS}
@@ -22,9 +22,9 @@ SCHEDULES = {  # remaining part of the decay when the fraction `done` of it is o
 LR_SCALINGS = {"none": lambda processes: 1, "linear": lambda processes: processes, "sqrt": math.sqrt}
 
 
-def notes_on_scaling(config: DictConfig, size: int) -> list[str]:
+def notes_on_scaling(training: TrainingPlan, size: int) -> list[str]:
     """A message on the initial learning rate if it is scaled, in `size` processes that see different rows."""
-    lr, scaling = config.lr, config.lr_scaling
+    lr, scaling = training.lr, training.lr_scaling
     if scaling == "none":
         return []
     return [f"learning rate {lr * LR_SCALINGS[scaling](size):.6g}: lr={lr} for {size} processes, lr_scaling={scaling}"]
@@ -54,13 +54,13 @@ class Schedule(LambdaLR):
         super().__init__(optimizer, factor)
 
     @classmethod
-    def of(cls, config: DictConfig, optimizer: torch.optim.Optimizer, *, updates: int, size: int) -> Schedule:
+    def of(cls, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, size: int) -> Schedule:
         """The schedule of a run of `updates`, in `size` processes that see different rows."""
         for group in optimizer.param_groups:
-            group["lr"] *= LR_SCALINGS[config.lr_scaling](size)
-        curve = {"kind": config.schedule, "min_ratio": config.min_lr_ratio, "warmup_steps": config.warmup_steps}
+            group["lr"] *= LR_SCALINGS[training.lr_scaling](size)
+        curve = {"kind": training.schedule, "min_ratio": training.min_lr_ratio, "warmup_steps": training.warmup_steps}
         schedule = cls(optimizer, updates=updates, **curve)
-        schedule.notes = notes_on_scaling(config, size)
+        schedule.notes = notes_on_scaling(training, size)
         return schedule
 
     def state_dict(self) -> dict[str, Any]:

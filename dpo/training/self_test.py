@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from dpo.data.examples import Example
 from dpo.errors import InputError
@@ -21,7 +20,7 @@ Forward = Callable[[], Columns]
 ULPS = 8  # largest difference between two forwards of the same inputs
 
 
-def self_test(objective: Objective, examples: Sequence[Example], config: DictConfig, plan: Plan) -> list[str]:
+def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> list[str]:
     """Run `check_models` on the first two examples per process, without the adapter's dropout; a message says so."""
     mesh = objective.mesh
     few = list(examples[: 2 * mesh.data_size])
@@ -35,9 +34,9 @@ def self_test(objective: Objective, examples: Sequence[Example], config: DictCon
         lengths=microbatch.lengths,
         loss_config=objective.loss_config,
         other_dtype=plan.compute_dtype if plan.compute_dtype != plan.reference_dtype else None,
-        repeats_to=DTYPES[plan.autocast or plan.compute_dtype] if mesh.tensor_size > 1 else None,
+        repeats_to=DTYPES[plan.model.autocast or plan.compute_dtype] if mesh.tensor_size > 1 else None,
     )
-    if p := config.lora.get("dropout", 0):
+    if plan.lora is not None and (p := plan.lora.dropout):
         notes.append(f"self-test: was without lora.dropout={p}, which is on in updates alone and was not checked")
     return notes
 

@@ -37,6 +37,7 @@ from dpo.data.table import Prompt, PromptTable, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import doubts_about_bos, load_tokenizer
 from dpo.errors import InputError
+from dpo.settings.plan import resolve
 from preference_datasets import get_dataset, identify_dataset
 
 
@@ -368,18 +369,18 @@ def test_eos_is_found_beyond_the_sample(tokenizer, monkeypatch):
 def test_settings_that_the_data_makes_look_like_mistakes_are_doubted():
     report = Preflight(SplitReport(examples=64), SplitReport(examples=8), updates=16, dropped_examples=0)
     config = OmegaConf.create({"warmup_steps": 8, "lr": 1e-3, "schedule": "constant"})
-    assert doubts(config, report) == []
+    assert doubts(resolve(config).training, report) == []
     config.warmup_steps = 9
-    assert doubts(config, report) == [
+    assert doubts(resolve(config).training, report) == [
         "warmup_steps=9 takes most of the 16 updates of this run; warmup_steps=1 fits, a tenth of them"
     ]
     config.warmup_steps = 16
-    assert doubts(config, report) == [
+    assert doubts(resolve(config).training, report) == [
         "warmup_steps=16 is too long for the 16 updates of this run, which would never reach lr=0.001; "
         "warmup_steps=1 fits, a tenth of them",
     ]
     config.schedule, config.warmup_steps = "cosine", 15
-    assert doubts(config, report) == [
+    assert doubts(resolve(config).training, report) == [
         "warmup_steps=15 leaves none of the 16 updates for cosine; warmup_steps=1 fits, a tenth of them"
     ]
 
@@ -387,14 +388,14 @@ def test_settings_that_the_data_makes_look_like_mistakes_are_doubted():
 def test_no_warm_up_fits_a_run_of_fewer_than_ten_updates():
     report = Preflight(SplitReport(examples=8), SplitReport(examples=8), updates=2, dropped_examples=0)
     config = OmegaConf.create({"warmup_steps": 150, "lr": 1e-3, "schedule": "cosine"})
-    [warning] = doubts(config, report)
+    [warning] = doubts(resolve(config).training, report)
     assert warning.endswith("which would never reach lr=0.001; no warm-up fits so short a run: warmup_steps=0")
     config.warmup_steps = 1
-    assert doubts(config, report) == [
+    assert doubts(resolve(config).training, report) == [
         "warmup_steps=1 leaves none of the 2 updates for cosine; no warm-up fits so short a run: warmup_steps=0"
     ]
     config.warmup_steps, report.updates = 0, 1
-    assert doubts(config, report) == []
+    assert doubts(resolve(config).training, report) == []
 
 
 def test_one_of_a_kind_is_told_in_the_singular(tokenizer):

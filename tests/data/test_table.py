@@ -26,6 +26,7 @@ from dpo.data.schema import PreferenceData
 from dpo.data.table import FACTS, Prompt, PromptTable, find_or_build, is_whole, write_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, RunError
+from dpo.settings.plan import resolve
 from dpo.system.launching import launch
 from preference_datasets import get_dataset, identify_dataset, load_prompts
 
@@ -278,7 +279,7 @@ def load_and_weigh(rank, world_size, config, folder):
     preflight.SAMPLE_SIZE = 10  # or it would mostly tokenize
     load_tokenizer(str(GOLDEN / "tiny-llama"))("a")
     before = own_memory()
-    data = preference_datasets.load_data(config, silent=True)
+    data = preference_datasets.load_data(resolve(config), silent=True)
     first = next(iter(data.train))
     found = {
         "loads": len(calls),

@@ -207,7 +207,7 @@ def settings(**keys):
 def weights_of(archive, **lora) -> Weights:
     config = settings(lora=lora) if lora else settings()
     config.model.archive = str(archive)
-    return find_weights(config, resolve(config))
+    return find_weights(resolve(config))
 
 
 def test_an_adapter_is_named_by_its_run_its_checkpoint_or_its_policy(tmp_path):
@@ -265,7 +265,7 @@ def test_an_adapter_of_another_size_is_refused_with_what_to_give(tmp_path):
         config = settings(lora={"name": "lora", "reference": "adapter", **lora})
         config.model.archive = str(run)
         with pytest.raises(InputError, match=said):
-            check_parts(config, resolve(config))
+            check_parts(resolve(config))
 
 
 def test_each_name_of_layers_has_to_be_there():
@@ -301,5 +301,5 @@ def test_a_checkpoint_names_its_base_by_a_path_that_stays(tmp_path):
     config = settings(lora={"name": "lora", "r": 4, "alpha": 12})
     for archive, base in ((None, LLAMA), (str(sft), str(sft / "step-8" / "policy.pt"))):
         config.model.archive = archive
-        model, _ = load_policy(build("llama"), config, resolve(config), rank=0, resume_from=None)
+        model, _ = load_policy(build("llama"), resolve(config), rank=0, resume_from=None)
         assert json.loads(AdapterState(model).files({})[CONFIG])["base_model_name_or_path"] == base

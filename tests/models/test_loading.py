@@ -48,7 +48,7 @@ def check(command):
         with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
             config = hydra.compose("config", arguments)
         plan = resolve(config)
-        check_parts(config, plan)
+        check_parts(plan)
         return config, plan
 
     return check
@@ -56,8 +56,8 @@ def check(command):
 
 def test_an_adapter_that_peft_made_is_policy_and_reference(adapter, check):
     given = adapter()
-    config, plan = check(*TO_ADAPTER, f"model.archive={given}")
-    policy, _ = load_policy(model_loaders(config, plan)[0], config, plan, rank=0, resume_from=None)
+    _, plan = check(*TO_ADAPTER, f"model.archive={given}")
+    policy, _ = load_policy(model_loaders(plan)[0], plan, rank=0, resume_from=None)
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), given, adapter_name="given")
     theirs = {name.removeprefix("base_model.model."): w for name, w in adapter_weights(theirs, "given").items()}
     for name in (POLICY, REFERENCE):
@@ -69,8 +69,8 @@ def test_an_adapter_that_peft_made_is_policy_and_reference(adapter, check):
 
 def test_sft_goes_on_with_an_adapter_whatever_the_reference_would_be(adapter, check):
     given = adapter()
-    config, plan = check("loss=sft", "lora=lora", *ALIKE, f"model.archive={given}")
-    assert find_weights(config, plan).adapter == given
+    _, plan = check("loss=sft", "lora=lora", *ALIKE, f"model.archive={given}")
+    assert find_weights(plan).adapter == given
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_what_is_no_adapter_cannot_be_the_reference(check):
 def test_an_adapter_of_another_base_than_the_model_gets_a_line(adapter, check, tmp_path):
     given = adapter()
     config, _ = check(*TO_ADAPTER, f"model.archive={given}")
-    assert notes_on_base(config) == []
+    assert notes_on_base(resolve(config)) == []
     config.model.name_or_path = str(tmp_path)
-    [line] = notes_on_base(config)
+    [line] = notes_on_base(resolve(config))
     assert line.startswith(f"warning: {given} was trained on {BASE}, and model.name_or_path={tmp_path}: make sure")

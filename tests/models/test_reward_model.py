@@ -17,6 +17,7 @@ from dpo.data.table import Prompt
 from dpo.errors import InputError
 from dpo.models.answers import Answer
 from dpo.models.scoring import ScorerFailed, check_scorer, load_scorer
+from dpo.settings.plan import resolve
 
 DIALOGUE = Prompt("\n\nHuman: Good morning.\n\nAssistant:", [], [], "keep_end", False)
 RAW = Prompt("Once", [], [], "keep_start", False)
@@ -37,7 +38,7 @@ def config_of(reward_model: str, *, most: int = 8) -> Any:
 
 
 def scorer_of(reward_model: str, *, rows: int = 3, most: int = 8):
-    return load_scorer(config_of(reward_model, most=most), torch.device("cpu"), rows=rows)
+    return load_scorer(resolve(config_of(reward_model, most=most)), torch.device("cpu"), rows=rows)
 
 
 def model_of(scorer: Any) -> Any:
@@ -153,7 +154,7 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
         odd: "its tokenizer's chat template rejects the prompt 'Hello': no, never",
         str(adapter): "is an adapter: merge it into its base",
     }
-    for load in (scorer_of, lambda folder: check_scorer(config_of(folder))):
+    for load in (scorer_of, lambda folder: check_scorer(resolve(config_of(folder)))):
         for folder, said in refused.items():
             with pytest.raises(InputError, match=rf"^online\.reward_model={folder}:? {said}"):
                 load(folder)

@@ -255,7 +255,7 @@ def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str
              "n_eval_model_samples=8", f"local_run_dir={run_dir}", *overrides],
         )  # fmt: skip
     run_dir.mkdir(exist_ok=True)
-    policy, reference = model_loaders(config, resolve(config, world_size=world_size), rank=rank)
+    policy, reference = model_loaders(resolve(config, world_size=world_size), rank=rank)
     return TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size)
 
 

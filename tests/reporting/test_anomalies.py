@@ -15,6 +15,7 @@ from dpo.checkpoint.files import read_state
 from dpo.errors import RunError
 from dpo.reporting.anomalies import MAX_SKIPPED, CourseWarner
 from dpo.reporting.events import Evaluation, RunContext, Update
+from dpo.settings.plan import resolve
 from dpo.training.objective import Objective
 
 SPOILT = ("optimizer=SGD", "lr=1e30", "warmup_steps=0", "max_grad_norm=1e30")  # after one update
@@ -115,7 +116,7 @@ def watching(loss: str, batch_size: int) -> tuple[CourseWarner, list[str]]:
     logged = []
     settings = {"loss": {"name": loss, "beta": 0.1}, "batch_size": batch_size, "online": {"name": "none"}}
     config = OmegaConf.create(settings)
-    return CourseWarner(RunContext(config, None, 0, None, logged.append)), logged
+    return CourseWarner(RunContext(resolve(config), None, 0, None, logged.append)), logged
 
 
 def evaluated(n_updates: int, loss: float, margin: float) -> Evaluation:

@@ -20,6 +20,7 @@ from dpo.errors import RunError
 from dpo.reporting.events import Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
 from dpo.reporting.terminal import Progress
+from dpo.settings.plan import resolve
 from dpo.training.objective import Objective
 
 ONLINE = (
@@ -48,7 +49,7 @@ ANSWERS = (
 
 def files_in(run_dir: Path) -> FileLogger:
     data = SimpleNamespace(train=[SimpleNamespace(text=f"\n\nHuman: {n}?\n\nAssistant:") for n in range(3)])
-    logger = FileLogger(RunContext(OmegaConf.create({"n_eval_model_samples": 2}), run_dir, 0, data, print))
+    logger = FileLogger(RunContext(resolve(OmegaConf.create({"n_eval_model_samples": 2})), run_dir, 0, data, print))
     logger.load_state_dict({})
     logger.on_start()
     return logger

@@ -21,6 +21,7 @@ from dpo.analysis.ledger_file import PARQUET, STREAM, read_ledger
 from dpo.data.examples import Example
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.ledger import Ledger
+from dpo.settings.plan import resolve
 
 COLUMNS = [
     *("example", "dataset", "update", "epoch", "split"),
@@ -166,7 +167,7 @@ EXAMPLES = [Example((1,), ((2, 3), (4,)), (i, 0), "hh", f"{i}", truncated=False)
 def ledger_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> Ledger:
     data = SimpleNamespace(report=SimpleNamespace(train=SimpleNamespace(examples=8)))
     ledger = Ledger(
-        RunContext(OmegaConf.create({"batch_size": 4, "online": {"name": "none"}}), run_dir, 0, data, print)
+        RunContext(resolve(OmegaConf.create({"batch_size": 4, "online": {"name": "none"}})), run_dir, 0, data, print)
     )
     ledger.load_state_dict(state)
     ledger.on_start()

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 from support.runs import read_metrics
 from test_ledger_of_runs import EXAMPLES, ledger_in, rows_of, table_of
 from test_tensorboard import scalars
@@ -15,6 +14,7 @@ from test_tensorboard import scalars
 from dpo.analysis.ledger_file import PARQUET, STREAM, read_ledger
 from dpo.reporting.events import Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
+from dpo.settings.plan import make_plan
 
 BOTH = ("ledger", "tensorboard.enabled")
 ON, OFF = ([f"{key}={value}" for key in BOTH] for value in ("true", "false"))
@@ -165,7 +165,7 @@ def blank_last_line(content: bytes) -> bytes:
 )
 def test_lines_that_are_damaged_before_the_checkpoint_keep_those_before_them(damage, name, tmp_path, capsys):
     def logger_in(state: dict) -> FileLogger:
-        logger = FileLogger(RunContext(OmegaConf.create({"n_eval_model_samples": 1}), tmp_path, 0, None, print))
+        logger = FileLogger(RunContext(make_plan({"n_eval_model_samples": 1}), tmp_path, 0, None, print))
         logger.load_state_dict(state)
         logger.on_start()
         return logger

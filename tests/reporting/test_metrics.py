@@ -23,6 +23,7 @@ from dpo.models.adapters import ParameterCount
 from dpo.reporting.events import Callback, Callbacks, Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
 from dpo.reporting.wandb import WandbLogger
+from dpo.settings.plan import make_plan, resolve
 from dpo.training.metrics import peak_memory_gb, reduce_metrics
 
 
@@ -64,7 +65,7 @@ def test_many_equal_values_have_that_value_as_their_mean():
 
 
 def files_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> FileLogger:
-    logger = FileLogger(RunContext(OmegaConf.create(), run_dir, 0, None, print))
+    logger = FileLogger(RunContext(make_plan({}), run_dir, 0, None, print))
     logger.load_state_dict(state)
     logger.on_start()
     return logger
@@ -72,7 +73,7 @@ def files_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> 
 
 def test_what_is_trained_and_when_it_ended_are_in_the_record(tmp_path):
     (tmp_path / "env.json").write_text('{"started": "2026-11-22T07:00:00+00:00"}')
-    logger = FileLogger(RunContext(OmegaConf.create(), tmp_path, 0, None, print, ParameterCount(12, 345)))
+    logger = FileLogger(RunContext(make_plan({}), tmp_path, 0, None, print, ParameterCount(12, 345)))
     logger.on_start()
     logger.on_end()
     record = json.loads((tmp_path / "env.json").read_text())
@@ -173,7 +174,7 @@ def test_a_state_that_a_checkpoint_would_not_give_back_is_refused_when_it_is_sav
         def state_dict(self):
             return {"seen": {1, 2}}
 
-    callbacks = Callbacks({"odd": Odd(RunContext(OmegaConf.create(), Path(), 0, None, print))})
+    callbacks = Callbacks({"odd": Odd(RunContext(make_plan({}), Path(), 0, None, print))})
     with pytest.raises(TypeError, match=r"odd\.state_dict\(\)\['seen'\] is a set: a checkpoint holds tensors"):
         callbacks.state_dict()
 
@@ -184,9 +185,10 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from dpo.reporting import wandb
 from dpo.reporting.events import Evaluation, RunContext, Sample, Update
+from dpo.settings.plan import resolve
 config = OmegaConf.create({"exp_name": "n", "minimum_log_interval_secs": 0, "loss": {"name": "sft"}, "wandb": {
     "project": "p", "entity": None, "group": None, "tags": [], "notes": None, "artifacts": True}})
-logger = wandb.WandbLogger(RunContext(config, Path(sys.argv[1]), 0, None, print))
+logger = wandb.WandbLogger(RunContext(resolve(config), Path(sys.argv[1]), 0, None, print))
 """
 
 WANDB_RUN = """
@@ -232,7 +234,7 @@ def test_wandb_gets_training_metrics_at_most_every_interval_and_every_evaluation
     project = {"project": "p", "entity": None, "group": None, "tags": [], "notes": None, "artifacts": True}
     settings = {"exp_name": "n", "minimum_log_interval_secs": 1.0, "loss": {"name": "sft"}, "wandb": project}
     config = OmegaConf.create(settings)
-    logger = WandbLogger(RunContext(config, tmp_path, 0, None, print))
+    logger = WandbLogger(RunContext(resolve(config), tmp_path, 0, None, print))
     logger.on_start()
     logged = []
     monkeypatch.setattr(logger.run, "log", logged.append)

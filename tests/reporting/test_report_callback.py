@@ -15,10 +15,12 @@ from support.runs import assert_gone
 from dpo.reporting import report
 from dpo.reporting.events import Evaluation, RunContext
 from dpo.reporting.report import ReportWriter
+from dpo.settings.plan import make_plan, resolve
 
 EVALUATION = Evaluation(0, 0, {}, [])
 PROGRAM = """
 import os, sys, time
+from dpo.settings.plan import resolve
 with open(sys.argv[1] + "/started", "a") as file:
     print(os.getpid(), *sys.argv[3:], file=file)
 {then}
@@ -29,7 +31,7 @@ with open(sys.argv[1] + "/started", "a") as file:
 def writer(tmp_path):
     """A callback whose lines are in `logged`."""
     logged = []
-    context = RunContext(OmegaConf.create({"report": True}), tmp_path / "run", 0, None, logged.append)
+    context = RunContext(make_plan({"report": True}), tmp_path / "run", 0, None, logged.append)
     (tmp_path / "run").mkdir()
     made = ReportWriter(context)
     made.logged = logged
@@ -70,9 +72,9 @@ def test_a_run_that_trains_has_a_report_and_says_where_at_the_end(run, tmp_path,
 
 
 def test_it_is_off_by_default(tmp_path):
-    context = RunContext(OmegaConf.load(Path(report.ROOT, "config", "config.yaml")), tmp_path, 0, None, print)
+    context = RunContext(resolve(OmegaConf.load(Path(report.ROOT, "config", "config.yaml"))), tmp_path, 0, None, print)
     assert not ReportWriter.is_wanted(context)
-    context.config.report = True
+    context = context._replace(plan=context.plan.change("report", True))
     assert ReportWriter.is_wanted(context)
     assert not ReportWriter.is_wanted(context._replace(rank=1))
 
@@ -145,7 +147,7 @@ def test_no_interpreter_is_one_line_too(writer, monkeypatch):
 def test_while_it_trains_the_report_says_so(tmp_path):
     """The page is written beside a run that holds its lock."""
     run_dir = write_run(tmp_path / "run", [evaluation(0, 0.69), update(1)], updates=4)
-    writer = ReportWriter(RunContext(OmegaConf.create({"report": True}), run_dir, 0, None, print))
+    writer = ReportWriter(RunContext(make_plan({"report": True}), run_dir, 0, None, print))
     with (run_dir / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         writer.on_evaluation(EVALUATION)

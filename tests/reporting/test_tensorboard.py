@@ -17,6 +17,7 @@ from dpo.reporting.events import Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
 from dpo.reporting.tensorboard import TensorBoardLogger
 from dpo.settings import validation
+from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
 
 ON = "tensorboard.enabled=true"
@@ -99,7 +100,7 @@ def test_a_run_that_starts_over_moves_all_of_before_aside(tmp_path):
 
 def context(run_dir: Path, **settings: bool) -> RunContext:
     config = OmegaConf.create({"tensorboard": {"enabled": True}, "debug": False} | settings)
-    return RunContext(config, run_dir, 0, None, print)
+    return RunContext(resolve(config), run_dir, 0, None, print)
 
 
 def test_samples_are_literal_text(tmp_path):

@@ -222,7 +222,7 @@ def test_a_config_is_described_by_what_differs_from_its_files():
     import hydra
 
     import train  # noqa: F401  (registers the config's resolvers)
-    from dpo.run import describe
+    from train import describe
 
     overrides = ["loss=ipo", "loss.beta=0.3", "exp_name=x", "model=pythia28", "batch_size=4", "local_run_dir=RUN",
                  "wandb.project=p"]  # fmt: skip

@@ -16,6 +16,7 @@ from dpo.errors import RunError
 from dpo.models.adapters import ParameterCount
 from dpo.reporting.events import Evaluation, RunContext
 from dpo.reporting.wandb import REPORT, WandbLogger
+from dpo.settings.plan import resolve
 
 WANDB = {"project": "p", "entity": None, "group": None, "tags": [], "notes": None, "artifacts": True}
 
@@ -39,7 +40,7 @@ def start(tmp_path, monkeypatch):
     def start(loss: str = "dpo", state: dict[str, Any] | None = None, **settings: Any) -> WandbLogger:
         monkeypatch.setattr(WandbLogger, "_start", staticmethod(lambda wandb, settings: Stub(tmp_path / "[files]")))
         config = {"exp_name": "n", "minimum_log_interval_secs": 0, "loss": {"name": loss}, "wandb": WANDB | settings}
-        logger = WandbLogger(RunContext(OmegaConf.create(config), tmp_path, 0, None, print))
+        logger = WandbLogger(RunContext(resolve(OmegaConf.create(config)), tmp_path, 0, None, print))
         logger.load_state_dict(state or {})
         logger.on_start()
         return logger
@@ -72,7 +73,7 @@ def test_how_many_parameters_are_trained_is_in_the_config(tmp_path, monkeypatch)
         WandbLogger, "_start", staticmethod(lambda wandb, settings: began.append(settings) or Stub(tmp_path))
     )
     config = OmegaConf.create({"exp_name": "n", "wandb": WANDB, "lora": {"name": "lora", "r": 16}})
-    WandbLogger(RunContext(config, tmp_path, 0, None, print, ParameterCount(12, 345))).on_start()
+    WandbLogger(RunContext(resolve(config), tmp_path, 0, None, print, ParameterCount(12, 345))).on_start()
     assert began[0]["config"]["parameters"] == {"trainable": 12, "total": 345}
     assert began[0]["config"]["lora"] == {"name": "lora", "r": 16}
 

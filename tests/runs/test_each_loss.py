@@ -185,7 +185,7 @@ WITHOUT = {
 @pytest.mark.parametrize(("loads", "command"), WITHOUT.values(), ids=WITHOUT)
 def test_a_loss_without_a_reference_loads_none(loads, command, tmp_path):
     config = compose(tmp_path, "run", *command)
-    assert (model_loaders(config, resolve(config))[1] is not None) == loads
+    assert (model_loaders(resolve(config))[1] is not None) == loads
 
 
 def update_all(rank: int, world_size: int, configs: dict[str, Any], out: Path) -> None:

@@ -17,10 +17,10 @@ from dpo.checkpoint.files import check_complete
 from dpo.data.tokenizer import load_tokenizer
 from dpo.models.loading import load_policy, model_loaders
 from dpo.models.pretrained import load_model
-from dpo.run import _export
 from dpo.settings.files import with_defaults
 from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
+from train import export_last
 
 IDS = torch.arange(20).view(2, 10)
 
@@ -92,7 +92,7 @@ def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, tmp
     run("run", "lora=lora", "lr=1e-2", "model.policy_dtype=bfloat16", "model.reference_dtype=null", "n_examples=8")
     config, checkpoint = OmegaConf.load(tmp_path / "run" / "config.yaml"), tmp_path / "run" / "LATEST"
     plan = resolve(config)
-    trained, _ = load_policy(model_loaders(config, plan)[0], config, plan, rank=0, resume_from=checkpoint)
+    trained, _ = load_policy(model_loaders(plan)[0], plan, rank=0, resume_from=checkpoint)
 
     [snippet] = re.findall(r"```python\n(.*?)```", (checkpoint / "hf" / "README.md").read_text(), re.DOTALL)
     loaded: dict = {}
@@ -135,13 +135,13 @@ def test_whatever_fails_in_an_export_is_one_line(error, tmp_path, monkeypatch, c
 
     (tmp_path / "LATEST").mkdir()
     monkeypatch.setattr("dpo.models.export.export", fail)
-    _export(0, with_defaults({"local_run_dir": str(tmp_path)}))
+    export_last(0, resolve(with_defaults({"local_run_dir": str(tmp_path)})))
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: the run is complete, but not exported: {type(error).__name__}")
 
     error = Stopped()
     with pytest.raises(Stopped):
-        _export(0, with_defaults({"local_run_dir": str(tmp_path)}))
+        export_last(0, resolve(with_defaults({"local_run_dir": str(tmp_path)})))
 
 
 def ask_to_stop_at_the_end() -> None:

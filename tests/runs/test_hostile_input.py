@@ -33,6 +33,7 @@ from dpo.models.pretrained import load_config
 from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
 from dpo.settings.keys import KEYS
+from dpo.settings.plan import resolve
 from dpo.settings.validation import refuse_hydras_own
 from dpo.system.process_group import get_open_port
 from dpo.system.redaction import redact
@@ -197,7 +198,7 @@ def test_a_checkpoint_cuts_off_no_files_but_its_logs(tmp_path):
     (tmp_path / "run").mkdir()
     for victim in (*victims, tmp_path / "run" / "metrics.jsonl"):
         victim.write_text('{"a": 1}\n{"a": 2}\n')
-    logger = FileLogger(RunContext(OmegaConf.create(), tmp_path / "run", 0, None, print))
+    logger = FileLogger(RunContext(resolve(OmegaConf.create()), tmp_path / "run", 0, None, print))
     logger.load_state_dict({"log_bytes": {str(victims[0]): 0, "../b": 0, "metrics.jsonl": 9}})
     logger.on_start()
     assert [victim.read_text() for victim in victims] == ['{"a": 1}\n{"a": 2}\n'] * 2

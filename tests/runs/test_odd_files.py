@@ -35,6 +35,7 @@ from dpo.parallel.mesh import Mesh
 from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
 from dpo.reporting.table import LOGS
+from dpo.settings.plan import resolve
 from dpo.system.plain_files import check_readable, check_writable, remove
 from dpo.system.run_directory import FILES, create_run_dir
 from dpo.training.optimization import OPTIMIZERS, Schedule
@@ -101,7 +102,7 @@ def test_what_a_run_writes_is_a_file_of_its_own_or_the_run_does_not_begin(kind, 
 def test_a_logger_writes_to_files_alone(name, tmp_path):
     (tmp_path / "elsewhere").write_text("precious")
     (tmp_path / name).symlink_to("elsewhere")
-    logger = FileLogger(RunContext(OmegaConf.create(), tmp_path, 0, None, print))
+    logger = FileLogger(RunContext(resolve(OmegaConf.create()), tmp_path, 0, None, print))
     logger.load_state_dict({"log_bytes": {name: 0}})
     with pytest.raises(InputError, match="symbolic link; a regular file is expected"):
         logger.on_start()

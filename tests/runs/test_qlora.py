@@ -137,7 +137,7 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads_and_is_merged_and_asked(run,
     assert all(".lora_" in name for name in read_state(directory / "policy.pt"))
     config = config_of(*QLORA)
     plan = resolve(config)
-    ours, _ = load_policy(model_loaders(config, plan)[0], config, plan, rank=0, resume_from=directory)
+    ours, _ = load_policy(model_loaders(plan)[0], plan, rank=0, resume_from=directory)
     assert sum(isinstance(module, Linear4bit) for module in ours.modules()) == 7 * 3
     base = quantize(load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="sdpa"))
     ids = batch_of(4)["chosen_input_ids"]

@@ -74,7 +74,7 @@ def test_the_policy_computes_in_the_dtype_in_which_it_is_gathered():
     mixed = ("model.fsdp_policy_mp=bfloat16", "model.reference_dtype=bfloat16")
     assert plan_of(*mixed).compute_dtype == "float32"
     plan = plan_of("trainer=FSDPTrainer", *mixed)
-    assert (plan.compute_dtype, plan.reference_dtype, plan.autocast) == ("bfloat16", "bfloat16", None)
+    assert (plan.compute_dtype, plan.reference_dtype, plan.model.autocast) == ("bfloat16", "bfloat16", None)
 
 
 def test_a_reference_without_a_dtype_computes_as_the_policy_does():

@@ -30,7 +30,7 @@ def first_update(*overrides: str, loss: str = "dpo", updates: int = 100) -> Firs
         overrides = ("exp_name=test", "local_run_dir=run", *overrides)
         config = hydra.compose("config", [f"loss={loss}", f"model.name_or_path={GOLDEN / 'tiny-llama'}", *overrides])
     data = TrainingData(tokenizer=None, encode=None, train=None, test=None, report=report)
-    return FirstUpdate.of(config, resolve(config), data, sizes=(16, 16))
+    return FirstUpdate.of(resolve(config), data, sizes=(16, 16))
 
 
 def test_each_thing_is_announced_with_its_size_and_the_keys_that_change_it():

@@ -93,7 +93,7 @@ def compose(rows, tmp_path):
 )
 def test_weights_gradients_and_optimizer_are_bytes_per_parameter(overrides, policy, optimizer, reference, compose):
     config = compose(*overrides)
-    need = predict(config, resolve(config), load_data(config, silent=True))
+    need = predict(resolve(config), load_data(resolve(config), silent=True))
 
     expected = [PARAMETERS * n for n in (policy, policy, optimizer, reference)]
     assert [need.policy, need.gradients, need.optimizer, need.reference] == pytest.approx(expected, rel=1e-3)
@@ -106,8 +106,8 @@ def test_temporaries_of_an_update_on_a_gpu_are_those_of_all_parameters_unless_it
 ):
     config = compose(f"optimizer={optimizer}")
     plan = resolve(config)
-    policy = find_policy_structure(config, plan, plan.compute_dtype)
-    assert (_held_while_training(config, plan, policy, on_gpu=True).update > 0) is at_once
+    policy = find_policy_structure(plan, plan.compute_dtype)
+    assert (_held_while_training(plan, policy, on_gpu=True).update > 0) is at_once
 
 
 def test_a_reference_that_scores_all_pairs_first_counts_while_it_does(compose, monkeypatch):
@@ -116,7 +116,7 @@ def test_a_reference_that_scores_all_pairs_first_counts_while_it_does(compose, m
     needs = {}
     for caching in ("as_needed", "all"):
         config = compose(f"cache_reference_logps={caching}", *small)
-        needs[caching] = predict(config, resolve(config), load_data(config, silent=True))
+        needs[caching] = predict(resolve(config), load_data(resolve(config), silent=True))
     assert needs["all"].reference == pytest.approx(
         4 * PARAMETERS, rel=1e-3
     )  # more than gradients and optimizer, which come after it
@@ -129,13 +129,13 @@ def test_gradients_are_reduced_in_float32_whatever_is_computed_in(compose):
     plan = resolve(config, world_size=2)
     assert plan.compute_dtype == "bfloat16"
     embeddings_and_head = 2 * 1024 * 64 + 64  # the largest unit, with the last norm
-    assert predict(config, plan, load_data(config, silent=True)).reduced == 4 * embeddings_and_head
+    assert predict(plan, load_data(resolve(config), silent=True)).reduced == 4 * embeddings_and_head
 
 
 def test_processes_share_what_they_can(compose):
     config = compose("trainer=FSDPTrainer", "eval_batch_size=8")
-    data = load_data(config, silent=True)
-    alone, shared = (predict(config, resolve(config, world_size=n), data) for n in (1, 2))
+    data = load_data(resolve(config), silent=True)
+    alone, shared = (predict(resolve(config, world_size=n), data) for n in (1, 2))
 
     for name in ("policy", "gradients", "optimizer", "reference"):
         assert getattr(shared, name) == pytest.approx(getattr(alone, name) / 2, rel=1e-3)
@@ -161,7 +161,7 @@ def test_an_adapter_has_gradients_and_optimizer_state_beside_a_frozen_base(
     has_archive = "archive" in overrides or "lora.reference=adapter" in overrides
     settings = [o for o in overrides if o != "archive"] + [f"model.archive={tmp_path}"] * has_archive
     config = compose("lora=lora", "lora.r=4", *settings)
-    need = predict(config, resolve(config), load_data(config, silent=True))
+    need = predict(resolve(config), load_data(resolve(config), silent=True))
 
     expected = (policy, 4 * ADAPTER, 4 * ADAPTER, reference)
     assert (need.policy, need.gradients, need.optimizer, need.reference) == pytest.approx(expected, rel=1e-3)
@@ -174,9 +174,9 @@ def test_what_an_adapter_saves_for_the_backward_pass_is_predicted(compose):
     for name in ("none", "lora"):
         config = compose(f"lora={name}")
         plan = resolve(config)
-        real, _ = load_policy(model_loaders(config, plan)[0], config, plan, rank=0, resume_from=None)
+        real, _ = load_policy(model_loaders(plan)[0], plan, rank=0, resume_from=None)
         fake = FakeTensorMode()
-        structure = find_policy_structure(config, plan, "float32")
+        structure = find_policy_structure(plan, "float32")
         with fake:
             inputs = microbatch.map(fake.from_tensor).inputs
             peaks["fake", name] = _run(on_device(structure, "cpu", None).train(), layout.forward, inputs, None, 1)
@@ -195,7 +195,7 @@ def test_a_frozen_base_saves_less_in_every_dtype(settings, compose):
     of = {}
     for name, rank in (("none", ()), ("lora", ("lora.r=4",))):
         config = compose(f"lora={name}", *rank, *settings)
-        of[name] = predict(config, resolve(config), load_data(config, silent=True)).activations
+        of[name] = predict(resolve(config), load_data(resolve(config), silent=True)).activations
     assert of["lora"] < of["none"]
 
 
@@ -205,14 +205,14 @@ def test_a_frozen_base_saves_less_in_every_dtype(settings, compose):
 )
 def test_every_kind_of_loss_layout_and_attention_can_be_predicted(settings, loss, compose):
     config = compose(f"loss={loss}", *(() if loss == "sft" else ("loss.beta=0.1",)), *settings)
-    assert predict(config, resolve(config), load_data(config, silent=True)).activations > 0
+    assert predict(resolve(config), load_data(resolve(config), silent=True)).activations > 0
 
 
 @pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
 def test_what_wpo_holds_beside_is_counted(layout, compose):
     def need(*options: str):
         config = compose("loss=dpo", "loss.beta=0.1", f"layout={layout}", *options)
-        found = predict(config, resolve(config), load_data(config, silent=True))
+        found = predict(resolve(config), load_data(resolve(config), silent=True))
         return found.activations + found.logits
 
     assert need("loss.wpo=true") > need()
@@ -220,10 +220,10 @@ def test_what_wpo_holds_beside_is_counted(layout, compose):
 
 def test_samples_take_at_most_the_rows_of_the_test_split(compose):
     most = compose("sample_during_eval=true", "eval_batch_size=1000000000", "n_eval_examples=1000000000")
-    data = load_data(most, silent=True)
+    data = load_data(resolve(most), silent=True)
     n = data.report.test.examples
     whole = compose("sample_during_eval=true", f"eval_batch_size={n}", f"n_eval_examples={n}")
-    caches = [predict_phases(config, resolve(config), data)["samples"].kv_cache for config in (most, whole)]
+    caches = [predict_phases(resolve(config), data)["samples"].kv_cache for config in (most, whole)]
     assert caches[0] == caches[1] > 0
 
 
@@ -232,7 +232,7 @@ def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
     config = compose(
         "batch_size=16", "n_examples=16", "eval_every=16", "model.name_or_path=" + str(GOLDEN / "tiny-llama")
     )
-    found = suggest(config, resolve(config), load_data(config, silent=True))
+    found = suggest(resolve(config), load_data(resolve(config), silent=True))
 
     assert 1 <= len(found) <= 3
     sizes = [float(re.search(r"\(([\d.]+) GB\)", text)[1]) for text in found]
@@ -240,7 +240,7 @@ def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
     tried = compose("batch_size=16", "n_examples=16", "eval_every=16", "gradient_accumulation_steps=16")
     assert all(
         "gradient_accumulation_steps" not in text
-        for text in suggest(tried, resolve(tried), load_data(tried, silent=True))
+        for text in suggest(resolve(tried), load_data(resolve(tried), silent=True))
     )
 
 
@@ -268,7 +268,7 @@ def test_adapters_are_offered_where_they_help_as_the_command_line_takes_them(
     settings = [override.format(adapter=tmp_path) for override in overrides]
     config = compose("optimizer=AdamW", "max_length=16", "max_prompt_length=8", "batch_size=1", *settings)
     before = OmegaConf.to_container(config.lora)
-    found = suggest(config, resolve(config), load_data(config, silent=True))
+    found = suggest(resolve(config), load_data(resolve(config), silent=True))
 
     assert offered in [text.split(" (")[0] for text in found]
     assert config.lora == before
@@ -279,8 +279,8 @@ def test_adapters_are_offered_where_they_help_as_the_command_line_takes_them(
 
 def test_processes_share_a_frozen_base_and_reduce_the_adapters_gradients_alone(compose):
     config = compose("lora=lora", "lora.r=4", "trainer=FSDPTrainer", "eval_batch_size=8")
-    data = load_data(config, silent=True)
-    alone, shared = (predict(config, resolve(config, world_size=n), data) for n in (1, 2))
+    data = load_data(resolve(config), silent=True)
+    alone, shared = (predict(resolve(config, world_size=n), data) for n in (1, 2))
 
     for name in ("policy", "gradients", "optimizer"):
         assert getattr(shared, name) == pytest.approx(getattr(alone, name) / 2, rel=1e-3)
@@ -293,8 +293,8 @@ def test_processes_share_a_frozen_base_and_reduce_the_adapters_gradients_alone(c
 def test_every_process_holds_a_4_bit_base_and_shares_the_rest(compose):
     pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
     config = compose("lora=qlora", "lora.r=4", "trainer=FSDPTrainer", "eval_batch_size=8")
-    data = load_data(config, silent=True)
-    alone, shared = (predict(config, resolve(config, world_size=n), data) for n in (1, 2))
+    data = load_data(resolve(config), silent=True)
+    alone, shared = (predict(resolve(config, world_size=n), data) for n in (1, 2))
 
     others = 2 * 1024 * 64 + (2 * 3 + 1) * 64  # embeddings, head and norms
     floats = 4 * (others + ADAPTER)

@@ -49,19 +49,19 @@ def compose(rows, tmp_path):
 
 
 def phases_of(config, world_size: int | None = None):
-    return predict_phases(config, resolve(config, world_size=world_size), load_data(config, silent=True))
+    return predict_phases(resolve(config, world_size=world_size), load_data(resolve(config), silent=True))
 
 
 def test_how_much_is_sampled_at_a_time(compose):
     config = compose("batch_size=10", "eval_batch_size=4", "online.n_samples=3", "trainer=FSDPTrainer")
-    alone, both = (Rounds.of(config, resolve(config, world_size=n)) for n in (1, 2))
+    alone, both = (Rounds.of(resolve(config, world_size=n)) for n in (1, 2))
     assert alone == Rounds(answers=30, batches=3, rows=12, scored=4)
     assert both == Rounds(answers=30, batches=3, rows=6, scored=2)  # 5 prompts, 2 of them at a time
     assert alone.tell(config) == (
         "an update samples up to 1,200 tokens, of 30 answers, in 120 forwards of each process, of 12 rows"
     )
     few = compose("batch_size=10", "eval_batch_size=64", "online.mix_offline=0.5")
-    assert Rounds.of(few, resolve(few)) == Rounds(answers=10, batches=1, rows=10, scored=10)
+    assert Rounds.of(resolve(few)) == Rounds(answers=10, batches=1, rows=10, scored=10)
 
 
 def test_a_cache_and_a_reward_model_are_counted(compose, tokenizer, tmp_path):
@@ -74,7 +74,7 @@ def test_a_cache_and_a_reward_model_are_counted(compose, tokenizer, tmp_path):
     assert plain["sampling"].logits >= 2 * rows * 1024 * 4
     assert (plain["sampling"].gradients, plain["training"].kv_cache) == (0, 0)
     assert "scoring" not in plain
-    weights = sum(p.nbytes for p in find_reward_structure(compose_of(compose, folder)).model.parameters())
+    weights = sum(p.nbytes for p in find_reward_structure(resolve(compose_of(compose, folder))).model.parameters())
     assert all(need.scorer == pytest.approx(weights, rel=1e-2) for need in scored.values())
     assert scored["scoring"].activations > 0
 
@@ -106,10 +106,10 @@ def test_the_peak_of_sampling_is_that_of_real_tensors(compose, tokenizer):
     with MemoryTracker.of(model) as tracker:
         answers = answer(model, tokenizer, prompts, range(rows), Sampling(40))
     assert max(len(one.tokens) for one in answers) == 40
-    fake, structure = FakeTensorMode(), find_policy_structure(config, plan, "float32")
+    fake, structure = FakeTensorMode(), find_policy_structure(plan, "float32")
     with fake:
         structure = on_device(structure, "cpu", None)
-    options = {"rows": Rounds.of(config, plan).rows, "n_prompt": 8, "autocast": None}
+    options = {"rows": Rounds.of(plan).rows, "n_prompt": 8, "autocast": None}
     found = peak_of_sampling(structure, Sampling(config.online.max_new_tokens), fake, **options)
     assert found.total() == pytest.approx(tracker.peak.total(), rel=0.1)
 
@@ -118,33 +118,34 @@ def test_the_peak_of_sampling_is_that_of_real_tensors(compose, tokenizer):
 def test_the_peak_of_scoring_is_that_of_real_tensors(family, compose, tokenizer, tmp_path):
     folder = save_reward_model(tmp_path / "reward", family, tokenizer, template=None, max_position_embeddings=64)
     config = compose_of(compose, folder)
-    rounds = Rounds.of(config, resolve(config))
-    real = load_scorer(config, torch.device("cpu"), rows=4).score
+    rounds = Rounds.of(resolve(config))
+    real = load_scorer(resolve(config), torch.device("cpu"), rows=4).score
     with MemoryTracker((*real.model.parameters(), *real.model.buffers())) as tracker:
         real.forward([[5] * 48] * 4)
-    found = peak_of_scoring(find_reward_structure(config), rounds, FakeTensorMode(), "cpu", length=48)
+    found = peak_of_scoring(find_reward_structure(resolve(config)), rounds, FakeTensorMode(), "cpu", length=48)
     assert found.total() == pytest.approx(tracker.peak.total(), rel=0.15)
 
 
 def test_a_reward_model_sees_whole_prompts_up_to_its_positions(compose, tokenizer, tmp_path):
     config = compose("online.max_new_tokens=40", "max_prompt_length=8")
-    data = load_data(config, silent=True)
+    data = load_data(resolve(config), silent=True)
     lengths = []
     for positions in (512, 50):
         folder = tmp_path / str(positions)
         save_reward_model(folder, "gpt2", tokenizer, template=None, max_position_embeddings=positions)
-        lengths.append(longest_text(find_reward_structure(compose_of(compose, str(folder))), config, data))
+        reward = find_reward_structure(resolve(compose_of(compose, str(folder))))
+        lengths.append(longest_text(reward, resolve(config), data))
     assert lengths == [40 + max(len(tokenizer(prompt.text)["input_ids"]) for prompt in data.train), 50]
-    assert longest_prompt(config, data) == 8
+    assert longest_prompt(resolve(config), data) == 8
 
 
 def test_microbatches_are_of_prompts_with_the_longest_answers(compose):
     config = compose("online.max_new_tokens=36", "max_prompt_length=12")  # what is more than 48 is cut to that
-    data = load_data(config, silent=True)
-    trained, *_ = _largest_microbatches(config, resolve(config), data, Padded())
+    data = load_data(resolve(config), silent=True)
+    trained, *_ = _largest_microbatches(resolve(config), data, Padded())
     assert trained.n_tokens == 8 * (12 + 36)
     half = compose("online.max_new_tokens=2", "max_prompt_length=8", "online.mix_offline=0.5", "max_length=24")
-    batch = next(LongestAnswers(half, load_data(half, silent=True), Padded(), seed=0).train())
+    batch = next(LongestAnswers(resolve(half), load_data(resolve(half), silent=True), Padded(), seed=0).train())
     lengths = [len(response) for example in batch.examples for response in example.responses]
     assert sorted(lengths)[:4] == [2] * 4
     assert sorted(lengths)[4:] != [2] * 4
@@ -168,5 +169,5 @@ def test_smaller_batches_and_shorter_answers_are_offered(compose, monkeypatch):
     monkeypatch.setattr(memory, "resident_memory", lambda: 0)
     many = ("online.n_samples=64", "gradient_accumulation_steps=4")
     config = compose(*many)
-    offered = [text.split(" (")[0] for text in memory.suggest(config, resolve(config), load_data(config, silent=True))]
+    offered = [text.split(" (")[0] for text in memory.suggest(resolve(config), load_data(resolve(config), silent=True))]
     assert sorted(offered) == ["eval_batch_size=2", "online.max_new_tokens=20"]

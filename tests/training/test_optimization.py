@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from support.runs import read_metrics, train
 
 from dpo.checkpoint.files import read_state
+from dpo.settings.plan import make_plan
 from dpo.training.objective import Objective
 from dpo.training.optimization import Schedule
 
@@ -133,7 +133,7 @@ def test_an_update_that_is_skipped_takes_no_step_along_the_curve(run, tmp_path, 
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
 def test_the_rate_is_scaled_by_processes_that_see_different_rows(scaling, factor):
     settings = {"lr": 5e-7, "lr_scaling": scaling, "schedule": "constant", "min_lr_ratio": 0.0, "warmup_steps": 0}
-    schedule = Schedule.of(OmegaConf.create(settings), optimizer_of(5e-7), updates=3, size=4)
+    schedule = Schedule.of(make_plan(settings).training, optimizer_of(5e-7), updates=3, size=4)
     assert rates(schedule, 2) == [factor * 5e-7] * 2
     said = (
         [] if scaling == "none" else [f"learning rate {factor * 5e-7}: lr=5e-07 for 4 processes, lr_scaling={scaling}"]
