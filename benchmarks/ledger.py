@@ -19,11 +19,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from dpo.data.examples import Example, text_digest
 from dpo.reporting.events import RunContext, Update
 from dpo.reporting.ledger import Ledger
+from dpo.settings.plan import make_plan
 
 COLUMNS = ("logps_train/chosen", "logps_train/rejected", "reference/chosen", "reference/rejected")
 
@@ -44,9 +44,7 @@ def main() -> None:
     n = asked.batch_size
     data: Any = SimpleNamespace(report=SimpleNamespace(train=SimpleNamespace(examples=n * asked.updates)))
     with tempfile.TemporaryDirectory() as folder:
-        context = RunContext(
-            OmegaConf.create({"batch_size": n, "online": {"name": "none"}}), Path(folder), 0, data, print
-        )
+        context = RunContext(make_plan({"batch_size": n}), Path(folder), 0, data, print)
         ledger = Ledger(context)
         ledger.on_start()
         appends = []

@@ -20,14 +20,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from benchmarks.step_overhead import compose
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
 from dpo.models.generation import before_each_forward
 from dpo.models.loading import model_loaders
-from dpo.settings.plan import resolve
+from dpo.settings.plan import Plan, resolve
 from dpo.training.online import OnlineBatches, encode_prompt
 from trainers import TRAINERS
 
@@ -35,9 +34,9 @@ DEFAULTS = ("online=online", "online.scorer=shorter", "loss=simpo", "self_test=f
 Asked = Mapping[int, Example]
 
 
-def generate_bare(model: Any, tokenizer: Any, batches: Sequence[Sequence[Example]], config: DictConfig) -> None:
+def generate_bare(model: Any, tokenizer: Any, batches: Sequence[Sequence[Example]], plan: Plan) -> None:
     """Sample with plain `model.generate`: each batch padded on the left, from all tokens (no top-k)."""
-    online = config.online
+    online = plan.online
     for prompts in batches:
         rows = [prompt for prompt in prompts for _ in range(online.n_samples)]
         batch = {key: value.to(model.device) for key, value in _tensors(collate_prompts(rows, tokenizer)).items()}
@@ -71,12 +70,13 @@ def timed(model: Any, draw: Callable[[], None]) -> tuple[float, int]:
 
 def measure(batches: OnlineBatches, asked: Asked, update: int) -> dict[str, tuple[float, int]]:
     """Time both ways to answer the prompts of an update, in an order that alternates between rounds."""
-    config, model = batches.config, batches.objective.policy
+    plan, model = batches.plan, batches.objective.policy
+    rows = plan.data.eval_batch_size
     by_length = sorted(asked.values(), key=lambda example: len(example.prompt))
-    bare = [by_length[start : start + config.eval_batch_size] for start in range(0, len(asked), config.eval_batch_size)]
+    bare = [by_length[start : start + rows] for start in range(0, len(asked), rows)]
     ways: dict[str, Callable[[], Any]] = {
         "ours": lambda: batches._answer(asked, update),
-        "bare": lambda: generate_bare(model, batches.data.tokenizer, bare, config),
+        "bare": lambda: generate_bare(model, batches.data.tokenizer, bare, plan),
     }
     order = [*ways] if update % 2 else [*reversed(ways)]
     return {name: timed(model, ways[name]) for name in order}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from omegaconf.errors import OmegaConfBaseException
-
 from dpo.analysis.ledger_view import Texts
 from dpo.analysis.runs import Run
 from dpo.data.examples import text_digest
@@ -14,9 +12,7 @@ from dpo.data.schema import PreferenceData
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
-from dpo.settings.files import with_defaults
-from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import find_config_problems
+from dpo.settings.recorded import plan_recorded
 
 if TYPE_CHECKING:
     from dpo.analysis.ledger import Pair
@@ -42,7 +38,10 @@ def find_texts(
     for pair in pairs:
         wanted.setdefault((SPLITS[pair.split], pair.dataset), set()).add(pair.example)
     has_own = any(name not in built_in for _, name in wanted)
-    plan = _read_plan(run, ("local_dirs", "dataset_sources", *(OF_TOKENIZER if has_own else ())))
+    keys = ("local_dirs", "dataset_sources", *(OF_TOKENIZER if has_own else ()))
+    if not run.config:
+        raise InputError(next((p for p in run.problems if p.startswith("config.yaml")), "config.yaml is empty"))
+    plan = plan_recorded({"local_run_dir": str(run.path), **run.config}, where="config.yaml", keys=keys)
     cache_dir, sources = plan.run.cache_dir, plan.data.dataset_sources
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
     if has_own:  # it may hold chats, which a tokenizer renders
@@ -57,20 +56,3 @@ def find_texts(
                 if digest in digests:
                     texts[digest] = {"prompt": prompt.text, **responses}
     return texts
-
-
-def _read_plan(run: Run, keys: tuple[str, ...]) -> Plan:
-    """The plan of a run, with defaults for keys that its config lacks.
-
-    Raises InputError if one of `keys` has a problem.
-    """
-    if not run.config:
-        raise InputError(next((p for p in run.problems if p.startswith("config.yaml")), "config.yaml is empty"))
-    try:
-        config = with_defaults(run.config, run_dir=run.path)
-        problems = [problem for problem in find_config_problems(config) if problem.startswith(keys)]
-    except OmegaConfBaseException as error:
-        raise InputError(f"config.yaml is no config of a run: {' '.join(str(error).split())[:200]}") from error
-    if problems:
-        raise InputError(f"config.yaml: {'; '.join(problems)}")
-    return resolve(config)

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from omegaconf import OmegaConf
-
 from dpo.checkpoint.checksums import BLOCK, HashedFile
 from dpo.checkpoint.files import (
     MANIFEST,
@@ -27,7 +25,7 @@ from dpo.checkpoint.files import (
 )
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.settings.files import dotted, flatten, load_defaults
+from dpo.settings.files import dotted, load_defaults
 from dpo.settings.keys import KEYS, Resume
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, check_writable, move_aside, remove
@@ -213,7 +211,8 @@ def _move_logs_aside(run_dir: Path, logs: Sequence[str]) -> None:
 
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
     """Raises InputError that names all changed keys which a resumed run may not change."""
-    was = _defaults_for(config) | manifest["config"]  # where the run's version lacked a key, it behaved as by default
+    defaults = {key: value for key, value in dotted(load_defaults()) if key in KEYS and key in config}
+    was = defaults | manifest["config"]  # where the run's version lacked a key, it behaved as by default
     differs = {key: f"{key}={config.get(key)} (was {was[key]})" for key in was if was[key] != config.get(key)}
     changed = [text for key, text in differs.items() if _on_resume(key) is Resume.KEEP]
     if not changed and (allowed := [text for key, text in differs.items() if _on_resume(key) is Resume.CHANGE]):
@@ -223,12 +222,6 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
             f"{where} is of a run with another config: {', '.join(changed)}; use the same values to continue it, or "
             f"start a new run from its weights with model.archive={where}"
         )
-
-
-def _defaults_for(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of a config's keys that are in `KEYS` and have one default, whatever the loss."""
-    defaults = flatten(OmegaConf.create(load_defaults()))
-    return {key: value for key, value in defaults.items() if key in KEYS and key in config}
 
 
 def _on_resume(key: str) -> Resume:

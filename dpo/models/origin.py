@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import re
 from pathlib import Path
 from typing import NamedTuple
-
-from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError
 from dpo.models.adapters import base_named_by, find_adapter, is_archive
 from dpo.models.weights import find_archive
-from dpo.settings.files import flatten, with_defaults
-from dpo.settings.keys import KEYS
 from dpo.settings.places import HUB_ID
-from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import find_value_problem
-from dpo.system.plain_files import read_yaml
+from dpo.settings.plan import Plan
+from dpo.settings.recorded import plan_model, read_plan
 
 CONFIG = "config.yaml"
 POLICY_FILE = "policy.pt"
@@ -65,7 +58,7 @@ def find_origin(
     if is_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
         if model is not None and alone:
             raise InputError(f"{path} is a model of its own: --model {model} is for a policy.pt, whose base it names")
-        return Origin(resolve(_config({}, str(path), trust_remote_code)), None, None)
+        return Origin(_trust(plan_model(str(path)), trust_remote_code), None, None)
     if not path.exists():
         raise InputError(f"{path} does not exist: give a run's directory, one of its step-N, or a model's directory")
     if adapter := find_adapter(path):
@@ -77,14 +70,14 @@ def find_origin(
             raise InputError(
                 f"{weights} has no {CONFIG} of its run beside it: give --model DIR_OR_HUB_ID, its base model"
             )
-        return Origin(resolve(_config({}, model, trust_remote_code)), weights, None)
-    of_run = _read_config(places[0] / CONFIG)
-    config = _config(of_run, model if alone else None, trust_remote_code)
-    if _is_gone(config.model.name_or_path) and model is not None:
-        config = _config(config, model, trust_remote_code)
-    if _is_gone(base := config.model.name_or_path):
+        return Origin(_trust(plan_model(model), trust_remote_code), weights, None)
+    recorded = read_plan(places[0] / CONFIG, keys=MATTERS)
+    plan = _trust(recorded, trust_remote_code)
+    if model is not None and (alone or _is_gone(plan.model.name_or_path)):
+        plan = plan.change("model.name_or_path", model)
+    if _is_gone(base := plan.model.name_or_path):
         raise InputError(f"{base}, the base model of {places[0]}, is not there: give --model DIR_OR_HUB_ID")
-    return Origin(resolve(config), weights, places[0], had_own_code=_had_own_code(of_run))
+    return Origin(plan, weights, places[0], had_own_code=recorded.model.trust_remote_code is True)
 
 
 class Base(NamedTuple):
@@ -120,53 +113,20 @@ def _of_adapter(adapter: Path, model: str | None, trust_remote_code: bool, alone
         base = Base(name=model)
     elif base.problem is not None:
         raise InputError(f"{base.problem}: give --model DIR_OR_HUB_ID, the base as a model")
-    of_run = _read_config(run_dir / CONFIG) if run_dir else OmegaConf.create()
-    config = _config(of_run, base.name, trust_remote_code)
+    recorded = read_plan(run_dir / CONFIG, keys=MATTERS) if run_dir else plan_model(str(base.name))
+    plan = _trust(recorded, trust_remote_code)
+    if base.name is not None:
+        plan = plan.change("model.name_or_path", base.name)
     if given:
-        OmegaConf.update(config, "model.random_init", False)
+        plan = plan.change("model.random_init", False)
     if run_dir is None and list(adapter.glob("tokenizer*")):
-        OmegaConf.update(config, "model.tokenizer_name_or_path", str(adapter))
-    return Origin(resolve(config), base.archive, run_dir, adapter, _had_own_code(of_run))
+        plan = plan.change("model.tokenizer_name_or_path", str(adapter))
+    return Origin(plan, base.archive, run_dir, adapter, recorded.model.trust_remote_code is True)
+
+
+def _trust(plan: Plan, trust_remote_code: bool) -> Plan:
+    return plan.change("model.trust_remote_code", trust_remote_code)
 
 
 def _is_gone(base: str) -> bool:
     return not Path(base).expanduser().exists() and not HUB_ID.fullmatch(base) and "/" in base
-
-
-def _config(config: DictConfig | dict, model: str | None, trust_remote_code: bool) -> DictConfig:
-    config = copy.deepcopy(with_defaults(config))
-    if model is not None:
-        OmegaConf.update(config, "model.name_or_path", model)
-    OmegaConf.update(config, "model.trust_remote_code", trust_remote_code)
-    return config
-
-
-def _had_own_code(of_run: DictConfig) -> bool:
-    return OmegaConf.select(of_run, "model.trust_remote_code") is True
-
-
-def _read_config(path: Path) -> DictConfig:
-    """Read the config of a run, ours or the reference implementation's.
-
-    Raises InputError for an invalid value of a key that is used, and for an interpolation: it could put this machine's
-    environment into an export.
-    """
-    values = read_yaml(path)
-    try:
-        config = OmegaConf.load(path)
-        if found := re.search(r"\$\{[^}]*\}?", str(values)):
-            raise ValueError(f"{found[0]!r:.100} is an interpolation, not a value")
-        name = OmegaConf.select(config, "model.name_or_path")
-    except Exception as error:  # YAML of any kind may be there
-        raise InputError(f"{path} is not the config of a run: {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(config, DictConfig) or not isinstance(name, str):
-        raise InputError(f"{path} is not the config of a run: it has no model.name_or_path")
-    for key, value in flatten(config).items():
-        if (
-            key in KEYS
-            and key.startswith(MATTERS)
-            and value != "???"
-            and (problem := find_value_problem(key, value, KEYS))
-        ):
-            raise InputError(f"{path}: {problem}")
-    return config

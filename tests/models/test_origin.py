@@ -23,7 +23,7 @@ def run_with(base: str, folder: Path) -> Path:
 
 
 def base_of(path: str | Path, **options) -> str:
-    return find_origin(path, **options).config.model.name_or_path
+    return find_origin(path, **options).plan.model.name_or_path
 
 
 @pytest.mark.parametrize("path", [LLAMA, "some/model"])

@@ -169,8 +169,8 @@ def test_an_evaluation_tells_a_collapse_before_the_updates_do():
 
 def test_a_loss_whose_weights_move_is_not_held_against_its_start():
     warner, logged = watching("dpo", batch_size=4)
-    warner.context.config.loss.wpo = True
-    warner = CourseWarner(warner.context)
+    plan = warner.context.plan.change("loss.wpo", True)
+    warner = CourseWarner(warner.context._replace(plan=plan))
     warner.on_evaluation(evaluated(0, 0.03, 0.0))
     feed(warner, [0.7] * 100, [-0.1] * 100)
     assert logged == []

@@ -1,0 +1,62 @@
+"""The config that an earlier run recorded, read back as its plan. It is data: nothing in it is resolved or trusted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dpo.errors import InputError
+from dpo.settings.files import flatten, with_defaults
+from dpo.settings.keys import KEYS
+from dpo.settings.plan import Plan, resolve
+from dpo.settings.validation import find_config_problems, find_value_problem
+from dpo.system.plain_files import read_yaml
+
+
+def read_plan(path: Path, *, keys: tuple[str, ...]) -> Plan:
+    """Read a run's `config.yaml`, ours or the reference implementation's; keys that it lacks get their defaults.
+
+    Raises InputError if it is no config, for an invalid value of a key that begins with one of `keys`, and for an
+    interpolation: it could put this machine's environment into an export.
+    """
+    values = read_yaml(path)
+    try:
+        if found := re.search(r"\$\{[^}]*\}?", str(values)):
+            raise ValueError(f"{found[0]!r:.100} is an interpolation, not a value")
+        config = OmegaConf.load(path)
+        flat = flatten(config)
+        plan = resolve(with_defaults(config))
+    except Exception as error:  # YAML of any kind may be there
+        raise InputError(f"{path} is not the config of a run: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(plan.model.name_or_path, str) or "model.name_or_path" not in flat:
+        raise InputError(f"{path} is not the config of a run: it has no model.name_or_path")
+    wanted = {key: value for key, value in flat.items() if key in KEYS and key.startswith(keys) and value != "???"}
+    if problems := list(filter(None, (find_value_problem(key, value, KEYS) for key, value in wanted.items()))):
+        raise InputError(f"{path}: {problems[0]}")
+    return plan
+
+
+def plan_recorded(config: Mapping[str, Any], *, where: str, keys: tuple[str, ...]) -> Plan:
+    """The plan of a config read from the file `where`; keys that it lacks get their defaults.
+
+    Raises InputError if it is no config, and for problems of keys that begin with one of `keys`.
+    """
+    try:
+        complete = with_defaults(config)
+        problems = [problem for problem in find_config_problems(complete) if problem.startswith(keys)]
+    except OmegaConfBaseException as error:
+        raise InputError(f"{where} is no config of a run: {' '.join(str(error).split())[:200]}") from error
+    if problems:
+        raise InputError(f"{where}: {'; '.join(problems)}")
+    return resolve(complete)
+
+
+def plan_model(name: str) -> Plan:
+    """The plan of a model without a run: all other keys have their defaults."""
+    values: Mapping[str, Any] = {"model": {"name_or_path": name}}
+    return resolve(with_defaults(values))
