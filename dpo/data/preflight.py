@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import tempfile
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -384,9 +385,12 @@ def prepare_data(
     batch_parts: int = 1,
     cache_dir: str | None,
     folder: str | Path,
+    scratch: Path | None = None,
     silent: bool,
 ) -> Path:
     """Find the table of the data in `folder`, or build it; print what its loaders have to say unless `silent`.
+
+    With `scratch` a new table goes there.
 
     Raises InputError for data that is unusable or too little; the batch size that it suggests is a multiple of
     `batch_parts`.
@@ -399,7 +403,7 @@ def prepare_data(
         built, facts = True, build_table(place, options, tokenizer, get_dataset, cache_dir=cache_dir, silent=silent)
         return facts, find_key() == key  # else a file was changed while it was read
 
-    place = find_or_build(Path(folder) / "examples", key, build)
+    place = find_or_build(Path(folder) / "examples", key, build, scratch=scratch)
     give_back_freed_memory()  # of the texts as Python strings
     facts = read_facts(place)["facts"]
     if not (silent or built):
@@ -434,21 +438,23 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         max_length=plan.data.max_length,
         max_prompt_length=plan.data.max_prompt_length,
     )
-    prepare = partial(
-        prepare_data,
-        options,
-        tokenizer,
-        get_dataset=get_dataset,
-        identify=identify,
-        batch_size=plan.data.batch_size,
-        batch_parts=plan.data.gradient_accumulation_steps * plan.dims.data_size,
-        cache_dir=cache_dir,
-        folder=plan.run.local_dir,
-        silent=silent,
-    )
-    place = Path(once_per_machine(lambda: str(prepare()), silence_secs=plan.run.collective_timeout_secs))
-    size = {"batch_size": plan.data.batch_size, "n_epochs": plan.data.n_epochs, "n_examples": plan.data.n_examples}
-    data = TrainingData.open(place, tokenizer, online=options.online, **size)
+    with tempfile.TemporaryDirectory() as scratch:  # what is mapped there stays until it is let go
+        prepare = partial(
+            prepare_data,
+            options,
+            tokenizer,
+            get_dataset=get_dataset,
+            identify=identify,
+            batch_size=plan.data.batch_size,
+            batch_parts=plan.data.gradient_accumulation_steps * plan.dims.data_size,
+            cache_dir=cache_dir,
+            folder=plan.run.local_dir,
+            scratch=Path(scratch) if plan.run.dry_run else None,  # which leaves nothing behind
+            silent=silent,
+        )
+        place = Path(once_per_machine(lambda: str(prepare()), silence_secs=plan.run.collective_timeout_secs))
+        size = {"batch_size": plan.data.batch_size, "n_epochs": plan.data.n_epochs, "n_examples": plan.data.n_examples}
+        data = TrainingData.open(place, tokenizer, online=options.online, **size)
     if not silent:
         print(data.report.tell(plan.data.batch_size), flush=True)
         forms = data.report.train.prompt_formats

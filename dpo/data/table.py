@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -139,15 +138,21 @@ class PromptTable(Sequence[Prompt]):
         return Prompt(**row, number=number)
 
 
-def find_or_build(folder: Path, key: str | None, build: Callable[[Path], tuple[Mapping[str, Any], bool]]) -> Path:
-    """The table `key` in `folder`, built unless a whole one is there.
+def find_or_build(
+    folder: Path,
+    key: str | None,
+    build: Callable[[Path], tuple[Mapping[str, Any], bool]],
+    *,
+    scratch: Path | None = None,
+) -> Path:
+    """The table `key` in `folder`, built there, or in `scratch` if given, unless a whole one is there.
 
     `build` writes both splits into a directory; it returns the facts, and whether `key` still names what it read. A
     table without a key is always built, and named after its content. Raises RunError if nothing can be written.
     """
     if key is not None and is_whole(folder / key):
-        os.utime(folder / key)  # the time of its last use
         return folder / key
+    folder = scratch or folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
