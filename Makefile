@@ -2,7 +2,7 @@
 # make test   lint and tests, 10 minutes on 2 cores; large matrices are sampled, make test-all runs them whole
 # make test-all  all tests, also those marked slow; before a release
 # make doctor what this machine has, what is wrong with it, what to train on it
-# make gpu-check the acceptance run on a GPU, 10 minutes; without a GPU, the checks that make sense on a CPU
+# make gpu-check the acceptance run on a GPU (tests/gpu), 10 minutes; without a GPU, what makes sense on a CPU, small
 # make lock   write requirements.lock again, after requirements.txt or requirements-dev.txt changed
 # make golden the comparison with the published reference only, on every mesh
 
@@ -30,7 +30,7 @@ lint: $(VENV)/.installed-dev
 doctor: $(VENV)/.installed
 	$(RUN) -m scripts.doctor
 
-gpu-check: $(VENV)/.installed
+gpu-check: $(VENV)/.installed-dev
 	$(RUN) -m scripts.gpu_check
 
 golden: $(VENV)/.installed-dev

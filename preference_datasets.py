@@ -16,7 +16,7 @@ import tqdm
 
 from dpo.data import preflight
 from dpo.data.collation import (
-    Batch,
+    PaddedBatch,
     get_collate_fn,  # noqa: F401  (the reference has it here)
     padded_batch,
     tokenize_batch_element,  # noqa: F401  (the reference has it here)
@@ -296,7 +296,7 @@ def get_batch_iterator(
     silent: bool = False,
     cache_dir: str | None = None,
     dataset_sources: Mapping[str, Any] | None = None,
-) -> Iterator[Batch]:
+) -> Iterator[PaddedBatch]:
     """Load the datasets, tokenize, and yield batches (see `iterate_examples`), as in the reference implementation.
 
     As there, batches of both splits are whole, and with `n_examples` alone the data is repeated. The trainers evaluate

@@ -35,7 +35,7 @@ from dpo.settings.files import differences, load_defaults, options_in, with_defa
 from dpo.settings.places import place_datasets
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.sweeps import Sweep
-from dpo.settings.validation import find_config_problems, find_unused
+from dpo.settings.validation import find_config_problems, find_warnings
 from dpo.system.launching import launch
 from dpo.system.library_logs import silence_bitsandbytes
 from dpo.system.malloc import never_collect_imports, set_allocators, without_collecting_garbage
@@ -66,8 +66,8 @@ def main(config: DictConfig) -> None:
         plan = resolve(config)
         exit_on(find_config_problems(config, plan))
         if is_rank_0():
-            for line in find_unused(config, plan):
-                print(f"warning: {line}")
+            for warning in find_warnings(config, plan):
+                print(f"warning: {warning}")
         if sweeps:
             SWEEP.begin_job(config, HydraConfig.get())
         run(config)

@@ -18,15 +18,16 @@ from omegaconf import DictConfig
 from dpo.checkpoint.resume import record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints
 from dpo.checkpoint.state import RunState
-from dpo.data.collation import Batch, concatenated_inputs, find_examples  # noqa: F401  (the reference has one here)
+from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401  (the reference has one here)
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.losses import _get_batch_logps, preference_loss  # noqa: F401  (the reference has two here)
+from dpo.losses import _get_batch_logps, find_loss, preference_loss  # noqa: F401  (the reference has two here)
 from dpo.models import adapters
 from dpo.models.layouts import Microbatch
 from dpo.models.loading import load_policy, load_reference, notes_on_base
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, remarks
 from dpo.models.scoring import ScorerFailed
+from dpo.numbers import clock_time
 from dpo.parallel.device_map import move_less
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import accumulate, distribute, find_blocks, release_gathered
@@ -35,19 +36,19 @@ from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.anomalies import NonFinite
 from dpo.reporting.events import Callbacks, Evaluation, RunContext, Update
 from dpo.reporting.table import CALLBACKS
-from dpo.reporting.terminal import Progress, duration
+from dpo.reporting.terminal import Progress
 from dpo.settings import choices
 from dpo.settings.choices import TrainerSpec
 from dpo.settings.files import require, with_defaults
 from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
-from dpo.training.batches import GlobalBatch
+from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator, notes_on_interval
 from dpo.training.first_update import FirstUpdate
 from dpo.training.metrics import REFERENCE, peak_memory_gb
-from dpo.training.objective import SIDES, Columns, Prepared, make_objective
-from dpo.training.online import make_batches, metrics_of_drawing
+from dpo.training.objective import SIDES, BatchContext, Columns, make_objective
+from dpo.training.online import OnlineBatches
 from dpo.training.optimization import OPTIMIZERS, Schedule
 from dpo.training.reference import Reference
 from dpo.training.self_test import self_test
@@ -97,7 +98,7 @@ class Trainer:
             plan, self.policy, self.reference, mesh, longest=longest, log=progress.line
         )
         stop = self.stop = StopRequest(mesh)
-        self.batches = make_batches(plan, data, objective, stop, progress, seed=seed)
+        self.batches = self._make_batches()
         self.eval_batches = list(self.batches.test())
         self.first_update = FirstUpdate.of(plan, data, [len(batch.examples) for batch in self.eval_batches])
         self.evaluator = Evaluator(plan, data, objective, self.eval_batches, progress, stop, seed=seed)
@@ -134,6 +135,12 @@ class Trainer:
         load = partial(load_reference, reference_model, plan, rank=self.rank)
         model, digest = after_rank_0("the reference's weights", load)
         return Reference(self.place(model, compute_dtype=DTYPES[plan.reference_dtype]), digest)
+
+    def _make_batches(self) -> Batches:
+        if self.plan.online:
+            return OnlineBatches(self.plan, self.data, self.objective, self.stop, self.progress, seed=self.seed)
+        rank, size = self.mesh.data_rank, self.mesh.data_size
+        return Batches(self.plan, self.data, self.objective.layout, seed=self.seed, rank=rank, size=size)
 
     @property
     def reference_model(self) -> torch.nn.Module | None:
@@ -193,42 +200,52 @@ class Trainer:
             step = self.run_dir / f"step-{found.best_at}"
             self.progress.line(f"BEST is {step}, with {name} {best:.4g}; that of LATEST is {latest:.4g}")
 
-    def train_step(self, batch: GlobalBatch) -> Update:
+    def train_step(self, batch: Batch) -> Update:
         """One update on a global batch, the same on every process."""
         start, objective = time.perf_counter(), self.objective
         self.policy.train()
-        prepared = objective.prepare(batch, update=self.state.batch_counter)
+        context = objective.prepare(batch, update=self.state.batch_counter)
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
             accumulate(self.policy, last=i == len(batch.microbatches))
-            metrics.append(self._backward(microbatch, prepared))
+            metrics.append(self._backward(microbatch, context))
             self.progress.part(i, len(batch.microbatches), "microbatch")
         release_gathered(self.reference_model)
         norm, stop = self.clip_gradient(), bool(self.stop.signals)
         # summed over the ranks: only rank 0 adds the norm, which is equal on all; every rank adds whether to stop
         scalars = {"grad_norm": norm if self.rank == 0 else torch.zeros_like(norm), "stop": torch.full_like(norm, stop)}
         # the only synchronization of host and device in an update; also lets the processes agree on stopping
-        reduced = objective.reduce(metrics, len(batch.examples), prepared.keys, scalars)
+        reduced = objective.reduce(metrics, len(batch.examples), context.keys, scalars)
         self.stop.is_agreed = reduced.scalars.pop("stop") > 0
         [lr] = self.scheduler.get_last_lr()
         counters = self.state.count(len(batch.examples))
-        update = Update(*counters, batch.examples, reduced.examples, reduced.means(batch.counted))
-        if self.callbacks.allow(update) and batch.n_counted:
+        update = Update(*counters, batch.examples, reduced.examples, reduced.means(batch.weights), batch.drawn)
+        if self.callbacks.allow(update) and any(batch.weights):
             self.optimizer.step()
             self.scheduler.step()
-            objective.applied(update.metrics)
+            objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
         self.optimizer.zero_grad()
-        own = metrics_of_drawing(batch.drawing, update.table) | batch.speed(time.perf_counter() - start)
-        return update._replace(metrics={**update.metrics, "lr": lr, **own, "memory/peak_gb": peak_memory_gb()})
+        seconds = time.perf_counter() - start + sum(batch.seconds.values())
+        own = {
+            "lr": lr,
+            **batch.metrics,
+            **reduced.find_kl([*batch.drawn]),
+            "examples_per_second": len(batch.examples) / seconds,
+            "tokens_per_second": sum(example.n_tokens for example in batch.examples) / seconds,
+            **{f"online/{name}_share": spent / seconds for name, spent in batch.seconds.items()},
+            "memory/peak_gb": peak_memory_gb(),
+        }
+        return update._replace(metrics={**update.metrics, **own})
 
-    def _backward(self, microbatch: Microbatch, prepared: Prepared) -> tuple[torch.Tensor, Columns]:
+    def _backward(self, microbatch: Microbatch, context: BatchContext) -> tuple[torch.Tensor, Columns]:
         """Add a microbatch's gradient. Returns its indices and metrics, so that its inputs and graph are freed."""
         microbatch = microbatch.to(self.objective.device)
         with self.objective.dropout.on(microbatch.inputs, update=self.state.batch_counter):
-            losses, metrics = self.objective.losses(microbatch, prepared, split="train")
+            losses, metrics = self.objective.losses(microbatch, context, split="train")
             # this part of the mean over the global batch, scaled because FSDP takes the mean over processes
-            prepared.mean(losses, microbatch.indices, times=self.mesh.data_size).backward()
+            part = (losses * context.weights[microbatch.indices]).sum()
+            (part * self.mesh.data_size / context.total_weight).backward()
         return microbatch.indices, metrics
 
     def clip_gradient(self) -> torch.Tensor:
@@ -265,7 +282,7 @@ class Trainer:
         n_forwards = 2 if self.loss.reference else 1  # the self-test has one more, of the policy
         predicted = seconds * n_forwards / (n_forwards + 1) * n_tokens / n_tested
         if self.first_update.evaluated and predicted > LONG_SECS:
-            self.progress.line(f"the evaluation takes about {duration(predicted)}, at the speed of the self-test")
+            self.progress.line(f"the evaluation takes about {clock_time(predicted)}, at the speed of the self-test")
 
     @contextmanager
     def _ending_in_order(self) -> Iterator[None]:
@@ -355,26 +372,27 @@ class BasicTrainer(Trainer):
             move_less(model, find_blocks(model, self.plan.model.block_name))
         return model
 
-    def concatenated_forward(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+    def concatenated_forward(self, model: torch.nn.Module, batch: PaddedBatch) -> tuple[torch.Tensor, ...]:
         """(chosen, rejected) log-probabilities, each (B,), of a batch of this process; under SFT (chosen,)."""
         columns = self.objective.forward(model, self._make_microbatch(batch))
         return tuple(columns[side] for side in SIDES if side in columns)
 
     def get_batch_metrics(
-        self, batch: Batch, loss_config: DictConfig, train: bool = True
+        self, batch: PaddedBatch, loss_config: DictConfig, train: bool = True
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The mean loss of a batch of this process, and detached per-example metrics, each (B,)."""
         split = "train" if train else "eval"
-        losses, metrics = self.objective.losses(self._make_microbatch(batch), split=split, loss_config=loss_config)
+        microbatch, loss = self._make_microbatch(batch), find_loss(loss_config)
+        losses, metrics = self.objective.losses(microbatch, split=split, loss=loss)
         return losses.mean(), {name: values for name, values in metrics.items() if not name.startswith(REFERENCE)}
 
-    def get_batch_samples(self, batch: Batch) -> tuple[list[str], list[str]]:
+    def get_batch_samples(self, batch: PaddedBatch) -> tuple[list[str], list[str]]:
         """(policy, reference) continuations of the batch's prompts; the second is empty without a reference."""
         continue_prompts = partial(self.evaluator.continuations, n_examples=self.state.example_counter)
         policy, *reference = (continue_prompts(model, batch) for model in self.evaluator.sampled_models())
         return policy, reference[0] if reference else []
 
-    def _make_microbatch(self, batch: Batch) -> Microbatch:
+    def _make_microbatch(self, batch: PaddedBatch) -> Microbatch:
         [microbatch] = self.objective.layout.split(find_examples(batch), 1)
         return microbatch.to(self.objective.device)
 

@@ -15,9 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,18 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-import train
-from benchmarks.step_overhead import compose
+from benchmarks.harness import COMMON, Failed, compose, make_trainer, measure_afresh, print_row, run_python
 from dpo.models.layouts import SharedPrefix
-from dpo.models.loading import model_loaders
 from dpo.models.packing import Packed
-from dpo.settings.files import CONFIG_DIR
 from dpo.settings.plan import resolve
 from dpo.system.malloc import keep_freed_memory
 from dpo.training.metrics import peak_memory_gb
 
-COMMON = ("model.reference_dtype=float32", "eval_batch_size=4", "n_eval_examples=4", "sample_during_eval=false",
-          "warmup_steps=0", "n_epochs=null", "n_examples=1000000")  # fmt: skip
 EAGER = ("model.attn_implementation=eager",)  # the reference's
 FAST = ("model.attn_implementation=sdpa",)
 CACHED = ("cache_reference_logps=all",)
@@ -101,12 +93,8 @@ def measure(overrides: list[str], updates: int) -> dict[str, Any]:
         config.n_examples = (updates + 1) * config.batch_size
         keep_freed_memory()  # like TF32 below, as in train.work
         torch.backends.cuda.matmul.allow_tf32 = True
-        plan = resolve(config)
-        load_policy, reference = model_loaders(plan)
-        policy = load_policy()
-        shape = read_shape(policy)
-        trainer = train.find_trainer(plan)(policy, config, config.seed, folder, reference)
-        del policy, reference
+        trainer = make_trainer(config)
+        shape = read_shape(trainer.policy)
         trainer.check_and_score_reference()
         rows = [measure_update(trainer, batch, shape) for batch in trainer.train_iterator][1:]
     return {"rows": rows, "pairs": config.batch_size, "memory_gb": peak_memory_gb()}
@@ -148,35 +136,28 @@ def measure_peak(dtype: torch.dtype) -> float:
     return 3 * 2 * size**3 / min(once() for _ in range(5))
 
 
-def in_a_process(arguments: list[str], python: str = sys.executable) -> dict[str, Any]:
-    """Run a fresh Python. Returns the last line that it prints, parsed from JSON."""
-    environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ} if python == sys.executable else None  # as train.py does
-    result = subprocess.run(
-        [python, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=CONFIG_DIR.parent,
-        env=environment,
-    )
-    if result.returncode:
-        words = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
-        return {"failed": f"status {result.returncode} (-9: out of memory): {words[:200]}"}
-    return json.loads(result.stdout.splitlines()[-1])
-
-
 def run_all(overrides: list[str], updates: int, only: list[str] | None, trl: str | None) -> Iterator[tuple[str, dict]]:
-    for name, own in VARIANTS.items():
-        if only is None or name in only:
-            command = ["-m", "benchmarks.compare", "--measure", f"--updates={updates}", *overrides, *own]
-            yield name, in_a_process(command)
-    if trl:
-        with tempfile.TemporaryDirectory() as folder:
+    measures: dict[str, Callable[[], dict]] = {
+        name: lambda own=own: measure_afresh("compare:measure", [*overrides, *own], updates)
+        for name, own in VARIANTS.items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        if trl:
             settings = write_pairs(overrides, updates, Path(folder))
             for name, options in TRL.items():
-                if only is None or name in only:
-                    (Path(folder) / "settings.json").write_text(json.dumps({**settings, "options": options}))
-                    yield name, in_a_process([str(Path(__file__).with_name("trl_baseline.py")), folder], python=trl)
+                measures[name] = lambda options=options: measure_trl(trl, folder, {**settings, "options": options})
+        for name, measure_one in measures.items():
+            if only is None or name in only:
+                try:
+                    yield name, measure_one()
+                except Failed as error:
+                    yield name, {"failed": str(error)}
+
+
+def measure_trl(python: str, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    Path(folder, "settings.json").write_text(json.dumps(settings))
+    script = str(Path(__file__).with_name("trl_baseline.py"))
+    return json.loads(run_python(script, folder, python=python).splitlines()[-1])
 
 
 def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, Any]:
@@ -211,7 +192,8 @@ def print_table(results: dict[str, dict], peaks: Callable[[str], float]) -> None
     """Print a line per result, also relative to the first, which is `padded` unless it was left out."""
     first = next((result for result in results.values() if "rows" in result), None)
     titles = ("s/pair", "speedup", "memory GB", "of first", "fed/pair", "needed", "needed/s", "TFLOP/update", "of peak")
-    print(f"\n{'':34}" + "".join(f"{title:>13}" for title in titles))
+    print()
+    print_row("", titles)
     for name, result in results.items():
         if "failed" in result:
             print(f"{name:34} failed: {result['failed']}")
@@ -225,11 +207,11 @@ def print_table(results: dict[str, dict], peaks: Callable[[str], float]) -> None
             rate = sum(r["flops"] for r in rows) / sum(r["seconds"] for r in rows)
             cells += [f"{fed / pairs:.0f}", f"{needed / pairs:.0f}", f"{needed / seconds:.0f}", f"{flops / 1e12:.2f}"]
             cells.append(f"{rate / peaks(name):.0%}")
-        print(f"{name:34}" + "".join(f"{cell:>13}" for cell in cells))
+        print_row(name, cells)
     print("\nlosses of the counted updates, which should agree within a dtype:")
     for name, result in results.items():
         if "rows" in result:
-            print(f"{name:34}" + "".join(f"{row['loss']:12.6f}" for row in result["rows"]))
+            print_row(name, [f"{row['loss']:.6f}" for row in result["rows"]])
 
 
 def main() -> None:
@@ -238,11 +220,7 @@ def main() -> None:
     parser.add_argument("--only", help="names of rows, separated by semicolons")
     parser.add_argument("--trl", metavar="PYTHON", help="the Python of an environment with TRL")
     parser.add_argument("--json", metavar="FILE", help="write the measurements to this file")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments, overrides = parser.parse_known_args()
-    if arguments.measure:
-        print(json.dumps(measure(overrides, arguments.updates)))
-        return
     results: dict[str, dict] = {}
     only = arguments.only.split(";") if arguments.only else None
     if unknown := set(only or ()) - VARIANTS.keys() - TRL.keys():

@@ -9,11 +9,8 @@ does not support are printed with the reason.
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -21,13 +18,9 @@ from typing import Any
 
 import torch
 
-import train
-from benchmarks.step_overhead import compose
-from dpo.models.loading import model_loaders
-from dpo.settings.plan import resolve
-from dpo.system.launching import launch
+from benchmarks.harness import Failed, make_trainer, measure_afresh, print_row
 
-LAYOUTS = {
+MESHES = {
     "one process": (),
     "FSDPTrainer, 1 process": ("trainer=FSDPTrainer", "world_size=1"),
     "FSDPTrainer, 2 processes": ("trainer=FSDPTrainer", "world_size=2"),
@@ -36,22 +29,9 @@ LAYOUTS = {
 UPDATES = 4  # the first is a warm-up
 
 
-def count_collectives(profile: Any) -> dict[str, float]:
-    """Count the collectives, the tensor elements that they send, and the seconds in them, including waiting."""
-    events = [event for event in profile.events() if event.name.startswith(("gloo:", "nccl:"))]
-    return {
-        "collectives": len(events),
-        "elements": sum(math.prod(event.input_shapes[0]) for event in events if event.input_shapes),
-        "seconds_in_them": sum(event.cpu_time_total for event in events) / 1e6,
-    }
-
-
-def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
-    """Run a few updates in this process; rank 0 writes the seconds and collectives of one update."""
-    plan = resolve(config, world_size=world_size)
-    policy, reference = model_loaders(plan, rank=rank)
-    run_dir = Path(config.local_run_dir)
-    trainer = train.find_trainer(plan)(policy, config, config.seed, run_dir, reference, rank, world_size)
+def measure(rank: int, world_size: int, config: Any) -> dict[str, Any]:
+    """Seconds of an update, and its collectives: their number, elements sent, and seconds in them, waiting too."""
+    trainer = make_trainer(config, rank, world_size)
     batches, seconds = iter(trainer.train_iterator), []
     for _ in range(UPDATES):
         start = time.perf_counter()
@@ -59,10 +39,14 @@ def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
         seconds.append(time.perf_counter() - start)
     with torch.profiler.profile(record_shapes=True) as profile:
         trainer.train_step(next(batches))
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    if rank == 0:
-        facts = {"seconds": median(seconds[1:]), **count_collectives(profile), "cuda_bytes": peak}
-        result.write_text(json.dumps(facts))
+    events = [event for event in profile.events() if event.name.startswith(("gloo:", "nccl:"))]
+    return {
+        "seconds": median(seconds[1:]),
+        "collectives": len(events),
+        "elements": sum(math.prod(event.input_shapes[0]) for event in events if event.input_shapes),
+        "seconds_in_them": sum(event.cpu_time_total for event in events) / 1e6,
+        "cuda_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+    }
 
 
 def measure_tree_memory(pid: int) -> int:
@@ -76,31 +60,21 @@ def measure_tree_memory(pid: int) -> int:
     return own + sum(measure_tree_memory(child) for child in children)
 
 
-def run_layout(overrides: list[str]) -> dict[str, Any] | str:
-    """Measure a fresh process tree, with its peak host memory, or return the reason of its failure."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.distributed", "--measure", str(result)]
-        with (Path(folder) / "log").open("w+") as log:
-            process = subprocess.Popen([*command, f"local_run_dir={folder}", *overrides], stdout=log, stderr=log)
-            peak = 0
-            while process.poll() is None:
-                peak = max(peak, measure_tree_memory(process.pid))
-                time.sleep(0.05)
-            log.seek(0)
-            if process.returncode:
-                return log.read().strip().splitlines()[-1]
-        return {**json.loads(result.read_text()), "host_bytes": peak}
-
-
 def main(overrides: list[str]) -> None:
     columns = ("update", "ratio", "collectives", "elements", "time in them", "host memory", "ratio", "CUDA")
-    print(" " * 36 + "".join(f"{column:>13}" for column in columns))
+    print_row("", columns, first=36)
     first: dict[str, Any] = {}
-    for name, layout in LAYOUTS.items():
-        facts = run_layout([*overrides, *layout])
-        if isinstance(facts, str):
-            print(f"{name:36}  {facts}")
+    for name, mesh in MESHES.items():
+        memory = [0]
+
+        def watch(pid: int, memory: list[int] = memory) -> None:
+            memory.append(measure_tree_memory(pid))
+
+        try:
+            command = ("harness:measure_on_ranks", "distributed:measure", [*overrides, *mesh])
+            facts = measure_afresh(*command, watch=watch)[0] | {"host_bytes": max(memory)}
+        except Failed as error:
+            print(f"{name:36}  {error}")
             continue
         first = first or facts
         cells = (
@@ -113,14 +87,8 @@ def main(overrides: list[str]) -> None:
             f"{facts['host_bytes'] / first['host_bytes']:.2f}",
             "" if facts["cuda_bytes"] is None else f"{facts['cuda_bytes'] / 1e9:.2f} GB",
         )
-        print(f"{name:36}" + "".join(f"{cell:>13}" for cell in cells), flush=True)
+        print_row(name, cells, first=36)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        config = compose(sys.argv[3:])
-        plan = resolve(config)
-        arguments = (plan.dims.world_size, config, Path(sys.argv[2]))
-        launch(measure, *arguments, process_group=plan.trainer.multi_process)
-    else:
-        main(sys.argv[1:])
+    main(sys.argv[1:])

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from benchmarks.compare import in_a_process
+from benchmarks.harness import Failed, measure_afresh, print_row
 from benchmarks.startup import make_text
 
 SIZES = {
@@ -57,13 +57,10 @@ def measure(sizes: dict[str, int], updates: int, overrides: list[str]) -> list[s
         settings = [f"batch_size={sizes['batch_size']}", f"gradient_accumulation_steps={sizes['batch_size'] // 4}",
                     f"max_length={sizes['max_length']}", f"max_prompt_length={sizes['max_length'] // 2}", "loss=dpo",
                     "loss.beta=0.1", "datasets=[made]", f"dataset_sources.made={data}", *overrides]  # fmt: skip
-        results = []
-        for own in LAYOUTS.values():
-            command = ["-m", "benchmarks.compare", "--measure", f"--updates={updates}", *settings, *own]
-            results.append(in_a_process(command))
-    failed = [result["failed"] for result in results if "failed" in result]
-    if failed:
-        return failed
+        try:
+            results = [measure_afresh("compare:measure", [*settings, *own], updates) for own in LAYOUTS.values()]
+        except Failed as error:
+            return [str(error)]
     seconds = [median(row["seconds"] for row in result["rows"]) / result["pairs"] for result in results]
     memory = [result["memory_gb"] for result in results]
     cells = [*(f"{s:.3f}" for s in seconds), f"{seconds[0] / seconds[1]:.1f}"]
@@ -78,10 +75,10 @@ def main() -> None:
     titles = ("s/pair padded", "ours", "speedup", "GB padded", "ours", "of padded")
     for name, values in SIZES.items():
         if arguments.only in (None, name):
-            print(f"\n{name:>18}" + "".join(f"{title:>14}" for title in titles))
+            print()
+            print_row(name, titles, first=18, width=14)
             for value in values:
-                cells = measure({**USUAL, name: value}, arguments.updates, overrides)
-                print(f"{value:18}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
+                print_row(value, measure({**USUAL, name: value}, arguments.updates, overrides), first=18, width=14)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 
+from benchmarks.harness import compose
 from benchmarks.hh_results import Result, draw_picture, tables
 from benchmarks.preference_scores import Interval, balance_over_length, bootstrap, by_prompt, draw, pair_logps
-from benchmarks.step_overhead import compose
 from dpo.data.examples import encode_examples, iterate_examples, read_examples
 from dpo.models.answers import Sampling
 from dpo.settings.files import CONFIG_DIR

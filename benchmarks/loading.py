@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -24,9 +23,7 @@ from typing import Any
 
 import preference_datasets
 import train
-from benchmarks.step_overhead import compose
-from dpo.settings.plan import resolve
-from dpo.system.launching import launch
+from benchmarks.harness import ROOT, measure_afresh, print_row, run_python
 from trainers import BasicTrainer
 
 COMMON = (
@@ -71,9 +68,9 @@ def anonymous_memory() -> int:
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 
-def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
-    """Load models as a run does, without training; rank 0 writes the memory used."""
-    load_data, samplers = preference_datasets.load_data, []
+def measure(rank: int, world_size: int, config: Any) -> dict[str, int]:
+    """Load models as a run does, without training, and measure the memory used."""
+    load_data, samplers, found = preference_datasets.load_data, [], {}
 
     def load_data_and_watch(*arguments: Any, **options: Any) -> Any:
         data = load_data(*arguments, **options)
@@ -82,29 +79,23 @@ def measure(rank: int, world_size: int, config: Any, result: Path) -> None:
         return data
 
     def end(trainer: BasicTrainer) -> None:
-        most = samplers[0].stop()
-        sizes = (sum(p.numel() * p.element_size() for p in m.parameters()) for m in make_models(trainer))
-        if rank == 0:
-            result.write_text(json.dumps({"most": most, "stays": anonymous_memory(), "larger": max(sizes)}))
+        most, models = samplers[0].stop(), (trainer.policy, trainer.reference_model)
+        larger = max(sum(p.numel() * p.element_size() for p in model.parameters()) for model in models)
+        del models
+        found.update(most=most, stays=anonymous_memory(), larger=larger)
 
     preference_datasets.load_data, BasicTrainer.train = load_data_and_watch, end
     train.work(rank, world_size, config)
-
-
-def make_models(trainer: BasicTrainer) -> tuple[Any, Any]:
-    return trainer.policy, trainer.reference_model
-
-
-def run(*arguments: str) -> None:
-    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+    return found
 
 
 def main(overrides: list[str]) -> None:
-    print(f"{'':28}{'':20}{'peak':>10}{'after':>10}{'excess':>10}{'/ larger model':>16}")
+    print_row("", ["peak", "after", "excess", "/ larger"], first=48, width=10)
     with tempfile.TemporaryDirectory() as folder:
-        common = [*COMMON, *overrides, f"local_dirs=[{folder}]", "exp_name=loading", "wandb.enabled=false"]
-        root = Path(train.__file__).parent
-        run(str(root / "train.py"), *common, "n_examples=2", "do_first_eval=false", f"local_run_dir={folder}/first")
+        common = [*COMMON, *overrides]
+        first = ("n_examples=2", "do_first_eval=false", "exp_name=loading", "wandb.enabled=false",
+                 f"local_run_dir={folder}/first", f"local_dirs=[{folder}]")  # fmt: skip
+        run_python(str(ROOT / "train.py"), *common, *first)
         cases = {
             "without archive": (),
             "with archive": (f"model.archive={folder}/first/LATEST",),
@@ -112,20 +103,12 @@ def main(overrides: list[str]) -> None:
         }
         for name, trainer in TRAINERS.items():
             for case, given in cases.items():
-                result, run_dir = Path(folder) / "result.json", f"local_run_dir={folder}/{case} {name}".replace(",", "")
-                more = (run_dir, "n_examples=4", *trainer, *given)
-                run("-m", "benchmarks.loading", "--measure", str(result), *common, *more)
-                facts = json.loads(result.read_text())
+                settings = [*common, "n_examples=4", *trainer, *given]
+                facts = measure_afresh("harness:measure_on_ranks", "loading:measure", settings)[0]
                 beyond = facts["most"] - facts["stays"]
-                cells = "".join(f"{n / 1e6:7.0f} MB" for n in (facts["most"], facts["stays"], beyond))
-                print(f"{name:28}{case:20}{cells}{beyond / facts['larger']:16.2f}", flush=True)
+                cells = [f"{n / 1e6:.0f} MB" for n in (facts["most"], facts["stays"], beyond)]
+                print_row(f"{name:28}{case:20}", [*cells, f"{beyond / facts['larger']:.2f}"], first=48, width=10)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        config = compose(sys.argv[3:])
-        plan = resolve(config)
-        arguments = (plan.dims.world_size, config, Path(sys.argv[2]))
-        launch(measure, *arguments, process_group=plan.trainer.multi_process)
-    else:
-        main(sys.argv[1:])
+    main(sys.argv[1:])

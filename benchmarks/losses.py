@@ -20,16 +20,14 @@ from statistics import median
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import hydra
 import torch
 import transformers
 
-import train  # noqa: F401  (registers the config's resolvers)
+from benchmarks.harness import ROOT, compose
 from dpo.losses import LOSSES, find_loss
-from dpo.settings.files import CONFIG_DIR
 from trainers import BasicTrainer
 
-GOLDEN = CONFIG_DIR.parent / "tests" / "golden"
+GOLDEN = ROOT / "tests" / "golden"
 BATCHES = 8
 ROWS = {  # the timed loss, or option of DPO
     **{name: (f"loss={name}",) for name in LOSSES},
@@ -53,14 +51,13 @@ def small_llama() -> transformers.PreTrainedModel:
 
 def make_trainer(overrides: tuple[str, ...], folder: str, model: transformers.PreTrainedModel) -> BasicTrainer:
     settings = [
-        *("exp_name=losses", f"local_run_dir={folder}/run", f"local_dirs=[{folder}]", "wandb.enabled=false"),
+        *(f"local_run_dir={folder}/run", f"local_dirs=[{folder}]"),
         *(f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.reference_dtype=float32"),
         *("datasets=[hh]", f"dataset_sources.hh={GOLDEN / 'words'}", "max_length=160", "max_prompt_length=80"),
         *("batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8", "n_eval_examples=8"),
         *("sample_during_eval=false", "num_workers=0"),
     ]
-    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        config = hydra.compose("config", [*settings, *overrides])
+    config = compose([*settings, *overrides])
     Path(folder, "run").mkdir(exist_ok=True)
     reference = copy.deepcopy(model) if find_loss(config.loss).reference else None
     return BasicTrainer(copy.deepcopy(model), config, 0, config.local_run_dir, reference)

@@ -21,17 +21,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_overhead import compose
+from benchmarks.harness import compose, make_trainer, measure_in_turns
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
 from dpo.models.generation import before_each_forward
-from dpo.models.loading import model_loaders
-from dpo.settings.plan import Plan, resolve
+from dpo.settings.plan import Plan
 from dpo.training.online import OnlineBatches, encode_prompt
-from trainers import TRAINERS
 
 DEFAULTS = ("online=online", "online.scorer=shorter", "loss=simpo", "self_test=false")
-Asked = Mapping[int, Example]
 
 
 def generate_bare(model: Any, tokenizer: Any, batches: Sequence[Sequence[Example]], plan: Plan) -> None:
@@ -68,20 +65,6 @@ def timed(model: Any, draw: Callable[[], None]) -> tuple[float, int]:
         return clock() - start, len(forwards)
 
 
-def measure(batches: OnlineBatches, asked: Asked, update: int) -> dict[str, tuple[float, int]]:
-    """Time both ways to answer the prompts of an update, in an order that alternates between rounds."""
-    plan, model = batches.plan, batches.objective.policy
-    rows = plan.data.eval_batch_size
-    by_length = sorted(asked.values(), key=lambda example: len(example.prompt))
-    bare = [by_length[start : start + rows] for start in range(0, len(asked), rows)]
-    ways: dict[str, Callable[[], Any]] = {
-        "ours": lambda: batches._answer(asked, update),
-        "bare": lambda: generate_bare(model, batches.data.tokenizer, bare, plan),
-    }
-    order = [*ways] if update % 2 else [*reversed(ways)]
-    return {name: timed(model, ways[name]) for name in order}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -90,30 +73,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given = {override.partition("=")[0] for override in overrides}
         defaults = [override for override in DEFAULTS if override.partition("=")[0] not in given]
         config = compose([f"local_run_dir={folder}", *defaults, *overrides])
-        plan = resolve(config)
-        policy, reference = model_loaders(plan)
-        trainer: Any = TRAINERS[plan.trainer.name](policy, config, config.seed, folder, reference)
+        trainer = make_trainer(config)
         batches: OnlineBatches = trainer.batches
-        rounds = []
-        prompts = batches.train()
-        for update, of_update in enumerate(itertools.islice(itertools.cycle(prompts), options.rounds + 1)):
-            asked = {place: encode_prompt(prompt, trainer.data, plan) for place, prompt in enumerate(of_update)}
-            found = measure(batches, asked, update)
-            said = ", ".join(f"{name} {found[name][0]:.2f} s in {found[name][1]} forwards" for name in ("ours", "bare"))
-            print(f"round {update}: {said}{'' if update else ' (not counted)'}", flush=True)
-            rounds.append(found)
-    report(rounds[1:], rows=min(config.batch_size, config.eval_batch_size) * config.online.n_samples)
+        plan = batches.plan
+        prompts = [
+            {place: encode_prompt(prompt, trainer.data, plan) for place, prompt in enumerate(drawn)}
+            for drawn in itertools.islice(itertools.cycle(batches.train()), options.rounds + 1)
+        ]
+        model, tokenizer = batches.objective.policy, trainer.data.tokenizer
 
+        def draw_bare(number: int) -> None:
+            by_length, size = sorted(prompts[number].values(), key=lambda e: len(e.prompt)), config.eval_batch_size
+            rows = [by_length[start : start + size] for start in range(0, len(by_length), size)]
+            generate_bare(model, tokenizer, rows, plan)
 
-def report(rounds: Sequence[Mapping[str, tuple[float, int]]], *, rows: int) -> None:
-    seconds, each = (
-        {name: median(value(*found[name]) for found in rounds) for name in ("ours", "bare")}
-        for value in (lambda seconds, _: seconds, lambda seconds, forwards: 1000 * seconds / forwards)
-    )
-    print(f"\n{len(rounds)} rounds, {rows} rows in a batch, medians: " + ", ".join(
-        f"{name} {seconds[name]:.2f} s ({each[name]:.1f} ms per forward)" for name in seconds
-    ))  # fmt: skip
-    print(f"ours / bare: {seconds['ours'] / seconds['bare']:.3f}; per forward {each['ours'] / each['bare']:.3f}")
+        ways = {"ours": lambda number: batches._answer(prompts[number], number), "bare": draw_bare}
+
+        def measure(name: str, number: int) -> tuple[float, int]:
+            seconds, forwards = timed(model, lambda: ways[name](number))
+            counted = "" if number else " (not counted)"
+            print(f"round {number}: {name} {seconds:.2f} s in {forwards} forwards{counted}", flush=True)
+            return seconds, forwards
+
+        measures = {name: lambda number, name=name: measure(name, number) for name in ways}
+        found = measure_in_turns(measures, options.rounds, warm_up=True)
+    rows = min(config.batch_size, config.eval_batch_size) * config.online.n_samples
+    seconds = {name: median(seconds for seconds, _ in each) for name, each in found.items()}
+    step = {name: median(1000 * seconds / n for seconds, n in each) for name, each in found.items()}
+    said = ", ".join(f"{name} {seconds[name]:.2f} s ({step[name]:.1f} ms per forward)" for name in ways)
+    print(f"\n{options.rounds} rounds, {rows} rows in a batch, medians: {said}")
+    print(f"ours / bare: {seconds['ours'] / seconds['bare']:.3f}; per forward {step['ours'] / step['bare']:.3f}")
 
 
 if __name__ == "__main__":

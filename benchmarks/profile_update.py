@@ -19,11 +19,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import train
-from benchmarks.compare import COMMON
-from benchmarks.step_overhead import compose
-from dpo.models.loading import model_loaders
-from dpo.settings.plan import resolve
+from benchmarks.harness import COMMON, compose, make_trainer
 from dpo.system.malloc import keep_freed_memory
 
 ATTENTION = re.compile("attention", re.IGNORECASE)
@@ -54,9 +50,7 @@ def main() -> None:
         config = compose([*COMMON, f"local_run_dir={folder}", f"local_dirs=[{folder}]", *overrides])
         config.n_examples = 2 * config.batch_size
         keep_freed_memory()
-        plan = resolve(config)
-        policy, reference = model_loaders(plan)
-        trainer = train.find_trainer(plan)(policy, config, config.seed, folder, reference)
+        trainer = make_trainer(config)
         first, second = trainer.train_iterator
         trainer.train_step(first)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:

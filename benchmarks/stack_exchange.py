@@ -12,11 +12,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
-import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,14 +26,13 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 import preference_datasets
+from benchmarks.harness import measure_afresh
 from benchmarks.startup import make_text
-from benchmarks.step_overhead import compose
 from dpo.data.collation import padded_batch
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.settings.plan import resolve
-from dpo.system import launching
 
-SETTINGS = ("datasets=[se]", "loss=dpo", "loss.beta=0.1", "exp_name=stack", "trainer=FSDPTrainer", "n_examples=1000000")
+SETTINGS = ("datasets=[se]", "loss=dpo", "loss.beta=0.1", "trainer=FSDPTrainer", "n_examples=1000000")
 FIELDS = ("Pss_Anon", "Pss_Shmem", "Pss_File")
 CHUNK = 20_000  # questions in memory while writing
 
@@ -69,14 +65,14 @@ def memory() -> dict[str, int]:
     return {name: found[name] for name in FIELDS}
 
 
-def load(rank: int, world_size: int, config: DictConfig, folder: Path, batches: int) -> None:
+def load(rank: int, world_size: int, config: DictConfig, folder: str, batches: int) -> dict[str, float]:
     """Load the data in one process, as from the Hub's cache, and build some batches."""
     datasets.disable_progress_bars()
     datasets.load_dataset = lambda *_, **__: datasets.Dataset.from_parquet(
-        str(folder / "train.parquet"), cache_dir=os.environ["HF_DATASETS_CACHE"]
+        f"{folder}/train.parquet", cache_dir=os.environ["HF_DATASETS_CACHE"]
     )
     before, start = memory(), time.perf_counter()
-    data = preference_datasets.load_data(resolve(config), silent=True)
+    data = preference_datasets.load_data(resolve(config, world_size=world_size), silent=True)
     seconds = time.perf_counter() - start
     if dist.is_initialized():
         dist.barrier()
@@ -87,8 +83,7 @@ def load(rank: int, world_size: int, config: DictConfig, folder: Path, batches: 
         rows = read_examples(data.train, places)
         padded_batch(rows, data.encode, max_length=config.max_length, max_prompt_length=config.max_prompt_length)
     found = {name: after[name] - before[name] for name in FIELDS}
-    found |= {"peak": peak * 1024 - sum(before.values()), "seconds": seconds, "all": time.perf_counter() - start}
-    (folder / f"{world_size}-{rank}.json").write_text(json.dumps(found))
+    return found | {"peak": peak * 1024 - sum(before.values()), "seconds": seconds}
 
 
 def _batches(config: DictConfig, data: Any) -> Any:
@@ -97,45 +92,27 @@ def _batches(config: DictConfig, data: Any) -> Any:
     )
 
 
-def run(processes: int, folder: Path, batches: int, overrides: list[str]) -> None:
-    """Launch the processes that load the data."""
-    config = compose([*SETTINGS, f"local_dirs=[{folder}]", "++dataset_sources.se=made/up", *overrides])
-    launching.launch(load, processes, config, folder, batches, process_group=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--questions", type=int, default=100_000)
     parser.add_argument("--processes", type=lambda text: [*map(int, text.split(","))], default=[1, 2, 4])
     parser.add_argument("--batches", type=int, default=50, help="batches of 64 pairs built after loading")
     parser.add_argument("--folder", type=Path, help="directory in which to write and keep the questions")
-    parser.add_argument("--run", type=int, help=argparse.SUPPRESS)  # for the fresh processes
     arguments, overrides = parser.parse_known_args()
-    if arguments.run:
-        run(arguments.run, arguments.folder, arguments.batches, overrides)
-        return
     with tempfile.TemporaryDirectory() as name:
         folder = arguments.folder or Path(name)
         if not (folder / "train.parquet").exists():
             write_questions(folder / "train.parquet", arguments.questions)
         print(f"{'processes':>9} {'rank':>4} {'loaded after s':>14} {'own GB':>7} {'shared GB':>9} {'peak GB':>8}")
         for processes in arguments.processes:
-            command = ["-m", "benchmarks.stack_exchange", f"--run={processes}", f"--folder={folder}"]
+            settings = [*SETTINGS, f"world_size={processes}", "++dataset_sources.se=made/up", *overrides]
+            command = ("harness:measure_on_ranks", "stack_exchange:load", settings, str(folder), arguments.batches)
             # a separate cache: datasets would reuse an earlier run's parsed data
-            environment = {**os.environ, "HF_DATASETS_CACHE": str(Path(name) / f"datasets{processes}")}
-            subprocess.run(
-                [sys.executable, *command, f"--batches={arguments.batches}", *overrides], check=True, env=environment
-            )
-            for rank in range(processes):
-                report(processes, rank, json.loads((folder / f"{processes}-{rank}.json").read_text()))
-
-
-def report(processes: int, rank: int, found: dict[str, float]) -> None:
-    shared = found["Pss_Shmem"] + found["Pss_File"]
-    cells = [f"{found[name] / 1e9:.2f}" for name in ("Pss_Anon", "peak")]
-    print(
-        f"{processes:9} {rank:4} {found['seconds']:14.1f} {cells[0]:>7} {shared / 1e9:9.2f} {cells[1]:>8}", flush=True
-    )
+            found = measure_afresh(*command, HF_DATASETS_CACHE=str(Path(name) / f"datasets{processes}"))
+            for rank, one in enumerate(found):
+                shared, own = one["Pss_Shmem"] + one["Pss_File"], one["Pss_Anon"]
+                cells = f"{one['seconds']:14.1f} {own / 1e9:7.2f} {shared / 1e9:9.2f} {one['peak'] / 1e9:8.2f}"
+                print(f"{processes:9} {rank:4} {cells}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ data's, the pages of its files included.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import os
@@ -23,11 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
-from statistics import median
 
-from dpo.settings.files import CONFIG_DIR
+from benchmarks.harness import ROOT, add_range, measure_in_turns, print_row, run_python
 
 LETTERS = "etaoinshrdlucmfwypvbgk"
 FIXED = (
@@ -89,60 +88,53 @@ def seconds_to_first_update(checkout: Path) -> float:
     overrides += [f"loss={loss.pop('name')}", *(f"loss.{key}={value}" for key, value in loss.items())]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "run" / "metrics.jsonl"
+        own = ("exp_name=startup", "datasets=[hh]", f"dataset_sources.hh={golden / 'words'}", "wandb.enabled=false",
+               f"model.name_or_path={golden / 'tiny-llama'}", "model.reference_dtype=float32",
+               "sample_during_eval=false", f"local_run_dir={log.parent}", f"local_dirs=[{folder}]")  # fmt: skip
         start = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, str(checkout / "train.py"), *overrides, "exp_name=startup", "datasets=[hh]",
-             f"dataset_sources.hh={golden / 'words'}", f"model.name_or_path={golden / 'tiny-llama'}",
-             "model.reference_dtype=float32", "sample_during_eval=false", "wandb.enabled=false",
-             f"local_run_dir={log.parent}", f"local_dirs=[{folder}]"],
-            stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        while not (log.exists() and '"train"' in log.read_text()):
-            if process.poll():
-                sys.exit(f"the golden run of {checkout} failed")
-            time.sleep(0.01)
-        seconds = time.perf_counter() - start
-        process.kill()
-        process.wait()
-    return seconds
+        end = start
+
+        def has_begun(pid: int) -> bool:
+            nonlocal end
+            end = time.perf_counter()
+            return log.exists() and '"train"' in log.read_text()
+
+        run_python(str(checkout / "train.py"), *overrides, *own, watch=has_begun, every=0.01)
+    return end - start
 
 
 def measure_answers(checkouts: list[Path], repeats: int) -> None:
     """Print medians, a line per answer and a column per checkout; the first round warms the page cache."""
-    taken: dict[tuple[str, Path], list[float]] = defaultdict(list)
-    for _ in range(repeats + 1):
-        for checkout in checkouts:
-            for name, arguments in ANSWERS.items():
-                taken[name, checkout].append(seconds_to_answer(checkout, arguments))
-            taken[TO_FIRST_UPDATE, checkout].append(seconds_to_first_update(checkout))
+    measures = {
+        (name, checkout): lambda _, checkout=checkout, arguments=arguments: seconds_to_answer(checkout, arguments)
+        for name, arguments in ANSWERS.items()
+        for checkout in checkouts
+    }
+    measures |= {
+        (TO_FIRST_UPDATE, checkout): lambda _, at=checkout: seconds_to_first_update(at) for checkout in checkouts
+    }
+    taken = measure_in_turns(measures, repeats, warm_up=True)
     for name in (*ANSWERS, TO_FIRST_UPDATE):
-        cells = (f"{median(taken[name, checkout][1:]):8.2f} s" for checkout in checkouts)
-        print(f"{name:28}{''.join(cells)}")
+        print_row(name, [f"{add_range(taken[name, checkout])} s" for checkout in checkouts], first=28, width=24)
 
 
 def measure(data: Path, overrides: list[str], folder: Path, run: str) -> tuple[float, float]:
     """Measure the seconds to the first line of `metrics.jsonl`, and the peak of resident memory in GB."""
-    run_dir = folder / f"{run}_{data.name}"
-    command = [sys.executable, str(CONFIG_DIR.parent / "train.py"), *FIXED, f"dataset_sources.hh={data}",
-               f"local_run_dir={run_dir}", f"local_dirs=[{folder}]", *overrides]  # fmt: skip
+    log, first, peak = folder / f"{run}_{data.name}" / "metrics.jsonl", None, 0
     start = time.perf_counter()
-    with (folder / f"{data.name}.log").open("w") as log:
-        # a separate cache: datasets would reuse an earlier run's parsed data
-        environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / f"cache_{data.name}")}
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-    first = None
-    peak = 0
-    while process.poll() is None:
-        if first is None and (run_dir / "metrics.jsonl").exists():
+
+    def watch(pid: int) -> None:
+        nonlocal first, peak
+        if first is None and log.exists():
             first = time.perf_counter() - start
-        try:
-            status = Path(f"/proc/{process.pid}/status").read_text()
-        except FileNotFoundError:
-            break
-        peak = max(peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), 0)
-        time.sleep(0.05)
-    if process.wait():
-        sys.exit((folder / f"{data.name}.log").read_text()[-2000:])
+        with contextlib.suppress(OSError):  # it has just ended
+            status = Path(f"/proc/{pid}/status").read_text()
+            peak = max(peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), 0)
+
+    own = (*FIXED, f"dataset_sources.hh={data}", f"local_run_dir={log.parent}", f"local_dirs=[{folder}]")
+    # a separate cache: datasets would reuse an earlier run's parsed data
+    cache = str(folder / f"cache_{data.name}")
+    run_python(str(ROOT / "train.py"), *own, *overrides, watch=watch, HF_DATASETS_CACHE=cache)
     return first or time.perf_counter() - start, peak * 1024 / 1e9
 
 
@@ -154,7 +146,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments, overrides = parser.parse_known_args()
     if arguments.answers:
-        measure_answers([*arguments.checkout, CONFIG_DIR.parent], arguments.repeats)
+        measure_answers([*arguments.checkout, ROOT], arguments.repeats)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

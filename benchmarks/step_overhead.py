@@ -16,15 +16,12 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-import hydra
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 import train
+from benchmarks.harness import compose
 from dpo.reporting.events import Callback, Update
 from dpo.reporting.table import CALLBACKS
-from dpo.settings.command_line import check_command_line
-from dpo.settings.files import CONFIG_DIR
 from trainers import TRAINERS, BasicTrainer
 
 PARTS: dict[str, float] = defaultdict(float)
@@ -74,18 +71,6 @@ def report(rows: list[dict[str, float]]) -> None:
     overheads = [1 - sum(v for k, v in row.items() if k != "update") / row["update"] for row in rows]
     print(f"\n{len(rows)} updates, medians: " + ", ".join(f"{k} {v:.4f} s" for k, v in parts.items()))
     print(f"outside forward, backward and optimizer: {median(overheads):.3%} (worst {max(overheads):.3%})")
-
-
-def compose(overrides: list[str]) -> DictConfig:
-    fixed = ["exp_name=benchmark", "wandb.enabled=false", "debug=true", "do_first_eval=false"]
-    arguments = check_command_line([*fixed, *overrides])
-    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        config = hydra.compose("config", arguments)
-    problems = train.find_config_problems(config)
-    if problems:
-        sys.exit("\n".join(problems))
-    OmegaConf.resolve(config)
-    return config
 
 
 if __name__ == "__main__":

@@ -5,17 +5,16 @@
     python -m scripts.doctor --json             # the same as one JSON object
 
 Exit status 1 if there is a problem, else 0. Changes nothing, and uses the network only to see whether the Hugging Face
-Hub answers. Checks that may hang or crash (devices, all-reduce, optional packages) run in child processes with a time
+Hub answers. Probes that may hang or crash (devices, all-reduce, optional packages) run in child processes with a time
 limit. torch is imported only where needed, so that there is a report even without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
-import importlib.util
-import itertools
 import json
 import math
 import netrc
@@ -24,18 +23,24 @@ import platform
 import re
 import resource
 import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from dpo.system.host_memory import host_memory
-from scripts.advice import MODELS, Advice, gb, recommend, says_of_bfloat16
-from scripts.probes import ROOT, START_LIMIT, ChildError, Gpu, Products, ask, run_workers
+from scripts.advice import MODELS, Advice, Gpu, gb, recommend
 
+ROOT = Path(__file__).resolve().parents[1]
 HUB_LIMIT = 5  # seconds
+START_LIMIT = 60  # of imports and devices
+REDUCE_LIMIT = 150  # of an all-reduce; NCCL starts slowly on 8 GPUs
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 FIXES = {
     "software": "pip install -r requirements.txt",
@@ -44,8 +49,6 @@ FIXES = {
     "matmul": "end other processes on that GPU and try again; if the error persists, list only the other GPUs in "
     "CUDA_VISIBLE_DEVICES",
     "bfloat16": "leave model.fsdp_policy_mp unset (float32); float16 needs loss scaling, which is not implemented",
-    "products": "end other processes on this machine and try again; until then leave model.autocast unset",
-    "peer access": "transfers go through host memory, more slowly; if NCCL hangs, set NCCL_P2P_DISABLE=1",
     "cuda": "install a torch with NCCL, which FSDPTrainer needs: pytorch.org/get-started/locally",
     "nccl": "NCCL_DEBUG=INFO shows where it fails; then try NCCL_P2P_DISABLE=1, NCCL_SOCKET_IFNAME=lo, a larger "
     "/dev/shm (docker run --ipc=host), a newer driver",
@@ -56,7 +59,6 @@ FIXES = {
     "disk": "free some space, or set local_dirs=[DIR] and HF_HOME=DIR; debug=true saves no checkpoints",
     "hub": "check network and HTTPS_PROXY, or train on local models and data (dataset_sources) with HF_HUB_OFFLINE=1",
     "wandb": "run wandb login, or set wandb.enabled=false",
-    "block class": "set model.block_name to the class of the transformer block; a run with a wrong one lists them",
 }
 BACKENDS = {  # optional package: the setting that needs it, the command that installs it
     "tensor_parallel": (
@@ -100,6 +102,110 @@ def check_software(requirements: Path = ROOT / "requirements.txt") -> list[Findi
     return [judge("software", f"{text}; the tests ran with {', '.join(other)}" if other else text, not other)]
 
 
+# --- probes, in child processes -------------------------------------------------------------------------------------
+
+
+class ChildError(Exception):
+    """Failure or timeout of a child process; the message is one sentence."""
+
+
+def ask(*command: str, limit: float = 10) -> str:
+    """Return the output of a command. Raises ChildError; either way the command and its children have ended."""
+    from dpo.system.redaction import redact
+
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(
+            command, cwd=ROOT, text=True, start_new_session=True, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe
+        )
+    except OSError as error:
+        raise ChildError(f"{command[0]} cannot be run") from error
+    try:
+        out, errors = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired as error:
+        raise ChildError(f"no answer within {limit:g} s") from error
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:  # Python's last line is the exception; a crash may print nothing
+        said = [line.strip() for line in errors.splitlines() if line.strip()] or [f"status {process.returncode}"]
+        raise ChildError(redact(said[-1][:300]))
+    return out
+
+
+def run_probe(call: str, limit: float) -> Any:
+    """Return what a call of a probe in this file gives in a child process. Raises ChildError."""
+    code = f"import json; from scripts.doctor import *; print(json.dumps({call}))"
+    return json.loads(ask(sys.executable, "-c", code, limit=limit).splitlines()[-1])
+
+
+def probe_devices() -> list[Gpu]:
+    """Probe every visible GPU with small matrix products."""
+    import torch
+
+    found = []
+    for i in range(torch.cuda.device_count()):
+        free, bf16, error = 0, False, None
+        try:
+            with torch.cuda.device(i):
+                free, bf16 = torch.cuda.mem_get_info()[0], torch.cuda.is_bf16_supported(including_emulation=False)
+            for dtype in (torch.float32, torch.bfloat16) if bf16 else (torch.float32,):
+                error = error or find_matmul_error(f"cuda:{i}", dtype)
+        except RuntimeError as failure:  # out of memory or a broken device: a finding of this GPU; check the others too
+            error = str(failure).split("\n")[0][:200]
+        properties = torch.cuda.get_device_properties(i)
+        found.append(Gpu(properties.name, properties.total_memory, free, bf16, error))
+    return found
+
+
+def find_matmul_error(device: str, dtype: Any) -> str | None:
+    """Compare a product on `device` in `dtype` with float64 on the CPU; None if the error is within rounding."""
+    import torch
+
+    left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(dtype)  # (512, 512) each
+    wanted = left.double() @ right.double()
+    got = (left.to(device) @ right.to(device)).double().cpu()
+    error = ((got - wanted).abs().max() / wanted.abs().max()).item()
+    return None if error < 0.01 else f"a {dtype} product is off by {error:.1%}"  # so is NaN; 1 % allows TF32's rounding
+
+
+def probe_all_reduce(backend: str, count: int) -> list[dict[str, float]]:
+    """Sum a tensor over `count` processes; results by rank."""
+    import torch.multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(all_reduce, (backend, count, folder), nprocs=count)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count)]
+
+
+def all_reduce(rank: int, backend: str, count: int, folder: str) -> None:
+    """Write the tensor's bytes, the number of wrong elements on this rank, and the fastest of 5 times in seconds."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    values = torch.arange(64_000_000 if backend == "nccl" else 4_000_000, device=device) % 1000 + 1.0  # sums are exact
+    # rendezvous by a file: unlike a port, no other process can take it first
+    store = dist.FileStore(os.path.join(folder, "rendezvous"), count)
+    bound = device if backend == "nccl" else None  # makes NCCL connect now
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, device_id=bound)
+    wrong, seconds = 0, []
+    for _ in range(5):
+        summed = values * (rank + 1)
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(summed)
+        summed[0].item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+        wrong += int((summed != values * (count * (count + 1) / 2)).sum())
+    dist.destroy_process_group()
+    found = {"bytes": values.numel() * 4, "wrong": wrong, "seconds": min(seconds)}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
 @functools.cache
 def visible_gpus() -> tuple[list[Gpu], str | None]:
     """List the GPUs that torch sees, or return the error of the query."""
@@ -108,27 +214,12 @@ def visible_gpus() -> tuple[list[Gpu], str | None]:
 
         if torch.version.cuda is None and torch.version.hip is None:
             return [], None
-        return [Gpu(*values) for values in run_workers("devices", 1)[0]], None
+        return [Gpu(*values) for values in run_probe("probe_devices()", START_LIMIT)], None
     except (ChildError, ImportError, OSError) as error:
         return [], str(error)
 
 
-@functools.cache
-def cpu_products() -> tuple[Products | None, str | None]:
-    """Measure matrix products on the CPU, or return the reason for failure; (None, None) if there is a GPU."""
-    if visible_gpus()[0]:
-        return None, None
-    try:
-        return Products(*run_workers("products", 1)[0]), None
-    except (ChildError, ImportError, OSError) as error:
-        return None, str(error)
-
-
-def check_products() -> list[Finding]:
-    products, failure = cpu_products()
-    if failure:
-        return [Finding("products", WARNING, f"matrix products could not be measured: {failure}", FIXES["products"])]
-    return [Finding("products", OK, says_of_bfloat16(products))] if products else []
+# --- checks of devices ------------------------------------------------------------------------------------------------
 
 
 def check_gpu() -> list[Finding]:
@@ -162,7 +253,7 @@ def no_gpu_finding(driver: str | None, cuda: str | None, hidden: str | None, fai
 
 
 def gpu_findings(gpus: Sequence[Gpu]) -> list[Finding]:
-    """Findings on memory, arithmetic, bfloat16 and peer access."""
+    """Findings on memory, arithmetic and bfloat16."""
     findings = [
         judge("gpu", f"{i}: {g.name}, {gb(g.free)} of {gb(g.total)} free", g.free / g.total, ok=0.85, warning=0.5)
         for i, g in enumerate(gpus)
@@ -170,30 +261,28 @@ def gpu_findings(gpus: Sequence[Gpu]) -> list[Finding]:
     sick = "; ".join(f"GPU {i}: {g.error}" for i, g in enumerate(gpus) if g.error)
     findings.append(judge("matmul", sick or "correct on every GPU, in every dtype it supports", not sick, warning=1))
     old = ", ".join(str(i) for i, g in enumerate(gpus) if not g.bf16)
-    findings.append(judge("bfloat16", f"not supported by GPU {old}" if old else "supported by every GPU", not old))
-    apart = [f"{i}-{j}" for i, j in itertools.combinations(range(len(gpus)), 2) if j not in gpus[i].peers]
-    text = f"none between GPUs {' '.join(apart)}" if apart else "between all GPUs"
-    return [*findings, judge("peer access", text, not apart)] if len(gpus) > 1 else findings
+    text = f"not supported by GPU {old}" if old else "supported by every GPU"
+    return [*findings, judge("bfloat16", text, not old)]
 
 
 def check_all_reduce() -> list[Finding]:
     count = len(visible_gpus()[0])
     backend = "nccl" if count else "gloo"
     try:
-        return [reduce_finding(run_workers(backend, count or 2), backend)]
+        return [reduce_finding(run_probe(f"probe_all_reduce({backend!r}, {count or 2})", REDUCE_LIMIT), backend)]
     except ChildError as error:
         text = f"{backend} over {processes(count or 2)} failed: {error}"
         return [Finding("all-reduce", PROBLEM, text, FIXES[backend])]
 
 
 def reduce_finding(results: Sequence[Mapping[str, float]], backend: str) -> Finding:
-    """Finding on the sums of all ranks, and the speed: bytes / time, and per link (NCCL's busbw)."""
-    count, size, seconds = len(results), results[0]["bytes"], max(r["seconds"] for r in results)
+    """Finding on the sums of all ranks, and the speed of the slowest: bytes / time."""
+    size, seconds = results[0]["bytes"], max(r["seconds"] for r in results)
     wrong = ", ".join(f"{r['wrong']:.0f} elements on rank {rank}" for rank, r in enumerate(results) if r["wrong"])
-    bus = f", bus {gb(size / seconds * 2 * (count - 1) / count)}/s" if count > 1 else ""
-    speed = f"{size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {gb(size / seconds)}/s{bus}"
+    speed = f"{size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {gb(size / seconds)}/s"
     text = f"the sum is wrong in {wrong}" if wrong else f"correct, {speed}"
-    return judge("all-reduce", f"{backend} over {processes(count)}: {text}", not wrong, warning=1, fix=FIXES[backend])
+    text = f"{backend} over {processes(len(results))}: {text}"
+    return judge("all-reduce", text, not wrong, warning=1, fix=FIXES[backend])
 
 
 def check_host() -> list[Finding]:
@@ -256,24 +345,9 @@ def check_wandb() -> list[Finding]:
     return [Finding("wandb", WARNING, text, FIXES["wandb"])]
 
 
-def check_block_class(configs: Path = ROOT / "config" / "model") -> list[Finding]:
-    """Check that transformers still has the block class of each model config."""
-    import yaml
-
-    package: Any = importlib.util.find_spec("transformers")
-    [library] = package.submodule_search_locations
-    files = Path(library).glob("models/*/modeling_*.py")  # read as text: importing them all would take minutes
-    known = {name for file in files for name in re.findall(r"^class (\w+)", file.read_text("utf-8"), re.M)}
-    named = {c.stem: yaml.safe_load(c.read_text("utf-8")).get("block_name") for c in sorted(configs.glob("*.yaml"))}
-    lost = ", ".join(f"{block} of model={model}" for model, block in named.items() if block and block not in known)
-    text = f"transformers has no {lost}" if lost else "transformers has model.block_name of every model in config/model"
-    return [judge("block class", text, not lost, warning=1)]
-
-
 def check_backends() -> list[Finding]:
-    from torch.nn.attention import flex_attention
-
-    findings = [Finding("flex_attention", OK, f"torch has {flex_attention.flex_attention.__name__}")]
+    """Check whether optional packages that are installed can be imported."""
+    findings = []
     for module, (user, install) in BACKENDS.items():
         version = ""
         try:
@@ -291,14 +365,12 @@ def check_backends() -> list[Finding]:
 CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "software": check_software,
     "gpu": check_gpu,
-    "products": check_products,
     "all-reduce": check_all_reduce,
     "host": check_host,
     "open files": check_open_files,
     "disk": check_disk,
     "hub": check_hub,
     "wandb": check_wandb,
-    "block class": check_block_class,
     "backends": check_backends,
 }
 
@@ -345,7 +417,7 @@ def main() -> int:
     arguments = parser.parse_args()
     findings = examine(CHECKS)
     gpus = visible_gpus()[0]
-    advice = recommend(gpus, memory=host_memory().total, products=cpu_products()[0], model=arguments.model)
+    advice = recommend(gpus, memory=host_memory().total, model=arguments.model)
     if arguments.json:
         report = {"findings": [f._asdict() for f in findings], "recommendation": advice._asdict()}
         print(json.dumps(report, indent=2, allow_nan=False))

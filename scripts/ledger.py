@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,34 +22,62 @@ from dpo.errors import InputError
 from scripts.trust import add_trust_option
 
 if TYPE_CHECKING:
-    from dpo.analysis.ledger import Pair
-    from dpo.analysis.ledger_view import LedgerView, Table, Texts
+    from dpo.analysis.ledger import LedgerSummary, Pair, Table
     from dpo.analysis.runs import Run
 
 CUT = 300  # characters of a text
+SPLITS = {"train": "train", "eval": "test"}  # in a ledger, in a dataset
 
 
-def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = False) -> Texts:
-    """Find the texts of pairs in the run's datasets. Raises InputError if they cannot be loaded."""
-    from dpo.analysis import ledger_texts  # tokenizers and datasets take seconds to import
+def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = False) -> Mapping[str, Mapping[str, str]]:
+    """Find the texts of pairs, by example, in the run's datasets.
+
+    Own data also needs a tokenizer, as it may hold chats; its code runs only with `trust_remote_code`, whatever the
+    run's config says. Raises InputError if the run's config is unusable, or the data cannot be loaded.
+    """
+    from dpo.data.examples import text_digest  # tokenizers and datasets take seconds to import
+    from dpo.data.table import iterate_prompts
+    from dpo.data.tokenizer import load_tokenizer
+    from dpo.settings.recorded import plan_recorded
     from preference_datasets import BUILT_IN, get_dataset
 
-    return ledger_texts.find_texts(
-        run, pairs, get_dataset=get_dataset, built_in=BUILT_IN, trust_remote_code=trust_remote_code
-    )
+    wanted: dict[tuple[str, str], set[str]] = {}
+    for pair in pairs:
+        wanted.setdefault((SPLITS[pair.split], pair.dataset), set()).add(pair.example)
+    has_own = any(name not in BUILT_IN for _, name in wanted)
+    tokenizer_keys = ("model.name_or_path", "model.tokenizer_name_or_path") if has_own else ()
+    if not run.config:
+        raise InputError(next((p for p in run.problems if p.startswith("config.yaml")), "config.yaml is empty"))
+    keys = ("local_dirs", "dataset_sources", *tokenizer_keys)
+    plan = plan_recorded({"local_run_dir": str(run.path), **run.config}, where="config.yaml", keys=keys)
+    cache_dir, sources = plan.run.cache_dir, plan.data.dataset_sources
+    options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
+    if has_own:
+        tokenizer = load_tokenizer(plan.model.tokenizer, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+        options["tokenizer"] = tokenizer
+    texts = {}
+    for (split, name), digests in wanted.items():
+        for prompt in iterate_prompts(get_dataset, [name], split, sft_mode=False, **options):
+            for index in range(len(prompt.examples)):
+                responses = prompt.texts(index)
+                digest = text_digest(prompt.text, responses.values())
+                if digest in digests:
+                    texts[digest] = {"prompt": prompt.text, **responses}
+    return texts
 
 
-def tell(view: LedgerView) -> list[str]:
+def make_lines(summary: LedgerSummary) -> list[str]:
     """Lines to print, without control characters, which could steer the terminal."""
-    lines = [view.text]
-    for listed in view.lists:
+    lines = [str(summary)]
+    for listed in summary.lists():
         lines += ["", f"{listed.title}: {listed.text}"]
         for pair in listed.pairs:
-            lines.append(f"  {pair.name}, {pair.margins}")
-            lines += [f"    {name:<9} {cut(text, keep_end=name == 'prompt')}" for name, text in pair.texts]
-    for table in view.tables:
-        lines += ["", table.title, *tell_table(table)]
-    lines += [view.note] if view.note else []
+            lines.append(f"  {pair}, {pair.describe_margins()}")
+            for name, text in (pair.texts or {}).items():
+                lines.append(f"    {name:<9} {cut(text, keep_end=name == 'prompt')}")
+    for table in summary.tables():
+        lines += ["", table.title, *align(table)]
+    lines += [summary.note] if summary.note else []
     return ["".join(c if c.isprintable() else " " for c in line) for line in lines]
 
 
@@ -61,7 +89,7 @@ def cut(text: str, *, keep_end: bool) -> str:
     return f"... {text[-CUT:]}" if keep_end else f"{text[:CUT]} ..."
 
 
-def tell_table(table: Table) -> list[str]:
+def align(table: Table) -> list[str]:
     """Lines of a table: names to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
     return [
@@ -82,7 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     from dpo.analysis.ledger import summarize
     from dpo.analysis.ledger_file import read_ledger
-    from dpo.analysis.ledger_view import load_texts, view_summary
     from dpo.analysis.runs import read_config
 
     if asked.top < 1:
@@ -94,15 +121,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if table is None:
         parser.error(f"{asked.run} has no ledger.parquet: give the directory of a run with ledger=true")
     summary = summarize(table, top=asked.top)
-    find = partial(find_texts, trust_remote_code=asked.trust_remote_code)
-    texts, note = ({}, "") if asked.no_texts else load_texts(read_config(asked.run), summary, find)
+    if asked.no_texts:
+        summary = summary.with_texts(lambda pair: None)
+    else:
+        find = partial(find_texts, trust_remote_code=asked.trust_remote_code)
+        summary = summary.find_texts(read_config(asked.run), find)
     if asked.json:
-        found: dict[str, Any] = dataclasses.asdict(summary)
-        for pair in (*found["never_flipped"], *found["suspected_noise"]):
-            pair["texts"] = texts.get(pair["example"])
-        print(json.dumps(found | {"note": note or None}, indent=2))
-        return 0
-    print("\n".join(tell(view_summary(summary, texts, note))))
+        print(json.dumps(dataclasses.asdict(summary), indent=2))
+    else:
+        print("\n".join(make_lines(summary)))
     return 0
 
 

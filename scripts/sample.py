@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from dpo.data.asking import AUTO, FORMS, MEANINGS, RAW
 from dpo.errors import InputError
-from dpo.settings.keys import COUNT, FINITE, SEED, TOP_P, Rule
-from dpo.wording import count
+from dpo.numbers import count
+from dpo.settings.keys import read_rule
 from scripts.trust import add_trust_option
 
 if TYPE_CHECKING:
@@ -48,21 +48,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("paths", nargs="+", metavar="CHECKPOINT_OR_DIR")
     parser.add_argument("--reference", metavar="DIR", help="instead of the one that the run started from")
     parser.add_argument("--no-reference", action="store_true", help="the policies alone")
-    parser.add_argument("--beta", type=_value(float, FINITE), help="of the rewards, instead of the run's loss.beta")
+    parser.add_argument(
+        "--beta", type=_value(float, "number > 0"), help="of the rewards, instead of the run's loss.beta"
+    )
     parser.add_argument("--file", type=Path, help="prompts, one JSON object per line")
     parser.add_argument("--out", type=Path, help="where the answers go, one JSON object per line; written anew")
     parser.add_argument(
-        "--batch-size", "--batch_size", type=_value(int, COUNT), default=8, help="of --file (default: 8)"
+        "--batch-size", "--batch_size", type=_value(int, "int >= 1"), default=8, help="of --file (default: 8)"
     )
     parser.add_argument(
-        "--temperature", type=_value(float, TEMPERATURE), default=1.0, help="0: the most probable token (default: 1)"
+        "--temperature", type=_value(float, "number >= 0"), default=1.0, help="0: the most probable token (default: 1)"
     )
     parser.add_argument(
-        "--top-p", "--top_p", type=_value(float, TOP_P), default=1.0, help="0.9: only the most probable 90 percent"
+        "--top-p",
+        "--top_p",
+        type=_value(float, "number (0, 1]"),
+        default=1.0,
+        help="0.9: only the most probable 90 percent",
     )
-    parser.add_argument("--seed", type=_value(int, SEED), default=0)
+    parser.add_argument("--seed", type=_value(int, "int [0, 4294967295]"), default=0)
     parser.add_argument(
-        "--max-new-tokens", "--max_new_tokens", type=_value(int, COUNT), default=256, help="(default: 256)"
+        "--max-new-tokens", "--max_new_tokens", type=_value(int, "int >= 1"), default=256, help="(default: 256)"
     )
     parser.add_argument("--format", choices=FORMS, default=AUTO, help="of prompts; see above")
     parser.add_argument("--no-chat-template", dest="format", action="store_const", const=RAW, help="--format raw")
@@ -76,11 +82,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return asked
 
 
-TEMPERATURE = Rule(lambda v: 0 <= v < math.inf, "a number, 0 or more")
-
-
-def _value(kind: type, rule: Rule) -> Callable[[str], Any]:
-    """Parser of an option's value for argparse, by the rule of a config's key."""
+def _value(kind: type, spec: str) -> Callable[[str], Any]:
+    """Parser of an option's value for argparse, by a spec like those of the config's keys."""
+    rule = read_rule(spec)
 
     def parse_value(text: str) -> Any:
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import GOLDEN, ROOT, small_run, write_rows
+from support.runs import GOLDEN, compose, small_run, write_rows
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -58,14 +58,10 @@ def command(rows, tmp_path):
 def run(command):
     """Run train.py's `run` in this process."""
 
-    import hydra
-
     def start(name: str, *overrides: str) -> None:
-        arguments = [f"++{o}" if o.startswith("dataset_sources.") else o for o in command(name, *overrides)]
         import train as main
 
-        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-            config = hydra.compose("config", arguments)
+        config = compose(*command(name, *overrides))
         assert main.find_config_problems(config) == []
         main.run(config)
 

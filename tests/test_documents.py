@@ -106,12 +106,16 @@ def test_there_are_commands_and_a_wrong_one_is_not_accepted(filled_in):
 # --- everything else that is run -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("page", "command"), those_with(r"python3? (-\w+ )*-m (scripts|benchmarks|pytest)"))
+@pytest.mark.parametrize(
+    ("page", "command"), those_with(r"python3? (-\w+ )*-m (scripts|benchmarks|experiments|pytest)")
+)
 def test_a_module_that_is_run_is_there_and_takes_the_flags(page, command):
     module, arguments = re.search(r"-m (\S+)(.*)", command).groups()
     spec = importlib.util.find_spec(module)
     assert spec is not None, module
-    if module.startswith(("scripts.", "benchmarks.")):
+    if spec.submodule_search_locations:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    if module.startswith(("scripts.", "benchmarks.", "experiments.")):
         source = Path(spec.origin).read_text(encoding="utf-8")
         assert [flag for flag in re.findall(r"(?<= )--[\w-]+", arguments) if f'"{flag}"' not in source] == []
         compose([word for word in shlex.split(arguments) if re.match(r"[a-z_.]+=", word)])

@@ -12,7 +12,7 @@ from support.runs import ROOT, run_python
 
 ROOMS = (
     "errors",
-    "wording",
+    "numbers",
     "losses",
     "system",
     "settings",

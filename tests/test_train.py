@@ -16,12 +16,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import hydra
 import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
-from support.runs import GOLDEN, ROOT, read_metrics, run_python, train, write_rows
+from support.runs import GOLDEN, ROOT, compose, read_metrics, run_python, train, write_rows
 
 import train as train_script
 from dpo.losses import LOSSES
@@ -125,8 +124,7 @@ def test_the_commands_people_type_are_accepted(command):
     overrides = check_command_line(command.split())
 
     if "-m" not in overrides:
-        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-            config = hydra.compose("config", overrides)
+        config = compose(*overrides)
         for override in overrides:
             key, _, value = override.lstrip("+").partition("=")
             if key not in ("model", "loss"):

@@ -9,11 +9,10 @@ import sys
 import weakref
 from pathlib import Path
 
-import hydra
 import numpy as np
 import pytest
 import torch
-from support.runs import GOLDEN, ROOT, read_metrics, write_rows
+from support.runs import GOLDEN, ROOT, compose, read_metrics, write_rows
 
 import train  # noqa: F401  (registers the config's resolvers)
 from dpo.data.collation import collate_prompts
@@ -56,25 +55,12 @@ def make_trainer(data, tiny_llama, tmp_path):
     """A trainer on copies of the tiny Llama, from the real config with a few overrides."""
 
     def make(*overrides: str, run: str = "run", dtype: torch.dtype = torch.float32) -> BasicTrainer:
-        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-            config = hydra.compose(
-                "config",
-                [
-                    "exp_name=test",
-                    f"local_run_dir={tmp_path / run}",
-                    f"model.name_or_path={GOLDEN / 'tiny-llama'}",
-                    "model.reference_dtype=float32",
-                    f"dataset_sources.hh={data}",
-                    "eval_batch_size=4",
-                    "n_eval_examples=4",
-                    "max_length=64",
-                    "max_prompt_length=32",
-                    "sample_during_eval=false",
-                    "minimum_log_interval_secs=0",
-                    "wandb.enabled=false",
-                    *overrides,
-                ],
-            )
+        config = compose(
+            *("exp_name=test", f"local_run_dir={tmp_path / run}", f"model.name_or_path={GOLDEN / 'tiny-llama'}"),
+            *("model.reference_dtype=float32", f"dataset_sources.hh={data}", "eval_batch_size=4", "n_eval_examples=4"),
+            *("max_length=64", "max_prompt_length=32", "sample_during_eval=false", "minimum_log_interval_secs=0"),
+            *("wandb.enabled=false", *overrides),
+        )
         (tmp_path / run).mkdir()
         policy, reference = (copy.deepcopy(tiny_llama).to(dtype) for _ in range(2))
         return BasicTrainer(

@@ -1,4 +1,7 @@
-"""How a run keeps its own report fresh: `python -m dpo.analysis RUN OUT [--ended]`. People use `scripts.report`."""
+"""The report that a run keeps of itself: `python -m dpo.analysis RUN OUT [--ended]`.
+
+People use `scripts.report`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves of one run or several as PNG, light and dark.
+"""Curves of runs, each as one SVG for light and dark pages and a PNG.
 
 Every update is a thin line under the running mean, evaluations are dots. Drawn with matplotlib's own canvas: no window,
 no state of pyplot.
@@ -7,6 +7,7 @@ no state of pyplot.
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,29 +21,32 @@ from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from dpo.analysis.runs import Log, Run
-from dpo.wording import figure as in_words
-from dpo.wording import percent
+from dpo.numbers import figure as in_words
+from dpo.numbers import percent
 
 SIZE, DPI = (4.8, 3.0), 200
 SIDES = ("chosen", "rejected")
 FEWEST_TO_SMOOTH = 8
-MOST_POINTS = 1000  # of a line: about the pixels of a picture's width
+MOST_POINTS = 500  # of a line: more than a picture's width shows
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of the page, and Okabe and Ito's palette, which colour-blind readers can tell apart."""
+    """Colours of a page; those of lines are Okabe and Ito's, which colour-blind readers tell apart."""
 
-    name: str  # light, dark
     background: str
     ink: str
     muted: str
     grid: str
     colors: tuple[str, ...]
 
+    def variables(self) -> dict[str, str]:
+        """Colours by the names of their CSS variables."""
+        named = {f"--plot-{i}": color for i, color in enumerate(self.colors)}
+        return {"--card": self.background, "--ink": self.ink, "--muted": self.muted, "--grid": self.grid, **named}
+
 
 LIGHT = Theme(
-    "light",
     "#ffffff",
     "#1b1f24",
     "#59616b",
@@ -50,14 +54,20 @@ LIGHT = Theme(
     ("#0072b2", "#d55e00", "#009e73", "#b5568c", "#c98a00", "#3c9bd0", "#6b6b6b"),
 )
 DARK = Theme(
-    "dark",
     "#171b21",
     "#e8eaed",
     "#a0a8b3",
     "#2b313a",
     ("#56b4e9", "#f08a3c", "#2fc796", "#e39ac6", "#f0c04a", "#8fb8ff", "#b8bcc2"),
 )
-THEMES = (LIGHT, DARK)
+
+
+def _define_colors() -> str:
+    light, dark = ("".join(f"{name}:{c};" for name, c in theme.variables().items()) for theme in (LIGHT, DARK))
+    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
+
+
+COLORS = _define_colors()  # CSS for pages and pictures of either theme
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,9 @@ class Chart:
     unit: str = ""
     log_scale: bool = False  # used if the largest value is far above the least
     share: bool = False  # from 0 to 1
-    chance: bool = False  # by chance the share is 0.5
+    level: float | None = None  # a line to compare with: 0, or the share of chance
+    from_zero: bool = False
+    smooth: bool = True
     loss: str | None = None  # only of runs with this loss
 
 
@@ -80,8 +92,8 @@ class Picture(NamedTuple):
     name: str
     title: str
     alt: str
-    light: bytes
-    dark: bytes
+    svg: bytes
+    png: bytes  # in light colours
 
 
 class Line(NamedTuple):
@@ -94,34 +106,36 @@ class Line(NamedTuple):
 
 
 def charts_for(runs: Sequence[Run]) -> list[Chart]:
-    """List the charts that runs may have, in the page's order; different losses get separate pictures."""
+    """List the charts that runs may have, in the page's order.
+
+    Different losses get separate pictures."""
     losses = list(dict.fromkeys(run.loss for run in runs))
 
     def of_each(name: str, title: str, *metrics: str) -> list[Chart]:
         if len(losses) == 1:
             return [Chart(name, title, metrics)]
-        return [Chart(f"{name}-{_plain(loss)}", f"{title}, {loss}", metrics, loss=loss) for loss in losses]
+        files = [re.sub(r"\W", "_", loss) or "_" for loss in losses]
+        return [
+            Chart(f"{name}-{file}", f"{title}, {loss}", metrics, loss=loss)
+            for file, loss in zip(files, losses, strict=True)
+        ]
 
     return [
         *of_each("loss", "Loss", "loss/SPLIT"),
-        Chart("accuracy", "Reward accuracy", ("rewards_SPLIT/accuracies",), share=True, chance=True),
-        Chart("margin", "Reward margin", ("rewards_SPLIT/margins",)),
-        Chart("rewards", "Rewards", tuple(f"rewards_SPLIT/{side}" for side in SIDES)),
+        Chart("accuracy", "Reward accuracy", ("rewards_SPLIT/accuracies",), share=True, level=0.5),
+        Chart("margin", "Reward margin", ("rewards_SPLIT/margins",), level=0.0),
+        Chart("rewards", "Rewards", tuple(f"rewards_SPLIT/{side}" for side in SIDES), level=0.0),
         *of_each("logps", "Log-probabilities", *(f"logps_SPLIT/{side}" for side in SIDES)),
         Chart("grad_norm", "Gradient norm", ("grad_norm",), log_scale=True),
-        Chart("lr", "Learning rate", ("lr",), log_scale=True),
+        Chart("lr", "Learning rate", ("lr",), log_scale=True, smooth=False),
         Chart("online_score", "Scores of answers", ("online/score_best", "online/score", "online/score_worst")),
-        Chart("online_kl", "KL to the reference, estimated", ("online/kl",), unit="nats"),
+        Chart("online_kl", "KL to the reference, estimated", ("online/kl",), unit="nats", level=0.0),
         Chart("online_length", "Length of answers", ("online/length",), unit="tokens"),
         Chart("online_answers", "Answers that end, prompts that tie", ("online/eos", "online/ties"), share=True),
         Chart("online_time", "Share of the time", ("online/sampling_share", "online/scoring_share"), share=True),
-        Chart("throughput", "Throughput", ("tokens_per_second",), unit="tokens per second"),
-        Chart("memory", "Peak memory", ("memory/peak_gb",), unit="GB"),
+        Chart("throughput", "Throughput", ("tokens_per_second",), unit="tokens per second", from_zero=True),
+        Chart("memory", "Peak memory", ("memory/peak_gb",), unit="GB", from_zero=True, smooth=False),
     ]
-
-
-def _plain(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in name) or "_"
 
 
 def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
@@ -129,12 +143,12 @@ def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
     for chart in charts_for(runs):
         lines = make_lines(chart, runs)
         if lines:
-            light, dark = (draw(chart, lines, theme, several=len(runs) > 1) for theme in THEMES)
-            yield Picture(chart.name, chart.title, describe(chart, lines), light, dark)
+            svg, png = draw(chart, lines, several=len(runs) > 1)
+            yield Picture(chart.name, chart.title, describe(chart, lines), svg, png)
 
 
 def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
-    """Lines of a chart, with a colour per run, or, for a single run, per side of pairs."""
+    """Make the lines of a chart: a colour per run, or per side of one."""
     several, found = len(runs) > 1, []
     for i, run in enumerate(runs):
         if chart.loss is not None and chart.loss != run.loss:
@@ -159,7 +173,9 @@ def evaluated(line: Line) -> tuple[np.ndarray, np.ndarray]:
 
 
 def smoothed(values: np.ndarray, width: int, *, robust: bool = False) -> np.ndarray:
-    """Running mean, or median if `robust`, of `width` values around each, fewer at the ends; NaN does not count."""
+    """Running mean, or median if `robust`, of the `width` values around each.
+
+    There are fewer at the ends; NaN does not count."""
     there, half, n = np.isfinite(values), width // 2, len(values)
     if robust:  # in a long run only at as many places as a picture can show
         at = places(n)
@@ -178,7 +194,7 @@ def places(n: int) -> np.ndarray:
 
 
 def extremes(values: np.ndarray) -> np.ndarray:
-    """Indices that show every peak: in a long run, the least and the largest value of each part."""
+    """Indices of values to draw: of a long run, both extremes of each part."""
     if len(values) <= 2 * MOST_POINTS:
         return np.arange(len(values))
     found = []
@@ -189,102 +205,100 @@ def extremes(values: np.ndarray) -> np.ndarray:
 
 
 def choose_width(n: int) -> int:
-    """Width of the running mean for n updates: a fifteenth of them, odd, at least 5."""
+    """Width of the running mean: a fifteenth of n updates, odd, at least 5."""
     return max(5, n // 15 | 1)
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def draw(chart: Chart, lines: Sequence[Line], theme: Theme, *, several: bool) -> bytes:
-    """Draw a chart as PNG."""
+def draw(chart: Chart, lines: Sequence[Line], *, several: bool) -> tuple[bytes, bytes]:
+    """Draw a chart as SVG, for light and dark pages, and as PNG."""
     settings = {"font.size": 9, "text.parse_math": False, "path.simplify_threshold": 0.5}  # names hold no formulas
+    settings |= {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
+    settings |= {"svg.hashsalt": "curves"}  # equal runs give equal files
     with mpl.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in a script that the font lacks
-        picture = Figure(figsize=SIZE, dpi=DPI, facecolor=theme.background, layout="constrained")
+        picture = Figure(figsize=SIZE, dpi=DPI, facecolor=LIGHT.background, layout="constrained")
         canvas = FigureCanvasAgg(picture)
-        of_sides = [[line for line in lines if line.metric == metric] for metric in chart.metrics]
-        panels: list[list[Line]] = [panel for panel in of_sides if panel] if several else [list(lines)]
+        by_metric = [[line for line in lines if line.metric == metric] for metric in chart.metrics]
+        panels: list[list[Line]] = [panel for panel in by_metric if panel] if several else [list(lines)]
         axes: Any = picture.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axis, panel in zip(axes, panels, strict=True):
             for line in panel:
-                _draw_line(axis, line, theme, several=several)
-            _dress(axis, chart, theme, panel)
+                _draw_line(axis, chart, line, several=several)
+            _dress(axis, chart, panel)
             if len(panels) > 1:
-                axis.set_title(panel[0].metric.rpartition("/")[2], color=theme.muted, fontsize=9, loc="left")
-        _head(picture, axes, chart, panels, theme, several=several)
+                axis.set_title(panel[0].metric.rpartition("/")[2], color=LIGHT.muted, fontsize=9, loc="left")
+        _add_title_and_legend(picture, chart, panels, several=several)
+        png, svg = io.BytesIO(), io.BytesIO()
         canvas.draw()  # once; savefig would draw again for the layout
-        file = io.BytesIO()
-        imsave(file, np.asarray(canvas.buffer_rgba()), format="png", metadata={"Software": None})
-    return file.getvalue()
+        imsave(png, np.asarray(canvas.buffer_rgba()), format="png", metadata={"Software": None})
+        picture.set_layout_engine("none")
+        picture.savefig(svg, format="svg", dpi=72, metadata={"Date": None})
+    return _use_variables(svg.getvalue().decode()).encode(), png.getvalue()
 
 
-def _draw_line(axis: Any, line: Line, theme: Theme, *, several: bool) -> None:
-    color = theme.colors[line.color % len(theme.colors)]
-    style = "-" if line.color < len(theme.colors) else (0, (4, 1.5))
+def _use_variables(svg: str) -> str:
+    """Replace colours by CSS variables, and shorten numbers to hundredths of a point."""
+    for name, color in LIGHT.variables().items():
+        svg = svg.replace(f": {color}", f": var({name})")
+    svg = re.sub(r"(\d\.\d\d)\d+", r"\1", svg)
+    return svg.replace("<defs>", f"<defs><style>{COLORS}</style>", 1)
+
+
+def _draw_line(axis: Any, chart: Chart, line: Line, *, several: bool) -> None:
+    color = LIGHT.colors[line.color % len(LIGHT.colors)]
+    style = "-" if line.color < len(LIGHT.colors) else (0, (4, 1.5))
     train = line.run.train
     values = train[line.metric.replace("SPLIT", "train")]
-    n = int(np.isfinite(values).sum())
-    if n >= FEWEST_TO_SMOOTH and _is_noisy(line.metric):
-        course = smoothed(values, choose_width(n), robust=line.metric == "grad_norm")
-        drawn, at = extremes(values), places(len(values))
+    n, drawn = int(np.isfinite(values).sum()), extremes(values)
+    if n >= FEWEST_TO_SMOOTH and chart.smooth:
+        course, at = smoothed(values, choose_width(n), robust=line.metric == "grad_norm"), places(len(values))
         axis.plot(train.examples[drawn], values[drawn], color=color, alpha=0.16 if several else 0.28, linewidth=0.7)
         axis.plot(train.examples[at], course[at], style, color=color, linewidth=1.7)
     elif n:
-        drawn = extremes(values)
-        axis.plot(
-            train.examples[drawn], values[drawn], style, color=color, linewidth=1.7, marker="." if n == 1 else None
-        )
+        marker = "." if n == 1 else None
+        axis.plot(train.examples[drawn], values[drawn], style, color=color, linewidth=1.7, marker=marker)
     if "SPLIT" in line.metric:
         examples, held_out = evaluated(line)
-        axis.plot(
-            *(examples, held_out),
-            color=color,
-            linestyle=(0, (1, 1.8)) if len(examples) > 2 else "none",  # two points are not a course
-            linewidth=1.1,
-            marker="o",
-            markersize=4.6 if len(examples) <= 30 else 2.6,
-            markerfacecolor=theme.background,
-            markeredgecolor=color,
-            markeredgewidth=1.2,
-            zorder=3,
-        )
+        dots = {"marker": "o", "markersize": 4.6 if len(examples) <= 30 else 2.6, "markeredgewidth": 1.2, "zorder": 3}
+        dots |= {"markerfacecolor": LIGHT.background, "markeredgecolor": color}
+        dotted = (0, (1, 1.8)) if len(examples) > 2 else "none"  # two points are not a course
+        axis.plot(examples, held_out, color=color, linestyle=dotted, linewidth=1.1, **dots)
 
 
-def _is_noisy(metric: str) -> bool:
-    return metric not in ("lr", "memory/peak_gb")
-
-
-def _dress(axis: Any, chart: Chart, theme: Theme, lines: Sequence[Line]) -> None:
-    """Set scales and ticks, and draw the lines to compare with."""
+def _dress(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
+    """Set scales and ticks, and draw the line to compare with."""
     if chart.log_scale and _spans_decades(lines):
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
     if chart.share:
-        axis.set_ylim(_least(lines) - 0.06 if chart.chance else -0.03, 1.03)
+        axis.set_ylim(_least(lines) - 0.06 if chart.level else -0.03, 1.03)
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
-    if chart.chance:
-        _rule(axis, 0.5, "chance", theme)
-    elif chart.name in ("rewards", "margin", "online_kl"):
-        _rule(axis, 0.0, "", theme)
-    elif chart.name in ("throughput", "memory"):
+    if chart.from_zero:
         axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value)))
+    if chart.level is not None:
+        axis.axhline(chart.level, color=LIGHT.muted, linewidth=0.8, alpha=0.7)
+    if chart.level:
+        above = {"xycoords": ("axes fraction", "data"), "xytext": (0, 2), "textcoords": "offset points", "ha": "right"}
+        axis.annotate("chance", (1, chart.level), color=LIGHT.muted, fontsize=8, **above)
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axis.xaxis.set_major_formatter(FuncFormatter(_short))
-    axis.set_facecolor(theme.background)
-    axis.grid(True, color=theme.grid, linewidth=0.8)
+    axis.xaxis.set_major_formatter(FuncFormatter(_abbreviate))
+    axis.set_facecolor(LIGHT.background)
+    axis.grid(True, color=LIGHT.grid, linewidth=0.8)
     axis.set_axisbelow(True)
-    axis.tick_params(colors=theme.muted, length=0, which="both")
-    axis.yaxis.get_offset_text().set_color(theme.muted)
+    axis.tick_params(colors=LIGHT.muted, length=0, which="both")
+    axis.yaxis.get_offset_text().set_color(LIGHT.muted)
     for spine in axis.spines.values():
         spine.set_visible(False)
-    axis.set_xlabel("examples", color=theme.muted)
+    axis.set_xlabel("examples", color=LIGHT.muted)
 
 
 def _spans_decades(lines: Sequence[Line]) -> bool:
-    """Whether all values are above 0 and span a wide range, within a line or between lines."""
+    """Whether all values are above 0 and span a wide range."""
     values = [line.run.train.points(line.metric)[1] for line in lines]
     usual = [float(np.median(v)) for v in values]
     peaks = max(float(v.max()) for v in values) / min(usual) if min(usual) > 0 else 0.0
@@ -292,7 +306,7 @@ def _spans_decades(lines: Sequence[Line]) -> bool:
 
 
 def _least(lines: Sequence[Line]) -> float:
-    """Least accuracy of the evaluations and of the smoothed training curve; at most 0.45."""
+    """Lowest accuracy of evaluations and smoothed training curves; at most 0.45."""
     found = [0.45]
     for line in lines:
         values = line.run.train.points(line.metric.replace("SPLIT", "train"))[1]
@@ -300,21 +314,7 @@ def _least(lines: Sequence[Line]) -> float:
     return float(min(found))
 
 
-def _rule(axis: Any, height: float, text: str, theme: Theme) -> None:
-    axis.axhline(height, color=theme.muted, linewidth=0.8, alpha=0.7)
-    if text:
-        axis.annotate(
-            *(text, (1, height)),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 2),
-            textcoords="offset points",
-            ha="right",
-            color=theme.muted,
-            fontsize=8,
-        )
-
-
-def _short(value: float, _: Any = None) -> str:
+def _abbreviate(value: float, _: Any = None) -> str:
     """Label of a tick in examples: 800, 2k, 1.5M."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
@@ -322,21 +322,21 @@ def _short(value: float, _: Any = None) -> str:
     return f"{value:g}"
 
 
-def _head(picture: Any, axes: Any, chart: Chart, panels: list[list[Line]], theme: Theme, *, several: bool) -> None:
-    """Draw title, unit and legend."""
+def _printable(text: str) -> str:
+    """Replace control characters and halves of letters, which no SVG may hold."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _add_title_and_legend(picture: Any, chart: Chart, panels: list[list[Line]], *, several: bool) -> None:
     title = f"{chart.title} ({chart.unit})" if chart.unit else chart.title
-    picture.suptitle(title, color=theme.ink, fontsize=10.5, fontweight="bold", x=0.02, ha="left")
+    picture.suptitle(_printable(title), color=LIGHT.ink, fontsize=10.5, fontweight="bold", x=0.02, ha="left")
     shown = {line.color: (line.run.name if several else line.label) for panel in panels for line in panel}
-    if several or len(shown) > 1:
-        handles = [
-            mpl.lines.Line2D([], [], color=theme.colors[color % len(theme.colors)], linewidth=2.2) for color in shown
-        ]
-        names = [name if len(name) <= 24 else f"{name[:22]}..." for name in shown.values()]
-        legend = picture.legend(
-            *(handles, names), loc="outside lower left", ncols=min(len(names), 3), frameon=False, fontsize=8
-        )
-        for text in legend.get_texts():
-            text.set_color(theme.ink)
+    if not several and len(shown) == 1:
+        return
+    handles = [mpl.lines.Line2D([], [], color=LIGHT.colors[i % len(LIGHT.colors)], linewidth=2.2) for i in shown]
+    names = [_printable(name if len(name) <= 24 else f"{name[:22]}...") for name in shown.values()]
+    place = {"loc": "outside lower left", "ncols": min(len(names), 3), "frameon": False}
+    picture.legend(handles, names, fontsize=8, labelcolor=LIGHT.ink, **place)
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------

@@ -1,17 +1,20 @@
-"""Summary of a ledger's rows: pairs, lengths, datasets."""
+"""Summary of a ledger: pairs that never flip, label noise, lengths, drift."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from dpo.analysis.ledger_file import TEXTS, encode
+from dpo.analysis.runs import Run
+from dpo.errors import InputError
+from dpo.numbers import count, figure, percent, signed
 
 PERIODS = 10  # equal parts of a run's updates, which are compared
 LENGTHS = (-64, -16, 0, 1, 17, 65)  # lower ends of the classes of length differences, in tokens
@@ -20,7 +23,9 @@ LARGEST_ROUNDING = 0.01  # of a reward, where policy and reference are equal but
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair over its visits after the first update; earlier margins are 0 or rounding errors."""
+    """A pair over its visits after the first update.
+
+    Earlier margins are 0 or rounding errors."""
 
     example: str
     dataset: str
@@ -30,8 +35,22 @@ class Pair:
     last_margin: float
     highest_margin: float
     relative_margin: float  # mean of its margins, each divided by the median |margin| of its period and split
-    texts: dict[str, str] | None = None  # prompt, chosen, rejected of a pair that was drawn; others are in the data
-    scores: tuple[float, float] | None = None  # of chosen and rejected, of a pair that was drawn
+    texts: Mapping[str, str] | None = None  # prompt, chosen, rejected; in the ledger itself only if it was drawn
+    scores: tuple[float, float] | None = None  # of chosen and rejected, if it was drawn
+
+    def __str__(self) -> str:
+        return f"{self.example} {self.dataset} ({self.split})"
+
+    def describe_margins(self) -> str:
+        scores = "" if self.scores is None else "; scores {} and {}".format(*map(figure, self.scores))
+        return (
+            f"{count(self.visits, 'visit')}: margin {signed(self.first_margin)} at first, {signed(self.last_margin)} "
+            f"at last, {figure(self.relative_margin, 2)} times the typical one{scores}"
+        )
+
+
+FindTexts = Callable[[Run, Sequence[Pair]], Mapping[str, Mapping[str, str]]]
+"""Finds the texts of a run's pairs, by example. Raises InputError if they cannot be loaded."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Period:
-    """Means over the visits of a dataset's examples in a period of a run; None where SFT has no value."""
+    """Means over the visits to a dataset's examples in a period of a run.
+
+    None where SFT has no value."""
 
     dataset: str
     split: str
@@ -69,6 +90,18 @@ class Period:
     rejected_change: float | None
     margin: float | None
     right: float | None  # fraction with a margin above 0
+
+
+class PairList(NamedTuple):
+    title: str
+    text: str
+    pairs: list[Pair]
+
+
+class Table(NamedTuple):
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -85,10 +118,79 @@ class LedgerSummary:
     suspected_noise: list[Pair]
     lengths: list[Lengths]
     drift: list[Period]
+    note: str | None = None
+
+    def __str__(self) -> str:
+        visits, examples = count(self.rows, "visit"), count(self.examples, "example")
+        return f"{visits} of {examples}, of which {count(self.truncated, 'is', 'are')} truncated."
+
+    @property
+    def listed(self) -> list[Pair]:
+        return [*self.never_flipped, *self.suspected_noise]
+
+    def with_texts(self, texts: Callable[[Pair], Mapping[str, str] | None], note: str | None = None) -> LedgerSummary:
+        """The summary with `texts(pair)` in each listed pair."""
+        never, noise = (
+            [replace(pair, texts=texts(pair)) for pair in pairs] for pairs in (self.never_flipped, self.suspected_noise)
+        )
+        return replace(self, never_flipped=never, suspected_noise=noise, note=note)
+
+    def find_texts(self, run: Run, find: FindTexts) -> LedgerSummary:
+        """The summary with texts, or a note that says why any are missing."""
+        wanted = [pair for pair in self.listed if pair.texts is None]
+        if not wanted:
+            return self
+        try:
+            texts = find(run, wanted)
+        except (InputError, OSError) as error:
+            return replace(self, note=f"Texts are not shown: {error}")
+        examples = {pair.example for pair in wanted}
+        n = len(examples - texts.keys())
+        note = f"Its datasets have changed, and lack {n} of these {count(len(examples), 'pair')}" if n else None
+        return self.with_texts(lambda pair: pair.texts or texts.get(pair.example), note)
+
+    def lists(self) -> list[PairList]:
+        """Lists of pairs; none without pairs, or without a visit after the first update."""
+        if not self.lengths:
+            return []
+        never = (
+            f"{self.n_never_flipped:,} of {count(self.n_seen_again, 'pair')} that were seen at least twice "
+            f"{'was' if self.n_never_flipped == 1 else 'were'} wrong each time: with a margin never above 0."
+        )
+        suspected = count(self.n_suspected_noise, "pair was", "pairs were")
+        noise = f"{suspected} never right, and wrong by more than the typical margin of their time."
+        if any(pair.scores is None for pair in self.suspected_noise):
+            noise += " Look whether their labels are swapped."
+        if any(pair.scores is not None for pair in self.suspected_noise):
+            noise += " Look whether the scorer is right about those that were drawn."
+        return [
+            PairList("Pairs that never flip", never, self.never_flipped),
+            PairList("Suspected label noise", noise, self.suspected_noise),
+        ]
+
+    def tables(self) -> list[Table]:
+        """Tables of margins against length, and of drift."""
+        found = []
+        for lengths in self.lengths:
+            r = "" if lengths.correlation is None else f", correlation {signed(lengths.correlation, 2)}"
+            rows = [[c.difference, f"{c.pairs:,}", signed(c.margin), percent(c.right)] for c in lengths.classes]
+            columns = ("chosen minus rejected tokens", "pairs", "mean margin", "ranked right")
+            found.append(Table(f"Margin against length, {lengths.split}{r}", columns, rows))
+        has_pairs = any(period.margin is not None for period in self.drift)
+        names = ("margin", "right", "chosen_change", "rejected_change") if has_pairs else ("policy_chosen",)
+        rows = []
+        for period in self.drift:
+            updates = " to ".join(dict.fromkeys((f"{period.first_update:,}", f"{period.last_update:,}")))
+            values = (getattr(period, name) for name in ("loss", *names))
+            shown = ("" if value is None else figure(value) for value in values)
+            rows.append([f"{period.dataset} ({period.split})", updates, f"{period.visits:,}", *shown])
+        columns = ("dataset", "updates", "visits", "loss", *(name.replace("_", " ") for name in names))
+        title = "Drift by dataset, means over the visits; a change is policy minus reference"
+        return [*found, Table(title, columns, rows)]
 
 
 def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
-    """Summarize a ledger's pairs, lengths and datasets, with `top` pairs in each list, the worst first."""
+    """Summarize a ledger, with `top` pairs in each list, the worst first."""
     table = encode(table)
     pairs = _Pairs(table)
     wrong = pairs.wrong
@@ -110,7 +212,9 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 
 
 class _Pairs:
-    """Pairs of both splits, without ties: arrays in order of the first visit after the first update."""
+    """Pairs of both splits, without ties, as arrays.
+
+    They are in order of the first visit after the first update."""
 
     def __init__(self, table: pa.Table) -> None:
         updates, margins = _numbers(table, "update"), _numbers(table, "margin")
@@ -146,7 +250,7 @@ class _Pairs:
                 last_margin=float(self._margins[self._last[pair]]),
                 highest_margin=float(self.highest[pair]),
                 relative_margin=float(self.relative[pair]),
-                **_as_drawn(row),
+                **_drawn_parts(row),
             )
             for row, pair in zip(rows, chosen, strict=True)
         ]
@@ -160,7 +264,7 @@ class _Pairs:
         return [_lengths(split, longer[here], margins[here]) for split, here in found if here.any()]
 
 
-def _as_drawn(row: Mapping[str, Any]) -> dict[str, Any]:
+def _drawn_parts(row: Mapping[str, Any]) -> dict[str, Any]:
     """Texts and scores of a row, if its pair was drawn."""
     if row.get("tie") is None:
         return {}
@@ -237,7 +341,9 @@ def _is_tie(table: pa.Table) -> np.ndarray:
 
 
 def _periods(table: pa.Table) -> np.ndarray:
-    """Period of each row, a tenth of the run's updates; an evaluation belongs to the updates before it."""
+    """Period of each row: a tenth of the run's updates.
+
+    An evaluation belongs to the updates before it."""
     updates = _numbers(table, "update")
     last = max(int(updates.max()), 1) if len(updates) else 1
     return np.ceil(updates * min(PERIODS, last) / last).astype(np.int64)

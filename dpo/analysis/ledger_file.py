@@ -86,7 +86,9 @@ def _column(field: pa.Field, values: Any, n: int) -> pa.Array:
 
 
 def write_parquet(stream: Path, target: Path) -> int:
-    """Write the rows of a stream as Parquet, whole or not at all, in constant memory. Returns their number."""
+    """Write a stream's rows as Parquet, whole or not at all, in constant memory.
+
+    Returns their number."""
     beside = target.with_name(f".{target.name}.tmp")
     beside.unlink(missing_ok=True)
     n, schema = 0, encoded(_schema_in(stream))
@@ -99,7 +101,9 @@ def write_parquet(stream: Path, target: Path) -> int:
 
 
 def read_ledger(run_dir: Path) -> pa.Table | None:
-    """Read all rows so far, in order; None if the run has no ledger. Raises InputError for another kind of file."""
+    """Read all rows so far, in order; None if the run has no ledger.
+
+    Raises InputError for another kind of file."""
     if (run_dir / STREAM).exists():
         empty = encoded(_schema_in(run_dir / STREAM)).empty_table()
         table = pa.concat_tables([empty, *_groups(run_dir / STREAM)])
@@ -146,7 +150,9 @@ def _schema_in(stream: Path) -> pa.Schema:
 
 
 def find_end(stream: Path, size: int) -> int:
-    """End of the last whole append within the first `size` bytes; 0 if the stream does not begin like a ledger."""
+    """End of the last whole append within the first `size` bytes.
+
+    0 if the stream does not begin like a ledger."""
     end = 0
     with suppress(InputError):
         _schema_in(stream)
@@ -158,12 +164,12 @@ def find_end(stream: Path, size: int) -> int:
 
 
 def _batches(stream: Path) -> Iterator[pa.RecordBatch]:
-    """Batches as they were appended, up to one that is cut off, damaged, or still being written."""
+    """Batches as they were appended, up to the first that is not whole."""
     return (batch for batch, _ in _appends(stream) if batch is not None)
 
 
 def _appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
-    """Whole appends of a stream, each with its end in bytes; the first, None, is the schema."""
+    """Whole appends of a stream, each with its end; the first, None, is the schema."""
     with stream.open("rb") as file:
         with _explaining(stream):
             reader = pa.ipc.open_stream(file)

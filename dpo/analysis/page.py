@@ -1,4 +1,4 @@
-"""The report of runs: curves as PNG, and `report.html`, one file that needs no network and runs no code.
+"""The report of runs: curves, and `report.html`, one file that needs no network and runs no code.
 
 The template is `page.html.jinja`. Every text is escaped, and the page's content policy forbids scripts and requests,
 because samples and settings come from models and users.
@@ -11,25 +11,28 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dpo.analysis import summary
-from dpo.analysis.cost import Cost, measure_cost
-from dpo.analysis.curves import THEMES, draw_all
-from dpo.analysis.findings import WARNING, Finding
-from dpo.analysis.ledger_view import FindTexts, LedgerView, view_ledger
-from dpo.analysis.margin import margin_parts
-from dpo.analysis.reading import find_all
+from dpo.analysis.curves import COLORS, LIGHT, Picture, draw_all
+from dpo.analysis.findings import WARNING, Finding, find_all
+from dpo.analysis.measures import Cost, margin_parts, measure_cost
 from dpo.analysis.runs import Run, read_runs
 from dpo.errors import InputError
+from dpo.numbers import shortened
 from dpo.system.run_directory import REPORT
+
+if TYPE_CHECKING:
+    from dpo.analysis.ledger import FindTexts, LedgerSummary
 
 MEASURED_ON = ("datasets", "n_eval_examples")
 FIRST_SAMPLES = 4  # shown before the reader asks for more
+LEDGER_PAIRS = 5  # in each list
 
 
 class Lead(NamedTuple):
@@ -42,29 +45,18 @@ class Lead(NamedTuple):
     text: str
 
 
-class Shown(NamedTuple):
-    """A picture in the page."""
-
-    title: str
-    alt: str
-    light: str  # data URIs
-    dark: str
-    text: str = ""
-
-
 class Section(NamedTuple):
     """The page's content for one run."""
 
     run: Run
-    color: str  # of its curves, light
-    dark_color: str
+    color: str  # CSS variable of its curves' colour
     about: str
     verdict: str
     tiles: list[summary.Tile]
     findings: list[Finding]
     margin: summary.Bars | None
     settings: list[summary.Row]
-    ledger: LedgerView | None
+    ledger: LedgerSummary | None
 
     @property
     def warnings(self) -> list[Finding]:
@@ -95,11 +87,9 @@ def write_report(
     read = read_runs(runs, ended=ended)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        pictures = []
-        for picture in draw_all(read):
-            _replace(out / f"{picture.name}.png", picture.light)
-            _replace(out / f"{picture.name}-dark.png", picture.dark)
-            pictures.append(Shown(picture.title, picture.alt, _data(picture.light), _data(picture.dark)))
+        pictures = list(draw_all(read))
+        for picture in pictures:
+            _replace(out / f"{picture.name}.png", picture.png)
         page = out / REPORT.name
         _replace(page, render(read, pictures, lead, find_texts).encode("utf-8", "replace"))
     except OSError as error:
@@ -109,22 +99,23 @@ def write_report(
 
 def render(
     runs: Sequence[Run],
-    pictures: Sequence[Shown],
+    pictures: Sequence[Picture],
     lead: Lead | None = None,
     find_texts: FindTexts | None = None,
 ) -> str:
     """Render the page."""
     loader = FileSystemLoader(Path(__file__).parent)
-    template = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).get_template("page.html.jinja")
+    jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    jinja.filters["data_uri"] = lambda image, kind: f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+    jinja.filters["shortened"] = shortened
     costs = [measure_cost(run) for run in runs]
     sections = [_section(i, run, cost, find_texts) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
     context: dict[str, Any] = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
         "sections": sections,
         "columns": dict.fromkeys(tile.label for section in sections for tile in section.tiles),
-        "lead": lead and Shown(lead.title, lead.alt, _data(lead.png), _data(lead.png_dark), lead.text),
+        "lead": lead,
+        "colors": COLORS,
         "pictures": pictures,
         "samples": summary.collect_samples(runs),
         "drawn": summary.collect_drawn(runs),
@@ -147,24 +138,38 @@ def render(
         "several": len(runs) > 1,
         "best": _best(sections),
     }
-    return template.render(context)
+    return jinja.get_template("page.html.jinja").render(context)
 
 
 def _section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) -> Section:
     findings = find_all(run)
-    light, dark = (theme.colors[i % len(theme.colors)] for theme in THEMES)
     return Section(
         run,
-        light,
-        dark,
+        f"--plot-{i % len(LIGHT.colors)}",
         summary.about(run),
         summary.verdict(run, findings),
         summary.tiles(run, cost),
         findings,
         summary.margin_bars(margin_parts(run)),
-        summary.all_settings(run),
-        view_ledger(run, find_texts),
+        summary.make_rows([summary.list_settings(run)]),
+        summarize_ledger(run, find_texts),
     )
+
+
+def summarize_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerSummary | None:
+    """Summary of a run's ledger, with texts if `find_texts` finds them; None without a ledger."""
+    if run.ledger is None:
+        return None
+    from dpo.analysis.ledger import summarize  # needs pyarrow, which most runs do not
+
+    summary = summarize(run.ledger, top=LEDGER_PAIRS)
+    if find_texts is not None:
+        summary = summary.find_texts(run, find_texts)
+    of_data = [pair for pair in summary.listed if pair.scores is None]
+    if of_data and not any(pair.texts for pair in of_data):
+        command = f"python -m scripts.ledger {run.path} shows texts that can be loaded"
+        summary = replace(summary, note="; ".join(filter(None, (summary.note, command))))
+    return summary
 
 
 def _best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
@@ -182,10 +187,6 @@ def _best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
         for worth, path in found
         if len(found) > 1 and worth == max(found)[0]
     }
-
-
-def _data(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _replace(path: Path, content: bytes) -> None:

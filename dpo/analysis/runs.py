@@ -19,10 +19,10 @@ import numpy as np
 
 from dpo.errors import InputError
 from dpo.losses import LOSSES, Loss, find_loss
+from dpo.numbers import count
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.redaction import redact
 from dpo.system.run_directory import PARQUET, STREAM, is_locked
-from dpo.wording import count
 
 RECORDS = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of them
 MOST = 1e100  # sums and pictures of larger numbers overflow

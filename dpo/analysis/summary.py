@@ -9,16 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dpo.analysis.cost import Cost
-from dpo.analysis.findings import Finding, is_untold, n_evaluated
-from dpo.analysis.margin import MarginParts
-from dpo.analysis.online_findings import beginning, end
-from dpo.analysis.reading import warnings_in
+from dpo.analysis.findings import WARNING, Finding
+from dpo.analysis.measures import Cost, MarginParts, first_tenth, is_inconclusive, n_evaluated
 from dpo.analysis.runs import Run, number, ranked
 from dpo.losses import LOSSES
+from dpo.numbers import count, duration, figure, hours, large, percent, shortened, signed
 from dpo.settings.files import dotted, load_defaults
 from dpo.system.redaction import redact
-from dpo.wording import count, duration, figure, hours, large, percent, shortened, signed
 
 ABSENT = "\N{EN DASH}"
 BLANK_LINES = re.compile(r"\n\s*\n")  # between the turns of a dialogue
@@ -73,17 +70,17 @@ def _adapter(run: Run) -> str:
 
 def verdict(run: Run, findings: list[Finding]) -> str:
     """The run in a few short sentences."""
-    n = warnings_in(findings)
+    n = sum(finding.level == WARNING for finding in findings)
     accuracy = run.eval.last("rewards_eval/accuracies")
-    untold = math.isfinite(accuracy) and is_untold(accuracy, n_evaluated(run))
+    untold = math.isfinite(accuracy) and is_inconclusive(accuracy, n_evaluated(run))
     looks = f"{count(n, 'warning')} below." if n else "No warnings." if untold else "Nothing looks wrong."
     return " ".join([f"{run.state.text.capitalize()}.", _result(run), looks if len(run.train) or len(run.eval) else ""])
 
 
 def _result(run: Run) -> str:
     """Result on held-out examples, or, online, the scores of answers."""
-    if len(scores := beginning(run, "online/score")):
-        now, nats = end(run, "online/score").mean(), run.tail("train", "online/kl")
+    if len(scores := first_tenth(run.train.points("online/score")[1])):
+        now, nats = run.tail("train", "online/score"), run.tail("train", "online/kl")
         cost = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
         return f"The mean score of its answers was {figure(scores.mean())} at first and is {figure(now)} now{cost}."
     examples, losses = run.eval.points("loss/eval")
@@ -95,7 +92,7 @@ def _result(run: Run) -> str:
     if math.isfinite(accuracy):
         margin = run.eval.last("rewards_eval/margins")
         n = n_evaluated(run)
-        few = ", too few to tell from chance," if is_untold(accuracy, n) else ""
+        few = ", too few to tell from chance," if is_inconclusive(accuracy, n) else ""
         right = f"{percent(accuracy)} of {count(n, 'held-out pair')} are ranked right"
         return f"{right}{few} by a mean reward margin of {figure(margin)}."
     return f"The held-out loss {moved} {loss}."
@@ -289,81 +286,69 @@ def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def shown(value: Any) -> str:
-    """A setting's value as text."""
+MISSING = object()
+DATA_COUNTS = {
+    "examples": "examples",
+    "prompts": "prompts",
+    "mean_chosen_tokens": "mean tokens, chosen",
+    "mean_rejected_tokens": "mean tokens, rejected",
+    "chosen_longer": "pairs with chosen longer",
+    "truncated_prompts": "with a truncated prompt",
+    "truncated_responses": "with a truncated response",
+    "duplicated_pairs": "duplicated pairs",
+    "contradictory_pairs": "contradictory pairs",
+    "identical_pairs": "identical pairs",
+    "empty_responses": "with an empty response",
+    "joined_words": "without a space after the prompt",
+}
+
+
+def make_rows(columns: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Rows of a table from its columns, one for each run."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [Row(name, [_as_text(column[name]) if name in column else ABSENT for column in columns]) for name in names]
+
+
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def list_settings(run: Run) -> dict[str, Any]:
+    return {str(key): value for key, value in dotted(run.config)}
 
 
 def setting_rows(runs: Sequence[Run]) -> list[Row]:
     """Settings that differ between the runs or, for one run, from the defaults."""
-    configs = [dict(dotted(run.config)) for run in runs]
+    columns = [list_settings(run) for run in runs]
     others = [dict(dotted(load_defaults(runs[0].loss if runs[0].loss in LOSSES else None)))] if len(runs) == 1 else []
-    keys = list(dict.fromkeys(str(key) for config in configs for key in config))
-    missing = object()
-    rows = []
-    for key in keys:
-        values = [config.get(key, missing) for config in configs]
-        if any(value != values[0] for value in [*values, *(other.get(key, missing) for other in others)]):
-            rows.append(Row(key, [ABSENT if value is missing else shown(value) for value in values]))
-    return rows
 
+    def differs(key: str) -> bool:
+        first, *rest = (column.get(key, MISSING) for column in [*columns, *others])
+        return any(value != first for value in rest)
 
-def all_settings(run: Run) -> list[Row]:
-    return [Row(str(key), [shown(value)]) for key, value in dotted(run.config)]
+    return [row for row in make_rows(columns) if differs(row.name)]
 
 
 def data_rows(runs: Sequence[Run]) -> list[Row]:
-    """Preflight counts that are not 0."""
-    wanted = {
-        "examples": "examples",
-        "prompts": "prompts",
-        "mean_chosen_tokens": "mean tokens, chosen",
-        "mean_rejected_tokens": "mean tokens, rejected",
-        "chosen_longer": "pairs with chosen longer",
-        "truncated_prompts": "with a truncated prompt",
-        "truncated_responses": "with a truncated response",
-        "duplicated_pairs": "duplicated pairs",
-        "contradictory_pairs": "contradictory pairs",
-        "identical_pairs": "identical pairs",
-        "empty_responses": "with an empty response",
-        "joined_words": "without a space after the prompt",
-    }
-    rows = []
-    for split in ("train", "test"):
-        for key, name in wanted.items():
-            values = [run.count(f"{split}.{key}") for run in runs]
-            if any(value > 0 for value in values):
-                say = percent if key == "chosen_longer" else figure if key.startswith("mean") else _whole
-                rows.append(Row(f"{split}: {name}", [say(v) if math.isfinite(v) else ABSENT for v in values]))
-    return rows
-
-
-def _share(part: float, whole: float) -> str:
-    """A share in percent, with significant digits however small it is."""
-    return f"{figure(100 * part / whole)} %"
-
-
-def _parameters(run: Run) -> str:
-    trainable, total = run.parameters
-    if not trainable <= total:  # NaN too
-        return ""
-    part = f"{trainable:,.0f} of {total:,.0f} ({_share(trainable, total)})"
-    return part if trainable < total else f"{total:,.0f}, all"
-
-
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
+    """Preflight counts that are not 0 in all runs."""
+    columns: list[dict[str, str]] = []
+    for run in runs:
+        columns.append({})
+        for split in ("train", "test"):
+            for key, name in DATA_COUNTS.items():
+                say = percent if key == "chosen_longer" else figure if key.startswith("mean") else "{:,.0f}".format
+                if math.isfinite(value := run.count(f"{split}.{key}")):
+                    columns[-1][f"{split}: {name}"] = say(value)
+    return [row for row in make_rows(columns) if not set(row.values) <= {"0", "0 %", ABSENT}]
 
 
 def machine_rows(runs: Sequence[Run], costs: Sequence[Cost]) -> list[Row]:
     """Hardware, versions, time and cost."""
-    columns = [_machine(run, cost) for run, cost in zip(runs, costs, strict=True)]
-    names = dict.fromkeys(name for column in columns for name in column)
-    rows = [Row(name, [column.get(name) or ABSENT for column in columns]) for name in names]
-    return [row for row in rows if set(row.values) != {ABSENT}]
+    columns = [_describe_machine(run, cost) for run, cost in zip(runs, costs, strict=True)]
+    return make_rows([{name: value for name, value in column.items() if value} for column in columns])
 
 
-def _machine(run: Run, cost: Cost) -> dict[str, str]:
+def _describe_machine(run: Run, cost: Cost) -> dict[str, str]:
     env, known = run.env, math.isfinite(cost.devices)
     found = env.get("packages")
     packages = found if isinstance(found, Mapping) else {}
@@ -373,20 +358,33 @@ def _machine(run: Run, cost: Cost) -> dict[str, str]:
     commit = str(env.get("git_commit") or "")[:12]
     memory = run.train.last("memory/peak_gb")
     return {
-        "trainable parameters": _parameters(run),
+        "trainable parameters": _describe_parameters(run),
         "devices": _devices(env, cost),
         "time from start to end, or now": duration(cost.elapsed_secs) if math.isfinite(cost.elapsed_secs) else "",
         "time in updates": duration(cost.updating_secs) if math.isfinite(cost.updating_secs) else "",
         f"{cost.kind}-hours": f"{hours(cost.device_hours)}{per_device}" if known and cost.secs > 0 else "",
         "tokens": f"{cost.tokens:,.0f}" if math.isfinite(cost.tokens) else "",
         "peak memory of rank 0": f"{figure(memory)} GB" if math.isfinite(memory) else "",
-        "processes": shown(env["processes"]) if "processes" in env else "",
+        "processes": _as_text(env.get("processes", "")),
         "versions": ", ".join([f"Python {env.get('python')}", *versions]) if "python" in env else "",
-        "platform": shown(env.get("platform") or ""),
+        "platform": _as_text(env.get("platform") or ""),
         "git commit": f"{commit}{', with uncommitted changes' if env.get('git_uncommitted_changes') else ''}",
-        "started (the last time)": shown(env.get("started") or ""),
+        "started (the last time)": _as_text(env.get("started") or ""),
         "directory": redact(str(run.path)),
     }
+
+
+def _describe_parameters(run: Run) -> str:
+    trainable, total = run.parameters
+    if not trainable <= total:  # NaN too
+        return ""
+    part = f"{trainable:,.0f} of {total:,.0f} ({_share(trainable, total)})"
+    return part if trainable < total else f"{total:,.0f}, all"
+
+
+def _share(part: float, whole: float) -> str:
+    """A share in percent, with significant digits however small it is."""
+    return f"{figure(100 * part / whole)} %"
 
 
 def _devices(env: Mapping[str, Any], cost: Cost) -> str:

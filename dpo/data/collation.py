@@ -15,7 +15,7 @@ from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 
 
-class Batch(TypedDict):
+class PaddedBatch(TypedDict):
     """Rows of a collated batch; in SFT mode without `rejected` keys, and `chosen` holds the SFT target.
 
     Texts: `chosen` is prompt plus response. Tensors (rows, tokens), int64: chosen and rejected padded on the right,
@@ -40,7 +40,7 @@ class Batch(TypedDict):
 def batch_element(
     prompt: str, texts: Mapping[str, str], prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """One element of a `Batch` before padding, from an example's texts and token ids."""
+    """One element of a `PaddedBatch` before padding, from an example's texts and token ids."""
     element: dict[str, Any] = {"prompt": prompt}
     for (name, text), ids in zip(texts.items(), responses, strict=True):
         element[name] = prompt + text
@@ -62,7 +62,7 @@ def tokenize_batch_element(
     max_length: int,
     max_prompt_length: int,
 ) -> dict[str, Any]:
-    """The reference's name for one tokenized pair: texts, and lists of ids, masks and labels (see `Batch`).
+    """The reference's name for one tokenized pair: texts, and lists of ids, masks and labels (see `PaddedBatch`).
 
     Prompt and responses are tokenized separately, without special tokens; EOS is appended to each response; prompt
     tokens are labelled -100. Raises InputError if a text already contains EOS or the truncation mode is unknown.
@@ -81,7 +81,7 @@ def tokenize_batch_element(
     return batch_element(prompt, texts, ids, responses)
 
 
-def find_examples(batch: Batch) -> list[Example]:
+def find_examples(batch: PaddedBatch) -> list[Example]:
     """Recover the examples of a padded batch; prompt tokens are those labelled -100."""
     sides = [side for side in ("chosen", "rejected") if f"{side}_input_ids" in batch]
     responses, prompts = [], []
@@ -98,7 +98,7 @@ def find_examples(batch: Batch) -> list[Example]:
 
 def padded_batch(
     examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
-) -> Batch:
+) -> PaddedBatch:
     """Tokenize, truncate and pad the examples of a batch."""
     encoded = encode_examples(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
     elements = [
@@ -115,7 +115,7 @@ def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, to
     return batch
 
 
-def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> Batch:
+def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
     """Pad rows of token lists to a batch of int64 tensors on the CPU; other values are collected in lists."""
     pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
     batch: Any = {}
@@ -143,12 +143,12 @@ def find_pad_token(tokenizer: Any) -> int:
     return tokenizer.eos_token_id
 
 
-def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], Batch]:
-    """The reference's name for a function from tokenized rows to a padded `Batch`."""
+def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], PaddedBatch]:
+    """The reference's name for a function from tokenized rows to a padded `PaddedBatch`."""
     return partial(collate, pad_token_id=find_pad_token(tokenizer))
 
 
-def concatenated_inputs(batch: Batch) -> dict[str, torch.Tensor]:
+def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
     """Chosen rows, then rejected rows, padded to one length: `concatenated_{input_ids,attention_mask,labels}`."""
     rows: dict[str, Any] = {**batch}
     length = max(rows["chosen_input_ids"].shape[1], rows["rejected_input_ids"].shape[1])

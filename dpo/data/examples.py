@@ -25,34 +25,6 @@ class TextExample(NamedTuple):
     texts: dict[str, str]  # chosen (under SFT the target) and, for a pair, rejected
 
 
-class Completion(NamedTuple):
-    """An answer drawn from the policy."""
-
-    text: str
-    tokens: tuple[int, ...]  # the last one ends it, unless it was cut off
-    ended: bool
-    score: float
-
-
-class Drawn(NamedTuple):
-    """Drawn answers from which an online pair was chosen."""
-
-    completions: tuple[Completion, ...]  # in the order drawn
-    best: int
-    worst: int
-
-    @property
-    def pair(self) -> tuple[Completion, Completion]:
-        """The best answer and the worst."""
-        return self.completions[self.best], self.completions[self.worst]
-
-    @property
-    def is_tie(self) -> bool:
-        """Whether best and worst have the same score or the same tokens."""
-        best, worst = self.pair
-        return best.score == worst.score or best.tokens == worst.tokens
-
-
 class Example(NamedTuple):
     """An example as token ids for the model: truncated, including EOS."""
 
@@ -62,7 +34,6 @@ class Example(NamedTuple):
     dataset: str = ""
     digest: str = ""  # the `text_digest`, which is the same in other runs
     truncated: bool = False  # the prompt or a response
-    drawn: Drawn | None = None  # of an online pair, whose texts are not in the data
 
     @property
     def n_tokens(self) -> int:

@@ -23,10 +23,10 @@ from dpo.data.table import SPLITS, Prompt, PromptTable, find_or_build, iterate_p
 from dpo.data.tokenization import TextEncoder, truncate
 from dpo.data.tokenizer import doubts_about_bos, identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
+from dpo.numbers import count
 from dpo.settings.plan import Plan, TrainingPlan
 from dpo.system.host_memory import give_back_freed_memory
 from dpo.system.waiting import once_per_machine
-from dpo.wording import count
 
 GetDataset = Callable[..., PreferenceData]  # loads a dataset by name
 Identify = Callable[..., Any]  # a JSON value that changes with a dataset's content, or None

@@ -6,13 +6,13 @@ Its functions are in `formulas.py`, the options that losses share in `options.py
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dpo.losses.formulas as formulas
 from dpo.losses.formulas import IGNORE_INDEX, Losses, Scores, _get_batch_logps, preference_loss
-from dpo.losses.options import OPTIONS, change_losses, change_scores, needs_squares, needs_tails
+from dpo.losses.options import OPTIONS, change_losses, change_scores
 
 __all__ = [
     "IGNORE_INDEX",
@@ -22,8 +22,6 @@ __all__ = [
     "Scores",
     "_get_batch_logps",
     "find_loss",
-    "needs_squares",
-    "needs_tails",
     "preference_loss",
 ]
 
@@ -37,11 +35,15 @@ class Loss:
     reference: bool = True  # needs the reference's log-probabilities
     # the metric by which checkpoints are ranked; +1: higher wins
     best: tuple[str, int] = ("rewards_eval/accuracies", +1)
-    of_margin: bool = True  # log-ratios enter by their difference alone, for which f_divergence is derived
-    of_batch: Callable[..., Any] | None = None  # (scores of the global batch, **options) -> `Scores.of_batch`
-    averaged: Callable[[float, float, float], float] | None = None  # of mean rewards and beta, for `Scores.average`
-    smoothed: bool = False  # is infinite without label_smoothing
+    margin_only: bool = True  # log-ratios enter by their difference alone, for which f_divergence is derived
+    batch_statistic: Callable[..., Any] | None = None  # (scores of a global batch, **options) -> values, (B, k)
+    running_statistic: Callable[[float, float, float], float] | None = None  # of mean rewards and beta
+    needs_label_smoothing: bool = False  # is infinite without it
     per_token: bool | str = False  # rewards are means over tokens, not sums; the name of an option: if it is on
+    # from `find_loss`: the loss's name, its own options, and those that all losses have
+    name: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    common: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.reference and not self.pairwise:
@@ -50,71 +52,89 @@ class Loss:
     @property
     def can_be_mixed(self) -> bool:
         """Whether it may be part of a mix: each example's loss depends on that example alone."""
-        return self.of_batch is None and self.fn is not _mix
+        return self.batch_statistic is None
 
-    def __call__(self, scores: Scores, loss_config: Mapping[str, Any]) -> Losses:
-        """Compute the losses under `config.loss`. Shared options that it lacks are off."""
-        own, common = split_options(loss_config)
-        if self.fn is _mix:
-            own["unchanged"] = scores
-        losses, *rewards = self.fn(change_scores(scores, **common) if self.reference else scores, **own)
-        return Losses(change_losses(losses, scores, **common) if self.pairwise else losses, *rewards)
+    @property
+    def needs_tails(self) -> bool:
+        """Whether policy and reference must also compute the tails of `Scores`."""
+        return self.common.get("ld_alpha", 1) != 1
 
-    def constants(self, scores: Scores, loss_config: Mapping[str, Any]) -> Any:
-        """Compute the constants of a global batch for each example, (B, k); for a loss with `of_batch` only."""
-        assert self.of_batch is not None
-        own, common = split_options(loss_config)
-        return self.of_batch(change_scores(scores, **common), **own)
+    @property
+    def needs_squares(self) -> bool:
+        """Whether the policy must also compute the squares of `Scores`."""
+        return bool(self.common.get("wpo"))
+
+    def bind(self, name: str, options: Mapping[str, Any], common: Mapping[str, Any]) -> Loss:
+        """The loss with the options of a run."""
+        per_token = bool(options.get(self.per_token)) if isinstance(self.per_token, str) else self.per_token
+        return replace(self, name=name, options=options, common=common, per_token=per_token)
+
+    def __call__(self, scores: Scores) -> Losses:
+        """Compute losses and rewards. Options that all losses have are off where they are not given."""
+        losses, *rewards = self.compute(scores)
+        return Losses(change_losses(losses, scores, **self.common) if self.pairwise else losses, *rewards)
+
+    def compute(self, scores: Scores) -> Losses:
+        """Compute losses and rewards, without the options that change losses."""
+        return self.fn(self.change(scores), **self.options)
+
+    def change(self, scores: Scores) -> Scores:
+        """Apply the options that change scores, which concern only a loss with a reference."""
+        return change_scores(scores, **self.common) if self.reference else scores
+
+    def find_batch_statistic(self, scores: Scores) -> Any:
+        """Compute the statistic of a global batch for each of its examples, (B, k)."""
+        assert self.batch_statistic is not None
+        return self.batch_statistic(self.change(scores), **self.options)
 
 
-def split_options(loss_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split `config.loss` into the options of the loss alone and those that all have."""
-    options = {key: value for key, value in loss_config.items() if key != "name"}
-    common = {key: options.pop(key) for key in OPTIONS if key in options}
-    return options, common
+@dataclass(frozen=True)
+class Mix(Loss):
+    """A weighted sum of losses, with the needs of its parts, each with the options that it knows.
 
-
-def _mix(scores: Scores, *, unchanged: Scores, weights: Mapping[str, float], **options: Any) -> Losses:
-    """A weighted sum of losses, each with the options that it knows.
-
-    Rewards are beta times log-ratios, or, where no part has a reference, beta times mean log-probabilities. Losses
-    without a reference get the `unchanged` scores: `ld_alpha` and `f_divergence` apply only to losses with one.
+    Rewards are beta times log-ratios, or, where no part has a reference, beta times mean log-probabilities.
     """
-    parts = _parts(weights)
-    if not any(loss.pairwise for loss in parts.values()):
-        raise ValueError("loss=mix adds up no loss of pairs: give one of them a weight above 0")
-    losses = scores.chosen * 0
-    for name, loss in parts.items():
-        known = inspect.signature(loss.fn).parameters
-        own = {key: value for key, value in options.items() if key in known}
-        part = loss.fn(scores if loss.reference else unchanged, **own)
-        losses = losses + weights[name] * part.losses
-    has_reference = any(loss.reference for loss in parts.values())
-    rewards = scores.log_ratios() if has_reference else scores.mean_logps()
-    return formulas.with_rewards(losses, *rewards, options["beta"])
 
+    fn: Any = None  # each part has its own
+    parts: Sequence[tuple[float, Loss]] = ()
 
-def _parts(weights: Mapping[str, Any]) -> dict[str, Loss]:
-    return {name: LOSSES[name] for name, weight in weights.items() if weight}
+    @property
+    def can_be_mixed(self) -> bool:
+        return False
+
+    def bind(self, name: str, options: Mapping[str, Any], common: Mapping[str, Any]) -> Loss:
+        parts = []
+        for part, weight in options.get("weights", {}).items():
+            if weight:
+                known = inspect.signature(LOSSES[part].fn).parameters
+                own = {key: value for key, value in options.items() if key in known}
+                parts.append((weight, LOSSES[part].bind(part, own, common)))
+        losses = [loss for _, loss in parts]
+        return replace(
+            self,
+            name=name,
+            options=options,
+            common=common,
+            parts=parts,
+            reference=any(loss.reference for loss in losses),
+            margin_only=all(loss.margin_only for loss in losses if loss.reference),
+            needs_label_smoothing=any(loss.needs_label_smoothing for loss in losses),
+            per_token=not any(loss.reference for loss in losses),
+        )
+
+    def compute(self, scores: Scores) -> Losses:
+        losses = scores.chosen * 0
+        for weight, loss in self.parts:
+            losses = losses + weight * loss.compute(scores).losses
+        rewards = self.change(scores).log_ratios() if self.reference else scores.mean_logps()
+        return formulas.with_rewards(losses, *rewards, self.options["beta"])
 
 
 def find_loss(loss_config: Mapping[str, Any]) -> Loss:
-    """Find the loss that `config.loss` names; a mix has the needs of its parts."""
-    loss = LOSSES[loss_config["name"]]
-    if loss.fn is not _mix:
-        return replace(loss, per_token=_is_per_token(loss, loss_config)) if isinstance(loss.per_token, str) else loss
-    parts = _parts(loss_config["weights"]).values()
-    return replace(
-        loss,
-        reference=any(p.reference for p in parts),
-        of_margin=all(p.of_margin for p in parts if p.reference),
-        smoothed=any(p.smoothed for p in parts),
-        per_token=not any(p.reference for p in parts),
-    )
-
-
-def _is_per_token(loss: Loss, loss_config: Mapping[str, Any]) -> bool:
-    return bool(loss_config.get(loss.per_token)) if isinstance(loss.per_token, str) else loss.per_token
+    """Find the loss that `config.loss` names, with its options."""
+    options = {key: value for key, value in loss_config.items() if key != "name"}
+    common = {key: options.pop(key) for key in OPTIONS if key in options}
+    return LOSSES[loss_config["name"]].bind(loss_config["name"], options, common)
 
 
 LOSSES = {
@@ -124,19 +144,19 @@ LOSSES = {
     "hinge": Loss(formulas.hinge),
     "robust": Loss(formulas.robust),
     "dpo_norm": Loss(formulas.dpo_norm, per_token=True),
-    "exo": Loss(formulas.exo, smoothed=True),
+    "exo": Loss(formulas.exo, needs_label_smoothing=True),
     "discopop": Loss(formulas.discopop),
-    "beta_dpo": Loss(formulas.beta_dpo, of_batch=formulas.beta_of_batch, averaged=formulas.mean_gap),
+    "beta_dpo": Loss(formulas.beta_dpo, batch_statistic=formulas.beta_of_batch, running_statistic=formulas.mean_gap),
     "simpo": Loss(formulas.simpo, reference=False, per_token=True),
-    "orpo": Loss(formulas.orpo, reference=False, per_token=True, of_margin=False),
-    "apo_zero": Loss(formulas.apo_zero, of_margin=False),
-    "apo_down": Loss(formulas.apo_down, of_margin=False),
-    "nca": Loss(formulas.nca, of_margin=False),
-    "bco": Loss(formulas.bco, of_margin=False, averaged=formulas.mean_reward),
-    "sppo": Loss(formulas.sppo, of_margin=False),
-    "dpop": Loss(formulas.dpop, of_margin=False),
-    "cal_dpo": Loss(formulas.cal_dpo, of_margin=False),
-    "aot": Loss(formulas.aot, of_margin=False, of_batch=formulas.aot_partners),
-    "aot_unpaired": Loss(formulas.aot_unpaired, of_margin=False, of_batch=formulas.aot_unpaired_partners),
-    "mix": Loss(_mix),
+    "orpo": Loss(formulas.orpo, reference=False, per_token=True, margin_only=False),
+    "apo_zero": Loss(formulas.apo_zero, margin_only=False),
+    "apo_down": Loss(formulas.apo_down, margin_only=False),
+    "nca": Loss(formulas.nca, margin_only=False),
+    "bco": Loss(formulas.bco, margin_only=False, running_statistic=formulas.mean_reward),
+    "sppo": Loss(formulas.sppo, margin_only=False),
+    "dpop": Loss(formulas.dpop, margin_only=False),
+    "cal_dpo": Loss(formulas.cal_dpo, margin_only=False),
+    "aot": Loss(formulas.aot, margin_only=False, batch_statistic=formulas.aot_partners),
+    "aot_unpaired": Loss(formulas.aot_unpaired, margin_only=False, batch_statistic=formulas.aot_unpaired_partners),
+    "mix": Mix(),
 }

@@ -62,6 +62,9 @@ def preference_loss(
     return losses, chosen_rewards, rejected_rewards
 
 
+NOT_NEEDED: Any = None  # in place of a tensor that the loss does not need
+
+
 class Scores(NamedTuple):
     """Input of a loss: summed log-probabilities of B examples and their numbers of summed tokens, each (B,).
 
@@ -70,18 +73,18 @@ class Scores(NamedTuple):
 
     chosen: Tensor
     chosen_lengths: Tensor
-    rejected: Any = None  # like the others below, a tensor if the loss needs it
-    rejected_lengths: Any = None
-    reference_chosen: Any = None
-    reference_rejected: Any = None
-    chosen_tail: Any = None  # the part of the log-probability from tokens beyond the shorter response's length
-    rejected_tail: Any = None
-    reference_chosen_tail: Any = None
-    reference_rejected_tail: Any = None
-    chosen_squares: Any = None  # the sum over tokens of log sum_v pi(v)^2, detached
-    rejected_squares: Any = None
-    of_batch: Any = None  # (B, k): result of `Loss.of_batch` for these examples; None: they are the whole batch
-    average: float = 0.0  # the running average of `Loss.averaged` over the updates so far
+    rejected: Tensor = NOT_NEEDED
+    rejected_lengths: Tensor = NOT_NEEDED
+    reference_chosen: Tensor = NOT_NEEDED
+    reference_rejected: Tensor = NOT_NEEDED
+    chosen_tail: Tensor = NOT_NEEDED  # the part of the log-probability from tokens beyond the shorter response's length
+    rejected_tail: Tensor = NOT_NEEDED
+    reference_chosen_tail: Tensor = NOT_NEEDED
+    reference_rejected_tail: Tensor = NOT_NEEDED
+    chosen_squares: Tensor = NOT_NEEDED  # the sum over tokens of log sum_v pi(v)^2, detached
+    rejected_squares: Tensor = NOT_NEEDED
+    batch_statistic: Tensor | None = None  # (B, k): of these examples; None: they are the whole batch
+    average: float = 0.0  # of `Loss.running_statistic` over the updates so far
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
         """log pi - log ref of the chosen and of the rejected responses."""
@@ -251,7 +254,7 @@ def mean_gap(chosen: float, rejected: float, beta: float) -> float:
     return (chosen - rejected) / beta
 
 
-# --- losses of the whole global batch: its values, `Scores.of_batch`, are constants of the gradient -------------------
+# --- losses of the whole global batch: `Scores.batch_statistic` is constant for the gradient -------------------------
 
 
 def beta_of_batch(scores: Scores, *, beta: float, alpha: float, momentum: float, **_: Any) -> Tensor:
@@ -264,7 +267,7 @@ def beta_of_batch(scores: Scores, *, beta: float, alpha: float, momentum: float,
 
 def beta_dpo(scores: Scores, *, beta: float, alpha: float, momentum: float) -> Losses:
     """beta-DPO (arXiv 2407.08639): DPO whose beta follows the batch's gap; without the filter of examples."""
-    constants = scores.of_batch
+    constants = scores.batch_statistic
     if constants is None:
         constants = beta_of_batch(scores, beta=beta, alpha=alpha, momentum=momentum)
     u_w, u_l = scores.log_ratios()
@@ -288,7 +291,7 @@ def aot_partners(scores: Scores, **_: Any) -> Tensor:
 
 def aot(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     """AOT for pairs (arXiv 2406.05882): the policy's margins, sorted, above the reference's, sorted."""
-    partners = aot_partners(scores) if scores.of_batch is None else scores.of_batch
+    partners = aot_partners(scores) if scores.batch_statistic is None else scores.batch_statistic
     losses = _smoothed(beta * (scores.chosen - scores.rejected - partners[:, 0]), label_smoothing)
     return with_rewards(losses, *scores.log_ratios(), beta)
 
@@ -302,7 +305,7 @@ def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
 
 def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     """AOT for unpaired responses (arXiv 2406.05882): log-ratios of all chosen, sorted, above those of all rejected."""
-    partners = aot_unpaired_partners(scores) if scores.of_batch is None else scores.of_batch
+    partners = aot_unpaired_partners(scores) if scores.batch_statistic is None else scores.batch_statistic
     u_w, u_l = scores.log_ratios()
     of_chosen = _smoothed(beta * (u_w - partners[:, 0]), label_smoothing)
     of_rejected = _smoothed(beta * (partners[:, 1] - u_l), label_smoothing)  # the same sum; here for its gradient

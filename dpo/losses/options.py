@@ -6,7 +6,6 @@ Pure tensor functions, like those of `formulas.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dpo.losses.formulas import Scores
@@ -15,16 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OPTIONS = ("sft_weight", "wpo", "ld_alpha", "f_divergence", "f_alpha")  # all but the first need a reference
-
-
-def needs_tails(loss_config: Mapping[str, Any]) -> bool:
-    """Whether policy and reference must also compute the tails of `Scores`."""
-    return loss_config.get("ld_alpha", 1) != 1
-
-
-def needs_squares(loss_config: Mapping[str, Any]) -> bool:
-    """Whether the policy must also compute the squares of `Scores`."""
-    return bool(loss_config.get("wpo"))
 
 
 def with_lighter_tails(scores: Scores, alpha: float) -> Scores:

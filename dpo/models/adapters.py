@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save
 from dpo.errors import InputError
 from dpo.models.adapter_dropout import Dropout
 from dpo.parallel.state import local_tensor
-from dpo.settings.keys import COUNT, DROPOUT, FINITE, FLAG, Rule
+from dpo.settings.keys import Rule, is_int, read_rule
 from dpo.system.library_logs import silence_bitsandbytes
 from dpo.system.plain_files import check_readable, read_json
 
@@ -52,10 +52,6 @@ def _is_pattern(value: Any) -> bool:
     return isinstance(value, str) and _compiles(value)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 TARGETS = Rule(
     lambda v: v is None or _is_pattern(v) or (isinstance(v, list) and all(isinstance(n, str) for n in v)),
     "a list of names, or a regular expression that compiles",
@@ -65,18 +61,18 @@ PATTERNS = Rule(
     "a regular expression that compiles, or a list of them",
 )
 RULES = {  # for the values that are used here
-    "r": COUNT,
-    "lora_alpha": FINITE,
-    "lora_dropout": DROPOUT,
+    "r": read_rule("int >= 1"),
+    "lora_alpha": read_rule("number > 0"),
+    "lora_dropout": read_rule("number [0, 1)"),
     "base_model_name_or_path": Rule(lambda v: v is None or isinstance(v, str), "a string, or null"),
     **dict.fromkeys(("target_modules", "exclude_modules"), TARGETS),
     "layers_pattern": PATTERNS,
     "layers_to_transform": Rule(
-        lambda v: v is None or _is_int(v) or (isinstance(v, list) and all(map(_is_int, v))),
+        lambda v: v is None or is_int(v) or (isinstance(v, list) and all(map(is_int, v))),
         "an integer, a list of integers, or null",
     ),
     "init_lora_weights": Rule(lambda v: isinstance(v, bool | str), "true, false or a name"),
-    "fan_in_fan_out": FLAG,
+    "fan_in_fan_out": read_rule("flag"),
 }
 CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also modify the base
 OF_LAYER = re.compile(r"(.+)\.lora_[AB]\.weight")

@@ -5,6 +5,7 @@ Unlike the samples of an evaluation (`dpo/models/generation.py`), they do not de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -37,6 +38,27 @@ class Answer(NamedTuple):
     text: str
     tokens: Tokens
     ended: bool
+    score: float = math.nan  # in training; higher is better
+
+
+class Drawn(NamedTuple):
+    """Answers drawn for a prompt in training; the best and the worst are its online pair."""
+
+    prompt: str
+    answers: Sequence[Answer]  # in the order drawn
+    best: int  # the first of the highest score
+    worst: int  # the last of the lowest score
+
+    @property
+    def pair(self) -> tuple[Answer, Answer]:
+        """The best answer and the worst."""
+        return self.answers[self.best], self.answers[self.worst]
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether best and worst have the same score or the same tokens."""
+        best, worst = self.pair
+        return best.score == worst.score or best.tokens == worst.tokens
 
 
 def answer(

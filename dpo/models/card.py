@@ -16,12 +16,12 @@ from dpo.data.sources import HUB_IDS
 from dpo.errors import InputError
 from dpo.models.loading import find_source
 from dpo.models.origin import Origin
+from dpo.numbers import count
 from dpo.settings.keys import KEYS, Resume
 from dpo.settings.places import HUB_ID, Source
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, read_json
 from dpo.system.redaction import redact
-from dpo.wording import count
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpo.data.collation import Batch
+from dpo.data.collation import PaddedBatch
 from dpo.data.examples import Example
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder
@@ -21,7 +21,7 @@ from dpo.system.arithmetic import for_generation
 
 @torch.no_grad()
 def sample(
-    model: Any, batch: Batch, tokenizer: Any, *, max_new_tokens: int, seed: int, in_step: bool = False
+    model: Any, batch: PaddedBatch, tokenizer: Any, *, max_new_tokens: int, seed: int, in_step: bool = False
 ) -> list[str]:
     """Sample one continuation per prompt, of at most `max_new_tokens`. Keeps the random state.
 
@@ -72,7 +72,7 @@ def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None
 
 
 def sample_rows(
-    model: Any, batch: Batch, tokenizer: Any, mesh: Mesh, *, max_new_tokens: int, seed: list[int]
+    model: Any, batch: PaddedBatch, tokenizer: Any, mesh: Mesh, *, max_new_tokens: int, seed: list[int]
 ) -> list[str]:
     """Sample a continuation of each prompt in this process's part of a batch; the rank is mixed into `seed`."""
     device = next(model.parameters()).device
@@ -102,7 +102,7 @@ def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: 
 
 
 def sample_batches(
-    model: Any, sample_batch: Callable[[Any, Batch], list[str]], batches: Iterable[Batch], mesh: Mesh
+    model: Any, sample_batch: Callable[[Any, PaddedBatch], list[str]], batches: Iterable[PaddedBatch], mesh: Mesh
 ) -> list[str]:
     """Continuations of all prompts of global batches, in order, with the model's weights gathered once.
 

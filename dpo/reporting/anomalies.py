@@ -10,8 +10,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dpo.analysis.collapse import WHAT_TO_TRY, Means, count_window, find_collapse, is_collapsed, updates_at_start
-from dpo.analysis.findings import FAINT, SPIKE
+from dpo.analysis.measures import (
+    FAINT,
+    SPIKE,
+    WHAT_TO_TRY,
+    Means,
+    count_window,
+    find_collapse,
+    is_collapsed,
+    updates_at_start,
+)
 from dpo.errors import RunError
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 
@@ -64,8 +72,8 @@ class NonFiniteGuard(Callback):
             assert example.id is not None  # it came from the data
             number, index = example.id
             prompt = self.context.data.train[number]
-            if example.drawn is not None:
-                best, worst = example.drawn.pair
+            if row in update.drawn:
+                best, worst = update.drawn[row].pair
                 texts: dict[str, Any] = {"chosen": best.text, "rejected": worst.text}
                 texts |= {"score_chosen": best.score, "score_rejected": worst.score}
             else:
@@ -98,7 +106,7 @@ class CourseWarner(Callback):
         loss = context.plan.loss
         self._reference = loss.reference
         # weights of wpo move with the policy, and the loss with them: it is not compared with its start
-        self._may_collapse = loss.pairwise and not context.plan.loss_options.get("wpo")
+        self._may_collapse = loss.pairwise and not loss.needs_squares
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
         self._first: dict[str, float] = {}  # means of the first 20
         self._width = count_window(context.plan.data.batch_size)

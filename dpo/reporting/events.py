@@ -12,6 +12,7 @@ import torch
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.models.adapters import ParameterCount
+from dpo.models.answers import Drawn
 from dpo.settings.plan import Plan
 
 
@@ -23,6 +24,7 @@ class Update(NamedTuple):
     examples: Sequence[Example]
     table: Mapping[str, torch.Tensor]  # of each example, (B,): metrics and the reference's log-probabilities
     metrics: Mapping[str, float]  # means over the examples and grad_norm; in `on_update` also lr and speed
+    drawn: Mapping[int, Drawn] = MappingProxyType({})  # by place in `examples`: the pairs that the policy wrote
 
 
 class Sample(NamedTuple):

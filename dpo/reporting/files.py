@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from dpo.analysis.runs import ranked
-from dpo.data.examples import Example
+from dpo.models.answers import Drawn
+from dpo.numbers import count
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.plain_files import move_aside
 from dpo.system.run_directory import add_to_record, create_run_dir, now
-from dpo.wording import count
 
 
 class Appender(Callback):
@@ -141,9 +141,8 @@ class FileLogger(LogWriter):
 
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
-        drawn = [example for example in update.examples if example.drawn is not None]
-        most = self.context.plan.evaluation.n_eval_model_samples if drawn else 0
-        self._drawn = [{"examples": update.n_examples, **self._as_record(example)} for example in drawn[:most]]
+        drawn = [*update.drawn.values()][: self.context.plan.evaluation.n_eval_model_samples]
+        self._drawn = [{"examples": update.n_examples, **_as_record(one)} for one in drawn]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         examples = evaluation.n_examples
@@ -174,22 +173,18 @@ class FileLogger(LogWriter):
     def on_end(self) -> None:
         add_to_record(self.run_dir, ended=now())
 
-    def _as_record(self, example: Example) -> dict[str, Any]:
-        """A prompt, its answers in the order drawn, and the indices of the pair."""
-        assert example.id is not None
-        assert example.drawn is not None
-        drawn = example.drawn
-        answers = [
-            {"text": one.text, "score": one.score, "tokens": len(one.tokens), "ended": one.ended}
-            for one in drawn.completions
-        ]
-        prompt = self.context.data.train[example.id[0]].text
-        return {"prompt": prompt, "completions": answers, "best": drawn.best, "worst": drawn.worst}
-
     def _log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"split": split, "examples": examples, "updates": updates, **finite}
         self.append("metrics.jsonl", [json.dumps(line)])
+
+
+def _as_record(drawn: Drawn) -> dict[str, Any]:
+    """A prompt, its answers in the order drawn, and the indices of the pair."""
+    answers = [
+        {"text": one.text, "score": one.score, "tokens": len(one.tokens), "ended": one.ended} for one in drawn.answers
+    ]
+    return {"prompt": drawn.prompt, "completions": answers, "best": drawn.best, "worst": drawn.worst}
 
 
 def _as_lines(record: Mapping[str, Any]) -> Iterator[str]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dpo.data.examples import Example
+from dpo.models.answers import Drawn
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.files import Appender
 from dpo.system.run_directory import PARQUET, STREAM
@@ -52,7 +54,7 @@ class Ledger(Appender):
         self._write()
 
     def on_update(self, update: Update) -> None:
-        self._append("train", update.number, update.number - 1, update.examples, update.table)
+        self._append("train", update.number, update.number - 1, update.examples, update.table, update.drawn)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._append("eval", evaluation.n_updates, evaluation.n_updates, evaluation.examples, evaluation.table)
@@ -68,10 +70,16 @@ class Ledger(Appender):
         self.rows = self.written = write_parquet(self.stream, self.parquet)
 
     def _append(
-        self, split: str, number: int, done: int, examples: Sequence[Example], table: Mapping[str, torch.Tensor]
+        self,
+        split: str,
+        number: int,
+        done: int,
+        examples: Sequence[Example],
+        table: Mapping[str, torch.Tensor],
+        drawn: Mapping[int, Drawn] = MappingProxyType({}),
     ) -> None:
         """Add a row for each example of update or evaluation `number`, by a policy after `done` updates."""
-        from dpo.analysis.ledger_file import append
+        from dpo.analysis.ledger_file import DRAWN, append
 
         context, n = self.context, len(examples)
         updates_per_epoch = context.data.report.train.examples // context.plan.data.batch_size
@@ -93,23 +101,23 @@ class Ledger(Appender):
             "margin": table.get(f"rewards_{split}/margins"),
         }
         if self.online:
-            columns |= self._drawn_columns(examples)
+            rows = {place: _as_row(one) for place, one in drawn.items()}
+            columns |= {name: [rows.get(place, {}).get(name) for place in range(n)] for name in DRAWN.names}
         append(self.stream, columns)
         self.rows += n
 
-    def _drawn_columns(self, examples: Sequence[Example]) -> dict[str, list[Any]]:
-        """Drawn texts and scores of each example, stored nowhere else; None for pairs from the data."""
-        from dpo.analysis.ledger_file import DRAWN
 
-        rows = []
-        for example in examples:
-            row = dict.fromkeys(DRAWN.names)
-            if (drawn := example.drawn) is not None and example.id is not None:
-                best, worst = drawn.pair
-                others = [one for i, one in enumerate(drawn.completions) if i not in (drawn.best, drawn.worst)]
-                row |= {"tie": drawn.is_tie, "prompt": self.context.data.train[example.id[0]].text}
-                row |= {"chosen": best.text, "rejected": worst.text, "others": [one.text for one in others]}
-                row |= {"score_chosen": best.score, "score_rejected": worst.score}
-                row |= {"score_others": [one.score for one in others]}
-            rows.append(row)
-        return {name: [row[name] for row in rows] for name in DRAWN.names}
+def _as_row(drawn: Drawn) -> dict[str, Any]:
+    """Texts and scores of a prompt's answers, which are stored nowhere else."""
+    best, worst = drawn.pair
+    others = [one for i, one in enumerate(drawn.answers) if i not in (drawn.best, drawn.worst)]
+    return {
+        "tie": drawn.is_tie,
+        "prompt": drawn.prompt,
+        "chosen": best.text,
+        "rejected": worst.text,
+        "others": [one.text for one in others],
+        "score_chosen": best.score,
+        "score_rejected": worst.score,
+        "score_others": [one.score for one in others],
+    }

@@ -11,9 +11,9 @@ from typing import Any
 
 import tqdm
 
+from dpo.numbers import clock_time, compact, count
 from dpo.reporting.events import Callback, Evaluation, Update
 from dpo.settings.plan import Plan
-from dpo.wording import count
 
 # in a log file, for a long evaluation, sampling or update: seconds between two lines on its progress, and before the
 # first line, if the task will take longer than QUIET_SECS
@@ -24,18 +24,6 @@ SHOWN = {  # metrics of an update that are shown: their label and significant di
     "rewards_train/margins": ("margin", 3),
     "online/score": ("score", 3),
 }
-
-
-def number(value: float, digits: int = 3) -> str:
-    """A value with `digits` significant digits, without an exponent if large."""
-    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
-
-
-def duration(seconds: float) -> str:
-    """`0:12`, `1:02:03`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def table(title: str, metrics: Mapping[str, float]) -> str:
@@ -76,7 +64,7 @@ class Task:
     def left(self) -> str:
         """The time left in words; empty while unknown."""
         seconds = self.seconds_left()
-        return "" if seconds is None else f"{duration(seconds)} left"
+        return "" if seconds is None else f"{clock_time(seconds)} left"
 
     def is_due(self) -> bool:
         """Whether a log file should get a line, the first as soon as the task turns out to be long."""
@@ -127,10 +115,10 @@ class Progress(Callback):
         if self.silent:
             return
         metrics = update.metrics
-        facts = [f"{name} {number(metrics[key], n)}" for key, (name, n) in SHOWN.items() if key in metrics]
+        facts = [f"{name} {compact(metrics[key], n)}" for key, (name, n) in SHOWN.items() if key in metrics]
         task, _ = self._open[-1]
         task.done, task.part = update.number, 0.0
-        task.note = "  ".join([*facts, f"{number(metrics['examples_per_second'])} ex/s"])
+        task.note = "  ".join([*facts, f"{compact(metrics['examples_per_second'])} ex/s"])
         if self.show_bar:
             self._draw()
         elif time.monotonic() - self._last_update >= self.interval:

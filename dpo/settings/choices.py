@@ -37,17 +37,12 @@ class TrainerSpec(NamedTuple):
     name: str
     multi_process: bool = False  # several processes share a run, joined by a process group
     cuts_layers: bool = False  # tensor_parallel_size and tensor_parallel.backend apply
-    can_sample: bool = True
-    can_autocast: bool = True
-    takes_adapters: bool = True
 
 
 BASIC = TrainerSpec("BasicTrainer")
 FSDP = TrainerSpec("FSDPTrainer", multi_process=True)
 TENSOR_PARALLEL = TrainerSpec("TensorParallelTrainer", multi_process=True, cuts_layers=True)
-PACKAGE = TrainerSpec(
-    "PackageTensorParallelTrainer", cuts_layers=True, can_sample=False, can_autocast=False, takes_adapters=False
-)
+PACKAGE = TrainerSpec("PackageTensorParallelTrainer", cuts_layers=True)
 
 TRAINERS = {spec.name: spec for spec in (BASIC, FSDP, TENSOR_PARALLEL)}
 TENSOR_PARALLEL_BACKENDS = {"dtensor": TENSOR_PARALLEL, "tensor_parallel": PACKAGE}

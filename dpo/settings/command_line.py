@@ -11,30 +11,24 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
+import hydra._internal.hydra
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpo.errors import InputError
 from dpo.settings.choices import explain_unknown
-from dpo.settings.files import CONFIG_DIR, dotted, help_text, keys_in, name_in
+from dpo.settings.files import ABSENT, CONFIG_DIR, dotted, help_text, load_file
 from dpo.settings.keys import KEYS
-from dpo.settings.validation import (
-    HYDRAS_OWN,
-    NO_PAIRS,
-    WEIGHTS,
-    did_you_mean,
-    find_config_problems,
-    find_value_problem,
-    refuse_hydras_own,
-)
+from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_config_problems, find_value_problem
 from dpo.system.plain_files import check_readable
 from dpo.system.rank_env import is_rank_0
 from dpo.system.redaction import redact, secrets_in
@@ -48,10 +42,20 @@ SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--in
 TO_QUOTE = re.compile(r"[^\w\s/\\.+$%*@?|:-]|[^\x00-\x7f]")  # characters that Hydra accepts only in quotes
 MEANT = re.compile(r"""[\[\]{},'"]""")  # lists, mappings, quotes: whoever writes them knows Hydra's grammar
 GLOB = re.compile(r"=\s*glob\(")
-RESOLVER = re.compile(r"\$\{[^}]*:")
 # a group's option that is a number, keys inside a value that is not a mapping, a file that is not YAML
 COMPOSING = (HydraException, OmegaConfBaseException, ValueError, AssertionError, AttributeError, yaml.YAMLError)
-HOW_COMPOSED = ("hydra.runtime.", "hydra.overrides.", "hydra.searchpath", "hydra.job.override_dirname")
+
+# Hydra's own keys that an override may set; others can name code, which Hydra would import and call
+HYDRAS_OWN = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.verbose",
+    "hydra/launcher",
+    "hydra/sweeper",
+)
+SEARCH_PATH = "hydra.searchpath"
+HOW_COMPOSED = ("hydra.runtime.", "hydra.overrides.", SEARCH_PATH, "hydra.job.override_dirname")
 NAMES_CODE = ("model.trust_remote_code", "online.function")
 SAME_IN_ALL = "hydra.job.config.override_dirname.exclude_keys"
 
@@ -82,11 +86,11 @@ class CommandLine(NamedTuple):
         if not self.is_sweep:
             return [*self.options, *self.overrides, *self.search]
         fixed = [override for override in self.overrides if _parts_of_sweep(override) is None]
-        told = f"{SAME_IN_ALL}={[*map(parse_key, fixed)]!r}".replace(" ", "")
+        shared = f"{SAME_IN_ALL}={[*map(parse_key, fixed)]!r}".replace(" ", "")
         swept = tuple(f"{parse_key(override)}." for override in self.overrides if override not in fixed)
         # Hydra tries fixed overrides without swept ones: with `-m loss=dpo,ipo`, an option of the loss on the default
         forced = [f"++{o}" if o in fixed and o.startswith(swept) else o for o in self.overrides]
-        return [*self.options, *forced, *self.search, told]
+        return [*self.options, *forced, *self.search, shared]
 
     @property
     def search(self) -> list[str]:
@@ -94,7 +98,7 @@ class CommandLine(NamedTuple):
         if self.config_dir is None:
             return []
         place = str(Path(self.config_dir).resolve()).replace("'", "\\'")
-        return [f"hydra.searchpath=['file://{place}']"]
+        return [f"{SEARCH_PATH}=['file://{place}']"]
 
 
 def parse_key(override: str) -> str:
@@ -114,6 +118,7 @@ def check_command_line(arguments: list[str]) -> list[str]:
         print(help_text())
         sys.exit(0)
     exit_on(find_problems(line, CONFIG_DIR))
+    hydra._internal.hydra.ConfigLoaderImpl = GuardedLoader
     return line.arguments
 
 
@@ -160,14 +165,11 @@ def _find_sign(override: str) -> str:
 def _with_paths(overrides: list[str]) -> list[str]:
     """Write `dataset_sources.NAME=PLACE` as `dataset_sources.NAME.path=PLACE` if other keys of NAME are also set."""
     keys = [parse_key(override) for override in overrides]
-
-    def with_path(override: str, key: str) -> str:
-        more = key.startswith("dataset_sources.") and any(other.startswith(f"{key}.") for other in keys)
-        return (
-            override.replace("=", ".path=", 1) if more and not override.partition("=")[2].startswith("{") else override
-        )
-
-    return [with_path(override, key) for override, key in zip(overrides, keys, strict=True)]
+    shared = {key for key in keys if key.startswith("dataset_sources.") and any(k.startswith(f"{key}.") for k in keys)}
+    return [
+        override.replace("=", ".path=", 1) if key in shared and "={" not in override else override
+        for override, key in zip(overrides, keys, strict=True)
+    ]
 
 
 def find_problems(line: CommandLine, own_configs: Path) -> list[str]:
@@ -184,7 +186,7 @@ def _find_problems(line: CommandLine, own_configs: Path) -> list[str]:
     if torn := next((o for o in line.overrides if o.startswith("=")), None):
         before = next((a for a, b in itertools.pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
         return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
-    problems = [problem for o in line.overrides if (problem := refuse_hydras_own(parse_key(o), o))]
+    problems = [problem for o in line.overrides if (problem := refuse_hydras_own(o))]
     problems += [f"{o}: glob() does not work here; name the options" for o in line.overrides if GLOB.search(o)]
     if line.is_sweep:
         holding = [parse_key(o) for o in line.overrides if secrets_in([o]) or redact(o) != o]
@@ -196,7 +198,7 @@ def _find_problems(line: CommandLine, own_configs: Path) -> list[str]:
         return problems
     with hydra.initialize_config_dir(str(own_configs.resolve()), version_base="1.3"):
         if line.config_dir is not None:
-            problems = [*_find_danger_in_files(line, own_configs)]
+            problems = [*_find_unusable_files(line, Path(line.config_dir), own_configs)]
         if problems or line.only_shows:
             return problems
         overrides = [_first_of_sweep(o) for o in line.overrides] if line.is_sweep else line.overrides
@@ -204,11 +206,25 @@ def _find_problems(line: CommandLine, own_configs: Path) -> list[str]:
         return _find_refused(overrides, line.search, places)
 
 
+def refuse_hydras_own(override: str) -> str | None:
+    """A sentence on why an override of one of Hydra's own keys is refused; None if it is harmless."""
+    key = parse_key(override)
+    if re.split("[@./]", key)[0] != "hydra" and "@hydra" not in key:
+        return None
+    if (key in HYDRAS_OWN or key.startswith(("hydra.launcher.", "hydra.sweeper."))) and "_target_" not in override:
+        return None
+    return f"{key} may not be set: Hydra's own keys can name code to run, and of them only {', '.join(HYDRAS_OWN)} may"
+
+
 def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -> list[str]:
     """List why Hydra refuses overrides, and the problems of the config composed from the others."""
 
     def refusal(tried: list[str]) -> str | None:
-        return _refusal(tried, search, places)
+        try:
+            hydra.compose("config", [*search, *tried], return_hydra_config=True)
+            return None
+        except COMPOSING as error:
+            return _explain(tried[-1], error, places)
 
     if not refusal(overrides):
         return []
@@ -222,7 +238,7 @@ def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -
     rest = [o for o in overrides if o not in refused]
     # a refused override leaves its key as it was: no further problem
     keys = (*unknown, *(f"{o.split('=')[0]} is not set" for o in refused))
-    keys += (NO_PAIRS,) if any(parse_key(o).startswith(WEIGHTS.rstrip(".")) for o in refused) else ()
+    keys += ("loss=mix",) if any(parse_key(o).startswith("loss.weights") for o in refused) else ()  # adds up no pairs
     try:
         problems = find_config_problems(hydra.compose("config", [*search, *rest]))
     except InputError as error:  # the launcher's variables
@@ -230,79 +246,51 @@ def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -
     return [*refused.values(), *(p for p in problems if not p.startswith(keys))]
 
 
-def _find_danger_in_files(line: CommandLine, own_configs: Path) -> Iterator[str]:
-    """Find keys that can run code and that a user's config files would change.
-
-    Composes with the files and without them, so that neither their content nor the way they are chosen matters."""
-    directory = Path(line.config_dir)
+def _find_unusable_files(line: CommandLine, directory: Path, own_configs: Path) -> Iterator[str]:
+    """Find config files of a user that cannot be read, or would not be."""
     if not directory.is_dir():
         yield f"--config-dir {directory} is not a directory"
-        return
-    try:
-        for file in _yaml_files(directory):
+    for file in sorted(directory.rglob("*.yaml")):
+        try:
             check_readable(file)
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
-            # a resolver of the time or environment could name one file during the check and another in the run
-            if isinstance(content, Mapping) and RESOLVER.search(str(content.get("defaults"))):
-                yield f"{file}: its defaults may refer to other choices, not to resolvers: {content['defaults']}"
-    except (InputError, OSError, ValueError, yaml.YAMLError) as error:
-        yield " ".join(str(error).split())
-        return
-
-    def chooses_a_file(override: str) -> bool:
-        group = parse_key(override).partition("@")[0]
-        return (directory / group).is_dir() or (own_configs / group).is_dir()
-
-    plain = _runs_code([o for o in line.overrides if parse_key(o).startswith("hydra")]) or _runs_code([])
-    parts = [
-        [f"{o.split('=', 1)[0]}={part}" for part in swept] if (swept := _parts_of_sweep(o)) else [o]
-        for o in line.overrides
-    ]
-    for name in (f"{parse_key(o)}/{o.partition('=')[2]}.yaml" for values in parts for o in values if chooses_a_file(o)):
-        if (directory / name).is_file() and (own_configs / name).is_file():
-            yield f"{directory / name} would not be used, as there is a {own_configs.name}/{name}: rename it"
-    found: dict[str, None] = {}
-    for overrides in itertools.product(*(values if chooses_a_file(values[0]) else values[:1] for values in parts)):
-        own = _runs_code([*line.search, *overrides])
-        if not own and line.is_sweep:
-            found[f"the job of {' '.join(overrides)} cannot be composed"] = None
-        said = (*HYDRAS_OWN, *(parse_key(override) for override in overrides if parse_key(override) in NAMES_CODE))
-        for key in own:
-            if plain.get(key) != own[key] and key not in said:
-                found[f"--config-dir {directory}: {key} may be set on the command line alone, if at all"] = None
-    yield from found
+        except InputError as error:
+            yield str(error)
+    for override in line.overrides:
+        group, value = parse_key(override).partition("@")[0], override.partition("=")[2]
+        for name in (f"{group}/{part}.yaml" for part in _parts_of_sweep(override) or (value,)):
+            if (directory / name).is_file() and (own_configs / name).is_file():
+                yield f"{directory / name} would not be used, as there is a {own_configs.name}/{name}: rename it"
 
 
-def _yaml_files(directory: Path) -> Iterator[Path]:
-    """YAML files below a directory, each real directory once, also behind links."""
-    seen: set[str] = set()
-    for folder, inner, names in os.walk(directory, followlinks=True):
-        inner[:] = [] if os.path.realpath(folder) in seen else inner
-        seen.add(os.path.realpath(folder))
-        yield from (Path(folder) / name for name in sorted(names) if name.endswith(".yaml"))
+class GuardedLoader(ConfigLoaderImpl):
+    """Hydra's loader, which lets no config file of a user name code: the command line may, if anything does.
+
+    It composes every config that Hydra uses, of each job of a sweep before the first one starts. So neither the content
+    of the user's files nor the way in which they are chosen matters, only what they come to."""
+
+    def load_configuration(
+        self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
+    ) -> DictConfig:
+        config = super().load_configuration(config_name, overrides, *args, **kwargs)
+        search = [override for override in overrides if parse_key(override) == SEARCH_PATH]
+        if search:
+            hydras = [o for o in overrides if parse_key(o).startswith("hydra") and o not in search]
+            try:
+                plain = super().load_configuration(config_name, hydras, *args, **kwargs)
+            except COMPOSING:  # they choose a file of the user
+                plain = super().load_configuration(config_name, [], *args, **kwargs)
+            expected, given = _find_code(plain), {*HYDRAS_OWN, *map(parse_key, overrides)}
+            changed = [key for key, value in _find_code(config).items() if expected.get(key, ABSENT) != value]
+            problem = "--config-dir: {} may be set on the command line alone, if at all"
+            exit_on([problem.format(key) for key in changed if key not in given])
+        return config
 
 
-def _runs_code(overrides: list[str]) -> dict[str, Any]:
-    """Keys of a composed config that can run code; empty if it cannot be composed.
-
-    Hydra's keys, dotted and not resolved, without those about composition, and our keys that allow or name code."""
-    try:
-        config = hydra.compose("config", overrides, return_hydra_config=True)
-    except COMPOSING:
-        return {}  # `_refusal` explains it
-
+def _find_code(config: DictConfig) -> dict[str, Any]:
+    """Values of a composed config that can name code: those of Hydra, unresolved, and our keys that do so."""
     whole: Any = OmegaConf.to_container(config, resolve=False)
     hydras = {key: value for key, value in dotted(whole["hydra"], "hydra.") if not key.startswith(HOW_COMPOSED)}
     return hydras | {key: value for key, value in dotted(whole) if key in NAMES_CODE and value}
-
-
-def _refusal(overrides: list[str], search: list[str], places: list[Path]) -> str | None:
-    """A sentence on why Hydra cannot compose with these overrides; None if it can."""
-    try:
-        hydra.compose("config", [*search, *overrides], return_hydra_config=True)
-        return None
-    except COMPOSING as error:
-        return _explain(overrides[-1], error, places)
 
 
 def _explain(override: str, error: Exception, places: list[Path]) -> str:
@@ -319,12 +307,12 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
             return find_value_problem(key, value, KEYS) or f"{override} is not a valid override"
         group, _, name = key.partition(".")
         files = sorted(places[0].glob(f"{group}/*.yaml"))
-        having, others = ([f.stem for f in files if (name in keys_in(f)) == has] for has in (True, False))
+        having, others = ([f.stem for f in files if (name in load_file(f)) == has] for has in (True, False))
         if having and len(having) <= len(others):
             return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={h}' for h in having)}"
         if having:
             return f"{key} does not exist here: it belongs to any {group} but {', '.join(others)}"
-        return did_you_mean(key, [*KEYS, "dataset_sources", *os.listdir(places[0])])
+        return explain_unknown_key(key, [*KEYS, "dataset_sources", *os.listdir(places[0])])
     if value.lstrip("[").startswith("~"):
         return f"{override}: ~ is not expanded here; write the whole path"
     text = value.removeprefix("[").removesuffix("]")
@@ -345,7 +333,7 @@ def _explain_place(group: str, value: str) -> str | None:
     if group != "model":
         return None
     for file in sorted((CONFIG_DIR / "model").glob("*.yaml")):
-        if name_in(file) == value:
+        if load_file(file).get("name_or_path") == value:
             return f"model={value}: here it is model={file.stem}"
     return f"model={value}: model names a file of config/model; a directory or Hub id is model.name_or_path={value}"
 
@@ -361,5 +349,5 @@ def _parts_of_sweep(override: str) -> Iterator[str] | None:
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return None  # `_refusal` explains it
+        return None  # `_find_refused` explains it
     return parsed.sweep_string_iterator() if parsed.is_sweep_override() and not GLOB.search(override) else None

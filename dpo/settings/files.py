@@ -16,11 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from dpo.settings.choices import explain_unknown
 
 CONFIG_DIR = Path(__file__).parents[2] / "config"
-OF_HYDRA = ("defaults", "hydra")
 OPTIONAL = ("loss", "lora", "online")  # groups whose options have different keys
 ANYTHING = ("dataset_sources",)  # mappings whose keys the user chooses
 ABSENT = object()
-WAITING = object()  # in place of a value made from another key that has a problem of its own
+UNRESOLVED = object()  # depends on a key that is itself invalid
 
 
 def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path | None = None) -> DictConfig:
@@ -62,11 +61,11 @@ def load_defaults(loss: str | None = None, lora: str | None = None, online: str 
     """Load the defaults of `config/`, with these options of its groups.
 
     An unknown option means no `loss` at all, and `none` for the other groups."""
-    defaults = _load(CONFIG_DIR / "config.yaml") | {"model": _load(CONFIG_DIR / "model" / "blank_model.yaml")}
+    defaults = load_file(CONFIG_DIR / "config.yaml") | {"model": load_file(CONFIG_DIR / "model" / "blank_model.yaml")}
     for group, option in (("loss", loss), ("lora", lora), ("online", online)):
         files = {file.stem: file for file in (CONFIG_DIR / group).glob("*.yaml")}
         if found := files.get(str(option), files.get("none")):
-            defaults[group] = _load(found)
+            defaults[group] = load_file(found)
     return defaults
 
 
@@ -97,31 +96,24 @@ def flatten(config: DictConfig) -> dict[str, Any]:
                 flat[name] = OmegaConf.select(config, name)
             except OmegaConfBaseException:
                 if any(other in flat for other in re.findall(r"\$\{([\w.]+)\}", value)):
-                    flat[name] = WAITING
+                    flat[name] = UNRESOLVED
     return flat
 
 
-def keys_in(file: Path) -> list[str]:
-    """Keys that a YAML file sets; '???' counts as a value."""
-    return [*_load(file)]
-
-
-def name_in(file: Path) -> str | None:
-    """The `name_or_path` of a file of `config/model`."""
-    return _load(file).get("name_or_path")
+def load_aliases() -> dict[str, str]:
+    """Names of keys in other trainers, and what they are here."""
+    return load_file(CONFIG_DIR / "aliases.yaml")
 
 
 @cache  # the files do not change while a process runs
-def _load(file: Path) -> dict[str, Any]:
+def load_file(file: Path) -> dict[str, Any]:
     """Keys that a file sets, itself or through the files in its defaults list; later ones win."""
     content: Any = OmegaConf.to_container(OmegaConf.load(file))
-    own = {key: value for key, value in content.items() if key not in OF_HYDRA}
+    own = {key: value for key, value in content.items() if key not in ("defaults", "hydra")}
     entries = content.get("defaults", ["_self_"])
-    # {group: option}: of config.yaml, whose groups `load_defaults` adds, or of an experiment, which chooses others
-    groups = [group for entry in entries if isinstance(entry, Mapping) for group in entry]
-    assert file.parent == CONFIG_DIR or all(group.startswith("override /") for group in groups), f"{file}: {groups}"
+    # others name groups: those of config.yaml, which `load_defaults` adds, or those of which an experiment chooses
     named = [entry.partition("@")[0] for entry in entries if isinstance(entry, str)]
-    parts = [own if name == "_self_" else _load(file.parent / f"{name}.yaml") for name in named]
+    parts = [own if name == "_self_" else load_file(file.parent / f"{name}.yaml") for name in named]
     return {key: value for part in parts for key, value in part.items()}
 
 

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dpo.errors import InputError
+from dpo.settings.choices import COLUMNS
 from dpo.settings.files import load_defaults
+from dpo.settings.keys import is_text
 
 SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz")), ".parquet")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -40,12 +42,17 @@ class Source:
         """Parse `dataset_sources.NAME`: a path or Hub id, or `{path: ..., revision: ..., columns: ...}`."""
         if isinstance(value, str) and value:
             return cls(value)
-        if isinstance(value, Mapping) and value.get("path") and set(value) <= {"path", "revision", "columns"}:
-            return cls(str(value["path"]), value.get("revision"), value.get("columns") or {})
-        raise InputError(
-            f"dataset_sources.{name}={value} must be a directory, file or Hub id, or "
-            f"{{path: ..., revision: ..., columns: ...}}"
-        )
+        key = f"dataset_sources.{name}"
+        if not isinstance(value, Mapping) or not value.get("path") or set(value) - {"path", "revision", "columns"}:
+            what = "a directory, file or Hub id, or {path: ..., revision: ..., columns: ...}"
+            raise InputError(f"{key}={value} must be {what}")
+        columns = value.get("columns") or {}
+        if columns and name in built_in():
+            raise InputError(f"{key}.columns={columns}: {name} has columns of its own; name your data otherwise")
+        if not isinstance(columns, Mapping) or set(columns) - set(COLUMNS) or not all(map(is_text, columns.values())):
+            what = f"map some of {', '.join(COLUMNS)} to your names: {{prompt: question, chosen: best}}"
+            raise InputError(f"{key}.columns={columns} must {what}")
+        return cls(str(value["path"]), value.get("revision"), columns)
 
     @property
     def local(self) -> Path | None:
@@ -99,6 +106,19 @@ def name_datasets(given: str | Sequence[str], sources: Mapping[str, Any]) -> Dat
             names.append(name)
             places[name] = {**places[name], "path": value} if isinstance(places.get(name), Mapping) else value
     return Datasets(names, places, problems)
+
+
+def find_dataset_problems(given: str | Sequence[str], sources: Any) -> list[str]:
+    """List what is wrong with `datasets` and `dataset_sources`, one sentence each."""
+    if not isinstance(sources, Mapping):
+        return [f"dataset_sources={sources} must map names to places, such as dataset_sources.hh=DIR"]
+    _, places, problems = name_datasets(given, sources)
+    for name, value in ((name, value) for name, value in places.items() if value is not None):
+        try:
+            Source.parse(name, value)
+        except InputError as error:
+            problems.append(str(error))
+    return problems
 
 
 def _has_place(source: Any) -> bool:

@@ -295,7 +295,8 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
         tensor_size = size if every_process else _count(values, "tensor_parallel_size") or 1
     gathered_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
     compute_dtype = gathered_dtype or values.get("model.policy_dtype")
-    loss, is_adapted = _find_loss(values), values.get("lora.name") in ADAPTED
+    loss_options, is_adapted = _read_loss_options(values), values.get("lora.name") in ADAPTED
+    loss = _find_loss(loss_options)
     reference = _find_reference(values) if loss.reference else None
     return Plan(
         trainer=trainer,
@@ -303,7 +304,7 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
         compute_dtype=compute_dtype,
         reference_dtype=(values.get("model.reference_dtype") if reference == "model" else None) or compute_dtype,
         loss=loss,
-        loss_options=_read_loss_options(values),
+        loss_options=loss_options,
         reference=reference,
         launched=rank_env is not None,
         gpus=gpus,
@@ -345,12 +346,13 @@ def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
     return trainer
 
 
-def _find_loss(values: Mapping[str, Any]) -> Loss:
-    """The loss that `loss.name` and, for a mix, `loss.weights` name; DPO if they name none."""
-    name = values.get("loss.name")
-    weights = {key.removeprefix("loss.weights."): value for key, value in values.items() if "loss.weights." in key}
+def _find_loss(options: Mapping[str, Any]) -> Loss:
+    """The loss that the options name, of a mix the parts that can be mixed; DPO if they name none."""
+    name, weights = options.get("name"), options.get("weights", {})
+    if not isinstance(name, str) or name not in LOSSES:
+        return LOSSES["dpo"]
     known = {part: weight for part, weight in weights.items() if part in LOSSES and LOSSES[part].can_be_mixed}
-    return find_loss({"name": name, "weights": known}) if isinstance(name, str) and name in LOSSES else LOSSES["dpo"]
+    return find_loss({**options, "weights": known} if weights else options)
 
 
 def _find_reference(values: Mapping[str, Any]) -> str:

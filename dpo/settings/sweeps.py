@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpo.numbers import count
 from dpo.settings.command_line import parse_key
 from dpo.system.redaction import redact
 from dpo.system.run_directory import SWEEP
-from dpo.wording import count
 
 LONGEST_GROUP = 128  # characters that W&B allows
 LONGEST_NAME = 100  # characters; file systems allow 255, but W&B and others append some

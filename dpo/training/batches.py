@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples, iterate_once, read_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
-from dpo.losses import needs_tails
+from dpo.models.answers import Drawn
 from dpo.models.layouts import Layout, Microbatch
 from dpo.settings.plan import Plan
 
@@ -22,35 +23,16 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Drawing(NamedTuple):
-    """A record of drawing the online pairs of a batch."""
-
-    online: torch.Tensor  # (B,) bool: which pairs of the batch were drawn online
-    metrics: dict[str, float]
-    seconds: dict[str, float]  # duration of each part of the drawing
-
-
-class GlobalBatch(NamedTuple):
-    """One batch of all processes, and this process's part of it."""
+class Batch(NamedTuple):
+    """All that an update or an evaluation takes: B examples, the same on every process, and this process's part."""
 
     examples: list[Example]
+    weights: Sequence[float]  # of each example in the means of loss and metrics; 0 for a tie
     microbatches: list[Microbatch]
     keys: list[tuple[bytes, ...]]  # cache keys of the reference's log-probabilities; empty where none are cached
-    counted: torch.Tensor | None = None  # (B,) bool: the examples over which loss and metrics are means; None: all
-    drawing: Drawing | None = None
-
-    @property
-    def n_counted(self) -> int:
-        """The number of examples that count."""
-        return len(self.examples) if self.counted is None else int(self.counted.sum())
-
-    def speed(self, seconds: float) -> dict[str, float]:
-        """Throughput of an update that took `seconds` once its batch was ready, and drawing's shares of its time."""
-        drawing = {} if self.drawing is None else self.drawing.seconds
-        whole = seconds + sum(drawing.values())
-        n_tokens = sum(example.n_tokens for example in self.examples)
-        shares = {f"online/{name}_share": spent / whole for name, spent in drawing.items()}
-        return {"examples_per_second": len(self.examples) / whole, "tokens_per_second": n_tokens / whole, **shares}
+    drawn: Mapping[int, Drawn] = MappingProxyType({})  # by place in the batch: the pairs that the policy wrote
+    metrics: Mapping[str, float] = MappingProxyType({})  # of the drawing
+    seconds: Mapping[str, float] = MappingProxyType({})  # that each part of the drawing took
 
 
 def prefetch(
@@ -97,7 +79,7 @@ class Batches:
         prepare = partial(self._prepare, prompts, n_microbatches=self.plan.data.gradient_accumulation_steps)
         return self._iterate_train(prepare, prompts.counts.tolist(), skip=skip)
 
-    def draw(self, item: Any, *, update: int) -> GlobalBatch:
+    def draw(self, item: Any, *, update: int) -> Batch:
         """The batch of an update, made from an item that `train` yields: here the item itself."""
         return item
 
@@ -113,7 +95,7 @@ class Batches:
         )
         return prefetch(itertools.islice(batches, skip, None), prepare, workers=plan.data.num_workers)
 
-    def test(self) -> Iterator[GlobalBatch]:
+    def test(self) -> Iterator[Batch]:
         """Evaluation batches, one microbatch per process: each example is in one only, and the last may be partial."""
         return self._iterate_test(partial(self._prepare, self.data.test, n_microbatches=1))
 
@@ -147,11 +129,9 @@ class Batches:
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         return microbatches
 
-    def _prepare(
-        self, prompts: Sequence[Prompt], places: Sequence[tuple[int, int]], *, n_microbatches: int
-    ) -> GlobalBatch:
+    def _prepare(self, prompts: Sequence[Prompt], places: Sequence[tuple[int, int]], *, n_microbatches: int) -> Batch:
         examples = self.encode(read_examples(prompts, places))
         keys = [e.keys for e in examples] if self.loss.reference else []
-        if keys and needs_tails(self.plan.loss_options):
+        if keys and self.loss.needs_tails:
             keys = [(*e.keys, *e.tail_keys) for e in examples]
-        return GlobalBatch(examples, self.split(examples, n_microbatches), keys)
+        return Batch(examples, [1.0] * len(examples), self.split(examples, n_microbatches), keys)

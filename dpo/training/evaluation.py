@@ -13,7 +13,7 @@ from dpo.parallel.sharding import release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
-from dpo.training.batches import GlobalBatch
+from dpo.training.batches import Batch
 from dpo.training.metrics import Reduced
 from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
@@ -41,7 +41,7 @@ class Evaluator:
         plan: Plan,
         data: TrainingData,
         objective: Objective,
-        batches: list[GlobalBatch],
+        batches: list[Batch],
         progress: Progress,
         stop: StopRequest,
         *,
@@ -59,7 +59,7 @@ class Evaluator:
             release_gathered(objective.reference.model)
         return metrics
 
-    def _one_by_one(self) -> Iterator[GlobalBatch]:
+    def _one_by_one(self) -> Iterator[Batch]:
         n_examples = sum(len(batch.examples) for batch in self.batches)
         for batch in self.progress.over(self.batches, total=len(self.batches), what="evaluate", examples=n_examples):
             self.stop.raise_if_any()

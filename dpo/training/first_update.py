@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dpo.data.preflight import TrainingData
+from dpo.numbers import count
 from dpo.settings.plan import Plan
-from dpo.wording import count
 
 # trained tokens that take as long as one sampled token: between 1 (SmolLM2-135M) and 4 (the tests' tiny-llama), both
 # measured on one CPU core (docs/metrics.md)

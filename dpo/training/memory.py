@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, RunError
-from dpo.losses import needs_squares
 from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter
 from dpo.models.answers import Sampling
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
@@ -69,7 +68,7 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, MemoryEstimate]:
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
-    forward = partial(layout.forward, with_squares=needs_squares(plan.loss_options))
+    forward = partial(layout.forward, with_squares=plan.loss.needs_squares)
     trained, evaluated, n_rows, n_prompt = _largest_microbatches(plan, data, layout)
     n_backwards = min(plan.data.gradient_accumulation_steps, 2)
     with fake:

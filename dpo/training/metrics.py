@@ -22,12 +22,24 @@ class Reduced(NamedTuple):
     examples: dict[str, torch.Tensor]  # metrics and, after REFERENCE, log-probabilities, (B,) each, in order
     scalars: dict[str, float]
 
-    def means(self, counted: torch.Tensor | None = None) -> dict[str, float]:
-        """Means of the metrics over the `counted` examples, (B,) bool, or over all if none is; and the scalars."""
+    def means(self, weights: Sequence[float] = ()) -> dict[str, float]:
+        """Means of the metrics, and the scalars; without `weights`, or if all are 0, all examples count alike."""
         metrics = {name: values for name, values in self.examples.items() if not name.startswith(REFERENCE)}
         values = torch.stack(list(metrics.values())).double()
-        means = (values if counted is None or not counted.any() else values[:, counted]).mean(1)
+        weights = weights if any(weights) else [1.0] * values.shape[1]
+        means = (values * torch.tensor(weights)).sum(1) / sum(weights)
         return dict(zip(metrics, means.tolist(), strict=True)) | self.scalars
+
+    def find_kl(self, places: Sequence[int]) -> dict[str, float]:
+        """`online/kl`, KL(policy || reference) on the responses of these examples; empty if that is unknown.
+
+        See docs/metrics.md for the estimator.
+        """
+        if not places or f"{REFERENCE}chosen" not in self.examples:
+            return {}
+        table = self.examples
+        ratios = [table[f"logps_train/{side}"] - table[f"{REFERENCE}{side}"] for side in ("chosen", "rejected")]
+        return {"online/kl": torch.stack(ratios).double()[:, places].mean().item()}
 
 
 def reduce_metrics(

@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 import torch
 
 from dpo.errors import InputError
-from dpo.losses import Losses, Scores, find_loss, needs_squares, needs_tails
+from dpo.losses import Loss, Losses, Scores
 from dpo.models.adapter_dropout import AdapterDropout
 from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Longest, Microbatch, choose_layout
 from dpo.models.logprobs import TokenLogps
 from dpo.models.pretrained import DTYPES
+from dpo.numbers import count
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import hold_the_same
 from dpo.settings.plan import Plan
-from dpo.training.batches import GlobalBatch
+from dpo.training.batches import Batch
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_metrics
 from dpo.training.reference import LogpTable, Reference, read_logps
-from dpo.wording import count
 
 Columns = dict[str, torch.Tensor]  # values of B examples by name, each (B,)
 SIDES = ("chosen", "rejected")
@@ -53,34 +53,23 @@ def make_scores(policy: Columns, lengths: torch.Tensor, reference: Columns) -> S
     return Scores(**policy, **named, **{f"reference_{name}": values for name, values in reference.items()})
 
 
-class Prepared(NamedTuple):
-    """Values computed once per global batch of B examples, for its microbatches."""
+class BatchContext(NamedTuple):
+    """Values computed once per global batch of B examples, on the device, for its microbatches."""
 
+    weights: torch.Tensor  # (B,): those of the batch
+    total_weight: float  # their sum, or 1 if all are 0
     reference: torch.Tensor | None = None  # from `cached_reference`
-    constants: torch.Tensor | None = None  # (B, k): `Loss.constants`
+    statistic: torch.Tensor | None = None  # (B, k): `Scores.batch_statistic`
     keys: Sequence[tuple[bytes, ...]] = ()  # keys under which to cache the reference's log-probabilities
-    counted: torch.Tensor | None = None  # (B,) bool: the examples that count; None: all
-    n_counted: int = 1
-
-    def mean(self, losses: torch.Tensor, indices: torch.Tensor, *, times: int) -> torch.Tensor:
-        """A microbatch's part of the mean loss over the examples that count, multiplied by `times`."""
-        total = losses.sum() if self.counted is None else losses[self.counted[indices]].sum()
-        return total * times / max(1, self.n_counted)
 
 
 class RunningAverage:
-    """The running average over updates of the value that a loss averages (`Loss.averaged`).
+    """The running average of `Loss.running_statistic` over the updates with the same reference.
 
-    All of these updates have the same reference. A part of checkpoints.
+    A part of checkpoints.
     """
 
     def __init__(self) -> None:
-        self.value = 0.0
-
-    def add(self, value: float, *, momentum: float) -> None:
-        self.value = momentum * self.value + (1 - momentum) * value
-
-    def reset(self) -> None:
         self.value = 0.0
 
     def state_dict(self) -> dict[str, float]:
@@ -93,11 +82,10 @@ class RunningAverage:
 class Objective:
     """The loss of a policy, whose gradient an update follows.
 
-    `loss_config` has the name of the loss and its options. `autocast` is the dtype in which float32 weights are
-    multiplied, None for their own. While the `models_are_equal`, rewards differ only by rounding, so accuracies are 0.
-    Every `follow_every` updates the reference becomes a copy of the policy; as that makes the models equal repeatedly,
-    no accuracies are logged while they are. `seed` is for the `dropout` of the policy's adapter, which is on only in
-    updates.
+    `autocast` is the dtype in which float32 weights are multiplied, None for their own. While the `models_are_equal`,
+    rewards differ only by rounding, so accuracies are 0. Every `follow_every` updates the reference becomes a copy of
+    the policy; as that makes the models equal repeatedly, no accuracies are logged while they are. `seed` is for the
+    `dropout` of the policy's adapter, which is on only in updates.
     """
 
     def __init__(
@@ -106,20 +94,17 @@ class Objective:
         reference: Reference | None,
         layout: Layout,
         mesh: Mesh,
-        loss_config: Mapping[str, Any],
+        loss: Loss,
         *,
         autocast: torch.dtype | None = None,
         models_are_equal: bool = False,
         follow_every: int | None = None,
         seed: int = 0,
     ) -> None:
-        self.policy, self.reference, self.layout, self.mesh = policy, reference, layout, mesh
-        self.loss, self.loss_config = find_loss(loss_config), loss_config
-        # fields of `Scores` that a forward gives beside sums; for the reference only tails
-        self.tails, self.squares = needs_tails(loss_config), needs_squares(loss_config)
-        self.cached_columns = [*SIDES, *(f"{side}_tail" for side in SIDES if self.tails)]
+        self.policy, self.reference, self.layout, self.mesh, self.loss = policy, reference, layout, mesh, loss
+        self.cached_columns = [*SIDES, *(f"{side}_tail" for side in SIDES if loss.needs_tails)]
         self.average = RunningAverage()
-        self.parts = {"average": self.average} if self.loss.averaged else {}  # parts of checkpoints
+        self.parts = {"average": self.average} if loss.running_statistic else {}  # parts of checkpoints
         self.autocast, self.models_are_equal, self.follow_every = autocast, models_are_equal, follow_every
         self.device = next(policy.parameters()).device
         self.dropout = AdapterDropout(policy, seed=seed)
@@ -128,7 +113,7 @@ class Objective:
         """Run a model on a microbatch on the device and return `sum_tokens` of its examples."""
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             tokens = self.layout.forward(model, microbatch.inputs, with_squares=with_squares)
-        return sum_tokens(tokens, microbatch.lengths, tails=self.tails)
+        return sum_tokens(tokens, microbatch.lengths, tails=self.loss.needs_tails)
 
     def reference_forward(self, microbatch: Microbatch) -> Columns:
         """The same for the reference, which must have a model."""
@@ -138,24 +123,24 @@ class Objective:
     def losses(
         self,
         microbatch: Microbatch,
-        prepared: Prepared = Prepared(),
+        context: BatchContext | None = None,
         *,
         split: str,
-        loss_config: Mapping[str, Any] | None = None,
+        loss: Loss | None = None,
     ) -> tuple[torch.Tensor, Columns]:
         """Losses of the examples of a microbatch on the device, (B,), and their detached metrics.
 
-        `loss_config` replaces the run's. The metrics include the reference's log-probabilities, under REFERENCE.
+        `loss` replaces the run's. The metrics include the reference's log-probabilities, under REFERENCE.
         Raises InputError for a loss that needs values which the run's forwards do not compute.
         """
-        loss_config = loss_config or self.loss_config
-        if needs_tails(loss_config) > self.tails or needs_squares(loss_config) > self.squares:
+        loss = loss or self.loss
+        if loss.needs_tails > self.loss.needs_tails or loss.needs_squares > self.loss.needs_squares:
             raise InputError("loss.ld_alpha and loss.wpo can be used only if the run's own config has them")
-        loss = find_loss(loss_config)
-        scores, reference = self._score(microbatch, prepared.reference, with_reference=loss.reference)
-        if prepared.constants is not None:
-            scores = scores._replace(of_batch=prepared.constants[microbatch.indices])
-        found = loss(scores._replace(average=self.average.value), loss_config)
+        cached, statistic = (context.reference, context.statistic) if context else (None, None)
+        scores, reference = self._score(microbatch, cached, with_reference=loss.reference)
+        if statistic is not None:
+            statistic = statistic[microbatch.indices]
+        found = loss(scores._replace(average=self.average.value, batch_statistic=statistic))
         return found.losses, self._metrics(scores, reference, found, split=split)
 
     def _metrics(self, scores: Scores, reference: Columns, found: Losses, *, split: str) -> Columns:
@@ -182,50 +167,50 @@ class Objective:
         elif with_reference:  # before the policy's forward, whose activations stay
             with torch.no_grad():
                 reference = self.reference_forward(microbatch)
-        policy = self.forward(self.policy, microbatch, with_squares=self.squares)
+        policy = self.forward(self.policy, microbatch, with_squares=self.loss.needs_squares)
         reference = {name: values.to(policy["chosen"]) for name, values in reference.items()}
         scores = make_scores(policy, microbatch.lengths, reference)
         return scores, {f"{REFERENCE}{name}": values for name, values in reference.items()}
 
     @torch.no_grad()
-    def prepare(self, batch: GlobalBatch, *, update: int) -> Prepared:
-        """Values computed once per global batch, for its microbatches.
+    def prepare(self, batch: Batch, *, update: int) -> BatchContext:
+        """Compute what the microbatches of a global batch share.
 
-        The constants cost a forward of the policy on every microbatch, with the dropout of the update. They are None if
-        the loss needs none, or if the batch is a single microbatch whose examples all count.
+        The loss's statistic of the batch costs a forward of the policy on every microbatch, with the dropout of the
+        update. It is of the examples with a weight, and None if the loss computes it itself or has none.
         """
-        loss, cached = self.loss, self.cached_reference(batch)
-        counted = None if batch.counted is None else batch.counted.to(self.device)
-        is_whole = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and counted is None
-        if loss.of_batch is None or is_whole:
-            return Prepared(cached, None, batch.keys if cached is None else (), counted, batch.n_counted)
+        weights = torch.tensor(batch.weights)
+        given = self._to_device(weights), sum(batch.weights) or 1.0
+        is_whole = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
+        if self.loss.batch_statistic is None or is_whole:
+            cached = self.cached_reference(batch)
+            return BatchContext(*given, cached, keys=batch.keys if cached is None else ())
         whole, _ = self._score_all([batch], update=update)
-        of_batch = torch.ones(len(batch.examples), dtype=torch.bool) if batch.counted is None else batch.counted
-        if not of_batch.any():
-            return Prepared(self.cached_reference(batch), None, (), counted, batch.n_counted)
-        scores = Scores(*(values[of_batch] if torch.is_tensor(values) else values for values in whole))
-        of_counted = loss.constants(scores._replace(average=self.average.value), self.loss_config)
-        constants = of_counted.new_zeros(len(batch.examples), *of_counted.shape[1:])
-        constants[of_batch] = of_counted
-        constants = constants.to(self.device, torch.float32)
-        return Prepared(self.cached_reference(batch), constants, (), counted, batch.n_counted)
+        statistic, counts = None, weights > 0
+        if any(batch.weights):
+            scores = Scores(*(values[counts] if torch.is_tensor(values) else values for values in whole))
+            found = self.loss.find_batch_statistic(scores._replace(average=self.average.value))
+            statistic = found.new_zeros(len(counts), found.shape[1])
+            statistic[counts] = found
+            statistic = statistic.to(self.device, torch.float32)
+        return BatchContext(*given, self.cached_reference(batch), statistic)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[GlobalBatch]) -> Reduced:
+    def evaluate(self, batches: Iterable[Batch]) -> Reduced:
         """The metrics of all examples of the batches; the loss is computed as for one batch of them all.
 
         The running average over updates is replaced by its limit if every update were like this, so that the loss
         depends only on weights and examples.
         """
         scores, reference = self._score_all(batches)
-        found = self.loss(scores, self.loss_config)
-        if self.loss.averaged and self.loss_config["momentum"] < 1:
+        found, options = self.loss(scores), self.loss.options
+        if self.loss.running_statistic and options["momentum"] < 1:
             chosen, rejected = (values.mean().item() for values in found[1:])
-            average = self.loss.averaged(chosen, rejected, self.loss_config["beta"])
-            found = self.loss(scores._replace(average=average), self.loss_config)
+            average = self.loss.running_statistic(chosen, rejected, options["beta"])
+            found = self.loss(scores._replace(average=average))
         return Reduced(self._metrics(scores, reference, found, split="eval"), {})
 
-    def _score_all(self, batches: Iterable[GlobalBatch], *, update: int | None = None) -> tuple[Scores, Columns]:
+    def _score_all(self, batches: Iterable[Batch], *, update: int | None = None) -> tuple[Scores, Columns]:
         """`_score` for every example of the batches, on every process, in float64; caches the reference's part."""
         table, keys, n_examples, is_cached = [], [], 0, True
         for batch in batches:
@@ -242,30 +227,32 @@ class Objective:
         reference = {name: values for name, values in whole.items() if name.startswith(REFERENCE)}
         return Scores(**{name: values for name, values in whole.items() if name not in reference}), reference
 
-    def applied(self, metrics: Mapping[str, float]) -> None:
-        """Record that the optimizer took a step on a global batch with these metrics."""
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        """Follow a step of the optimizer on a global batch with these metrics."""
         self.models_are_equal = False
-        if self.loss.averaged:
-            rewards = metrics["rewards_train/chosen"], metrics["rewards_train/rejected"]
-            value = self.loss.averaged(*rewards, self.loss_config["beta"])
-            self.average.add(value, momentum=self.loss_config["momentum"])
+        if self.loss.running_statistic:
+            rewards, options = (metrics["rewards_train/chosen"], metrics["rewards_train/rejected"]), self.loss.options
+            value, momentum = self.loss.running_statistic(*rewards, options["beta"]), options["momentum"]
+            self.average.value = momentum * self.average.value + (1 - momentum) * value
 
     def sync_if_due(self, number: int) -> None:
         """Make the reference a copy of the policy if that is due after update `number`, applied or not."""
         if self.follow_every and number % self.follow_every == 0:
             self.reference.follow(self.policy)
             self.models_are_equal = True
-            self.average.reset()  # it averaged log-ratios to the former reference
+            self.average.value = 0.0  # it averaged log-ratios to the former reference
 
-    def cached_reference(self, batch: GlobalBatch) -> torch.Tensor | None:
+    def cached_reference(self, batch: Batch) -> torch.Tensor | None:
         """The reference's cached log-probabilities of a global batch, on the device; None unless all are cached.
 
         (B, 2), or (B, 4) with tails.
         """
         cached = self.reference.logps.find(batch.keys) if self.reference else None
-        if cached is None or self.device.type != "cuda":
-            return cached
-        return cached.pin_memory().to(self.device, non_blocking=True)
+        return None if cached is None else self._to_device(cached)
+
+    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
+        """Copy values of the host to the device, for which neither waits."""
+        return values.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else values
 
     def reduce(
         self,
@@ -285,7 +272,7 @@ class Objective:
         return reduced
 
     @torch.no_grad()
-    def score(self, batch: GlobalBatch) -> torch.Tensor:
+    def score(self, batch: Batch) -> torch.Tensor:
         """The reference's log-probabilities of a global batch, (B, 2) or with tails (B, 4), on every process."""
         metrics = [
             (microbatch.indices, self.reference_forward(microbatch))
@@ -294,7 +281,7 @@ class Objective:
         reduced = reduce_metrics(metrics, len(batch.examples), self.mesh.add, counts=self.mesh.counts)
         return torch.stack(list(reduced.examples.values()), dim=1)
 
-    def score_all(self, batches: Iterable[GlobalBatch], path: Path) -> str:
+    def score_all(self, batches: Iterable[Batch], path: Path) -> str:
         """Cache all pairs of the batches, from the file at `path` or scored now, and write the file.
 
         Returns a message about it. Raises InputError if the file disagrees with the reference's current values.
@@ -342,22 +329,20 @@ def make_objective(
         if note:
             log(note)
             break
-    equal = reference is not None and _are_equal(policy, reference, mesh)
+    equal = False
+    if reference is not None:
+        ours = weights_in_use(policy)
+        with reference.in_use():
+            equal = hold_the_same(ours, weights_in_use(reference.model), mesh)
     assert layout is not None
     return Objective(
         policy,
         reference,
         layout,
         mesh,
-        plan.loss_options,
+        plan.loss,
         autocast=autocast,
         models_are_equal=equal,
         follow_every=plan.follow_every,
         seed=plan.run.seed,
     )
-
-
-def _are_equal(policy: Any, reference: Reference, mesh: Mesh) -> bool:
-    ours = weights_in_use(policy)
-    with reference.in_use():
-        return hold_the_same(ours, weights_in_use(reference.model), mesh)

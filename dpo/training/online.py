@@ -14,19 +14,19 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from dpo.data.examples import Completion, Drawn, Example, TextExample, list_examples, text_digest
+from dpo.data.examples import Example, TextExample, list_examples, text_digest
 from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
 from dpo.data.tokenization import append_eos, truncate
 from dpo.errors import InputError
-from dpo.models.answers import Answer, Sampling, answer
+from dpo.models.answers import Answer, Drawn, Sampling, answer
 from dpo.models.generation import before_each_forward
 from dpo.models.scoring import Scorer, ScorerFailed, load_scorer, seeded_generators
 from dpo.parallel.mesh import from_rank_0
 from dpo.parallel.sharding import gathered_weights
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
-from dpo.training.batches import Batches, Drawing, GlobalBatch
+from dpo.training.batches import Batch, Batches
 from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
 
@@ -62,7 +62,6 @@ class OnlineBatches(Batches):
         plan: Plan,
         data: TrainingData,
         objective: Objective,
-        scorer: Scorer,
         stop: StopRequest,
         progress: Progress,
         *,
@@ -70,8 +69,13 @@ class OnlineBatches(Batches):
     ) -> None:
         mesh = objective.mesh
         super().__init__(plan, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
-        self.objective, self.mesh, self.scorer, self.stop, self.progress = objective, mesh, scorer, stop, progress
-        self.parts = {"online": ScorerState(scorer)}
+        self.objective, self.mesh, self.stop, self.progress = objective, mesh, stop, progress
+        self.scorer = load_scorer(plan, objective.device, rows=max(1, plan.data.eval_batch_size // mesh.data_size))
+        for prompt in some_prompts(data):
+            self.scorer.check(prompt)
+        for note in self.scorer.notes:
+            progress.line(note)
+        self.parts = {"online": ScorerState(self.scorer)}
         online = plan.online
         self.n_samples, self.penalty = online.n_samples, online.missing_eos_penalty
         self.keeps_ties = online.ties == "keep"
@@ -81,10 +85,10 @@ class OnlineBatches(Batches):
     def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
         return self._iterate_train(self.read_prompts, [1] * len(self.data.train), skip=skip)
 
-    def draw(self, item: Sequence[Prompt], *, update: int) -> GlobalBatch:
+    def draw(self, item: Sequence[Prompt], *, update: int) -> Batch:
         """Draw the batch of an update, a pair for each prompt, on every process. Raises ScorerFailed on all."""
         prompts, pairs = item, self._offline(item, update)
-        offline = dict(zip(pairs, self.encode(list(pairs.values())), strict=True))
+        examples = dict(zip(pairs, self.encode(list(pairs.values())), strict=True))
         asked = {
             place: encode_prompt(prompt, self.data, self.plan)
             for place, prompt in enumerate(prompts)
@@ -94,19 +98,25 @@ class OnlineBatches(Batches):
         answers = self._answer(asked, update)
         sampled = time.perf_counter()
         scores = self._score([(prompts[place], answers[place]) for place in asked], update)
-        online = {
-            place: _pair(example, prompts[place], answers[place], of_prompt)
-            for (place, example), of_prompt in zip(asked.items(), scores, strict=True)
-        }
-        examples = [example for _, example in sorted((offline | online).items())]
-        microbatches = self.split(examples, self.plan.data.gradient_accumulation_steps)
-        seconds = {"sampling": sampled - start, "scoring": time.perf_counter() - sampled}
-        drawn = [example.drawn for example in examples]
-        is_online = torch.tensor([one is not None for one in drawn])
-        counted = torch.tensor([one is None or self.keeps_ties or not one.is_tie for one in drawn])
-        drawing = Drawing(is_online, _metrics([one for one in drawn if one is not None]), seconds)
-        # no keys: the reference will hardly see the same pairs again
-        return GlobalBatch(examples, microbatches, [], None if counted.all() else counted, drawing)
+        drawn, weights = {}, [1.0] * len(prompts)
+        for (place, example), of_prompt in zip(asked.items(), scores, strict=True):
+            drawn[place] = one = _choose_pair(prompts[place], answers[place], of_prompt)
+            weights[place] = float(self.keeps_ties or not one.is_tie)
+            examples[place] = example._replace(
+                responses=tuple(side.tokens for side in one.pair),
+                digest=text_digest(one.prompt, [side.text for side in one.pair]),
+                truncated=example.truncated or not all(side.ended for side in one.pair),
+            )
+        in_order = [examples[place] for place in range(len(prompts))]
+        return Batch(
+            in_order,
+            weights,
+            self.split(in_order, self.plan.data.gradient_accumulation_steps),
+            keys=[],  # the reference will hardly see the same pairs again
+            drawn=drawn,
+            metrics=_metrics([*drawn.values()]),
+            seconds={"sampling": sampled - start, "scoring": time.perf_counter() - sampled},
+        )
 
     def _offline(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
         """The places of a batch that get a pair from the data, each with a random pair of its prompt."""
@@ -201,22 +211,15 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
     return Example(tuple(cut), (), (prompt.number, 0), prompt.dataset, truncated=cut != whole)
 
 
-def _pair(example: Example, prompt: Prompt, answers: Sequence[Answer], scores: Sequence[float]) -> Example:
-    """The example with the best and the worst answer as responses; among equal scores, the first and the last."""
-    completions = tuple(Completion(*answer, score) for answer, score in zip(answers, scores, strict=True))
-    best, worst = int(np.argmax(scores)), len(scores) - 1 - int(np.argmin(scores[::-1]))
-    drawn = Drawn(completions, best, worst)
-    return example._replace(
-        responses=tuple(side.tokens for side in drawn.pair),
-        digest=text_digest(prompt.text, [side.text for side in drawn.pair]),
-        truncated=example.truncated or not all(side.ended for side in drawn.pair),
-        drawn=drawn,
-    )
+def _choose_pair(prompt: Prompt, answers: Sequence[Answer], scores: Sequence[float]) -> Drawn:
+    """The best and the worst of a prompt's answers; among equal scores, the first and the last."""
+    scored = [one._replace(score=score) for one, score in zip(answers, scores, strict=True)]
+    return Drawn(prompt.text, scored, int(np.argmax(scores)), len(scores) - 1 - int(np.argmin(scores[::-1])))
 
 
 def _metrics(drawn: Sequence[Drawn]) -> dict[str, float]:
     """Means over all answers, over the best and over the worst, and the share of prompts with a tie."""
-    answers = [completion for one in drawn for completion in one.completions]
+    answers = [answer for one in drawn for answer in one.answers]
     best, worst = zip(*(one.pair for one in drawn), strict=True)
     return {
         "online/score": fmean(one.score for one in answers),
@@ -226,38 +229,3 @@ def _metrics(drawn: Sequence[Drawn]) -> dict[str, float]:
         "online/eos": fmean(one.ended for one in answers),
         "online/ties": fmean(one.is_tie for one in drawn),
     }
-
-
-def metrics_of_drawing(drawing: Drawing | None, table: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Metrics of an update's online pairs, with KL(policy || reference) if there is a reference.
-
-    `table` has the log-probabilities of each pair, (B,). See docs/metrics.md for the estimator.
-    """
-    if drawing is None:
-        return {}
-    if "reference/chosen" not in table:
-        return drawing.metrics
-    ratios = [table[f"logps_train/{side}"] - table[f"reference/{side}"] for side in ("chosen", "rejected")]
-    kl = torch.stack(ratios).double()[:, drawing.online].mean().item()
-    return {**drawing.metrics, "online/kl": kl}
-
-
-def make_batches(
-    plan: Plan,
-    data: TrainingData,
-    objective: Objective,
-    stop: StopRequest,
-    progress: Progress,
-    *,
-    seed: int,
-) -> Batches:
-    """The batches of a run, with pairs from the data or drawn from the policy."""
-    mesh = objective.mesh
-    if not plan.online:
-        return Batches(plan, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
-    scorer = load_scorer(plan, objective.device, rows=max(1, plan.data.eval_batch_size // mesh.data_size))
-    for prompt in some_prompts(data):
-        scorer.check(prompt)
-    for note in scorer.notes:
-        progress.line(note)
-    return OnlineBatches(plan, data, objective, scorer, stop, progress, seed=seed)

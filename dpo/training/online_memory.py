@@ -16,7 +16,7 @@ from dpo.models.generation import attention_of_generation
 from dpo.models.pretrained import DTYPES
 from dpo.models.reward_model import RewardModel
 from dpo.settings.plan import Plan
-from dpo.training.batches import Batches, GlobalBatch
+from dpo.training.batches import Batch, Batches
 from dpo.training.memory_tracker import MemoryTracker, on_device
 from dpo.training.online import encode_prompt, some_prompts
 
@@ -48,10 +48,10 @@ class Rounds(NamedTuple):
 class LongestAnswers(Batches):
     """The batches of an online run with the longest answers, `max_new_tokens`, and the longest pairs of the data."""
 
-    def train(self, *, skip: int = 0) -> Iterator[GlobalBatch]:
+    def train(self, *, skip: int = 0) -> Iterator[Batch]:
         return self._iterate_train(self._longest, [1] * len(self.data.train), skip=skip)
 
-    def _longest(self, places: Sequence[tuple[int, int]]) -> GlobalBatch:
+    def _longest(self, places: Sequence[tuple[int, int]]) -> Batch:
         plan, prompts = self.plan, self.read_prompts(places)
         answers = tuple((token,) * plan.online.max_new_tokens for token in (0, 1))  # with no token in common
         examples = [encode_prompt(prompt, self.data, plan)._replace(responses=answers) for prompt in prompts]
@@ -61,7 +61,8 @@ class LongestAnswers(Batches):
             more = [pair.n_tokens - drawn.n_tokens for pair, drawn in zip(longest, examples, strict=True)]
             for place in sorted(range(len(prompts)), key=lambda place: -more[place])[:n]:
                 examples[place] = longest[place]
-        return GlobalBatch(examples, self.split(examples, plan.data.gradient_accumulation_steps), [])
+        microbatches = self.split(examples, plan.data.gradient_accumulation_steps)
+        return Batch(examples, [1.0] * len(examples), microbatches, keys=[])
 
 
 def longest_prompt(plan: Plan, data: TrainingData) -> int:

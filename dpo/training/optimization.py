@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from dpo.numbers import count
 from dpo.settings import choices
 from dpo.settings.plan import TrainingPlan
-from dpo.wording import count
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in choices.OPTIMIZERS}
 SCHEDULES = {  # remaining part of the decay when the fraction `done` of it is over

@@ -21,7 +21,7 @@ from dpo.errors import InputError, RunError
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import local_tensor
 from dpo.system.plain_files import check_readable
-from dpo.training.batches import GlobalBatch
+from dpo.training.batches import Batch
 
 KEY = np.dtype(f"S{KEY_BYTES}")  # compares byte by byte; only its printed form drops trailing zeros
 TOLERANCE = 1e-2  # relative error of a stored log-probability: allows half-precision rounding, not another model
@@ -159,8 +159,8 @@ class ReferenceLogps:
 
     def score_all(
         self,
-        batches: Iterable[GlobalBatch],
-        score: Callable[[GlobalBatch], torch.Tensor],
+        batches: Iterable[Batch],
+        score: Callable[[Batch], torch.Tensor],
         read: LogpTable,
         *,
         seed: int,

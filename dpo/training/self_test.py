@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from dpo.data.examples import Example
 from dpo.errors import InputError
-from dpo.losses import find_loss
+from dpo.losses import Loss
 from dpo.models.pretrained import DTYPES
 from dpo.settings.plan import Plan
 from dpo.training.objective import Columns, Objective, make_scores
@@ -29,10 +28,10 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     microbatch = microbatch.to(objective.device)
     notes = check_models(
         objective.policy,
-        partial(objective.forward, objective.policy, microbatch, with_squares=objective.squares),
+        partial(objective.forward, objective.policy, microbatch, with_squares=objective.loss.needs_squares),
         partial(objective.reference_forward, microbatch) if plan.loss.reference else None,
         lengths=microbatch.lengths,
-        loss_config=objective.loss_config,
+        loss=objective.loss,
         other_dtype=plan.compute_dtype if plan.compute_dtype != plan.reference_dtype else None,
         repeats_to=DTYPES[plan.model.autocast or plan.compute_dtype] if mesh.tensor_size > 1 else None,
     )
@@ -48,7 +47,7 @@ def check_models(
     reference_forward: Forward | None,
     *,
     lengths: torch.Tensor,
-    loss_config: Mapping[str, Any],
+    loss: Loss,
     other_dtype: str | None = None,
     repeats_to: torch.dtype | None = None,
 ) -> list[str]:
@@ -66,16 +65,16 @@ def check_models(
     if reference_forward is None:
         return ["self-test passed: finite log-probabilities, dropout off"]
 
-    loss, scores = find_loss(loss_config), make_scores(in_train, lengths, of_reference)
+    scores = make_scores(in_train, lengths, of_reference)
     equal = make_scores(in_train, lengths, {name: in_train[name] for name in of_reference})
-    name, beta = loss_config["name"], loss_config.get("beta", 1.0)
-    expected = loss(equal, loss_config).losses.mean().item()
+    name, beta = loss.name, loss.options.get("beta", 1.0)
+    expected = loss(equal).losses.mean().item()
     if not math.isfinite(expected):
         raise InputError(
             f"self-test: the {name} loss of equal models is {expected} with loss.beta={beta}, which overflows float32: "
             f"choose a beta closer to 0.1"
         )
-    losses, *rewards = loss(scores, loss_config)
+    losses, *rewards = loss(scores)
     reward = max(r.abs().max().item() for r in rewards)
     if other_dtype:
         return [

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from support.records import drawn, evaluation, sample, update, write_run
 
-from dpo.analysis.cost import measure_cost
+from dpo.analysis.measures import measure_cost
 from dpo.analysis.runs import read_run, read_runs
 from dpo.analysis.summary import machine_rows
 from dpo.errors import InputError
-from dpo.wording import duration, hours
+from dpo.numbers import duration, hours
 
 LINES = [evaluation(0, 0.69), update(1), update(2), evaluation(2, 0.6)]
 
@@ -27,7 +27,7 @@ def test_a_complete_run(tmp_path):
     assert run.samples == [sample(8, "yes", "no")]
 
 
-def test_what_was_drawn_is_read_apart_from_samples_and_what_is_odd_is_told(tmp_path):
+def test_drawn_answers_are_read_apart_from_samples_and_odd_lines_are_a_problem(tmp_path):
     kept = drawn(8)
     odd = [
         *({**kept, name: value} for name, value in (("best", 2), ("worst", True), ("completions", "x"), ("prompt", 1))),
@@ -61,7 +61,7 @@ def test_a_run_that_was_stopped_or_aborted(tmp_path):
     assert read_run(folder).state == ("aborted", "aborted at update 3: loss or gradient was NaN or infinite")
 
 
-def test_a_half_written_last_line_is_left_out_and_an_odd_one_before_it_is_told(tmp_path):
+def test_a_half_written_last_line_is_left_out_and_an_odd_one_before_it_is_a_problem(tmp_path):
     folder = write_run(tmp_path, LINES)
     whole = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(whole + '{"split": "train", "exam')
@@ -74,7 +74,7 @@ def test_a_half_written_last_line_is_left_out_and_an_odd_one_before_it_is_told(t
     assert run.problems == ["metrics.jsonl: 3 of 8 lines cannot be read, and are left out (1, 2, 3)"]
 
 
-def test_null_and_what_is_no_number_are_nan(tmp_path):
+def test_null_and_other_types_are_nan(tmp_path):
     odd = [None, "0.5", True, [1], 10**400, float("nan"), float("inf"), 0.25]
     folder = write_run(tmp_path, [update(i, **{"loss/train": value}) for i, value in enumerate(odd, start=1)])
 
@@ -102,7 +102,7 @@ def test_every_file_may_be_missing_or_odd(tmp_path, name, what):
 
 
 @pytest.mark.parametrize("where", ["nowhere", "file", "empty", "run/step-8", "run/metrics.jsonl"])
-def test_what_is_no_run_is_one_sentence(tmp_path, where):
+def test_another_path_is_refused_in_one_sentence(tmp_path, where):
     folder = write_run(tmp_path / "run", LINES)
     (folder / "step-8").mkdir()
     (tmp_path / "empty").mkdir()

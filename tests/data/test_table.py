@@ -18,7 +18,7 @@ from support import warm
 from support.runs import GOLDEN, make_environment, train, write_rows
 
 import preference_datasets
-from benchmarks.step_overhead import compose
+from benchmarks.harness import compose
 from dpo.data import preflight, table
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import DatasetOptions, TrainingData, prepare_data

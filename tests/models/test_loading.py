@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import hydra
 import peft
 import pytest
 import torch
-from support.runs import GOLDEN, ROOT
+from support.runs import GOLDEN, compose
 from transformers import AutoModelForCausalLM
 
 import train  # noqa: F401  (registers the config's resolvers)
@@ -44,9 +43,7 @@ def check(command):
     """What a dry run checks of the models, and the config and plan."""
 
     def check(*overrides: str) -> tuple[Any, Any]:
-        arguments = [f"++{o}" if o.startswith("dataset_sources.") else o for o in command("run", *overrides)]
-        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-            config = hydra.compose("config", arguments)
+        config = compose(*command("run", *overrides))
         plan = resolve(config)
         check_parts(plan)
         return config, plan

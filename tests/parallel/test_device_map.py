@@ -13,6 +13,7 @@ from support.models import build, list_examples
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpo.losses import find_loss
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.packing import Packed
 from dpo.parallel.device_map import choose_device_map, move_less
@@ -65,7 +66,7 @@ def test_log_probabilities_losses_metrics_and_gradient_norm_are_on_the_first_dev
     [microbatch] = LAYOUTS[layout].split(list_examples(rows=4), 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         policy, reference = (spread(family, monkeypatch) for _ in range(2))
-        objective = Objective(policy, Reference(reference, None), LAYOUTS[layout], Mesh(), DPO)
+        objective = Objective(policy, Reference(reference, None), LAYOUTS[layout], Mesh(), find_loss(DPO))
         microbatch = microbatch.map(fake.from_tensor).to(FIRST)
 
         losses, metrics = objective.losses(microbatch, split="train")

@@ -13,13 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import hydra
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from support.models import FAMILIES, build, list_examples, plain_logps
-from support.runs import GOLDEN, ROOT, read_metrics, run_script, train
+from support.runs import GOLDEN, ROOT, compose, read_metrics, run_script, train
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -247,13 +246,11 @@ def test_no_process_holds_more_than_its_shards_and_a_block_while_the_weights_are
 
 def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> BasicTrainer:
     """The trainer that a command line gives, in this process."""
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        config = hydra.compose(
-            "config",
-            [*TINY, "loss=dpo", "loss.beta=0.1", "wandb.enabled=false", "model.reference_dtype=float32",
-             "batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8", "n_eval_examples=8",
-             "n_eval_model_samples=8", f"local_run_dir={run_dir}", *overrides],
-        )  # fmt: skip
+    config = compose(
+        *(*TINY, "loss=dpo", "loss.beta=0.1", "wandb.enabled=false", "model.reference_dtype=float32", "batch_size=8"),
+        *("gradient_accumulation_steps=2", "eval_batch_size=8", "n_eval_examples=8", "n_eval_model_samples=8"),
+        *(f"local_run_dir={run_dir}", *overrides),
+    )
     run_dir.mkdir(exist_ok=True)
     policy, reference = model_loaders(resolve(config, world_size=world_size), rank=rank)
     return TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size)

@@ -13,6 +13,7 @@ from support.models import COMMON, FAMILIES, GPT, GROUPED, build, list_examples,
 
 from dpo.checkpoint.files import write_checkpoint
 from dpo.errors import InputError
+from dpo.losses import find_loss
 from dpo.models.weights import load_archive
 from dpo.parallel.state import full_state
 from dpo.parallel.tensor_parallel_package import split_over_devices
@@ -172,7 +173,7 @@ def test_forwards_agree_bit_for_bit_on_more_devices(family):
         lambda: dict(zip(SIDES, plain_logps(policy, examples), strict=True)),
         lambda: dict(zip(SIDES, plain_logps(reference, examples), strict=True)),
         lengths=torch.tensor([example.n_scored for example in examples]).T,
-        loss_config={"name": "dpo", **DPO},
+        loss=find_loss({"name": "dpo", **DPO}),
     )
     assert "rewards within 0 of 0" in note
     with torch.no_grad():

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from omegaconf import OmegaConf
 from support.runs import read_metrics, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dpo.analysis.ledger_file import DRAWN, PARQUET, SCHEMA
 from dpo.analysis.runs import read_run
-from dpo.data.examples import Completion, Drawn, Example, text_digest
+from dpo.data.examples import Example, text_digest
 from dpo.errors import RunError
+from dpo.models.answers import Answer, Drawn
 from dpo.reporting.events import Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
 from dpo.reporting.terminal import Progress
-from dpo.settings.plan import resolve
+from dpo.settings.plan import make_plan
 from dpo.training.objective import Objective
 
 ONLINE = (
@@ -41,29 +40,29 @@ def records_of(run_dir: Path) -> list[dict]:
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 ANSWERS = (
-    Completion(" No.", (1, 2), True, -2.0),
-    Completion(" Hm.", (3,), True, 1.5),
-    Completion(" Ye", (4,), False, 3),
+    Answer(" No.", (1, 2), True, -2.0),
+    Answer(" Hm.", (3,), True, 1.5),
+    Answer(" Ye", (4,), False, 3),
 )
 
 
 def files_in(run_dir: Path) -> FileLogger:
-    data = SimpleNamespace(train=[SimpleNamespace(text=f"\n\nHuman: {n}?\n\nAssistant:") for n in range(3)])
-    logger = FileLogger(RunContext(resolve(OmegaConf.create({"n_eval_model_samples": 2})), run_dir, 0, data, print))
+    logger = FileLogger(RunContext(make_plan({"n_eval_model_samples": 2}), run_dir, 0, None, print))
     logger.load_state_dict({})
     logger.on_start()
     return logger
 
 
-def update_of(number: int, drawn: Drawn | None) -> Update:
-    examples = [Example((1,), ((2,), (3,)), (n, 0), drawn=drawn) for n in range(3)]
-    return Update(number, 4 * number, examples, {}, {})
+def update_of(number: int, *pair: int, answers: tuple[Answer, ...] = ANSWERS) -> Update:
+    """An update on three prompts, with the same answers to each; without a `pair` of the best and the worst on none."""
+    drawn = {n: Drawn(f"\n\nHuman: {n}?\n\nAssistant:", answers, *pair) for n in range(3)} if pair else {}
+    return Update(number, 4 * number, [Example((1,), ((2,), (3,)), (n, 0)) for n in range(3)], {}, {}, drawn)
 
 
 def test_what_the_last_update_drew_is_beside_the_samples_of_an_evaluation(tmp_path):
     logger = files_in(tmp_path)
-    logger.on_update(update_of(1, Drawn(ANSWERS[:2], 1, 0)))
-    logger.on_update(update_of(2, Drawn(ANSWERS, 2, 0)))
+    logger.on_update(update_of(1, 1, 0, answers=ANSWERS[:2]))
+    logger.on_update(update_of(2, 2, 0))
     logger.on_evaluation(Evaluation(2, 8, {}, [Sample("p", "x", None)]))
 
     of_model, *drawn = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
@@ -91,7 +90,7 @@ def test_what_the_last_update_drew_is_beside_the_samples_of_an_evaluation(tmp_pa
 
 def test_what_a_stopped_run_drew_is_written_by_the_one_that_continues(tmp_path):
     logger = files_in(tmp_path)
-    logger.on_update(update_of(1, Drawn(ANSWERS, 2, 0)))
+    logger.on_update(update_of(1, 2, 0))
     continued = files_in(tmp_path)
     continued.load_state_dict(logger.state_dict())
     continued.on_evaluation(Evaluation(1, 4, {}, []))
@@ -100,8 +99,8 @@ def test_what_a_stopped_run_drew_is_written_by_the_one_that_continues(tmp_path):
 
 def test_nothing_is_written_of_an_update_that_drew_nothing(tmp_path):
     logger = files_in(tmp_path)
-    logger.on_update(update_of(1, Drawn(ANSWERS, 2, 0)))
-    logger.on_update(update_of(2, None))
+    logger.on_update(update_of(1, 2, 0))
+    logger.on_update(update_of(2))
     logger.on_evaluation(Evaluation(2, 8, {}, []))
     assert not (tmp_path / "samples.jsonl").exists()
     assert logger.state_dict().keys() == {"log_bytes"}

@@ -138,7 +138,7 @@ def test_it_is_off_by_default_in_debugging_and_on_other_ranks(tmp_path, run):
 
 def test_without_the_package_it_is_refused_before_anything_loads(run, monkeypatch):
     monkeypatch.setattr(validation, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
-    with pytest.raises(AssertionError, match=r"tensorboard\.enabled=True needs the package tensorboard: pip install"):
+    with pytest.raises(AssertionError, match=r"tensorboard\.enabled=true needs the package tensorboard: pip install"):
         run("run", ON)
     run("run", ON, "debug=true", "n_examples=4")
 

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from support.runs import compose
 
+from dpo.numbers import clock_time, compact
 from dpo.reporting import terminal
 from dpo.reporting.events import Update
-from dpo.reporting.terminal import Progress, duration, number, table
-from dpo.settings.files import CONFIG_DIR, differences
+from dpo.reporting.terminal import Progress, table
+from dpo.settings.files import differences
 
 DPO = {
     "loss/train": 0.689123456,
@@ -202,14 +204,14 @@ def test_an_evaluation_is_an_aligned_table():
 
 
 def test_numbers_and_durations_are_short():
-    assert [number(x) for x in (0.00012345, 999.4, 1000, 12345.6, float("nan"))] == [
+    assert [compact(x) for x in (0.00012345, 999.4, 1000, 12345.6, float("nan"))] == [
         "0.000123",
         "999",
         "1,000",
         "12,346",
         "nan",
     ]
-    assert [duration(s) for s in (0, 12.4, 3723)] == ["0:00", "0:12", "1:02:03"]
+    assert [clock_time(s) for s in (0, 12.4, 3723)] == ["0:00", "0:12", "1:02:03"]
 
 
 def test_settings_are_shown_if_they_differ():
@@ -219,15 +221,12 @@ def test_settings_are_shown_if_they_differ():
 
 
 def test_a_config_is_described_by_what_differs_from_its_files():
-    import hydra
-
-    import train  # noqa: F401  (registers the config's resolvers)
     from train import describe
 
-    overrides = ["loss=ipo", "loss.beta=0.3", "exp_name=x", "model=pythia28", "batch_size=4", "local_run_dir=RUN",
-                 "wandb.project=p"]  # fmt: skip
-    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        config = hydra.compose("config", overrides)
+    config = compose(
+        *("loss=ipo", "loss.beta=0.3", "exp_name=x", "model=pythia28", "batch_size=4"),
+        *("local_run_dir=RUN", "wandb.project=p"),
+    )
     OmegaConf.resolve(config)
 
     assert describe(config).splitlines() == [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.runs import read_metrics
 
-from dpo.analysis.reading import find_all
+from dpo.analysis.findings import find_all
 from dpo.analysis.runs import read_run
 
 

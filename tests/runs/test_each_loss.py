@@ -9,19 +9,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import hydra
 import pytest
 import torch
 from omegaconf import DictConfig
-from support.runs import GOLDEN, ROOT, read_metrics, small_run, train
+from support import runs
+from support.runs import GOLDEN, read_metrics, small_run, train
 from support.warm import launch
 
-import train as entry  # noqa: F401  (registers the config's resolvers)
 from dpo.losses import LOSSES, find_loss
 from dpo.models.loading import model_loaders
 from dpo.models.pretrained import load_model
 from dpo.settings.plan import resolve
-from dpo.training.batches import GlobalBatch
+from dpo.training.batches import Batch
 from trainers import BasicTrainer, FSDPTrainer
 
 COMMANDS = {name: (f"loss={name}",) for name in LOSSES}
@@ -41,31 +40,13 @@ OPTIONS = {
 
 def compose(folder: Path, run: str, *overrides: str) -> DictConfig:
     """Updates of 4 pairs on the words, with which weights move far."""
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        return hydra.compose(
-            "config",
-            [
-                "exp_name=test",
-                f"local_run_dir={folder / run}",
-                f"local_dirs=[{folder}]",
-                f"model.name_or_path={GOLDEN / 'tiny-llama'}",
-                "model.reference_dtype=float32",
-                "datasets=[hh]",
-                f"dataset_sources.hh={GOLDEN / 'words'}",
-                "max_length=160",
-                "max_prompt_length=80",
-                "eval_batch_size=4",
-                "n_eval_examples=4",
-                "n_examples=16",
-                "sample_during_eval=false",
-                "wandb.enabled=false",
-                "optimizer=SGD",
-                "warmup_steps=0",
-                "lr=1.0",
-                "max_grad_norm=1.0",
-                *overrides,
-            ],
-        )
+    return runs.compose(
+        *("exp_name=test", f"local_run_dir={folder / run}", f"local_dirs=[{folder}]"),
+        *(f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.reference_dtype=float32", "datasets=[hh]"),
+        *(f"dataset_sources.hh={GOLDEN / 'words'}", "max_length=160", "max_prompt_length=80", "eval_batch_size=4"),
+        *("n_eval_examples=4", "n_examples=16", "sample_during_eval=false", "wandb.enabled=false", "optimizer=SGD"),
+        *("warmup_steps=0", "lr=1.0", "max_grad_norm=1.0", *overrides),
+    )
 
 
 def make(cls: type[BasicTrainer], config: DictConfig, rank: int = 0, world_size: int = 1) -> BasicTrainer:
@@ -75,7 +56,7 @@ def make(cls: type[BasicTrainer], config: DictConfig, rank: int = 0, world_size:
     return cls(policy, config, config.seed, config.local_run_dir, reference, rank, world_size)
 
 
-def next_batch(trainer: BasicTrainer) -> GlobalBatch:
+def next_batch(trainer: BasicTrainer) -> Batch:
     return trainer.batches.draw(next(trainer.train_iterator), update=trainer.batch_counter)
 
 
@@ -134,9 +115,7 @@ def test_an_evaluation_of_beta_dpo_is_that_of_dpo_and_one_of_bco_shifts_by_its_o
     for name in ("beta_dpo", "dpo", "bco"):
         trainer = make(BasicTrainer, compose(tmp_path, name, *COMMANDS["dpo"]))
         updates(trainer)
-        objective = trainer.objective
-        objective.loss_config = compose(tmp_path, "other", *COMMANDS[name], "loss.beta=0.1").loss
-        objective.loss = find_loss(objective.loss_config)
+        trainer.objective.loss = find_loss(compose(tmp_path, "other", *COMMANDS[name], "loss.beta=0.1").loss)
         found[name] = trainer.evaluator.metrics()
     assert found["beta_dpo"].means() == found["dpo"].means()
     chosen, rejected = (found["bco"].examples[f"rewards_eval/{side}"] for side in ("chosen", "rejected"))

@@ -10,29 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import GOLDEN, SHARED, read_metrics, train
-
-
-def make_command(golden: dict, data: str, run_dir: str) -> list[str]:
-    """The overrides that repeat a golden run: its `config`, a float32 reference, the tiny Llama."""
-    settings = {k: v for k, v in golden["config"].items() if k != "loss"}
-    loss = dict(golden["config"]["loss"])
-    name = loss.pop("name")
-    if name == "ipo":  # the reference reads dpo's keys there and does not use them
-        loss = {"beta": loss["beta"]}
-    return [
-        f"loss={name}",
-        *(f"loss.{k}={v}" for k, v in loss.items()),
-        *(f"{k}={v}" for k, v in settings.items()),
-        f"model.name_or_path={GOLDEN / 'tiny-llama'}",
-        "model.reference_dtype=float32",
-        "datasets=[hh]",
-        f"dataset_sources.hh={data}",
-        "sample_during_eval=false",
-        "exp_name=golden",
-        f"local_run_dir={run_dir}",
-        f"local_dirs=[{Path(run_dir).parent}]",
-    ]
+from support.runs import GOLDEN, SHARED, golden_command, read_metrics, train
 
 
 def close(ours: float, theirs: float, name: str, tolerance: float) -> bool:
@@ -137,7 +115,7 @@ def repeat(run: str, overrides: tuple[str, ...], tmp_path: Path) -> dict:
     data = GOLDEN / "words" if words else SHARED / "data" / "hh"
 
     settings = {o.split("=")[0] for o in overrides}
-    command = [o for o in make_command(golden, str(data), str(tmp_path / "run")) if o.split("=")[0] not in settings]
+    command = [o for o in golden_command(golden, str(data), str(tmp_path / "run")) if o.split("=")[0] not in settings]
     result = train(*command, *overrides)
 
     assert result.returncode == 0, result.stderr

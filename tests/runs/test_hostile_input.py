@@ -10,14 +10,13 @@ import pickle
 import shutil
 from pathlib import Path
 
-import hydra
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from support.runs import ROOT, train
+from support.runs import ROOT, compose, train
 from transformers import dynamic_module_utils
 
 import train as main
@@ -32,9 +31,9 @@ from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.pretrained import load_config
 from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
+from dpo.settings.command_line import refuse_hydras_own
 from dpo.settings.keys import KEYS
 from dpo.settings.plan import resolve
-from dpo.settings.validation import refuse_hydras_own
 from dpo.system.process_group import get_open_port
 from dpo.system.redaction import redact
 from preference_datasets import load_prompts
@@ -190,7 +189,7 @@ def test_no_override_names_code_to_run(command, tmp_path):
     ],
 )
 def test_of_hydras_own_keys_only_harmless_ones_may_be_set(override, harmless):
-    assert (refuse_hydras_own(override.split("=")[0], override) is None) == harmless
+    assert (refuse_hydras_own(override) is None) == harmless
 
 
 def test_a_checkpoint_cuts_off_no_files_but_its_logs(tmp_path):
@@ -228,8 +227,7 @@ def test_names_cannot_escape(name, tmp_path):
     folder.mkdir()
     shutil.copy(ROOT / "tests" / "golden" / "words" / "train.jsonl", folder)
     shutil.copy(ROOT / "tests" / "golden" / "words" / "test.jsonl", folder)
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        config = hydra.compose("config", [f"exp_name={name}", "model.name_or_path=x", f"local_dirs=[{tmp_path}]"])
+    config = compose(f"exp_name={name}", "model.name_or_path=x", f"local_dirs=[{tmp_path}]")
     assert any(problem.startswith("exp_name=") for problem in main.find_config_problems(config))
     before = set(os.listdir(tmp_path))
     prompts = load_prompts(
@@ -253,8 +251,7 @@ def test_config_values_reach_no_shell_and_no_import(tmp_path):
         f"dataset_sources.hh=;touch {proof}",
         f"loss.name=`touch {proof}`",
     ):
-        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-            config = hydra.compose("config", ["exp_name=x", "model.name_or_path=x"])
+        config = compose("exp_name=x", "model.name_or_path=x")
         key, value = override.split("=", 1)
         target = config
         *path, last = key.split(".")
@@ -337,8 +334,7 @@ ODD_SETTINGS = st.one_of(
 
 @pytest.fixture(scope="module")
 def composed() -> DictConfig:
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        return hydra.compose("config", ["exp_name=x", "model.name_or_path=x"])
+    return compose("exp_name=x", "model.name_or_path=x")
 
 
 @pytest.mark.slow

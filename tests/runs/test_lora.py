@@ -8,13 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import hydra
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import FAMILIES
-from support.runs import GOLDEN, ROOT, read_metrics, small_run, train
+from support.runs import GOLDEN, compose, read_metrics, small_run, train
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.soak import WALL_CLOCK, find_differences
@@ -67,10 +66,7 @@ def merged(adapter: Path | None = None) -> Any:
 
 def metrics_of_models(policy: Any, reference: Any, overrides: list[str], run_dir: Path) -> dict[str, float]:
     """What the evaluation gives for two whole models, without adapters."""
-    overrides = [f"++{o}" if o.startswith("dataset_sources.") else o for o in overrides]
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        config = hydra.compose("config", overrides)
-    return BasicTrainer(policy, config, 0, run_dir, reference).evaluator.metrics().means()
+    return BasicTrainer(policy, compose(*overrides), 0, run_dir, reference).evaluator.metrics().means()
 
 
 def adapter_of(run_dir: Path) -> dict[str, torch.Tensor]:

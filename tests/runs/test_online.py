@@ -20,15 +20,16 @@ from test_lora import GRIDS, IN_EIGHTS, SLOW
 
 from benchmarks.soak import WALL_CLOCK, find_differences
 from dpo.checkpoint.files import read_state
-from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.losses import LOSSES
 from dpo.models.pretrained import load_model
 from dpo.models.scoring import ScorerFailed
 from dpo.reporting.anomalies import NonFiniteGuard
+from dpo.reporting.events import Update
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
+from dpo.training.batches import Batch
 from trainers import BasicTrainer
 
 ONLINE = (
@@ -39,12 +40,12 @@ WITH_REFERENCE = [name for name in COMMANDS if LOSSES[name].reference]
 
 
 @pytest.fixture
-def drawn(monkeypatch) -> list[list[Example]]:
-    """The examples of each update of the runs in this process."""
+def seen(monkeypatch) -> list[Update]:
+    """Each update of the runs in this process."""
     seen, log = [], FileLogger.on_update
 
     def log_and_keep(self: FileLogger, update: Any) -> None:
-        seen.append(list(update.examples))
+        seen.append(update)
         log(self, update)
 
     monkeypatch.setattr(FileLogger, "on_update", log_and_keep)
@@ -66,24 +67,24 @@ def assert_alike(first: Path, second: Path, tolerance: float = 1e-5) -> None:
 # --- what is drawn -------------------------------------------------------------------------------------------------
 
 
-def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, drawn, tmp_path):
+def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, seen, tmp_path):
     run("run", *ONLINE, "online.n_samples=3", "online.ties=keep", "online.missing_eos_penalty=2.5")
 
     lines = read_metrics(tmp_path / "run", "train")
     assert lines[0]["loss/train"] == pytest.approx(math.log(2))
     assert lines[0]["online/kl"] == 0 != lines[-1]["online/kl"]
-    for line, examples in zip(lines, drawn, strict=True):
-        assert len({example.id for example in examples}) == len(examples)  # each prompt once
+    for line, update in zip(lines, seen, strict=True):
+        assert len({example.id for example in update.examples}) == len(update.drawn) == 4  # each prompt once
         answers = []
-        for example in examples:
-            three = example.drawn.completions
+        for place, drawn in update.drawn.items():
+            three = drawn.answers
             answers += three
             scores = [-len(one.tokens) - 2.5 * (not one.ended) for one in three]
             assert [one.score for one in three] == scores
             assert len(three) == 3
             assert [len(one.tokens) == 8 or one.ended for one in three] == [True] * 3
-            assert [side.score for side in example.drawn.pair] == [max(scores), min(scores)]
-            assert example.responses == tuple(side.tokens for side in example.drawn.pair)
+            assert [side.score for side in drawn.pair] == [max(scores), min(scores)]
+            assert update.examples[place].responses == tuple(side.tokens for side in drawn.pair)
         assert line["online/score"] == pytest.approx(sum(one.score for one in answers) / 12)
         assert line["online/length"] == pytest.approx(sum(len(one.tokens) for one in answers) / 12)
         assert line["online/eos"] == pytest.approx(sum(one.ended for one in answers) / 12)
@@ -101,11 +102,11 @@ def test_the_policy_comes_to_say_what_is_scored_high(run, tmp_path):
     assert lines[-1]["online/kl"] > 0.1
 
 
-def test_the_same_prompt_is_answered_anew_in_the_next_epoch(run, drawn, tmp_path):
+def test_the_same_prompt_is_answered_anew_in_the_next_epoch(run, seen, tmp_path):
     run("run", *ONLINE, "n_examples=24", "lr=1e-12")
-    by_prompt: dict[Any, list[tuple]] = {}
-    for example in (example for batch in drawn for example in batch):
-        by_prompt.setdefault(example.id, []).append(tuple(one.tokens for one in example.drawn.completions))
+    by_prompt: dict[str, list[tuple]] = {}
+    for drawn in (drawn for update in seen for drawn in update.drawn.values()):
+        by_prompt.setdefault(drawn.prompt, []).append(tuple(one.tokens for one in drawn.answers))
     again = [answers for answers in by_prompt.values() if len(answers) > 1]
     assert again
     assert all(first != second for first, second, *_ in again)
@@ -114,7 +115,7 @@ def test_the_same_prompt_is_answered_anew_in_the_next_epoch(run, drawn, tmp_path
 # --- ties and offline pairs ----------------------------------------------------------------------------------------
 
 
-def test_ties_are_trained_on_or_do_not_count(run, drawn, tmp_path):
+def test_ties_are_trained_on_or_do_not_count(run, seen, tmp_path):
     """Those of prompts with even numbers alone are equal; without them the loss is the mean over the others."""
     odd = "any(digit in p for digit in '13579')"
     scorer = write_scorer(tmp_path, f"return [len(c) if {odd} else 0.0 for p, c in zip(prompts, completions)]")
@@ -124,8 +125,7 @@ def test_ties_are_trained_on_or_do_not_count(run, drawn, tmp_path):
     assert skip[0]["online/ties"] == keep[0]["online/ties"]
     assert 0 < skip[0]["online/ties"] < 1
     assert skip[0]["grad_norm"] != pytest.approx(keep[0]["grad_norm"], rel=1e-2)
-    counted = [not example.drawn.is_tie for example in drawn[0]]
-    assert 0 < sum(counted) < 8
+    assert 0 < sum(drawn.is_tie for drawn in seen[0].drawn.values()) < 8
 
 
 @pytest.mark.parametrize("loss", ["dpo", "aot"])
@@ -154,21 +154,19 @@ def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
         config = compose(tmp_path, loss, *COMMANDS[loss], "batch_size=4", "gradient_accumulation_steps=2")
         trainers = [make(config) for _ in range(2)]
         batch = next(trainers[0].train_iterator)
-        counted = torch.tensor([True, False, True, False])
-        some = [example for example, counts in zip(batch.examples, counted, strict=True) if counts]
-        alone = batch._replace(examples=some, microbatches=trainers[1].batches.split(some, 2), keys=[])
-        ours = trainers[0].train_step(batch._replace(counted=counted, keys=[]))
+        weights, some = [1.0, 0.0, 1.0, 0.0], batch.examples[::2]
+        alone = Batch(some, [1.0, 1.0], trainers[1].batches.split(some, 2), keys=[])
+        ours = trainers[0].train_step(batch._replace(weights=weights, keys=[]))
         theirs = trainers[1].train_step(alone)
         for name in ("loss/train", "grad_norm", "rewards_train/margins", "logps_train/chosen"):
             assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-4), (loss, name)
 
 
-def test_a_share_of_each_batch_is_pairs_of_the_data(run, drawn, tmp_path):
+def test_a_share_of_each_batch_is_pairs_of_the_data(run, seen, tmp_path):
     run("run", *ONLINE, "online.mix_offline=0.3")
-    for examples in drawn:
-        assert [example.drawn is None for example in examples].count(True) == 1
-    places = {next(i for i, example in enumerate(examples) if example.drawn is None) for examples in drawn}
-    assert len(places) > 1  # by chance
+    offline = [{*range(4)} - update.drawn.keys() for update in seen]
+    assert [len(places) for places in offline] == [1] * 3
+    assert len(set().union(*offline)) > 1  # by chance
     assert all("online/score" in line for line in read_metrics(tmp_path / "run", "train"))
 
 
@@ -210,7 +208,7 @@ TRAINED = [
 
 
 @pytest.mark.parametrize(("grid", "way"), TRAINED)
-def test_several_processes_draw_what_one_draws(grid, way, run, drawn, command, tmp_path):
+def test_several_processes_draw_what_one_draws(grid, way, run, seen, command, tmp_path):
     settings = (*ONLINE, *IN_EIGHTS, "model.block_name=null", "n_examples=24", "ledger=true", *PROCESSES[way])
     run("one", *settings)
     result = train(*command("many", *settings, *GRIDS[grid]))
@@ -365,11 +363,10 @@ def test_after_a_sync_updates_are_those_of_a_new_run(loss, tmp_path):
 # --- scorers -------------------------------------------------------------------------------------------------------
 
 
-def test_a_function_gets_texts_and_its_numbers_rank(run, drawn, tmp_path):
+def test_a_function_gets_texts_and_its_numbers_rank(run, seen, tmp_path):
     run("run", *ONLINE, *write_scorer(tmp_path, "return [c.count('e') - len(p) for p, c in zip(prompts, completions)]"))
-    for example in (example for batch in drawn for example in batch):
-        lengths = {one.score - one.text.count("e") for one in example.drawn.completions}
-        assert len(lengths) == 1
+    for drawn in (drawn for update in seen for drawn in update.drawn.values()):
+        assert len({one.score - one.text.count("e") for one in drawn.answers}) == 1
 
 
 @pytest.mark.parametrize(
@@ -486,35 +483,6 @@ def test_a_changed_function_is_not_the_run_that_is_continued(run, tmp_path):
     write_scorer(tmp_path, "return [1.0] * len(completions)")
     with pytest.raises(InputError, match=r"rewards.py:score has changed since the checkpoint"):
         run("run", *settings, "resume=auto")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (("online=online",), "online.scorer is not set: give online.scorer=reward_model, function, key"),
-        (("online=online", "online.scorer=keyword"), "online.scorer=keyword needs online.keyword: give"),
-        (("online=online", "online.scorer=function", "online.function=os:system"), "must be a file and a function"),
-        (("online=online", "online.scorer=function", "online.function=no.py:f"), "there is no file no.py"),
-        (("online=online", "online.scorer=shorter", "loss=sft"), "loss=sft trains on none: choose loss=dpo or another"),
-        (("online=online", "online.scorer=shorter", "online.n_samples=1"), "online.n_samples=1 must be an integer"),
-        (("online=online", "online.scorer=shorter", "cache_reference_logps=all"), "needs pairs that are known before"),
-        (("online=online", "online.scorer=shorter", "online.max_new_tokens=40"), "are more than max_length=48"),
-        (("online=online", "online.scorer=shorter", "online.mix_offline=0.1"), "of batch_size=4 is 0 pairs"),
-        (
-            ("online=online", "online.scorer=shorter", "trainer=TensorParallelTrainer",
-             "tensor_parallel.backend=tensor_parallel"),
-            "which cannot sample: set tensor_parallel.backend=dtensor",
-        ),
-        (
-            ("online=online", "online.scorer=shorter", "online.sync_reference_every=5", "lora=lora", "lr=1e-4"),
-            "online.sync_reference_every=5 needs a loss with a reference",
-        ),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_with_a_sentence(overrides, said, command):
-    result = train(*command("run", *overrides))
-    assert result.returncode == 2
-    assert said in result.stderr
 
 
 @pytest.mark.parametrize(

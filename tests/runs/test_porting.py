@@ -8,12 +8,11 @@ import os
 import re
 import socket
 
-import hydra
 import pytest
 import torch
 import transformers
 from omegaconf import OmegaConf
-from support.runs import GOLDEN, ROOT, read_metrics, run_script
+from support.runs import GOLDEN, ROOT, compose, read_metrics, run_script
 
 import train
 from dpo.errors import InputError, RunError
@@ -110,8 +109,7 @@ def test_the_references_config_trains_into_a_directory_that_is_made(tiny_llama, 
 
 
 def test_defaults_change_nothing_that_is_there_and_are_those_of_the_config():
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        whole = hydra.compose("config", ["loss=dpo", "loss.beta=0.3", "lr=1", "exp_name=x", "model.name_or_path=y"])
+    whole = compose("loss=dpo", "loss.beta=0.3", "lr=1", "exp_name=x", "model.name_or_path=y")
     assert with_defaults(whole) is whole
     bare = {"exp_name": "x", "lr": 1.0, "loss": {"name": "dpo", "beta": 0.3}, "model": {"name_or_path": "y"}}
     filled = with_defaults({**bare, "local_run_dir": "z"})

@@ -6,14 +6,12 @@ import math
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
-import hydra
 import peft
 import pytest
 import torch
 from support.models import batch_of
-from support.runs import GOLDEN, ROOT, read_metrics, train
+from support.runs import GOLDEN, compose, read_metrics, train
 
 from benchmarks.soak import WALL_CLOCK, find_differences
 from dpo.checkpoint.files import read_state
@@ -25,7 +23,6 @@ from dpo.models.quantization import Linear4bit, quantize
 from dpo.models.side_by_side import Choices, load_panel
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
-from dpo.settings.validation import find_config_problems
 from dpo.system.signals import Stopped
 
 pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
@@ -41,12 +38,7 @@ QLORA = (
 def config_of(command):
     """The composed config of a small run."""
 
-    def compose(*overrides: str) -> Any:
-        arguments = [f"++{o}" if o.startswith("dataset_sources.") else o for o in command("test", *overrides)]
-        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-            return hydra.compose("config", arguments)
-
-    return compose
+    return lambda *overrides: compose(*command("test", *overrides))
 
 
 def assert_alike(first: Path, second: Path) -> None:
@@ -157,26 +149,3 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads_and_is_merged_and_asked(run,
     assert warnings == []  # the base is the one that the run recorded
     with switch(policy.model, policy.adapter)():
         assert torch.equal(policy.model(ids).logits, ours(ids).logits)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "gpus", "expected"),
-    [
-        (["trainer=TensorParallelTrainer", "world_size=2"], 0, "which cannot cut packed weights: choose trainer=FSDP"),
-        ([], 2, "takes one GPU, and this machine has 2: choose trainer=FSDPTrainer"),
-        (["trainer=FSDPTrainer"], 2, None),
-        ([], 1, None),
-    ],
-)
-def test_what_a_4_bit_base_does_not_go_with_is_refused(overrides, gpus, expected, config_of, monkeypatch):
-    monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: gpus)
-    problems = find_config_problems(config_of(*QLORA, *overrides))
-    assert len(problems) == (expected is not None)
-    assert (expected or "") in "".join(problems)
-
-
-def test_bitsandbytes_is_optional(config_of, monkeypatch):
-    monkeypatch.setattr("dpo.settings.validation.find_spec", lambda name: None)
-    [problem] = find_config_problems(config_of(*QLORA))
-    assert problem.endswith("needs the package bitsandbytes: pip install bitsandbytes, or choose lora=lora")
-    assert find_config_problems(config_of("lora=lora")) == []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
-import re
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,18 +16,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import constants
-from support.runs import run_python, run_script
+from support.runs import assert_gone, run_python, run_script
 
 from scripts import doctor
-from scripts.advice import recommend
-from scripts.doctor import Finding
-from scripts.probes import ChildError, Gpu
+from scripts.advice import Gpu, recommend
+from scripts.doctor import ChildError, Finding
 
 SECRET = "0123456789abcdef" * 3
 
 
 def gpu(name: str = "NVIDIA H100", total: float = 85e9, **changes) -> Gpu:
-    values = {"free": total - 0.6e9, "bf16": True, "peers": range(8), "error": None, **changes}
+    values = {"free": total - 0.6e9, "bf16": True, "error": None, **changes}
     return Gpu(name, int(total), **values)
 
 
@@ -50,17 +50,14 @@ def test_text_report_of_this_machine(tmp_path):
     assert result.stderr == ""
     assert max(map(len, lines)) <= 100
     assert SECRET not in result.stdout
-    assert findings["software"] == findings["all-reduce"] == findings["block class"] == "ok"
+    assert findings["software"] == findings["all-reduce"] == "ok"
     assert findings["wandb"] == "warning"
     assert result.returncode == ("problem" in findings.values())  # a warning is none
     assert lines[-1].startswith(f"{list(findings.values()).count('problem')} problem")
     if not torch.cuda.is_available():
         assert "gloo over 2 processes: correct, 16 MB in" in result.stdout
         assert "recommended: trainer=BasicTrainer, float32, model=demo" in lines
-        [text] = re.findall(r"ok       products.*\n.*", result.stdout)
-        assert re.search(
-            r"model.autocast=bfloat16 is (not )?faster .* products run\s+at [\d,]+ GFLOP/s in bfloat16 here", text
-        )
+        assert "model.autocast=bfloat16" in result.stdout
 
 
 @pytest.mark.slow
@@ -90,7 +87,7 @@ def test_it_reports_where_torch_does_not_import(tmp_path):
     assert result.returncode == 1
     assert "libcudart.so.13 is missing" in report["gpu"]["text"]
     assert {report[name]["level"] for name in ("gpu", "all-reduce")} == {"problem"}
-    assert "problem" not in {report[name]["level"] for name in ("software", "host", "block class")}
+    assert "problem" not in {report[name]["level"] for name in ("software", "host")}
 
 
 def test_a_check_that_breaks_is_a_finding_and_the_others_go_on():
@@ -103,20 +100,6 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on():
     assert host.check == "host"
 
 
-def test_products_that_cannot_be_measured_are_a_warning_and_none_are_where_a_gpu_computes(monkeypatch):
-    def fail(name: str, count: int) -> list:
-        raise ChildError("not finished within 10 s")
-
-    monkeypatch.setattr(doctor, "run_workers", fail)
-    for gpus, levels_found in (([], ["warning"]), ([H100], [])):
-        monkeypatch.setattr(doctor, "visible_gpus", lambda gpus=gpus: (gpus, None))
-        doctor.cpu_products.cache_clear()
-        findings = doctor.check_products()
-        assert [finding.level for finding in findings] == levels_found
-        assert all("not finished within 10 s" in finding.text for finding in findings)
-    doctor.cpu_products.cache_clear()
-
-
 # --- made-up machines ------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +107,7 @@ def test_eight_good_gpus_are_ok():
     findings = doctor.gpu_findings([H100] * 8)
 
     assert findings[7] == Finding("gpu", "ok", "7: NVIDIA H100, 84.4 GB of 85.0 GB free")
-    assert levels(findings) == dict.fromkeys(["gpu", "matmul", "bfloat16", "peer access"], "ok")
+    assert levels(findings) == dict.fromkeys(["gpu", "matmul", "bfloat16"], "ok")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +116,6 @@ def test_eight_good_gpus_are_ok():
         ([H100, gpu(free=60e9)], "gpu", "warning", "1: NVIDIA H100, 60.0 GB of 85.0 GB free", "out of memory"),
         ([H100, gpu(free=1e9)], "gpu", "problem", "1: NVIDIA H100, 1.0 GB of 85.0 GB free", "nvidia-smi"),
         ([V100, H100, V100], "bfloat16", "warning", "not supported by GPU 0, 2", "unset"),
-        ([H100, gpu(peers=[0])] * 2, "peer access", "warning", "none between GPUs 1-2 1-3", "NCCL_P2P_DISABLE=1"),
         ([H100, gpu(error="CUDA error: ECC")], "matmul", "problem", "GPU 1: CUDA error: ECC", "CUDA_VISIBLE_DEVICES"),
     ],
 )
@@ -190,14 +172,6 @@ def test_packages_are_held_against_the_requirements(tmp_path):
     assert judged(f"torch=={torch.__version__}\n")[0] == "ok"
     assert judged("torch==0.4.1  # of old\n")[0] == "warning"
     assert judged("torch==0.4.1\nno-such-package==1.0\n") == ("problem", "not installed: no-such-package")
-
-
-def test_an_unknown_block_class_is_a_problem(tmp_path):
-    (tmp_path / "mine.yaml").write_text("block_name: LlamaDecoderLayers\n")
-    (tmp_path / "yours.yaml").write_text("block_name: GPTNeoXLayer\n")
-    [finding] = doctor.check_block_class(tmp_path)
-    assert finding[:3] == ("block class", "problem", "transformers has no LlamaDecoderLayers of model=mine")
-    assert "model.block_name" in finding.fix
 
 
 # --- W&B, the Hub, optional packages ---------------------------------------------------------------------------------
@@ -319,15 +293,10 @@ def test_an_optional_package_that_is_absent_is_fine(monkeypatch):
     )
 
 
-def test_bandwidth_is_bytes_over_time_and_what_each_link_carries():
+def test_the_slowest_rank_of_an_all_reduce_counts():
     result = {"bytes": 256e6, "wrong": 0}
     finding = doctor.reduce_finding([{**result, "seconds": 0.002}, *[{**result, "seconds": 0.001}] * 3], "nccl")
-
-    # the slowest rank counts; 4 ranks send and receive 2 * 3/4 of the tensor
-    assert finding[:2] == ("all-reduce", "ok")
-    assert finding.text == "nccl over 4 processes: correct, 256 MB in 2.0 ms: 128.0 GB/s, bus 192.0 GB/s"
-    alone = doctor.reduce_finding([{**result, "seconds": 0.001}], "nccl")
-    assert alone.text == "nccl over 1 process: correct, 256 MB in 1.0 ms: 256.0 GB/s"
+    assert finding[:3] == ("all-reduce", "ok", "nccl over 4 processes: correct, 256 MB in 2.0 ms: 128.0 GB/s")
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -343,3 +312,90 @@ def test_the_report_fits_100_columns_and_counts():
     assert lines[-1] == "1 problem, 1 warning"
     command = " ".join("\n".join(lines).split("python train.py")[1].split("\n\n")[0].replace("\\\n", "").split())
     assert f"python train.py {command}" == recommend([V100] * 8, memory=1e12, model="llama7b").command
+
+
+# --- probes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_probe_that_hangs_is_killed_with_its_children(monkeypatch, tmp_path):
+    code = """if True:
+        import os, subprocess, sys
+        child = subprocess.Popen(["sleep", "100"])
+        print(os.getpid(), child.pid, file=open(sys.argv[1], "w"), flush=True)
+        child.wait()"""
+    start = time.monotonic()
+    with pytest.raises(ChildError, match=r"no answer within 1\.5 s"):
+        doctor.ask(sys.executable, "-c", code, str(tmp_path / "pids"), limit=1.5)
+    assert time.monotonic() - start < 10
+    assert_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+
+
+def test_what_a_child_says_is_shown_without_credentials():
+    with pytest.raises(ChildError, match=r"^OSError: no route to http://REDACTED@proxy$"):
+        doctor.ask(sys.executable, "-c", f"raise OSError('no route to http://user:{SECRET}@proxy')")
+    with pytest.raises(ChildError, match="no-such-command cannot be run"):
+        doctor.ask("no-such-command")
+
+
+def replace_all_reduce(monkeypatch, folder: Path, code: str) -> None:
+    """Run `code` on each rank, of which it knows its `rank`, before the all-reduce."""
+    (folder / "broken.py").write_text(
+        f"from scripts import doctor\n\ndef reduce(rank, *rest):\n    {code}\n    doctor.all_reduce(rank, *rest)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    ask, probe = doctor.ask, "from scripts.doctor import *;"
+
+    def ask_broken(*command: str, limit: float) -> str:
+        *python, call = command
+        setup = "import broken, scripts.doctor;"
+        patched = call.replace(probe, f"{probe} {setup} probe_all_reduce.__globals__['all_reduce'] = broken.reduce;")
+        return ask(*python, patched, limit=limit)
+
+    monkeypatch.setattr(doctor, "ask", ask_broken)
+
+
+@pytest.mark.slow
+def test_the_cause_is_reported_and_not_the_wait_for_it(monkeypatch, tmp_path):
+    replace_all_reduce(monkeypatch, tmp_path, "if rank == 1: raise SystemError('no /dev/shm')")
+    [finding] = doctor.check_all_reduce()
+    assert finding.level == "problem"
+    assert finding.text == "gloo over 2 processes failed: SystemError: no /dev/shm"
+
+
+@pytest.mark.slow
+def test_a_wrong_sum_is_a_problem(monkeypatch, tmp_path):
+    replace_all_reduce(monkeypatch, tmp_path, "import torch.distributed as dist; dist.all_reduce = lambda values: None")
+    [finding] = doctor.check_all_reduce()
+    assert finding.level == "problem"
+    assert "the sum is wrong in 20000000 elements on rank 0, 20000000 elements on rank 1" in finding.text
+    assert "/etc/hosts" in finding.fix
+
+
+def test_matmul_error_finds_wrong_products(monkeypatch):
+    assert doctor.find_matmul_error("cpu", torch.float32) is doctor.find_matmul_error("cpu", torch.bfloat16) is None
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor * 1.02)
+    assert doctor.find_matmul_error("cpu", torch.float32) == "a torch.float32 product is off by 2.0%"
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor * float("nan"))
+    assert doctor.find_matmul_error("cpu", torch.bfloat16) is not None
+
+
+def test_a_sick_gpu_does_not_hide_the_others(monkeypatch):
+    def multiply(device: str, dtype: torch.dtype) -> None:
+        if device == "cuda:1":
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nMore about it")
+
+    for name, stand_in in {
+        "device_count": lambda: 3,
+        "device": lambda i: contextlib.nullcontext(),
+        "mem_get_info": lambda: (10, 20),
+        "is_bf16_supported": lambda including_emulation: True,
+        "get_device_properties": lambda i: SimpleNamespace(name=f"GPU {i}", total_memory=20),
+    }.items():
+        assert callable(getattr(torch.cuda, name))
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(doctor, "find_matmul_error", multiply)
+
+    first, second, third = doctor.probe_devices()
+
+    assert first == Gpu("GPU 0", 20, 10, True)
+    assert (second.error, second.free, third.error) == ("CUDA out of memory.", 10, None)

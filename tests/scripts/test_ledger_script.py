@@ -12,7 +12,7 @@ from support.ledgers import row, with_ledger
 from support.runs import GOLDEN, run_script, write_rows
 
 from dpo.analysis.ledger_file import SCHEMA, STREAM, append, begin
-from dpo.analysis.ledger_view import view_ledger
+from dpo.analysis.page import summarize_ledger
 from dpo.analysis.runs import read_run
 from dpo.data.examples import text_digest
 from scripts.ledger import find_texts, main
@@ -130,7 +130,7 @@ def test_a_config_that_names_no_data_is_one_line_here_and_in_the_report(run_dir,
 
     assert main([str(run_dir)]) == 0
 
-    for note in (capsys.readouterr().out.splitlines()[-1], view_ledger(read_run(run_dir), find_texts).note):
+    for note in (capsys.readouterr().out.splitlines()[-1], summarize_ledger(read_run(run_dir), find_texts).note):
         assert note.startswith("Texts are not shown: config.yaml")
         assert why in note
 

@@ -5,39 +5,33 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import hydra
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from support.commands import compose, find_refusals
 from support.runs import ROOT, read_metrics, train
 
-import train as train_script
-from dpo.settings.command_line import find_problems, parse
 from dpo.settings.files import help_text
 from dpo.settings.plan import ParallelDims, resolve
+from dpo.settings.validation import find_config_problems
 
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiment").glob("*.yaml"))
-OF_THE_PAPER = {"batch_size": 64, "gradient_accumulation_steps": 2, "eval_batch_size": 32, "trainer": "FSDPTrainer"}
-
-
-def compose(*arguments: str):
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        return hydra.compose("config", parse(list(arguments)).arguments)
+PAPER_SETTINGS = {"batch_size": 64, "gradient_accumulation_steps": 2, "eval_batch_size": 32, "trainer": "FSDPTrainer"}
 
 
 @pytest.mark.parametrize("plus", ["", "+"])
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_is_complete_and_every_override_counts_more(name, plus, tmp_path):
     archive = f"model.archive={tmp_path}"  # of the run of SFT
-    config = compose(f"{plus}experiment={name}", archive)
+    config = compose(f"{plus}experiment={name} {archive}")
     processes = 8 if name.endswith("8gpu") else 4
     dims = ParallelDims.of(processes if config.trainer == "FSDPTrainer" else 1)
-    assert train_script.find_config_problems(config, replace(resolve(config), dims=dims)) == []
+    assert find_config_problems(config, replace(resolve(config), dims=dims)) == []
     assert config.exp_name == name
 
     other = ("model=demo", "loss=ipo", "loss.beta=0.3", "exp_name=mine", "lr=1e-3", "datasets=[demo]", "n_epochs=3")
     for line in ([*other, f"{plus}experiment={name}"], [f"{plus}experiment={name}", *other]):
-        changed = compose(*line)
+        changed = compose(" ".join(line))
         assert (changed.loss.name, changed.loss.beta, changed.model.block_name) == ("ipo", 0.3, "LlamaDecoderLayer")
         assert (changed.exp_name, changed.lr, changed.datasets, changed.n_epochs) == ("mine", 1e-3, ["demo"], 3)
         assert changed.batch_size == config.batch_size
@@ -47,7 +41,7 @@ def test_an_experiment_is_complete_and_every_override_counts_more(name, plus, tm
 @pytest.mark.parametrize("loss", ["sft", "dpo"])
 def test_the_papers_runs_have_the_settings_of_the_published_command(data, loss):
     values = OmegaConf.to_container(compose(f"experiment={data}_pythia28_{loss}"))
-    published = OF_THE_PAPER | {"lr": 5e-7, "optimizer": "RMSprop", "warmup_steps": 150, "max_length": 512}
+    published = PAPER_SETTINGS | {"lr": 5e-7, "optimizer": "RMSprop", "warmup_steps": 150, "max_length": 512}
     assert {key: values[key] for key in published} == published
     assert values["datasets"] == [data]
     assert values["loss"]["name"] == loss
@@ -61,7 +55,7 @@ def test_a_run_of_dpo_asks_for_the_run_of_sft_that_it_continues():
     assert result.returncode == 2
     [_, problem] = result.stderr.splitlines()
     assert problem.startswith("  - model.archive=${RUN_OF_SFT}/LATEST cannot be resolved: give model.archive=")
-    assert train_script.find_config_problems(compose("experiment=hh_pythia28_dpo", "model.archive=null")) == []
+    assert find_refusals("experiment=hh_pythia28_dpo model.archive=null") == []
 
 
 @pytest.mark.slow
@@ -111,13 +105,13 @@ def test_an_own_experiment_may_build_on_one_of_ours(own, plus):
 
 
 def test_an_own_file_with_the_name_of_one_of_ours_is_refused(own):
-    [problem] = find_problems(parse([f"--config-dir={own}", "experiment=hh_pythia28_sft"]), ROOT / "config")
+    [problem] = find_refusals(f"--config-dir={own} experiment=hh_pythia28_sft")
     name = "experiment/hh_pythia28_sft.yaml"
     assert problem == f"{own}/{name} would not be used, as there is a config/{name}: rename it"
 
 
 def test_an_experiment_that_is_not_there_gets_the_choices_with_those_of_the_user(own):
-    [problem, *_] = find_problems(parse([f"--config-dir={own}", "experiment=mein"]), ROOT / "config")
+    [problem, *_] = find_refusals(f"--config-dir={own} experiment=mein")
     assert problem.startswith("experiment=mein is not one of chat7b_1gpu, chat7b_8gpu, chat7b_lora_1gpu, hh_")
     assert problem.endswith(
         ", mine, se_pythia28_dpo, se_pythia28_sft, shp_pythia28_dpo, shp_pythia28_sft: did you mean mine?"

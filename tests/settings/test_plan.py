@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import hydra
 import pytest
 import torch
-from support.runs import ROOT
+from support.commands import compose
 
 import preference_datasets
-import train  # noqa: F401  (registers the config's resolvers)
 import trainers
 from dpo.losses import LOSSES
 from dpo.models.pretrained import DTYPES
@@ -23,8 +21,7 @@ from dpo.training.optimization import LR_SCALINGS, OPTIMIZERS, SCHEDULES
 
 
 def plan_of(*overrides: str, **given: int) -> Plan:
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        return resolve(hydra.compose("config", ["exp_name=x", *overrides]), **given)
+    return resolve(compose(" ".join(["exp_name=x", *overrides])), **given)
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +81,14 @@ def test_a_reference_without_a_dtype_computes_as_the_policy_does():
     assert plan_of(null, "trainer=FSDPTrainer", "model.fsdp_policy_mp=bfloat16").reference_dtype == "bfloat16"
 
 
+def test_a_reference_inside_the_policy_computes_as_the_policy_does():
+    dpo = ("loss=dpo", "loss.beta=0.1")
+    plan = plan_of(*dpo, "lora=lora", "model.reference_dtype=bfloat16")
+    assert (plan.reference, plan.reference_dtype) == ("base", plan.compute_dtype)
+    assert plan_of(*dpo).reference == "model"
+    assert plan_of("loss=sft").reference is None
+
+
 @pytest.mark.parametrize("override", ["trainer=3", "world_size=-1", "tensor_parallel_size=x", "loss.name=[a]"])
 def test_a_value_that_makes_no_sense_leaves_a_plan(override):
     assert plan_of("trainer=TensorParallelTrainer", override).dims.world_size in (1, 2)
@@ -97,7 +102,7 @@ def test_the_names_of_the_config_are_those_of_the_tables():
     assert all(cls.__name__ == name and issubclass(cls, torch.optim.Optimizer) for name, cls in OPTIMIZERS.items())
     assert (tuple(SCHEDULES), tuple(LR_SCALINGS)) == (choices.SCHEDULES, choices.LR_SCALINGS)
     assert (*load_defaults()["dataset_sources"], "demo") == preference_datasets.BUILT_IN
-    assert KEYS["loss.name"].rule.choices == tuple(LOSSES)
+    assert tuple(KEYS["loss.name"].choices) == tuple(LOSSES)
 
 
 def test_a_resumed_run_keeps_what_makes_it_the_run_it_is():

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import torch
+from omegaconf import DictConfig
 
 from support import warm
 from support.warm import ROOT
@@ -79,6 +80,17 @@ def write_rows(path: Path, rows: list) -> Path:
     return path
 
 
+def compose(*overrides: str) -> DictConfig:
+    """The config of `python train.py OVERRIDES`."""
+    import hydra
+
+    import train as entry  # noqa: F401  (registers the config's resolvers)
+
+    overrides = tuple(f"++{o}" if o.startswith("dataset_sources.") else o for o in overrides)
+    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        return hydra.compose("config", list(overrides))
+
+
 def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
     """The overrides of a run of 6 updates with 4 evaluations, which takes a second."""
     settings = {
@@ -106,3 +118,25 @@ def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
     if settings["loss"] == "dpo":
         settings.setdefault("loss.beta", 0.1)
     return [f"{key}={value}" for key, value in settings.items()]
+
+
+def golden_command(golden: dict, data: str, run_dir: str) -> list[str]:
+    """The overrides that repeat a golden run: its `config`, a float32 reference, the tiny Llama."""
+    settings = {k: v for k, v in golden["config"].items() if k != "loss"}
+    loss = dict(golden["config"]["loss"])
+    name = loss.pop("name")
+    if name == "ipo":  # the reference reads dpo's keys there and does not use them
+        loss = {"beta": loss["beta"]}
+    return [
+        f"loss={name}",
+        *(f"loss.{k}={v}" for k, v in loss.items()),
+        *(f"{k}={v}" for k, v in settings.items()),
+        f"model.name_or_path={GOLDEN / 'tiny-llama'}",
+        "model.reference_dtype=float32",
+        "datasets=[hh]",
+        f"dataset_sources.hh={data}",
+        "sample_during_eval=false",
+        "exp_name=golden",
+        f"local_run_dir={run_dir}",
+        f"local_dirs=[{Path(run_dir).parent}]",
+    ]

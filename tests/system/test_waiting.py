@@ -19,7 +19,7 @@ from support.runs import small_run, train
 from support.warm import launch
 
 import train as main
-from benchmarks.step_overhead import compose
+from benchmarks.harness import compose
 from dpo.checkpoint import resume, saver
 from dpo.checkpoint.checksums import HashedFile
 from dpo.checkpoint.files import check_complete

@@ -7,13 +7,11 @@ import itertools
 import json
 from pathlib import Path
 
-import hydra
 import pytest
 import torch
-from support.runs import GOLDEN, ROOT, small_run, write_rows
+from support.runs import GOLDEN, compose, small_run, write_rows
 from support.warm import launch
 
-import train  # noqa: F401  (registers the config's resolvers)
 from dpo.models.pretrained import load_model
 from trainers import TRAINERS, BasicTrainer
 
@@ -43,10 +41,8 @@ def folder(tmp_path_factory) -> Path:
 
 def make_trainer(folder: Path, n: int, *overrides: str, rank: int = 0, world_size: int = 1) -> BasicTrainer:
     """A trainer with a test split of n rows, whose policy is not its reference any more."""
-    options = ("n_eval_examples=256", "datasets=[mine]", f"++dataset_sources.mine={folder / f'{n}'}", *overrides)
-    command = [o for o in small_run(folder, folder / "run", *options) if not o.startswith("dataset_sources")]
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        config = hydra.compose("config", command)
+    options = ("n_eval_examples=256", "datasets=[mine]", f"dataset_sources.mine={folder / f'{n}'}", *overrides)
+    config = compose(*small_run(folder, folder / "run", *options))
     policy, reference = (
         load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="sdpa") for _ in range(2)
     )

@@ -6,9 +6,8 @@ import json
 import re
 from pathlib import Path
 
-import hydra
 import pytest
-from support.runs import GOLDEN, ROOT, small_run, train
+from support.runs import GOLDEN, compose, small_run, train
 
 from dpo.data.preflight import Preflight, SplitReport, TrainingData
 from dpo.settings.plan import resolve
@@ -26,9 +25,8 @@ def first_update(*overrides: str, loss: str = "dpo", updates: int = 100) -> Firs
     """Of a run on pairs of 100 tokens: a prompt of 40 and responses of 30."""
     lengths = {"mean_prompt_tokens": 40.0, "mean_chosen_tokens": 30.0, "mean_rejected_tokens": 30.0}
     report = Preflight(SplitReport(examples=400, **lengths), SplitReport(examples=40, **lengths), updates, 0)
-    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        overrides = ("exp_name=test", "local_run_dir=run", *overrides)
-        config = hydra.compose("config", [f"loss={loss}", f"model.name_or_path={GOLDEN / 'tiny-llama'}", *overrides])
+    usual = (f"loss={loss}", f"model.name_or_path={GOLDEN / 'tiny-llama'}", "exp_name=test", "local_run_dir=run")
+    config = compose(*usual, *overrides)
     data = TrainingData(tokenizer=None, encode=None, train=None, test=None, report=report)
     return FirstUpdate.of(resolve(config), data, sizes=(16, 16))
 

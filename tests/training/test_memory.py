@@ -7,12 +7,12 @@ import re
 import shutil
 from importlib.util import find_spec
 
-import hydra
 import pytest
 import torch
 from omegaconf import OmegaConf
+from support import runs
 from support.faults import Run, run_out_of_memory_at
-from support.runs import GOLDEN, ROOT, small_run, train
+from support.runs import GOLDEN, small_run, train
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.data.examples import Example
@@ -74,12 +74,7 @@ def test_what_is_saved_for_the_backward_pass_is_the_peak():
 
 @pytest.fixture
 def compose(rows, tmp_path):
-    def make(*overrides: str):
-        arguments = [f"++{o}" if o.startswith("data") else o for o in small_run(rows, tmp_path / "run", *overrides)]
-        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-            return hydra.compose("config", arguments)
-
-    return make
+    return lambda *overrides: runs.compose(*small_run(rows, tmp_path / "run", *overrides))
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-import hydra
 import pytest
 import torch
+from support import runs
 from support.models import REWARD_MODELS, save_reward_model
-from support.runs import ROOT, small_run
+from support.runs import small_run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.models.answers import Sampling, answer
@@ -41,9 +41,7 @@ def compose(rows, tmp_path):
     def make(*overrides: str):
         chosen = [o for o in overrides if not o.startswith("online=")]
         settings = small_run(rows, tmp_path / "run", "online.scorer=shorter", *ONLINE[1:], *chosen)
-        arguments = ["online=online", *(f"++{o}" if o.startswith("data") else o for o in settings)]
-        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-            return hydra.compose("config", arguments)
+        return runs.compose("online=online", *settings)
 
     return make
 

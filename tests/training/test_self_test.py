@@ -12,6 +12,7 @@ from support.models import plain_logps
 from dpo.data.collation import find_examples, get_collate_fn, tokenize_batch_element
 from dpo.data.examples import Example
 from dpo.errors import InputError
+from dpo.losses import find_loss
 from dpo.training.objective import SIDES
 from dpo.training.self_test import check_models
 
@@ -45,7 +46,7 @@ def check(policy, reference, batch, name="dpo", options=DPO, other_dtype=None) -
         lambda: dict(zip(SIDES, plain_logps(policy, examples), strict=False)),
         None if reference is None else lambda: dict(zip(SIDES, plain_logps(reference, examples), strict=True)),
         lengths=lengths,
-        loss_config=config,
+        loss=find_loss(config),
         other_dtype=other_dtype,
     )
     return note
@@ -88,7 +89,7 @@ def test_a_forward_may_differ_from_the_same_again_by_rounding_alone(policy):
             forward,
             lambda: of_both,
             lengths=torch.ones(2, 2),
-            loss_config=config,
+            loss=find_loss(config),
         )
 
     eps = torch.finfo(torch.float32).eps  # as where sums over processes come in another order

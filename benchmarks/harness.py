@@ -1,0 +1,154 @@
+"""What benchmarks share: configs and trainers, measurements in fresh processes, rounds in turns, tables.
+
+`python -m benchmarks.harness MODULE:FUNCTION ARGUMENTS` (JSON) is one measurement.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+import train
+from dpo.models.loading import model_loaders
+from dpo.settings.command_line import check_command_line
+from dpo.settings.files import CONFIG_DIR
+from dpo.settings.plan import resolve
+from dpo.system.launching import launch
+
+ROOT = CONFIG_DIR.parent
+COMMON = ("model.reference_dtype=float32", "eval_batch_size=4", "n_eval_examples=4", "sample_during_eval=false",
+          "warmup_steps=0", "n_epochs=null", "n_examples=1000000")  # fmt: skip
+Name = TypeVar("Name")
+Result = TypeVar("Result")
+
+
+class Failed(Exception):
+    """A measurement that failed; the message is one sentence."""
+
+
+def compose(overrides: Sequence[str]) -> DictConfig:
+    """The config of overrides of train.py, without W&B. Exits if train.py would refuse them."""
+    fixed = ["exp_name=benchmark", "wandb.enabled=false", "debug=true", "do_first_eval=false"]
+    arguments = check_command_line([*fixed, *overrides])
+    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        config = hydra.compose("config", arguments)
+    if problems := train.find_config_problems(config):
+        sys.exit("\n".join(problems))
+    OmegaConf.resolve(config)
+    return config
+
+
+def make_trainer(config: DictConfig, rank: int = 0, world_size: int | None = None) -> Any:
+    """The trainer of a config, made as a run makes it."""
+    plan = resolve(config, world_size=world_size)
+    policy, reference = model_loaders(plan, rank=rank)
+    place = (rank, plan.dims.world_size)
+    return train.find_trainer(plan)(policy, config, config.seed, config.local_run_dir, reference, *place)
+
+
+# --- fresh processes -------------------------------------------------------------------------------------------------
+
+
+def run_python(
+    *arguments: str,
+    python: str = sys.executable,
+    watch: Callable[[int], object] = lambda pid: None,
+    every: float = 0.05,
+    **environment: str,
+) -> str:
+    """What a fresh Python prints. Raises Failed. `watch` gets its id now and then, and ends it by returning True."""
+    own = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ} if python == sys.executable else os.environ  # as train.py does
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [python, *arguments], cwd=ROOT, env={**own, **environment}, stdout=out, stderr=errors
+        )
+        stopped = False
+        while process.poll() is None and not stopped:
+            stopped = watch(process.pid) is True
+            time.sleep(every)
+        if stopped:
+            process.kill()
+        status = process.wait()
+        out.seek(0)
+        errors.seek(0)
+        said, wrong = out.read(), errors.read()
+    if status and not stopped:
+        words = (wrong.strip() or said.strip() or "no output").splitlines()[-1]
+        raise Failed(f"status {status} (-9: out of memory): {words[:200]}")
+    return said
+
+
+def measure_afresh(function: str, *arguments: Any, **options: Any) -> Any:
+    """What `module:function` of the benchmarks returns in a fresh process, through JSON. Raises Failed."""
+    said = run_python("-m", "benchmarks.harness", function, json.dumps(arguments, default=str), **options)
+    return json.loads(said.splitlines()[-1])
+
+
+def measure_on_ranks(function: str, overrides: Sequence[str], *arguments: Any) -> list[Any]:
+    """What `module:function` returns on each rank that these overrides of train.py start; to be run in a fresh process.
+
+    It is given its rank, the number of ranks, the config, and the arguments.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose([f"local_run_dir={folder}/run", f"local_dirs=[{folder}]", *overrides])
+        plan = resolve(config)
+        own = (config, function, arguments, Path(folder))
+        launch(_measure_on_rank, plan.dims.world_size, *own, process_group=plan.trainer.multi_process)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(plan.dims.world_size)]
+
+
+def _measure_on_rank(
+    rank: int, world_size: int, config: DictConfig, function: str, arguments: Sequence[Any], folder: Path
+) -> None:
+    found = find(function)(rank, world_size, config, *arguments)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def find(function: str) -> Callable[..., Any]:
+    module, name = function.split(":")
+    return getattr(importlib.import_module(f"benchmarks.{module}"), name)
+
+
+def measure_in_turns(
+    measures: Mapping[Name, Callable[[int], Result]], rounds: int, *, warm_up: bool = False
+) -> dict[Name, list[Result]]:
+    """Results of `rounds` measurements of each, in an order that alternates between rounds.
+
+    Each is given the number of its round. Round 0 warms up and does not count, if there is one.
+    """
+    found: dict[Name, list[Result]] = {name: [] for name in measures}
+    for number in range(0 if warm_up else 1, rounds + 1):
+        for name in measures if number % 2 else [*reversed([*measures])]:
+            result = measures[name](number)
+            if number:
+                found[name].append(result)
+    return found
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def add_range(values: Sequence[float], form: str = ".2f") -> str:
+    """The median in words, with the range of the values if there are at least three."""
+    text = format(median(values), form)
+    return text if len(values) < 3 else f"{text} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def print_row(name: object, cells: Iterable[object], *, first: int = 34, width: int = 13) -> None:
+    print(f"{name:{first}}" + "".join(f"{cell:>{width}}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    print(json.dumps(find(sys.argv[1])(*json.loads(sys.argv[2]))))

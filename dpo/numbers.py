@@ -1,0 +1,80 @@
+"""Numbers and durations as text: in short for the terminal, in words for pages and sentences."""
+
+from __future__ import annotations
+
+import math
+
+LONGEST_TEXT = 4000
+
+
+def compact(value: float, digits: int = 3) -> str:
+    """A number with so many significant digits, without an exponent if it is large."""
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
+def figure(value: float, digits: int = 3) -> str:
+    """A number as in print: `compact` with a minus sign, or "unknown"."""
+    if not math.isfinite(value):
+        return "unknown"
+    text = compact(value, digits)
+    return text.replace("-", "\N{MINUS SIGN}") if "e" not in text else text
+
+
+def signed(value: float, digits: int = 3) -> str:
+    """A figure with its sign."""
+    return f"+{figure(value, digits)}" if value >= 0 else figure(value, digits)
+
+
+def percent(share: float) -> str:
+    """A share of 1 in percent; 100 % and 0 % only if they are exact."""
+    if not math.isfinite(share):
+        return "unknown"
+    digits = int(0.99 < share < 1 or 0 < share < 0.01)
+    text = f"{100 * share:.{digits}f}"
+    return ("0 %" if float(text) == 0 else f"{text} %").replace("-", "\N{MINUS SIGN}")
+
+
+def count(n: float, one: str, many: str = "") -> str:
+    """`1 update`, `2,048 updates`."""
+    return f"{n:,.0f} {one if n == 1 else many or one + 's'}"
+
+
+def large(n: float) -> str:
+    """`845`, `12.3k`, `1.2M`, `3.4B`."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if n >= size:
+            return f"{n / (1e3 if letter == 'k' else size):.3g}{letter}"
+    return f"{n:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """`8.4 s`, `1 min 33 s`, `25 min 10 s`, `2 h 5 min`, `3 d 4 h`."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 59.95:
+        return f"{figure(seconds)} s"
+    whole = round(seconds) if seconds < 3600 else 60 * round(seconds / 60)
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    size, name, part, rest = next(unit for unit in units if whole >= unit[0])
+    below = whole % size // part
+    return f"{whole // size} {name}" + (f" {below} {rest}" if below else "")
+
+
+def clock_time(seconds: float) -> str:
+    """`0:12`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    whole, minutes = divmod(minutes, 60)
+    return f"{whole}:{minutes:02}:{rest:02}" if whole else f"{minutes}:{rest:02}"
+
+
+def hours(value: float) -> str:
+    """Device hours, with two digits below ten."""
+    return f"{value:.2g}" if 0 <= value < 0.1 else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
+
+
+def shortened(text: str) -> str:
+    """A text without white space around it, cut to a length that a page can show."""
+    text = text.strip()
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[:LONGEST_TEXT]} ... ({len(text) - LONGEST_TEXT:,} more characters)"

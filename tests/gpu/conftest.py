@@ -1,0 +1,71 @@
+"""The acceptance run: each test marked `gpu` runs in a process of its own, so that a CUDA error stops no other test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+CHILD = "GPU_TEST_CHILD"  # set in the process of one test
+LAST_LINES = 40  # of the output of a test that ended without a result
+
+
+@pytest.fixture
+def record(record_property):
+    """Record what a test measured: in words, which are printed, and in numbers, which `--junitxml` keeps too."""
+
+    def write(words: str, **numbers: object) -> None:
+        for name, value in {"measured": words, **numbers}.items():
+            record_property(name, value)
+
+    return write
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem) -> bool | None:
+    """Run a test by a pytest of its own. The time limit counts here, and ends all that the test started."""
+    if CHILD in os.environ or pyfuncitem.get_closest_marker("gpu") is None:
+        return None
+    root, folder = pyfuncitem.config.rootpath, pyfuncitem.funcargs["tmp_path"]
+    result, log = folder / "result.xml", folder / "log"
+    options = ["-m", "", "-s", "-q", "-p", "no:cacheprovider", f"--rootdir={root}", f"--basetemp={folder / 'own'}"]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, f"--junitxml={result}", pyfuncitem.nodeid],
+            cwd=root,
+            env={**os.environ, CHILD: "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if not result.exists():
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        pytest.fail("\n".join([f"its process ended with status {status}", *lines[-LAST_LINES:]]), pytrace=False)
+    show_result(pyfuncitem, ElementTree.parse(result))
+    return True
+
+
+def show_result(item, result: ElementTree.ElementTree) -> None:
+    """Pass on what the test's own pytest wrote: properties, and how the test ended."""
+    for entry in result.iter("property"):
+        item.user_properties.append((entry.get("name"), entry.get("value")))
+        if entry.get("name") == "measured":
+            print(f"\n    {entry.get('value')}", end="", flush=True)
+    print()
+    if (skipped := result.find(".//skipped")) is not None:
+        pytest.skip(skipped.get("message", ""))
+    for kind in ("failure", "error"):
+        if (failed := result.find(f".//{kind}")) is not None:
+            pytest.fail(failed.text or "", pytrace=False)

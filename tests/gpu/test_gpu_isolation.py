@@ -1,0 +1,59 @@
+"""A test of the acceptance run that fails, raises, crashes or hangs does so alone, and leaves no process behind."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from support.runs import assert_gone, make_environment
+
+TESTS = """
+import os, signal, subprocess, sys, time
+import pytest
+
+pytestmark = pytest.mark.gpu
+PIDS = os.environ["PIDS"]
+
+def test_that_raises(tmp_path):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def test_that_crashes(tmp_path):
+    print("its last words")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.mark.timeout(8)
+def test_that_hangs(tmp_path):
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    with open(PIDS, "w") as file:
+        file.write(f"{os.getpid()} {other.pid}")
+    time.sleep(300)
+
+def test_that_is_skipped(tmp_path):
+    pytest.skip("there is one device")
+
+def test_that_passes(tmp_path, record):
+    record("as it should be", speed=3.5)
+"""
+
+
+def test_whatever_happens_to_a_test_stays_with_it(tmp_path):
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    (tmp_path / "test_faults.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: runs in a process of its own\n")
+    command = [sys.executable, "-m", "pytest", "-s", "-v", "-rs", "--junitxml=results.xml", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=make_environment(PIDS=str(tmp_path / "pids")), capture_output=True, text=True,
+        check=False, timeout=200,
+    )  # fmt: skip
+
+    assert "3 failed, 1 passed, 1 skipped" in done.stdout
+    assert "RuntimeError: CUDA error: an illegal memory access was encountered" in done.stdout
+    assert "its process ended with status -9" in done.stdout
+    assert "its last words" in done.stdout
+    assert "Timeout (>8.0s)" in done.stdout
+    assert "there is one device" in done.stdout
+    assert "\n    as it should be\n" in done.stdout
+    assert '<property name="speed" value="3.5" />' in (tmp_path / "results.xml").read_text()
+    assert_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])

@@ -1,0 +1,187 @@
+"""Both layouts on random models, in every precision and attention, and microbatches of many shapes."""
+
+from __future__ import annotations
+
+import itertools
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from support.gpu import DEVICE, GPU, build, describe, limit, measure_seconds, needs_gpu, pick, random_pairs
+
+from dpo.models.layouts import Layout, Padded, SharedPrefix, choose_layout, layout_by_rules
+from dpo.system.arithmetic import set_up_torch
+
+FAMILIES = ("llama", "gpt_neox")
+PRECISIONS = ("float32", "bfloat16", "autocast")
+TOLERANCE = {"float32": 2e-3, "bfloat16": 0.02, "autocast": 0.02}  # relative; float32 with TF32's products
+KERNELS = {"efficient", "flash"} if GPU else {"flash_attention_for_cpu", "ours"}  # not cuDNN's, not the plain one
+NEW_SHAPE_MS = 5.0  # of the host's time; cuDNN's plans take 23 to 37
+
+
+# --- shared prefixes against padded rows -----------------------------------------------------------------------------
+
+
+def list_combinations() -> list[tuple[str, str, str]]:
+    """Families, precisions and attentions; flex_attention compiles for each, so it is tried in a few only."""
+    found = list(itertools.product(FAMILIES, PRECISIONS, ("eager", "sdpa")))
+    flex = [("llama", p, "flex_attention") for p in PRECISIONS] + [("gpt_neox", "bfloat16", "flex_attention")]
+    return found + pick(flex, flex[1:2], [])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@limit(120)
+def test_layouts_shared_prefixes_are_kept_and_give_the_logps_of_padded_rows(tmp_path, record):
+    set_up_torch(deterministic=False, compiles=GPU)
+    faults = []
+    for family, precision, attention in list_combinations():
+        name = f"{family} {precision} {attention}"
+        try:
+            found = compare_layouts(family, precision, attention)
+        except Exception as error:  # in one combination: the others still run
+            found = {"fault": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        if "ms" in found:
+            memory = " and {memory_gb:.2f} GB against {padded_memory_gb:.2f}".format_map(found) if GPU else ""
+            said = "{ms:.1f} ms against {padded_ms:.1f}{memory}, off by {difference:.1e} {kernels}"
+            record(f"{name:34} {said.format(**found, memory=memory)}")
+        if found["fault"]:
+            faults.append(f"{name}: {found['fault']}")
+        if GPU:
+            torch.cuda.empty_cache()
+            torch._dynamo.reset()  # the recompile limit of flex_attention counts over all models of a process
+    assert faults == []
+
+
+def compare_layouts(family: str, precision: str, attention: str) -> dict[str, Any]:
+    """Whether a model supports shared prefixes, and a forward and backward of the same pairs both ways."""
+    layers, hidden, heads = pick((12, 768, 12), (12, 768, 12), (3, 64, 4))
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    model = build(describe(family, layers, hidden, heads), dtype=dtype, attention=attention)
+    autocast = torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=precision == "autocast")
+    compute_dtype = torch.bfloat16 if precision == "autocast" else dtype
+    with autocast:
+        layout, note = choose_layout("shared_prefix", model, max_length=1024, compute_dtype=compute_dtype)
+    if not isinstance(layout, SharedPrefix):
+        return {"fault": note or "not kept"}
+    pairs = random_pairs(pick(8, 8, 2), prompt=pick((200, 400), (200, 400), (20, 40)),
+                         response=pick((50, 200), (50, 200), (5, 20)))  # fmt: skip
+    ours, padded = (measure(model, way, pairs, autocast) for way in (layout, Padded()))
+    found = {**ours, **{f"padded_{key}": value for key, value in padded.items()}}
+    found["kernels"] = "+".join(sorted(find_kernels(model, layout, pairs, autocast)))
+    found["difference"] = ((padded["logps"] - ours["logps"]).abs() / padded["logps"].abs()).max().item()
+    found["fault"] = None
+    if not found["difference"] <= TOLERANCE[precision]:
+        found["fault"] = f"off by {found['difference']:.1e}"
+    elif attention == "sdpa" and not (found["kernels"] and {*found["kernels"].split("+")} <= KERNELS):
+        found["fault"] = f"attention ran as {found['kernels'] or 'no kernel known to the profiler'}"
+    return found
+
+
+def measure(model: Any, layout: Layout, pairs: list[Any], autocast: Any) -> dict[str, Any]:
+    """Log-probabilities, milliseconds of the second forward and backward, and on a GPU the peak of memory."""
+    [microbatch] = layout.split(pairs, 1)
+    inputs = microbatch.to(DEVICE).inputs
+    found: dict[str, Any] = {}
+
+    def update() -> None:
+        with autocast:
+            logps = layout.forward(model, inputs).logps.sum(-1)
+        logps.sum().backward()
+        model.zero_grad(set_to_none=True)
+        found["logps"] = logps.detach().float().cpu()
+
+    update()
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
+    found["ms"] = 1000 * measure_seconds(update)
+    if GPU:
+        found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return found
+
+
+def find_kernels(model: Any, layout: Layout, pairs: list[Any], autocast: Any) -> set[str]:
+    """The implementations of `scaled_dot_product_attention` that a forward used."""
+    [microbatch] = layout.split(pairs, 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, autocast:
+        layout.forward(model, microbatch.to(DEVICE).inputs)
+    return {kernel for event in profile.key_averages() if (kernel := name_kernel(event.key))}
+
+
+def name_kernel(operator: str) -> str | None:
+    """The SDPA implementation that an operator stands for; None for other operators."""
+    if operator == "dpo::masked_attention":  # `dpo/models/cpu_attention.py`, which replaces SDPA
+        return "ours"
+    prefix = "aten::_scaled_dot_product_"
+    if not operator.startswith(prefix) or operator.endswith("_backward"):
+        return None
+    name = operator.removeprefix(prefix).removesuffix("_attention")
+    return "math" if name == "attention_math" else name
+
+
+@pytest.mark.slow
+def test_a_difference_between_the_layouts_and_a_wrong_kernel_are_found(monkeypatch):
+    monkeypatch.setitem(globals(), "KERNELS", {"another"})
+    assert compare_layouts("llama", "bfloat16", "sdpa")["fault"].startswith("attention ran as ")
+    monkeypatch.setitem(TOLERANCE, "bfloat16", 0.0)
+    assert compare_layouts("llama", "bfloat16", "sdpa")["fault"].startswith("off by ")
+
+
+# --- microbatches of many shapes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_gpu
+@limit(60)
+def test_shapes_that_are_new_cost_nothing(tmp_path, record):
+    """With cuDNN's attention, which training disables, only for comparison."""
+    set_up_torch(deterministic=False, compiles=False)
+    model = build(describe("llama", 12, 768, 12), dtype=torch.bfloat16, attention="sdpa")
+    layout, _ = layout_by_rules("shared_prefix", model, max_length=1024)
+    starter, *inputs = [microbatch.to(DEVICE).inputs for microbatch in make_shapes(layout, pick(41, 21, 5))]
+    time_all(model, layout, [starter])  # warm-up
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    new_ms = time_new_shapes(model, layout, inputs)
+    retries = torch.cuda.memory_stats()["num_alloc_retries"] - retries
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        cudnn = f"{time_new_shapes(model, layout, inputs):.1f} ms"
+    except RuntimeError as error:
+        cudnn = str(error)[:300]
+    record(
+        f"{new_ms:.1f} ms more when a shape is new (of {NEW_SHAPE_MS:g}), with cuDNN's attention {cudnn}; "
+        f"{len(inputs)} shapes, {retries} retries of the allocator (of 0)",
+        new_ms=new_ms,
+    )
+    assert new_ms <= NEW_SHAPE_MS
+    assert retries == 0
+
+
+def make_shapes(layout: Layout, wanted: int, longest: int = 500) -> list[Any]:
+    """Microbatches of different shapes: 1 to 8 pairs, texts of many lengths."""
+    found: dict[tuple[int, ...], Any] = {}
+    for seed in range(20 * wanted):
+        most = 8 + (longest * seed * 7 // wanted) % longest
+        pairs = random_pairs(1 + seed % 8, prompt=(most // 2, most), response=(most // 4 + 1, most // 2 + 2), seed=seed)
+        [microbatch] = layout.split(pairs, 1)
+        found.setdefault(tuple(microbatch.inputs.input_ids.shape), microbatch)
+        if len(found) == wanted:
+            break
+    return list(found.values())
+
+
+def time_new_shapes(model: Any, layout: Layout, inputs: list[Any]) -> float:
+    """The median of how many milliseconds the first pass over a shape takes longer than the third."""
+    first, _, third = (time_all(model, layout, inputs) for _ in range(3))
+    return median(1000 * (a - b) for a, b in zip(first, third, strict=True))
+
+
+def time_all(model: Any, layout: Layout, inputs: list[Any]) -> list[float]:
+    """Seconds of a forward and backward of each."""
+
+    def update(each: Any) -> None:
+        layout.forward(model, each).logps.sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    return [measure_seconds(lambda each=each: update(each)) for each in inputs]

@@ -1,0 +1,312 @@
+"""Whole runs by the command line: the demo, golden runs, FSDP, resumed runs, launchers and signals, two ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.gpu import (
+    GPU,
+    TINY,
+    WITHOUT_TF32,
+    WORDS,
+    Process,
+    Run,
+    distance,
+    few_words,
+    limit,
+    pick,
+    wait_until,
+)
+from support.runs import GOLDEN, golden_command
+
+COMMON = (f"model.name_or_path={TINY}", "model.block_name=LlamaDecoderLayer", "loss=dpo", "loss.beta=0.1",
+          "model.reference_dtype=float32", "datasets=[hh]", "n_eval_examples=4", "eval_batch_size=4", "n_epochs=null",
+          "do_first_eval=false", "sample_during_eval=false", "max_length=96", "max_prompt_length=64", "batch_size=4",
+          "warmup_steps=2")  # fmt: skip
+FSDP = ("trainer=FSDPTrainer", "world_size=1")
+KINDS = ("logps", "loss", "grad_norm", "rewards")
+
+
+def find_distances(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
+    """The largest distance of each kind of metric, over the updates of two runs."""
+    assert [update["examples"] for update in ours] == [update["examples"] for update in theirs]
+    assert ours
+    far = dict.fromkeys(KINDS, 0.0)
+    for one, two in zip(ours, theirs, strict=True):
+        for key, value in two.items():
+            kind = next((kind for kind in KINDS if key.startswith(kind)), None)
+            if kind and not key.endswith("accuracies"):
+                far[kind] = max(far[kind], distance(one[key], value, key))
+    return far
+
+
+# --- the demo, and the golden runs of the published reference --------------------------------------------------------
+
+UNCLEAN = re.compile(r"Traceback|terminate called|leaked|Segmentation|CUDA error|core dumped")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@limit(75)
+def test_demo_both_stages_learn_and_exit_cleanly(tmp_path, record):
+    common = ("model=demo", "datasets=[demo]", "batch_size=32", "eval_batch_size=32", "n_eval_examples=32",
+              "warmup_steps=2", "sample_during_eval=false", "trainer=BasicTrainer")  # fmt: skip
+    sft_examples, dpo_examples = pick((2048, 1024), (512, 256), (96, 96))
+    sft = Run(tmp_path, "sft", *common, "loss=sft", "optimizer=AdamW", "lr=2e-3", f"n_examples={sft_examples}").done()
+    dpo = Run(tmp_path, "dpo", *common, "loss=dpo", "loss.beta=0.1", "lr=1e-4", "model.reference_dtype=float32",
+              f"model.archive={sft.directory / 'LATEST'}", f"n_examples={dpo_examples}").done()  # fmt: skip
+    first = dpo.records(split="train")[0]["loss/train"]
+    record(f"first DPO loss ln 2 {first - math.log(2):+.0e}")
+    assert first == pytest.approx(math.log(2), abs=1e-4)
+    for run in (sft, dpo):
+        losses = [line["loss/eval"] for line in run.records(split="eval")]
+        assert losses[-1] < losses[0], f"the loss of {run.name} did not fall"
+        assert not UNCLEAN.search(run.text)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@limit(60)
+@pytest.mark.parametrize("name", ["words-dpo", *pick(("words-sft", "words-ipo"), (), ())])
+def test_demo_golden_runs_without_tf32(name, tmp_path, record):
+    """With the tolerances of tests/runs/test_golden.py, which were set on a CPU."""
+    golden = json.loads((GOLDEN / f"{name}.json").read_text())
+    own = golden_command(golden, str(WORDS), str(tmp_path / name))
+    run = Run(tmp_path, name, *own, **WITHOUT_TF32).done()
+    far = [
+        (distance(ours[key], value, key), f"{key} of update {number}", number)
+        for number, (ours, theirs) in enumerate(zip(run.records(split="train"), golden["updates"], strict=True), 1)
+        for key, value in theirs.items()
+    ]
+    first, (worst, where, _) = max(entry[0] for entry in far if entry[2] == 1), max(far)
+    allowed = 1e-3 if "ipo" in name else 5e-4
+    record(f"off by {first:.1e} at the first update (of 3e-05), {worst:.1e} at most (of {allowed:g}, {where})")
+    assert first <= 3e-5
+    assert worst <= allowed
+    assert not UNCLEAN.search(run.text)
+
+
+# --- FSDP with one process, resumed, in bfloat16 ---------------------------------------------------------------------
+
+BAND = {"logps": 5e-3, "loss": 0.1, "grad_norm": 0.1, "rewards": 0.2}  # as in tests/runs/test_golden.py
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@limit(75)
+def test_fsdp_trains_evaluates_samples_saves_and_resumes_in_bfloat16(tmp_path, record):
+    """Over NCCL on a GPU, against BasicTrainer in float32."""
+    own = (*COMMON, f"dataset_sources.hh={WORDS}", "eval_every=48", "lr=1e-5", "optimizer=RMSprop")
+    fsdp = (*own, *FSDP, "model.fsdp_policy_mp=bfloat16", "model.reference_dtype=bfloat16", "resume=auto",
+            "sample_during_eval=true", "n_eval_model_samples=2")  # fmt: skip
+    plain = Run(tmp_path, "plain", *own, "n_examples=80")
+    first = Run(tmp_path, "fsdp", *fsdp, "n_examples=48", NCCL_DEBUG="VERSION").done()
+    assert (first.directory / "step-48").exists()
+    second = Run(tmp_path, "fsdp", *fsdp, "n_examples=80").done()
+    updates = second.records(split="train")
+    far = find_distances(updates, plain.done().records(split="train"))
+    nccl = re.search(r"NCCL version \S+", first.text)
+    record(f"{nccl[0] if nccl else 'gloo'}; against float32 " + ", ".join(f"{k} {d:.1e}" for k, d in far.items()))
+    assert [update["examples"] for update in updates] == [*range(4, 81, 4)]
+    assert second.records("samples.jsonl")
+    assert all(d <= BAND[kind] for kind, d in far.items()), far
+
+
+# --- runs that repeat bit for bit ------------------------------------------------------------------------------------
+
+CHANGES = ("examples_per_second", "tokens_per_second", "memory/peak_gb")  # differ between any two runs
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@limit(75)
+def test_repeats_bit_for_bit_with_deterministic_stopped_and_resumed_too(tmp_path):
+    """With `top_p` in the generation config."""
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    file = model / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "do_sample": True, "top_p": 0.9, "temperature": 1.0}))
+    own = ("batch_size=8", "eval_batch_size=2", "n_eval_examples=2", "n_eval_model_samples=2", "max_length=80",
+           "eval_every=24", "lr=1e-4", "deterministic=true", "sample_during_eval=true", "do_first_eval=true",
+           "do_first_sampling=true", f"dataset_sources.hh={few_words(tmp_path, 40)}")  # fmt: skip
+    common = (*COMMON, *own, f"model.name_or_path={model}")
+    runs = [Run(tmp_path, name, *common, "n_examples=48") for name in ("first", "again")]
+    Run(tmp_path, "continued", *common, "n_examples=24").done()
+    runs.append(Run(tmp_path, "continued", *common, "n_examples=48", "resume=auto"))
+    found = [read_result(run.done()) for run in runs]
+    assert len(found[0]["metrics.jsonl"]) == 6 + 3  # updates, evaluations
+    assert found[0]["samples.jsonl"]
+    for other in found[1:]:
+        assert other == found[0]
+
+
+def read_result(run: Run) -> dict[str, Any]:
+    """Metrics without times, samples, and the bytes of the weights."""
+    found: dict[str, Any] = {
+        file: [{key: value for key, value in line.items() if key not in CHANGES} for line in run.records(file)]
+        for file in ("metrics.jsonl", "samples.jsonl")
+    }
+    state = torch.load(run.directory / "LATEST" / "policy.pt", weights_only=True)["state"]
+    return found | {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in state.items()}
+
+
+# --- launchers and signals -------------------------------------------------------------------------------------------
+
+STOP_SECONDS = 60.0
+
+
+def find_free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@limit(90)
+def test_processes_stop_by_sigterm_while_loading_and_while_training(tmp_path, record):
+    common = (*COMMON, f"dataset_sources.hh={few_words(tmp_path, 40)}")
+    training = Run(tmp_path, "training", *common, *FSDP, "n_examples=1000000", "eval_every=1000000")
+    loading = Run(tmp_path, "loading", *common, *(FSDP if GPU else ()), "n_examples=8")
+
+    assert wait_until((loading.directory / "preflight.json").exists), loading.last_line
+    assert loading.stop(STOP_SECONDS) == 143, loading.last_line
+    assert wait_until(lambda: training.records(split="train")), training.last_line
+    if GPU and (contexts := count_contexts(training.process.pid)):
+        record(f"{contexts} CUDA contexts of a run with one worker")
+        assert contexts == 1
+    assert training.stop(STOP_SECONDS) == 143, training.last_line
+    assert (training.directory / "LATEST").exists()
+
+
+def count_contexts(parent: int) -> int:
+    """The number of CUDA contexts of a run's processes; 0 if nvidia-smi or a container hides the processes."""
+    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.split()
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return len({str(parent), *children} & {*listed})
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@limit(90)
+def test_processes_started_by_torchrun_and_by_slurm_end_well(tmp_path):
+    """Slurm's two tasks run on the CPU: NCCL does not allow two on one GPU."""
+    common = (*COMMON, f"dataset_sources.hh={few_words(tmp_path, 40)}", "trainer=FSDPTrainer", "n_examples=8")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "train.py")
+    runs = [Run(tmp_path, "torchrun", *common, script=torchrun)]
+    place = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+    for rank in range(2):
+        where = {**place, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        runs.append(Run(tmp_path, f"slurm-{rank}", *common, f"local_run_dir={tmp_path}/slurm", **where))
+    for run in runs:
+        run.done()
+
+
+# --- two ranks on one device -----------------------------------------------------------------------------------------
+
+RANKS_TOLERANCE = 1e-3  # of float32 metrics, relative, rewards absolute below 1
+COLLECTIVE_SECONDS, HANG_SECONDS = 15, 75.0  # the timeout of a collective; from the start to the end of a hang
+OVER_GLOO = """
+import runpy, sys
+from dpo.system import launching
+launching._backend = lambda local_rank: "gloo"
+{more}
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
+HANGING = """
+import time
+from trainers import BasicTrainer
+clip = BasicTrainer.clip_gradient
+
+def hang_on_rank_1_in_the_second_update(trainer):
+    if trainer.rank == 1 and trainer.state.batch_counter == 1:
+        time.sleep(3600)
+    return clip(trainer)
+
+BasicTrainer.clip_gradient = hang_on_rank_1_in_the_second_update
+"""
+COLLECTIVES = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+torch.cuda.set_device(0)
+dist.init_process_group("gloo", rank=int(sys.argv[1]), world_size=2, store=dist.FileStore(sys.argv[2], 2))
+group = init_device_mesh("cuda", (2,), mesh_dim_names=("shard",)).get_group()
+ones, half, whole = (torch.ones(n, device="cuda") for n in (4, 2, 4))
+dist.broadcast(ones, src=0, group=group)
+dist.all_reduce(ones, group=group)
+dist.all_reduce(ones, op=dist.ReduceOp.MAX, group=group)
+dist.all_gather_into_tensor(whole, half, group=group)
+dist.reduce_scatter_tensor(half, whole, op=dist.ReduceOp.AVG, group=group)
+torch.cuda.synchronize()
+assert ones.tolist() == [2.0] * 4, ones
+assert half.tolist() == [1.0] * 2, half
+"""
+
+
+@pytest.fixture
+def over_gloo(tmp_path):
+    """Start two ranks as torchrun does, but both on the first device; skip if gloo cannot reduce its tensors."""
+    if GPU:
+        store = str(tmp_path / "store")
+        ranks = [Process(tmp_path, f"gloo-{rank}", "-c", COLLECTIVES, str(rank), store) for rank in range(2)]
+        for rank in ranks:
+            if status := rank.wait(45) != 0:
+                pytest.skip(f"gloo on CUDA tensors exited with status {status}: {rank.last_line}")
+    data = f"dataset_sources.hh={few_words(tmp_path, 16)}"
+    common = (*COMMON, data, "n_examples=16", "lr=1e-4", f"collective_timeout_secs={COLLECTIVE_SECONDS}")
+
+    def start(trainer: str | None, more: str = "") -> list[Run]:
+        if trainer is None:
+            return [Run(tmp_path, "plain", *common, **WITHOUT_TF32)]
+        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(find_free_port()), **WITHOUT_TF32}  # fmt: skip
+        own = (*common, f"trainer={trainer}", f"local_run_dir={tmp_path}/{trainer}-0")
+        script = ("-c", OVER_GLOO.format(more=more))
+        return [
+            Run(tmp_path, f"{trainer}-{rank}", *own, script=script, **place, RANK=str(rank), LOCAL_RANK=str(rank))
+            for rank in range(2)
+        ]
+
+    return start
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@limit(120)
+def test_two_ranks_give_the_metrics_of_one_process(over_gloo, record):
+    [plain], pairs = over_gloo(None), {name: over_gloo(name) for name in ("FSDPTrainer", "TensorParallelTrainer")}
+    wanted = plain.done().records(split="train")
+    for name, pair in pairs.items():
+        for rank in pair:
+            rank.done()
+        far = find_distances(pair[0].records(split="train"), wanted)
+        record(f"{name} off by {max(far.values()):.1e} (of {RANKS_TOLERANCE:g})")
+        assert max(far.values()) <= RANKS_TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@limit(HANG_SECONDS + 60)
+def test_two_ranks_of_which_one_hangs_end_and_name_it(over_gloo, record):
+    waits, hangs = over_gloo("FSDPTrainer", HANGING)
+    start = time.monotonic()
+    status = waits.wait(HANG_SECONDS)
+    hangs.wait(0)
+    record(f"ended in {time.monotonic() - start:.0f} s")
+    assert status, f"status {status}: {waits.last_line}"
+    assert "rank 1 did not answer" in waits.text

@@ -1,0 +1,114 @@
+"""Pairs per second, share of the measured peak and memory for the shapes of published models, with random weights."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.gpu import GPU, Process, build, describe, limit, pick, write_model
+
+SHAPES = {  # of published models
+    "pythia-2.8b": {
+        "model_type": "gpt_neox", "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "intermediate_size": 10240, "vocab_size": 50304, "max_position_embeddings": 2048, "use_parallel_residual": True,
+        "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                                          "partial_rotary_factor": 0.25},
+    },
+    "llama-3-8b": {
+        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
+        "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+}  # fmt: skip
+PART_OF_MEMORY = 0.5  # for weights, gradients and optimizer state; the rest is for activations
+BYTES = 8  # per parameter in bfloat16: policy, gradient, RMSprop's state, reference
+WORDS_SHORTER = 2.5 / 4.3  # `write_pairs` assumes 2.5 tokens per word; with the golden runs' tokenizer it is 4.3
+SHARE_OF_PEAK = 0.25  # a guess: set without a GPU
+LOSS_TOLERANCE = 0.02  # relative, between the layouts
+TIMES_FASTER = 1.2
+MEASURE = """
+import json, sys
+from benchmarks import compare
+from dpo.models import loading
+from dpo.system.arithmetic import set_up_torch
+from support.gpu import build
+settings, updates, *overrides = sys.argv[1:]
+loading.load_model = lambda name, *, dtype, attn_implementation, **_: build(
+    json.loads(settings), dtype=dtype, attention=attn_implementation
+)
+set_up_torch(deterministic=False, compiles=False)
+print(json.dumps(compare.measure(overrides, int(updates))))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@limit(120)
+@pytest.mark.parametrize("name", pick((*SHAPES,), ("pythia-2.8b",), ("tiny",)))
+def test_speed_of_shared_prefixes_and_of_padded_rows(name, tmp_path, record):
+    """In processes of their own, by `benchmarks.compare`."""
+    from benchmarks.compare import measure_peak
+    from benchmarks.growth import write_pairs
+
+    batch, length, updates = pick((16, 512, 3), (16, 512, 2), (8, 128, 2))
+    for split, n in (("train", (updates + 1) * batch), ("test", 8)):
+        write_pairs(tmp_path / f"{split}.jsonl", n, tokens=int(length * WORDS_SHORTER), pairs_per_prompt=1)
+    settings = cut_to_memory(SHAPES[name]) if name in SHAPES else describe("llama", 3, 128, 4)
+    common = ["loss=dpo", "loss.beta=0.1", "datasets=[made]", f"dataset_sources.made={tmp_path}",
+              f"max_length={length}", f"max_prompt_length={length // 2}", f"batch_size={batch}",
+              f"gradient_accumulation_steps={batch // 4}",
+              f"model.name_or_path={write_model(tmp_path / name, settings)}",
+              *(("model.policy_dtype=bfloat16", "model.reference_dtype=bfloat16") if GPU else ())]  # fmt: skip
+    peak = measure_peak(torch.bfloat16 if GPU else torch.float32)
+    record(f"{settings['num_hidden_layers']} layers; peak {peak / 1e12:,.3g} TFLOP/s", peak=peak)
+    found = {}
+    for layout in ("padded", "shared_prefix"):
+        asked = ("-c", MEASURE, json.dumps(settings), str(updates), *common, f"layout={layout}")
+        done = Process(tmp_path, layout, *asked, PYTHONPATH="tests").done()
+        found[layout] = summarize(json.loads(done.text.splitlines()[-1]), peak)
+        record(
+            "{layout:13} {pairs_per_second:8.1f} pairs/s, {share:4.0%} of the peak, {memory_gb:6.2f} GB, "
+            "{tokens_per_pair:.0f} tokens per pair".format(layout=layout, **found[layout]),
+            **{f"{layout} {key}": value for key, value in found[layout].items()},
+        )
+    padded, ours = found["padded"], found["shared_prefix"]
+    assert ours["losses"] == pytest.approx(padded["losses"], rel=LOSS_TOLERANCE)
+    if GPU:
+        assert ours["share"] >= SHARE_OF_PEAK
+        assert ours["pairs_per_second"] >= TIMES_FASTER * padded["pairs_per_second"]
+
+
+def cut_to_memory(shape: dict[str, Any]) -> dict[str, Any]:
+    """The model's config with as many layers as fit the GPU's memory."""
+    sizes = [count_parameters({**shape, "num_hidden_layers": n}) for n in (1, 2)]
+    room = PART_OF_MEMORY * torch.cuda.get_device_properties(0).total_memory / BYTES
+    layers = max(1, int((room - sizes[0]) / (sizes[1] - sizes[0])) + 1)
+    return {**shape, "num_hidden_layers": min(shape["num_hidden_layers"], layers)}
+
+
+def count_parameters(settings: dict[str, Any]) -> int:
+    return sum(p.numel() for p in build(settings, dtype=torch.bfloat16, attention="sdpa", device="meta").parameters())
+
+
+def summarize(result: dict[str, Any], peak: float) -> dict[str, Any]:
+    rows, pairs = result["rows"], result["pairs"]
+    rate = sum(row["flops"] for row in rows) / sum(row["seconds"] for row in rows)
+    return {
+        "pairs_per_second": pairs / median(row["seconds"] for row in rows),
+        "tokens_per_pair": sum(row["fed"] for row in rows) / len(rows) / pairs,
+        "share": rate / peak,
+        "memory_gb": result["memory_gb"],
+        "losses": [row["loss"] for row in rows],
+    }
+
+
+def test_speed_shapes_are_cut_to_the_gpus_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80e9))
+    assert cut_to_memory(SHAPES["llama-3-8b"])["num_hidden_layers"] == 18
+    assert cut_to_memory(SHAPES["pythia-2.8b"])["num_hidden_layers"] == 32
+    assert count_parameters(SHAPES["llama-3-8b"]) == 8_030_261_248
+    assert count_parameters(SHAPES["pythia-2.8b"]) == 2_775_208_960

@@ -1,0 +1,223 @@
+"""The files in `config/`: every key explained, with a spec, and read; defaults; aliases."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from support.commands import compose
+from support.runs import ROOT
+
+from dpo.losses import LOSSES
+from dpo.settings.files import flatten, load_aliases, load_defaults
+from dpo.settings.keys import KEYS
+
+CONFIG = ROOT / "config"
+
+
+def keys_of(node: dict, prefix: str = "") -> set[str]:
+    names = set()
+    for key, value in node.items():
+        names |= keys_of(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}"}
+    return names
+
+
+def read(name: str) -> dict:
+    return yaml.safe_load((CONFIG / name).read_text(encoding="utf-8"))
+
+
+def test_every_key_has_a_spec_and_every_spec_a_key():
+    main = {k: v for k, v in read("config.yaml").items() if k not in ("defaults", "hydra", "dataset_sources")}
+    losses = set().union(*(keys_of(load_defaults(loss)["loss"], "loss.") for loss in LOSSES))
+    adapters = set().union(*(keys_of(load_defaults(lora=f.stem)["lora"], "lora.") for f in CONFIG.glob("lora/*.yaml")))
+    models = {
+        f.stem: keys_of(read(f"model/{f.name}"), "model.") - {"model.defaults"} for f in CONFIG.glob("model/*.yaml")
+    }
+
+    assert all(keys <= models["blank_model"] for keys in models.values())
+    online = set().union(
+        *(keys_of(load_defaults(online=f.stem)["online"], "online.") for f in CONFIG.glob("online/*.yaml"))
+    )
+    assert keys_of(main) | losses | adapters | online | models["blank_model"] == KEYS.keys()
+
+
+OPTION_FILES = [
+    str(f.relative_to(CONFIG))
+    for group in ("loss", "lora", "online")
+    for f in sorted(CONFIG.glob(f"{group}/**/*.yaml"))
+]
+EXPLAINED = ["config.yaml", "model/blank_model.yaml", *OPTION_FILES]
+
+
+@pytest.mark.parametrize("file", EXPLAINED)
+def test_every_key_has_a_comment_above_it_or_on_its_line(file):
+    lines = (CONFIG / file).read_text(encoding="utf-8").split("\ndefaults:")[0].splitlines()
+    keys = [i for i, line in enumerate(lines) if re.match(r"\s*\w+:", line)]
+
+    # a key that only opens a section leaves it to the keys in it
+    sections = {i for i in keys if re.fullmatch(r"\w+:", lines[i]) and re.match(r"  # |  \w", lines[i + 1])}
+    bare = [
+        lines[i]
+        for i in keys
+        if i not in sections and " # " not in lines[i] and not lines[i - 1].strip().startswith("#")
+    ]
+    assert keys
+    assert bare == []
+
+
+def test_defaults_are_the_references():
+    values = flatten(compose("exp_name=x local_run_dir=/run"))
+    ours = {
+        "n_eval_tokens": 128,
+        "do_first_sampling": None,
+        "self_test": True,
+        "resume": None,
+        "save_every": None,
+        "keep_checkpoints": None,
+        "nan_policy": "raise",
+        "deterministic": False,
+        "dry_run": False,
+        "world_size": None,
+        "fsdp_shard_size": None,
+        "tensor_parallel_size": None,
+        "tensor_parallel.backend": "dtensor",
+        "collective_timeout_secs": 1800,
+        "layout": "shared_prefix",
+        "cache_reference_logps": "as_needed",
+        "num_workers": 1,
+        "compile": False,
+        "export": True,
+        "ledger": False,
+        "report": False,
+        "lora.name": "none",
+        "online.name": "none",
+        "lr_scaling": "none",
+        "schedule": "constant",
+        "min_lr_ratio": 0.0,
+        "wandb.group": None,
+        "wandb.tags": [],
+        "wandb.notes": None,
+        "wandb.artifacts": True,
+        "tensorboard.enabled": False,
+        "model.autocast": None,
+        "model.attn_implementation": "sdpa",
+        "model.random_init": False,
+        "model.trust_remote_code": False,
+    }
+
+    assert {k: v for k, v in values.items() if k not in ours} == {
+        "seed": 0,
+        "exp_name": "x",
+        "batch_size": 4,
+        "eval_batch_size": 16,
+        "debug": False,
+        "fsdp_port": None,
+        "datasets": ["hh"],
+        "dataset_sources": {"hh": None, "shp": None, "se": None},
+        "wandb.enabled": True,
+        "wandb.entity": None,
+        "wandb.project": "direct-preference-optimization",
+        "local_dirs": ["/scr-ssd", "/scr", ".cache"],
+        "local_run_dir": "/run",
+        "sample_during_eval": True,
+        "n_eval_model_samples": 16,
+        "do_first_eval": True,
+        "lr": 5e-7,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": 10.0,
+        "max_length": 512,
+        "max_prompt_length": 256,
+        "n_epochs": 1,
+        "n_examples": None,
+        "n_eval_examples": 256,
+        "trainer": "BasicTrainer",
+        "optimizer": "RMSprop",
+        "warmup_steps": 150,
+        "activation_checkpointing": False,
+        "eval_every": 20_000,
+        "minimum_log_interval_secs": 1.0,
+        "model.name_or_path": "???",
+        "model.tokenizer_name_or_path": None,
+        "model.archive": None,
+        "model.block_name": None,
+        "model.policy_dtype": "float32",
+        "model.fsdp_policy_mp": None,
+        "model.reference_dtype": "float16",
+        "loss.name": "sft",
+    }
+    assert {k: v for k, v in values.items() if k in ours} == {k: v for k, v in ours.items() if k in values}
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "block"),
+    [
+        ("blank_model", "???", None),
+        ("gpt2-large", "gpt2-large", "GPT2Block"),
+        ("gpt2-xl", "gpt2-xl", "GPT2Block"),
+        ("gptj", "EleutherAI/gpt-j-6b", "GPTJBlock"),
+        ("llama7b", "huggyllama/llama-7b", "LlamaDecoderLayer"),
+        ("pythia28", "EleutherAI/pythia-2.8b", "GPTNeoXLayer"),
+        ("pythia69", "EleutherAI/pythia-6.9b", "GPTNeoXLayer"),
+    ],
+)
+def test_models_differ_from_the_blank_one_in_name_and_block_alone(model, name, block):
+    composed = OmegaConf.to_container(compose(f"model={model}").model)
+    assert composed == read("model/blank_model.yaml") | {"name_or_path": name, "block_name": block}
+
+
+def test_losses_have_the_papers_options_and_those_with_a_reference_have_its_options():
+    shared = {"sft_weight": 0, "wpo": False, "ld_alpha": 1, "f_divergence": "reverse_kl", "f_alpha": 0.5}
+    dpo = {"name": "dpo", "beta": "???", "label_smoothing": 0, "reference_free": False}
+    assert compose("loss=sft").loss == {"name": "sft"}
+    assert list(compose("loss=dpo").loss) == [*dpo, *shared]
+    for loss, own in (("dpo", dpo), ("ipo", {"name": "ipo", "beta": "???", "average": False})):
+        assert OmegaConf.to_container(compose(f"loss={loss}").loss) == own | shared
+
+
+@pytest.mark.parametrize(
+    "option", [f"{f.parent.name}={f.stem}" for f in sorted(CONFIG.glob("l*/*.yaml"))] + ["online=online"]
+)
+def test_files_are_read_as_hydra_reads_them(option):
+    group, name = option.split("=")
+    assert OmegaConf.to_container(compose(option)[group]) == load_defaults(**{group: name})[group]
+
+
+def test_a_mix_has_a_weight_for_each_loss_that_can_be_in_it_and_all_options_of_these():
+    mix = copy.deepcopy(load_defaults("mix")["loss"])
+    parts = [copy.deepcopy(load_defaults(name)["loss"]) for name, loss in LOSSES.items() if loss.can_be_mixed]
+    assert mix.pop("weights") == {part.pop("name"): 0 for part in parts}
+    assert mix.keys() == set().union(*parts) - {"momentum"} | {"name"}  # without updates before, no running average
+
+
+def test_the_run_directory_is_named_after_user_experiment_and_time_and_composing_creates_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOGNAME", "somebody")
+    (tmp_path / "second").mkdir()
+    dirs = f"local_dirs=[{tmp_path / 'first'},{tmp_path / 'second'},{tmp_path / 'third'}]"
+
+    path = compose(f"exp_name=x {dirs}").local_run_dir
+
+    assert re.fullmatch(rf"{tmp_path}/second/somebody/x_\d{{4}}-\d\d-\d\d_[-\d_]+", path)
+    assert [p.name for p in tmp_path.rglob("*")] == ["second"]
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if not key.startswith("loss.weights.")])  # read as a mapping
+def test_every_key_is_read_by_the_code(key):
+    leaf = key.split(".")[-1]
+    files = [*ROOT.glob("*.py"), *(ROOT / "dpo").rglob("*.py")]
+    sources = "".join(f.read_text() for f in files if f.stem not in ("keys", "validation", "resume"))
+    options = "".join(f.read_text() for f in files if f.parent.name == "losses")
+    assert re.search(rf"\.{leaf}\b|[\"']{key}[\"']", sources) or re.search(rf"\b{leaf}: (float|bool|str)", options)
+
+
+def test_aliases_lead_to_keys_and_are_no_keys():
+    for name, ours in load_aliases().items():
+        assert name not in KEYS
+        assert re.split("[=,]", ours)[0] in {*KEYS, "loss", "lora", "online"}
+
+
+def test_keys_of_an_adapter_are_there_with_it_alone():
+    assert flatten(compose("loss=sft lora=none"))["lora.name"] == "none"
+    assert {key for key in flatten(compose("loss=sft")) if key.startswith("lora.")} == {"lora.name"}

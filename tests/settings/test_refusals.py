@@ -1,0 +1,387 @@
+"""Commands that are refused or warned about, each with its sentence, and commands that run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+from support.commands import RUNS, compose, find_refusals
+from support.runs import ROOT
+
+from dpo.losses import LOSSES
+from dpo.settings.plan import resolve
+from dpo.settings.validation import CHECKS, find_warnings
+
+DPO = "loss=dpo loss.beta=0.1"
+FSDP = "trainer=FSDPTrainer batch_size=8"
+CUT = "trainer=TensorParallelTrainer batch_size=8"
+PACKAGE = "trainer=TensorParallelTrainer tensor_parallel.backend=tensor_parallel"
+DRAWN = f"{DPO} online=online online.scorer=shorter"
+LORA = "lora=lora lr=1e-4 model.archive=null"
+LISTS = "a name, a path or a Hub id, or a list of different ones"
+
+# An environment of GPUS=2, RANK=0 and the like may come first, as in a shell; without it there is no GPU. All commands
+# have RUNS first. A sentence is given by its beginning.
+REFUSED = [
+    # --- overrides that Hydra cannot apply
+    ("=3", "NAME =3: write NAME=VALUE, with no spaces around ="),
+    ("lr = 3", "lr =: write lr=VALUE, with no spaces around ="),
+    ("lr", "lr is not an override: write NAME=VALUE"),
+    ("Lr=1", "unknown key Lr: did you mean lr?"),
+    ("loss=1", f"loss=1 is not there; `ls config/loss` shows all {len(LOSSES)}"),
+    ("loss=dppo", "loss=dppo is not there: did you mean dpo, sppo or dpop? `ls config/loss` shows all"),
+    ("loss=dppo loss.beta=0.1", "loss=dppo is not there"),  # whether there is a beta is not known
+    ("loss=kto", "loss=kto is not there: did you mean bco or apo_zero? `ls config/loss` shows all"),
+    ("model=1", "model=1 is not there; `ls config/model` shows all"),
+    ("model=Pythia28", "model=Pythia28 is not there: did you mean pythia28? `ls config/model` shows all"),
+    ("model=pythia2.8", "model=pythia2.8 is not there: did you mean pythia28, "),
+    ("model=gpt2", "model=gpt2 is not there: did you mean gptj or gpt2-xl? `ls config/model` shows all "),
+    ("model=/my/model", "model=/my/model: model names a file of config/model; a directory or Hub id is model.name_or_"),
+    ("model=me/my-model", "model=me/my-model: model names a file of config/model; a directory or Hub id is model.name"),
+    ("model=tests", "model=tests: model names a file of config/model; a directory or Hub id is model.name_or_path=tes"),
+    ("model=EleutherAI/pythia-2.8b", "model=EleutherAI/pythia-2.8b: here it is model=pythia28"),
+    ("lora=/my/adapter", "lora=/my/adapter: an adapter to start from is model.archive=/my/adapter lora=lora"),
+    ("lora=lorra", "lora=lorra is not one of lora, none, qlora: did you mean lora or qlora?"),
+    ("-m model=glob(*)", "model=glob(*): glob() does not work here; name the options"),
+    ("n_examples=8 =3", "NAME =3: write NAME=VALUE, with no spaces around ="),
+    ("model.name_or_path=~/x", "model.name_or_path=~/x: ~ is not expanded here; write the whole path"),
+    ("datasets=[~/x.csv]", "datasets=[~/x.csv]: ~ is not expanded here; write the whole path"),
+    (
+        "'datasets=/data/my rows (1).csv'",
+        "datasets=/data/my rows (1).csv: some of its characters mean something to Hydra: "
+        "write 'datasets=\"/data/my rows (1).csv\"'",
+    ),
+    (
+        "datasets=[/data/é.csv]",
+        "datasets=[/data/é.csv]: some of its characters mean something to Hydra: write 'datasets=[\"/data/é.csv\"]'",
+    ),
+    (
+        "'datasets=/data/we ird (1) é,x.jsonl'",
+        "datasets=/data/we ird (1) é,x.jsonl: some of its characters mean something to Hydra: "
+        "write 'datasets=\"/data/we ird (1) é,x.jsonl\"'",
+    ),
+    ("hydra.sweeper.params.x=1", "hydra.sweeper.params.x=1 is not a valid override"),
+    ("loss=sft loss.beta=1", "loss.beta does not exist here: it belongs to any loss but sft"),
+    ("loss=sft loss.wpo=true", "loss.wpo does not exist here: it belongs to any loss but orpo, sft, simpo"),
+    ("loss=simpo loss.ld_alpha=0", "loss.ld_alpha does not exist here: it belongs to any loss but orpo, sft"),
+    ("loss=orpo loss.gamma=1", "loss.gamma does not exist here: it belongs to loss=mix and loss=simpo"),
+    ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
+    # --- keys
+    ("+lrr=1", "unknown key lrr: did you mean lr?"),
+    ("+model.name_or_pth=gpt2", "unknown key model.name_or_pth: did you mean model.name_or_path?"),
+    ("+zzz=1", "unknown key zzz; `python train.py --cfg job` shows all keys"),
+    ("+learning_rate=1", "unknown key learning_rate: here it is lr"),
+    ("+model.torch_dtype=float32", "unknown key model.torch_dtype: here it is model.policy_dtype"),
+    ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
+    ("~lr", "lr was removed from the config: give lr=VALUE instead of ~lr"),
+    ("lora.name=lora", "lora.name=lora lacks lora.r, lora.alpha, lora.dropout, lora.target_modules, lora.reference: c"),
+    ("exp_name=???", "exp_name is not set: exp_name=NAME"),  # and nothing of local_run_dir, which is made from it
+    ("model.name_or_path=???", "model.name_or_path is not set: choose model=pythia28"),
+    ("loss=dpo", "loss.beta is not set: loss.beta=0.1"),
+    ("exp_name='${NAME}'", "exp_name=${NAME} cannot be resolved"),
+    # --- values
+    ("batch_size=four", "batch_size=four must be an integer >= 1"),
+    ("batch_size=4.0", "batch_size=4.0 must be an integer >= 1"),
+    ("batch_size=true", "batch_size=true must be an integer >= 1"),  # a bool is an int in Python
+    ("batch_size=null", "batch_size=null must be an integer >= 1"),
+    ("warmup_steps=-1", "warmup_steps=-1 must be an integer >= 0"),
+    ("keep_checkpoints=1", "keep_checkpoints=1 must be an integer >= 2, or null: the newest may be corrupt"),
+    ("seed=4294967296", "seed=4294967296 must be an integer from 0 to 4294967295"),
+    ("fsdp_port=65536", "fsdp_port=65536 must be an integer from 1 to 65535, or null"),
+    ("lr=nan", "lr=nan must be a number above 0"),
+    ("lr=inf", "lr=inf must be a number above 0"),
+    ("lr=1e39", "lr=1e+39 must be a number above 0"),
+    ("max_grad_norm=0", "max_grad_norm=0 must be a number in (0, inf]"),
+    ("collective_timeout_secs=1e30", "collective_timeout_secs=1e+30 must be a number in (0, 1e7]"),
+    ("min_lr_ratio=1.5", "min_lr_ratio=1.5 must be a number from 0 to 1"),
+    ("sample_during_eval=1", "sample_during_eval=1 must be true or false"),
+    ("schedule=null", "schedule=null must be a name"),
+    ("schedule=cos", "schedule=cos is not one of constant, cosine, linear: did you mean cosine?"),
+    ("lr_scaling=root", "lr_scaling=root is not one of linear, none, sqrt"),
+    ("trainer=Trainer", "trainer=Trainer is not one of BasicTrainer"),
+    ("optimizer=AdmW", "optimizer=AdmW is not one of ASGD, Adadelta, Adafactor, Adagrad, Adam, AdamW"),
+    (
+        "optimizer=rmsprop",
+        "optimizer=rmsprop is not one of ASGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, "
+        "RMSprop, Rprop, SGD: did you mean RMSprop?",
+    ),
+    ("loss.name=dpoo", "loss.name=dpoo is not there: did you mean dpo"),
+    ("model.policy_dtype=fp32", "model.policy_dtype=fp32 is not one of bfloat16, float16, float32"),
+    ("model.reference_dtype=half", "model.reference_dtype=half is not one of bfloat16, float16, float32"),
+    ("model.attn_implementation=fast", "model.attn_implementation=fast is not one of eager, flash_attention_2, flex_"),
+    ("wandb.tags=dpo", "wandb.tags=dpo must be a list of different texts of at most 64 characters"),
+    (f"wandb.tags=[{'x' * 65}]", f"wandb.tags=['{'x' * 65}'] must be a list of different texts of at most 64"),
+    (f"wandb.group={'x' * 129}", f"wandb.group={'x' * 129} must be a text of at most 128 characters, as W&B "),
+    ("wandb.project=a/b", "wandb.project=a/b must be a name of at most 128 characters without / "),
+    ("local_dirs=.cache", "local_dirs=.cache must be a list of paths"),
+    ("model.archive=''", "model.archive= must be a path, or null"),
+    ("exp_name=''", "exp_name= must be a name for the run"),
+    ("exp_name=../../x", "exp_name=../../x must be a name for the run, relative and without '..'"),
+    ("exp_name=/x", "exp_name=/x must be a name for the run, relative and without '..'"),
+    # --- datasets
+    ("datasets=3", f"datasets=3 must be {LISTS}"),
+    ("datasets=[]", f"datasets=[] must be {LISTS}"),
+    ("datasets=[hh,hh]", f"datasets=['hh', 'hh'] must be {LISTS}"),
+    ("datasets=[hhh]", "datasets names 'hhh', which is none of hh, shp, se"),
+    ("datasets=mine", "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory"),
+    ("datasets=[no/such/pairs]", f"datasets names no/such/pairs, and there is no such file or directory in {ROOT}"),
+    ("datasets=/no/such.csv", "datasets names /no/such.csv, and there is no such file or directory"),
+    ("datasets=me/hh", "datasets names me/hh, but the name hh is taken: give datasets=[OTHER] dataset_sources."),
+    ("datasets=[me/a,you/a]", "datasets names you/a, but the name a is taken: give datasets=[me/a,OTHER] da"),
+    ("dataset_sources=/data", "dataset_sources=/data must map names to places"),
+    ("dataset_sources.hh=[a]", "dataset_sources.hh=['a'] must be a directory, file or Hub id, or {path"),
+    ("dataset_sources.hh=''", "dataset_sources.hh= must be a directory, file or Hub id, or {path"),
+    ("dataset_sources.hh={revision:main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
+    ("dataset_sources.hh={path:a,split:b}", "dataset_sources.hh={'path': 'a', 'split': 'b'} must be a directory"),
+    ("dataset_sources.a={columns:{chosen:b}}", "dataset_sources.a={'columns': {'chosen': 'b'}} must be a dir"),
+    ("dataset_sources.a={path:a,columns:best}", "dataset_sources.a.columns=best must map"),
+    ("dataset_sources.a={path:a,columns:{chosen:3}}", "dataset_sources.a.columns={'chosen': 3} must map"),
+    (
+        "dataset_sources.a={path:a,columns:{best:chosen}}",
+        "dataset_sources.a.columns={'best': 'chosen'} must map some of prompt, chosen, rejected, completion, ",
+    ),
+    ("dataset_sources.hh={path:a,columns:{chosen:b}}", "dataset_sources.hh.columns={'chosen': 'b'}: hh has columns of"),
+    # --- keys that contradict each other
+    ("gradient_accumulation_steps=3", "batch_size=4 must be divisible by gradient_accumulation_steps"),
+    (
+        f"{FSDP} world_size=4 gradient_accumulation_steps=4",
+        "batch_size=8 must be divisible by gradient_accumulation_steps * processes = 4 * 4 = 16: "
+        "try batch_size=16, or gradient_accumulation_steps=1 or 2",
+    ),
+    (
+        f"{FSDP} world_size=4 batch_size=6",
+        "batch_size=6 must be divisible by gradient_accumulation_steps * processes ="
+        " 1 * 4 = 4: try batch_size=8, or 1, 2, 3 or 6 processes",
+    ),
+    ("max_prompt_length=513", "max_prompt_length=513 must be below max_length=512"),
+    ("n_epochs=null", "n_epochs and n_examples are both null"),
+    ("eval_every=3", "eval_every=3 (examples) must be at least batch_size=4"),
+    ("save_every=6", "save_every=6 (examples) must be a multiple of batch_size: try 8"),
+    ("min_lr_ratio=0.1", "min_lr_ratio=0.1 needs schedule=linear or schedule=cosine"),
+    ("resume=auto", "resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR"),
+    ("model.name_or_path=/no/such", "model.name_or_path=/no/such is not there: no such directory"),
+    ("'model.tokenizer_name_or_path=\"~/no\"'", "model.tokenizer_name_or_path=~/no is not there: no such directory (~"),
+    ("model.attn_implementation=flex_attention", "model.attn_implementation=flex_attention cannot train on a CPU"),
+    # --- processes
+    ("world_size=2", "world_size=2 needs a trainer of several processes: trainer=FSDPTrainer"),
+    ("RANK=0 WORLD_SIZE=2 lr=1", "trainer=BasicTrainer is one process, and 2 were launched"),
+    (f"RANK=0 WORLD_SIZE=2 {FSDP} world_size=4", "world_size=4, but 2 processes were launched: leave it out"),
+    (f"GPUS=2 {FSDP} world_size=4", "world_size=4 is more than the 2 GPUs of this machine"),
+    (f"{FSDP} optimizer=Adafactor", "optimizer=Adafactor cannot update shards: use another with trainer="),
+    ("fsdp_shard_size=2", "fsdp_shard_size=2 needs a trainer of several processes: trainer=FSDPTrainer"),
+    (f"{FSDP} world_size=4 fsdp_shard_size=3", "fsdp_shard_size=3 does not divide the 4 processes: try 1, 2 or 4"),
+    (f"{CUT} world_size=4 tensor_parallel_size=2 fsdp_shard_size=4", "fsdp_shard_size=4 does not divide the 2 proces"),
+    (f"{CUT} world_size=4 tensor_parallel_size=3", "tensor_parallel_size=3 does not divide the 4 processes: try 1, 2"),
+    ("tensor_parallel_size=2", "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
+    (f"{FSDP} world_size=2 tensor_parallel_size=2", "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
+    ("tensor_parallel.backend=tensor_parallel", "tensor_parallel.backend=tensor_parallel needs trainer=Tens"),
+    ("model.fsdp_policy_mp=bfloat16", "model.fsdp_policy_mp=bfloat16 needs a trainer of several processes: trainer=FS"),
+    (PACKAGE, "sample_during_eval=true does not work with tensor_parallel.backend=tensor_parallel: set sample_during_"),
+    (f"{PACKAGE} sample_during_eval=false model.autocast=bfloat16", "model.autocast=bfloat16 does not reach the thr"),
+    (f"{PACKAGE} sample_during_eval=false {LORA}", "lora=lora does not work with tensor_parallel.backend=tensor_para"),
+    (f"{PACKAGE} sample_during_eval=false {DRAWN}", "online=online does not work with tensor_parallel.backend=tensor_"),
+    # --- losses
+    ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight=0.1 needs a loss of pairs: any but sft"),
+    (f"{DPO} loss.beta=0", "loss.beta=0 must be a number above 0"),
+    (f"{DPO} loss.sft_weight=inf", "loss.sft_weight=inf must be a number from 0 to 1e30"),
+    (f"{DPO} loss.label_smoothing=-0.1", "loss.label_smoothing=-0.1 must be a number in [0, 0.5)"),
+    (f"{DPO} loss.f_divergence=kl", "loss.f_divergence=kl is not one of alpha, forward_kl, js"),
+    (f"{DPO} loss.f_alpha=1", "loss.f_alpha=1 must be a number in (0, 1)"),
+    (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence from the reference"),
+    ("loss=sppo loss.f_divergence=js", "loss.f_divergence=js needs a loss whose log-ratios enter by their d"),
+    ("loss=exo loss.label_smoothing=0", "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
+    ("loss=exo loss.ld_alpha=1.5", "loss.ld_alpha=1.5 must be a number from 0 to 1"),
+    ("loss=mix", "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
+    ("loss=mix loss.weights.sft=1", "loss=mix adds up no loss of pairs"),
+    ("loss=mix ~loss.weights", "loss=mix adds up no loss of pairs"),
+    ("loss=mix loss.weights.dpo=1e39", "loss.weights.dpo=1e+39 must be a number from 0 to 1e30"),
+    ("loss=mix loss.weights.dpo=-1", "loss.weights.dpo=-1 must be a number from 0 to 1e30"),
+    ("loss=mix loss.weights.dpo=1 loss.weights.ipo=-1", "loss.weights.ipo=-1 must be a number from 0 "),
+    ("loss=mix +loss.weights.cpo=1", "loss.weights.cpo: no loss is called cpo; a mix adds up sft, dpo, "),
+    ("loss=mix loss.weights.cpo=1", "loss.weights.cpo: no loss is called cpo; a mix adds up sft, dpo, "),
+    ("loss=mix loss.weights.dpo=1 +loss.weights.aot=1", "loss.weights.aot: aot compares the examples of a batch with "),
+    ("loss=mix loss.weights.dpo=1 loss.weights.apo_zero=1 loss.f_divergence=js", "loss.f_divergence=js needs a loss"),
+    ("loss=mix loss.weights.orpo=1 loss.ld_alpha=0", "loss.ld_alpha=0 needs a loss with a reference"),
+    ("loss=mix loss.weights.orpo=1 loss.wpo=true", "loss.wpo=true needs a loss with a reference"),
+    ("loss=mix loss.weights.exo=1", "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
+    # --- adapters
+    (f"{LORA} lora.r=0", "lora.r=0 must be an integer from 1 to 65536"),
+    (f"{LORA} lora.alpha=0", "lora.alpha=0 must be a number above 0"),
+    (f"{LORA} lora.dropout=1", "lora.dropout=1 must be a number in [0, 1)"),
+    (f"{LORA} lora.target_modules=all", "lora.target_modules=all must be auto, or a list of different names of layers"),
+    (f"{LORA} lora.target_modules=[]", "lora.target_modules=[] must be auto, or a list of different names of layers"),
+    (f"{LORA} lora.reference=none", "lora.reference=none is not one of adapter, base, model"),
+    (f"{LORA} {DPO} lora.reference=adapter", "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST"),
+    (f"lora=qlora lr=1e-4 {CUT} world_size=2", "lora=qlora does not work with trainer=TensorParallelTrainer, which ca"),
+    ("GPUS=2 lora=qlora lr=1e-4", "lora=qlora with trainer=BasicTrainer takes one GPU, and this machine has 2: choose"),
+    # --- online pairs
+    (f"{DPO} online=online", "online.scorer is not set: give online.scorer=reward_model, function, key"),
+    (f"{DRAWN} online.scorer=reward_model", "online.scorer=reward_model needs online.reward_model: give online.reward"),
+    (f"{DRAWN} online.scorer=keyword", "online.scorer=keyword needs online.keyword: give online.keyword=TEXT"),
+    (f"{DRAWN} online.scorer=function", "online.scorer=function needs online.function: give online.function=FILE.py:N"),
+    (f"{DRAWN} online.scorer=function online.function=os:system", "online.function=os:system must be a file and a fun"),
+    (f"{DRAWN} online.scorer=function online.function=no.py:f", "online.function=no.py:f: there is no file no.py"),
+    ("loss=sft online=online online.scorer=shorter", "online=online draws pairs, and loss=sft trains on none: choose "),
+    (f"{DRAWN} online.n_samples=1", "online.n_samples=1 must be an integer from 2 to 1024: a best and a worst; all "),
+    (f"{DRAWN} cache_reference_logps=all", "cache_reference_logps=all needs pairs that are known before"),
+    (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400 are more than max_len"),
+    (f"{DRAWN} online.mix_offline=0.1", "online.mix_offline=0.1 of batch_size=4 gives 0 pairs of the data per batch; "),
+    (f"{DRAWN} loss=simpo online.sync_reference_every=5", "online.sync_reference_every=5 needs a loss with a refere"),
+    (f"{DRAWN} {LORA} online.sync_reference_every=5", "online.sync_reference_every=5 needs a loss with a reference"),
+]
+
+NO_EFFECT = [
+    ("fsdp_port=5000", "it needs processes that train.py starts itself"),
+    ("collective_timeout_secs=60", "it needs a trainer of several processes: trainer=FSDPTrainer"),
+    ("wandb.entity=me wandb.enabled=false", "it needs wandb.enabled=true and debug=false"),
+    ("wandb.project=mine debug=true", "it needs wandb.enabled=true and debug=false"),
+    ("wandb.group=mine debug=true", "it needs wandb.enabled=true and debug=false"),
+    ("wandb.tags=[mine] wandb.enabled=false", "it needs wandb.enabled=true and debug=false"),
+    ("wandb.notes=mine wandb.enabled=false", "it needs wandb.enabled=true and debug=false"),
+    ("wandb.artifacts=false wandb.enabled=false", "it needs wandb.enabled=true and debug=false"),
+    ("tensorboard.enabled=true debug=true", "it needs debug=false"),
+    ("save_every=8 debug=true", "it needs debug=false"),
+    ("keep_checkpoints=2 debug=true", "it needs debug=false"),
+    ("export=false debug=true", "it needs debug=false"),
+    ("n_eval_model_samples=5 sample_during_eval=false", "it needs sample_during_eval=true, or online=online"),
+    ("n_eval_tokens=5 sample_during_eval=false", "it needs sample_during_eval=true"),
+    ("do_first_sampling=true do_first_eval=false", "it needs do_first_eval=true and sample_during_eval=true"),
+    ("lr_scaling=linear", "it needs several processes that see different rows"),
+    ("cache_reference_logps=all loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo"),
+    (f"lora.reference=model loss=sft {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo"),
+    ("model.reference_dtype=float32 loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo, and a "),
+    (f"model.reference_dtype=bfloat16 {DPO} {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo, and"),
+    (f"loss.f_alpha=0.1 {DPO} loss.f_divergence=js", "it needs loss.f_divergence=alpha"),
+    (f"online.reward_model=rm {DRAWN}", "it needs online.scorer=reward_model"),
+    (f"online.function=a.py:f {DRAWN}", "it needs online.scorer=function"),
+    (f"online.keyword=a {DRAWN}", "it needs online.scorer=keyword"),
+    ("dataset_sources.hh=/x datasets=[shp] dataset_sources.shp=/y", "datasets=shp does not name it; datasets=[hh] doe"),
+]
+
+DISCOURAGED = [
+    ("model.policy_dtype=bfloat16 lr=5e-7", "lr=5e-07 has little effect with model.policy_dtype=bfloat16, which round"),
+    (f"{LORA} lr=5e-7", "lr=5e-07 is a rate for all weights; adapters take some ten times as much"),
+]
+
+ACCEPTED = [
+    "",
+    "loss=ipo loss.beta=1",
+    f"{DPO} loss.label_smoothing=0.499 loss.reference_free=true",
+    f"{DPO} loss.sft_weight=0.2 loss.wpo=true loss.ld_alpha=0 loss.f_divergence=alpha loss.f_alpha=0.9",
+    "loss=mix loss.weights.dpo=0.8 loss.weights.sft=1",
+    "batch_size=64 gradient_accumulation_steps=16 eval_every=64",
+    "max_length=2 max_prompt_length=1",
+    "n_epochs=null n_examples=1",
+    "n_epochs=1 n_examples=1",
+    "warmup_steps=0 minimum_log_interval_secs=0 seed=4294967295",
+    "schedule=cosine min_lr_ratio=1",
+    "schedule=linear min_lr_ratio=0",
+    "wandb.tags='[a,b c]' wandb.notes='first try' wandb.group=g",
+    "exp_name=group/run..1",
+    "datasets=[hh,mine] dataset_sources.mine=/data",
+    "datasets=shp",
+    "datasets=me/data",
+    "datasets=[me/data] dataset_sources.data={columns:{chosen:best}}",
+    "datasets=[mine] dataset_sources.mine={path:me/data,revision:main}",
+    "datasets=[mine] dataset_sources.mine={path:me/data,columns:{chosen:best}}",
+    "world_size=1",
+    f"{FSDP} world_size=4 fsdp_shard_size=2",
+    f"{FSDP} world_size=4 gradient_accumulation_steps=2 eval_batch_size=6",  # of evaluations any number
+    f"{CUT} world_size=4 tensor_parallel_size=2 fsdp_shard_size=1",
+    f"{CUT} world_size=8 tensor_parallel_size=2 gradient_accumulation_steps=2",
+    f"{PACKAGE} tensor_parallel_size=2 sample_during_eval=false",
+    f"RANK=0 WORLD_SIZE=4 GPUS=2 {FSDP} world_size=4",  # two machines of two GPUs
+    f"GPUS=2 lora=qlora lr=1e-4 {FSDP}",
+    "GPUS=1 lora=qlora lr=1e-4",
+    f"{LORA} lr=1e-5 model.policy_dtype=bfloat16",
+    "model.policy_dtype=bfloat16 lr=1e-5",
+    "model.policy_dtype=bfloat16 lr=5e-7 optimizer=SGD",
+    "model.policy_dtype=bfloat16 lr=5e-7 optimizer=Adafactor",
+]  # fmt: skip
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Set the environment that a command begins with; the rest of the command."""
+
+    def set_environment(command: str) -> str:
+        environ = dict(re.findall(r"\b([A-Z_]+)=(\d+) ", command))
+        gpus = int(environ.pop("GPUS", 0))
+        monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: gpus)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        return f"{RUNS} {re.sub(r'^([A-Z_]+=[0-9]+ )+', '', command)}"
+
+    return set_environment
+
+
+@pytest.mark.parametrize(("command", "sentence"), REFUSED)
+def test_a_command_that_cannot_work_is_refused_with_one_sentence(command, sentence, typed):
+    [problem] = find_refusals(typed(command))
+    assert problem.startswith(sentence)
+
+
+@pytest.mark.parametrize(("command", "sentence"), NO_EFFECT)
+def test_a_key_without_effect_gets_a_warning_that_begins_with_it(command, sentence, typed):
+    key, *context = shlex.split(typed(command).removeprefix(RUNS))
+    assert find_refusals(f"{RUNS} {shlex.join([key, *context])}") == []
+    config = compose(f"{RUNS} {command}")
+    [warning] = find_warnings(config, resolve(config))
+    assert warning.startswith(key.split("=")[0])
+    assert f"has no effect: {sentence}" in warning
+
+
+@pytest.mark.parametrize(("command", "sentence"), DISCOURAGED)
+def test_a_rate_that_trains_little_gets_a_warning(command, sentence, typed):
+    config = compose(typed(command))
+    [warning] = find_warnings(config, resolve(config))
+    assert warning.startswith(sentence)
+
+
+@pytest.mark.parametrize("command", ACCEPTED)
+def test_a_command_that_can_work_has_neither_problems_nor_warnings(command, typed):
+    command = typed(command)
+    assert find_refusals(command) == []
+    config = compose(command)
+    assert find_warnings(config, resolve(config)) == []
+
+
+def test_every_key_that_needs_another_is_in_a_table():
+    commands = [command for command, _ in (*REFUSED, *NO_EFFECT)]
+    keys = [key for check in CHECKS for key in check.keys]
+    assert [key for key in keys if not any(re.search(rf"(^|[ +]){re.escape(key)}=", c) for c in commands)] == []
+
+
+def test_packages_that_are_not_installed_are_named_if_they_are_needed(typed, monkeypatch):
+    monkeypatch.setattr("dpo.settings.validation.find_spec", lambda name: None)
+    assert find_refusals(typed("lora=qlora lr=1e-4 tensorboard.enabled=true")) == [
+        "lora=qlora needs the package bitsandbytes: pip install bitsandbytes, or choose lora=lora",
+        "tensorboard.enabled=true needs the package tensorboard: pip install tensorboard, or leave it off",
+    ]
+    assert find_refusals(typed(LORA)) == []
+
+
+def test_all_problems_are_printed_at_once_with_value_and_fix(typed):
+    typed("")
+    assert find_refusals(
+        "batch_size=6 gradient_accumulation_steps=4 eval_every=5 debug=maybe datasets=[hh,mine] lr=-1 max_length=256 "
+        "n_epochs=null trainer=BasicTrainr loss=dpo loss.label_smoothing=0.5"
+    ) == [
+        "exp_name is not set: exp_name=NAME names the run",
+        "debug=maybe must be true or false",
+        "lr=-1 must be a number above 0",
+        "trainer=BasicTrainr is not one of BasicTrainer, FSDPTrainer, TensorParallelTrainer: "
+        "did you mean BasicTrainer or FSDPTrainer?",
+        "model.name_or_path is not set: choose model=pythia28 or another of config/model, "
+        "or give model.name_or_path=DIR_OR_HUB_ID",
+        "loss.beta is not set: loss.beta=0.1 is the DPO paper's choice",
+        "loss.label_smoothing=0.5 must be a number in [0, 0.5): the fraction of flipped pairs",
+        "batch_size=6 must be divisible by gradient_accumulation_steps * processes = 4 * 1 = 4: try batch_size=8, "
+        "or gradient_accumulation_steps=1, 2, 3 or 6",
+        "max_prompt_length=256 must be below max_length=256, or no token is left for a response",
+        "n_epochs and n_examples are both null, so training would never end: give one of them",
+        "eval_every=5 (examples) must be at least batch_size=6",
+        "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory: "
+        "give its path or Hub id, or say where it is with dataset_sources.mine=DIR_FILE_OR_HUB_ID",
+    ]

@@ -1,0 +1,232 @@
+"""What the tests in `tests/gpu` share: sizes, models and data, runs of the command line, the real loop in-process.
+
+On a GPU they measure models of a useful size; without one they run small, which only shows that they run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import pytest
+import torch
+
+from support import warm
+from support.runs import GOLDEN, ROOT, make_environment
+
+GPU = torch.cuda.device_count() > 0
+DEVICE = "cuda" if GPU else "cpu"
+QUICK = "GPU_CHECK_QUICK" in os.environ
+TINY = GOLDEN / "tiny-llama"
+WORDS = GOLDEN / "words"
+VOCABULARY = 1024  # of the tokenizer in tests/golden/tiny-llama
+WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # overrides the program's setting in cuBLAS and cuDNN
+Choice = TypeVar("Choice")
+
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+
+
+def limit(seconds: float) -> pytest.MarkDecorator:
+    """The time limit of a test on a GPU; without one, tests share few cores with other work."""
+    return pytest.mark.timeout(seconds if GPU else 4 * seconds)
+
+
+def pick(full: Choice, quick: Choice, small: Choice) -> Choice:
+    """The value for this run's size; `small` is for a CPU."""
+    return (quick if QUICK else full) if GPU else small
+
+
+# --- models and data -------------------------------------------------------------------------------------------------
+
+
+def describe(family: str, layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    """The config of a small model of a family (`llama` or `gpt_neox`), with the vocabulary of the golden runs."""
+    return {
+        "model_type": family, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden if family == "gpt_neox" else 8 * hidden // 3 // 8 * 8,
+        "vocab_size": VOCABULARY, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def as_config(settings: dict[str, Any]) -> Any:
+    import transformers
+
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    return transformers.AutoConfig.for_model(**{**special, **settings})
+
+
+def write_model(directory: Path, settings: dict[str, Any]) -> Path:
+    """Write `config.json` and the golden runs' tokenizer, without weights."""
+    directory.mkdir(exist_ok=True)
+    as_config(settings).save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    kind = {"llama": "LlamaForCausalLM", "gpt_neox": "GPTNeoXForCausalLM"}[settings["model_type"]]
+    (directory / "config.json").write_text(json.dumps({**config, "architectures": [kind]}))
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(TINY / file, directory)
+    return directory
+
+
+def build(settings: dict[str, Any], *, dtype: torch.dtype, attention: str, device: str = DEVICE) -> Any:
+    """The model with random weights, the same at every call, created on the device; without dropout."""
+    import transformers
+
+    from dpo.models.pretrained import disable_dropout
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            as_config(settings), dtype=dtype, attn_implementation=attention
+        )
+    disable_dropout(model)
+    return model.train()
+
+
+def random_pairs(n: int, *, prompt: tuple[int, int], response: tuple[int, int], seed: int = 0) -> list[Any]:
+    """`n` pairs of random tokens, with prompt and response lengths in these ranges."""
+    from dpo.data.examples import Example
+
+    draw = random.Random(seed)
+
+    def tokens(least: int, most: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(least, most)))
+
+    return [Example(tokens(*prompt), (tokens(*response), tokens(*response))) for _ in range(n)]
+
+
+def few_words(folder: Path, n: int) -> Path:
+    """The first `n` pairs of the golden runs' data, as a dataset of its own; its directory."""
+    directory = folder / f"words-{n}"
+    directory.mkdir(exist_ok=True)
+    for file in ("train.jsonl", "test.jsonl"):
+        lines = (WORDS / file).read_text(encoding="utf-8").splitlines(keepends=True)
+        (directory / file).write_text("".join(lines[:n]), encoding="utf-8")
+    return directory
+
+
+def distance(ours: float, theirs: float, key: str) -> float:
+    """The relative difference; for rewards below 1 absolute; for accuracies 0 or infinite."""
+    if key.endswith("accuracies"):
+        return 0.0 if ours == theirs else float("inf")
+    return abs(ours - theirs) / (max(abs(theirs), 1.0) if key.startswith("rewards") else abs(theirs))
+
+
+# --- runs of the command line ----------------------------------------------------------------------------------------
+
+
+class Process:
+    """`python ARGUMENTS` in the background; without a GPU forked from a process that has all imports."""
+
+    def __init__(self, folder: Path, name: str, *arguments: str, **environment: str) -> None:
+        self.name, own = name, make_environment(**environment)
+        if GPU:
+            self.log = folder / f"{name}.log"
+            with self.log.open("wb") as out:
+                self.process: Any = subprocess.Popen(
+                    [sys.executable, *arguments],
+                    cwd=ROOT,
+                    env=own,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
+        else:
+            self.process = warm.Python(*arguments, environment=own, merge=True)
+            self.log = Path(self.process.stdout.name)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def last_line(self) -> str:
+        return ([line.strip() for line in self.text.splitlines() if line.strip()] or ["no output"])[-1][:300]
+
+    def wait(self, seconds: float = 600) -> int | None:
+        """The exit status; None, with the process killed, if it takes longer."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return None
+
+    def done(self) -> Self:
+        """Wait until it has ended well."""
+        status = self.wait()
+        assert status == 0, f"{self.name} ended with status {status}: {self.text[-3000:]}"
+        return self
+
+    def stop(self, seconds: float) -> int | None:
+        """Send SIGTERM, and return the exit status, as `wait` does."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait(seconds)
+
+
+class Run(Process):
+    """`python train.py OVERRIDES` into FOLDER/NAME; `script` replaces train.py."""
+
+    def __init__(
+        self, folder: Path, name: str, *overrides: str, script: tuple[str, ...] = ("train.py",), **environment: str
+    ) -> None:
+        self.directory = folder / name
+        fixed = (f"local_run_dir={self.directory}", f"local_dirs=[{folder}]", f"exp_name={name}", "wandb.enabled=false")
+        super().__init__(folder, name, *script, *fixed, *overrides, **environment)
+
+    def records(self, file: str = "metrics.jsonl", split: str | None = None) -> list[dict[str, Any]]:
+        """The complete lines of a log of the run, of one split if given."""
+        path = self.directory / file
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+        found = [json.loads(line) for line in lines]
+        return [line for line in found if split in (None, line.get("split"))]
+
+
+def wait_until(there: Callable[[], Any], seconds: float = 60) -> bool:
+    """Whether it came true in that time."""
+    deadline = time.monotonic() + seconds
+    while not there() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return bool(there())
+
+
+# --- the real loop in this process -----------------------------------------------------------------------------------
+
+
+def train_here(folder: Path, name: str, base: str, watch: Callable[[type], type], *overrides: str) -> None:
+    """`train.work` in this process; `watch` turns the trainer class of that name into one that a test observes."""
+    import torch.distributed as dist
+
+    import train
+    from benchmarks.harness import compose
+    from dpo.system.launching import _backend
+    from dpo.system.process_group import init_distributed
+    from trainers import TRAINERS
+
+    original = TRAINERS[base]
+    config = compose([f"local_run_dir={folder / name}", f"local_dirs=[{folder}]", f"trainer={base}", *overrides])
+    if original.spec.multi_process and not dist.is_initialized():
+        init_distributed(0, 1, backend=_backend(0), store=dist.FileStore(f"{folder / name}.store", 1))
+    TRAINERS[base] = watch(original)
+    try:
+        train.work(0, 1, config)
+    finally:
+        TRAINERS[base] = original
+
+
+def measure_seconds(action: Callable[[], Any]) -> float:
+    """The seconds that an action takes, including the device's work."""
+    if GPU:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    action()
+    if GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
