@@ -29,7 +29,7 @@ PROMPTS, ANSWERS = zip(*((prompt, Answer(text, (), True)) for prompt in (DIALOGU
 
 def config_of(reward_model: str, *, most: int = 8) -> Any:
     config = {
-        "online": {"scorer": "reward_model", "reward_model": reward_model, "max_new_tokens": most},
+        "online": {"name": "online", "scorer": "reward_model", "reward_model": reward_model, "max_new_tokens": most},
         "model": {"trust_remote_code": False},
         "local_dirs": [".cache"],
         "max_length": 8 + most,
