@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from dpo.checkpoint.parts import ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.checkpoint.resume import record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints
-from dpo.checkpoint.state import RunState
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401  (the reference has one here)
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.losses import _get_batch_logps, find_loss, preference_loss  # noqa: F401  (the reference has two here)
 from dpo.models import adapters
 from dpo.models.layouts import Microbatch
-from dpo.models.loading import load_policy, load_reference, notes_on_base
+from dpo.models.loading import FOLLOWING, load_policy, load_reference, notes_on_base
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, remarks
 from dpo.models.scoring import ScorerFailed
 from dpo.numbers import clock_time
@@ -109,7 +109,7 @@ class Trainer:
         parts = {"checkpoints": self.checkpoints, "callbacks": self.callbacks, **objective.parts, **self.batches.parts}
         self.state = RunState(self.reference, frozen, rank=rank, **parts)
         if resume_from is not None:
-            self.checkpoints.restore(resume_from, self._stateful())
+            self.checkpoints.restore(resume_from, self._parts())
         for note in self.notes():
             progress.line(note)
         self.train_iterator = self.batches.train(skip=self.state.batch_counter)
@@ -343,7 +343,7 @@ class Trainer:
         if output_dir is None:
             state.saved_at = state.example_counter
         self.checkpoints.save(
-            self._stateful(),
+            self._parts(),
             step_idx=state.example_counter,
             metrics=metrics,
             quality=None if metrics is None else sign * metrics.get(name, math.nan),
@@ -356,10 +356,13 @@ class Trainer:
             elsewhere=output_dir and Path(output_dir),
         )
 
-    def _stateful(self) -> dict[str, Any]:
-        policy = adapters.what_to_save(self.policy)
-        parts = {"policy": policy, "optimizer": self.optimizer, "scheduler": self.scheduler, "trainer": self.state}
-        return {**parts, "reference": self.reference_model} if self.objective.follow_every else parts
+    def _parts(self) -> list[Part]:
+        """The parts of a checkpoint."""
+        models: list[Part] = [adapters.policy_part(self.policy)]
+        if self.objective.follow_every:
+            models.append(ModelPart(FOLLOWING, self.reference_model))
+        counters = Part("scheduler", self.scheduler), Part("trainer", self.state)
+        return [*models, OptimizerPart(self.optimizer, self.mesh), *counters, RandomPart(self.mesh)]
 
 
 class BasicTrainer(Trainer):

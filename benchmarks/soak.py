@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from dpo.checkpoint.files import FOLLOWING, PARTS, find_checkpoints, read_state
+from dpo.checkpoint.files import find_checkpoints, read_state
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARES = ("online/sampling_share", "online/scoring_share")
@@ -49,9 +49,9 @@ def find_differences(whole: Path, other: Path) -> list[str]:
     last = [find_checkpoints(run_dir)[0] for run_dir in (whole, other)]
     if last[0].name != last[1].name:
         return [*found, f"the last checkpoint is {last[0].name} and {last[1].name}"]
-    for part in PARTS + (FOLLOWING,) * (last[0] / f"{FOLLOWING}.pt").exists():
-        states = [read_state(directory / f"{part}.pt") for directory in last]
-        found += [f"{part}{where}" for where in _unequal(*states)]
+    for part in sorted(path.name for path in last[0].glob("*.pt")):
+        states = [read_state(directory / part) for directory in last]
+        found += [f"{part.removesuffix('.pt')}{where}" for where in _unequal(*states)]
     return found + [link for link in ("LATEST", "BEST") if os.readlink(whole / link) != os.readlink(other / link)]
 
 

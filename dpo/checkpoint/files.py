@@ -1,10 +1,9 @@
 """The files of a checkpoint: complete or absent, checked against their manifest, written in the background, pruned.
 
-A checkpoint is a directory `step-EXAMPLES` with `policy.pt`, `optimizer.pt`, `scheduler.pt`, and, for resuming,
-`trainer.pt` and `random.pt`; for an adapter also PEFT's two files, and `reference.pt` if the reference follows the
-policy. Each `.pt` holds only data: `{"step_idx": examples, "state": state_dict, "metrics": means or None}`.
-`manifest.json` has the size and SHA-256 of each file and of its blocks, and facts that a resumed run is checked
-against.
+A checkpoint is a directory `step-EXAMPLES` with a file `NAME.pt` for each part of a run (`dpo.checkpoint.parts`), such
+as the reference's `policy.pt`, `optimizer.pt` and `scheduler.pt`, and files in other formats, such as PEFT's. Each
+`.pt` holds only data: `{"step_idx": examples, "state": state_dict, "metrics": means or None}`. `manifest.json` lists
+the files, with the size and SHA-256 of each and of its blocks, and facts that a resumed run is checked against.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ from dpo.errors import InputError, RunError
 from dpo.system.plain_files import check_link, check_readable, read_json, remove
 
 MANIFEST = "manifest.json"
-PARTS = ("policy", "optimizer", "scheduler", "trainer", "random")
-FOLLOWING = "reference"  # a part if the reference follows the policy
-OF_ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}  # `policy.pt` in PEFT's format
 STEP = re.compile(r"step-(\d+)")
 EXPORTED = "hf"  # a directory in the run's last checkpoint with an export of it, not in the manifest
 # raised if data has an unexpected form
@@ -159,9 +155,9 @@ def check_complete(
     `progress` is called after every block. `only` names the files to verify, None: all. Raises DamagedCheckpoint if the
     checkpoint is not intact.
     """
-    manifest = _read_manifest(directory)
     parts = []
     try:
+        manifest = _read_manifest(directory)
         for name, expected in manifest["files"].items():
             if only is not None and name not in only:
                 continue
@@ -186,10 +182,8 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise _as_damage(directory, error) from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
-    files = set(manifest["files"])
-    needed = {f"{part}.pt" for part in PARTS} | (OF_ADAPTER if files & OF_ADAPTER else set())
-    if strange := needed ^ (files - {f"{FOLLOWING}.pt"}):
-        raise DamagedCheckpoint(f"{path} lists the wrong files: {', '.join(sorted(strange))}")
+    if strange := sorted(name for name in manifest["files"] if Path(name).name != name):
+        raise DamagedCheckpoint(f"{path} lists files elsewhere: {', '.join(strange)}")
     return manifest
 
 
@@ -197,11 +191,12 @@ def _as_damage(directory: Path, error: Exception) -> DamagedCheckpoint:
     return error if isinstance(error, DamagedCheckpoint) else DamagedCheckpoint(f"{directory} cannot be read ({error})")
 
 
-def check_parts(directory: Path, progress: Callable[[], None] = no_progress) -> None:
-    """Raises DamagedCheckpoint unless every part can be read. Reads no tensor data."""
-    for name in (*PARTS, *([FOLLOWING] if (directory / f"{FOLLOWING}.pt").exists() else [])):
-        read_state(directory / f"{name}.pt")
-        progress()
+def check_parts(directory: Path, files: Iterable[str], progress: Callable[[], None] = no_progress) -> None:
+    """Raises DamagedCheckpoint unless every part among the files can be read. Reads no tensor data."""
+    for name in files:
+        if name.endswith(".pt"):
+            read_state(directory / name)
+            progress()
 
 
 def read_state(path: Path) -> Any:
@@ -271,15 +266,3 @@ class BackgroundWriter:
         running, self._running = self._running, None
         if running is not None:
             running.result()
-
-
-def tensors_in(state: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in a nested state."""
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from tensors_in(value)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from tensors_in(value)

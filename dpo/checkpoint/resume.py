@@ -165,7 +165,7 @@ def _find_whole(source: Path, plan: Plan) -> ResumePoint | None:
             manifest = check_complete(path, made_progress)
             if missing := FACTS - manifest.keys():
                 raise DamagedCheckpoint(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}")
-            check_parts(path, made_progress)
+            check_parts(path, manifest["files"], made_progress)
         except DamagedCheckpoint as error:
             print(f"warning: checkpoint skipped: {error}")
             reasons += f"; {error}"

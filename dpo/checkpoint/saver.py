@@ -1,90 +1,19 @@
-"""Saving and restoring the state of a run during training."""
+"""Saving and restoring the parts of a run while it trains."""
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import numpy as np
-import torch
-
-from dpo.checkpoint.files import (
-    FOLLOWING,
-    WRONG_FORM,
-    BackgroundWriter,
-    DamagedCheckpoint,
-    point,
-    prune,
-    read_state,
-    tensors_in,
-    write_checkpoint,
-)
-from dpo.checkpoint.optimizer_state import find_misfit
+from dpo.checkpoint.files import WRONG_FORM, BackgroundWriter, DamagedCheckpoint, point, prune, write_checkpoint
+from dpo.checkpoint.parts import Part
 from dpo.errors import InputError
-from dpo.parallel.mesh import Mesh, from_rank_0
-from dpo.parallel.state import full_state, load_optimizer
+from dpo.parallel.mesh import Mesh
 from dpo.system.host_memory import host_memory
 from dpo.system.waiting import made_progress, meet_rank_0
-
-
-@runtime_checkable
-class HasFiles(Protocol):
-    """A part whose state is also saved in another format, as bytes by file name."""
-
-    def files(self, state: Mapping[str, Any]) -> Mapping[str, bytes]: ...
-
-
-def random_state() -> dict[str, Any]:
-    """The random states of Python, numpy and torch in this process, in types allowed in a checkpoint."""
-    kind, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": [kind, keys.tolist(), *rest],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all(),
-    }
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore a `random_state()`, for as many GPUs as this process has now."""
-    random.setstate(state["python"])
-    kind, keys, place, *rest = state["numpy"]
-    if not 0 <= place <= len(keys):  # numpy would accept it
-        raise ValueError(f"{place} is not an index into {len(keys)} keys")
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, *rest))
-    torch.set_rng_state(state["torch"])
-    for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(gpu_state, device)
-
-
-def _count_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """The size in bytes of an optimizer's state and its parameters."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return sum(t.numel() * t.element_size() for t in (*parameters, *tensors_in(list(optimizer.state.values()))))
-
-
-def _of_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Add settings that an older torch lacked to an optimizer's state. Raises DamagedCheckpoint if it does not fit."""
-    if misfit := find_misfit(optimizer, state):
-        raise DamagedCheckpoint(f"{checkpoint / 'optimizer.pt'} does not fit {type(optimizer).__name__}: {misfit}")
-    ours = optimizer.state_dict()["param_groups"]
-    groups = [our | dict(their) for our, their in zip(ours, state["param_groups"], strict=True)]
-    return {**state, "param_groups": groups}
-
-
-@contextmanager
-def _as_damage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except InputError:
-        raise
-    except WRONG_FORM as error:
-        raise DamagedCheckpoint(f"{path} does not hold the state of a run: {type(error).__name__} {error}") from error
 
 
 class Checkpoints:
@@ -100,7 +29,7 @@ class Checkpoints:
 
     def save(
         self,
-        stateful: Mapping[str, Any],
+        parts: Sequence[Part],
         *,
         step_idx: int,
         metrics: Mapping | None,
@@ -108,7 +37,7 @@ class Checkpoints:
         facts: Callable[[], Mapping],
         elsewhere: Path | None = None,
     ) -> None:
-        """Save each part's state dict and the random states of all processes; every process must call it.
+        """Save the parts; every process must call it.
 
         The directory is `step-N`, which becomes LATEST, and BEST if its quality is the highest; or `elsewhere`, without
         such links.
@@ -120,11 +49,9 @@ class Checkpoints:
             if quality is not None and quality > self.best:  # false for NaN
                 self.best, self.best_at = quality, step_idx
                 links.append("BEST")
-        size = _count_bytes(stateful["optimizer"])
-        if FOLLOWING in stateful:
-            size += sum(parameter.nbytes for parameter in stateful[FOLLOWING].parameters())
-        background = self.mesh.rank == 0 and 2 * size < host_memory().available
-        states = self._gather(stateful, copy=background)
+        n_bytes = sum(part.n_bytes for part in parts)
+        background = self.mesh.rank == 0 and 2 * n_bytes < host_memory().available
+        states = self._gather(parts, copy=background)
         if self.mesh.rank != 0:
             for _ in states:  # take part in the collectives
                 pass
@@ -144,44 +71,28 @@ class Checkpoints:
         self._n_meetings += 1
         meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
 
-    def _gather(self, stateful: Mapping[str, Any], *, copy: bool) -> Iterator[tuple[str, Any]]:
-        for name, part in stateful.items():
+    def _gather(self, parts: Sequence[Part], *, copy: bool) -> Iterator[tuple[str, Any]]:
+        for part in parts:
             self._meet()  # rank 0 may still be writing the previous part
-            state = full_state(part.state_dict(), copy=copy)
-            yield name, state
-            if isinstance(part, HasFiles) and self.mesh.rank == 0:
-                yield from part.files(state).items()
-        self._meet()
-        yield "random", {"states": self.mesh.gather_all(random_state())}
+            state = part.gather(copy=copy)
+            yield part.name, state
+            if self.mesh.rank == 0:
+                yield from part.convert(state).items()
 
-    def restore(self, checkpoint: Path, stateful: Mapping[str, Any]) -> None:
-        """Load each part's state, then the random states; models were loaded before they were distributed.
+    def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:
+        """Continue with the parts as they were saved; every process must call it.
 
-        Every process must call it. Raises DamagedCheckpoint if a file does not hold the state of its part.
+        Raises DamagedCheckpoint if a file does not hold the state of its part.
         """
-        for name, part in stateful.items():
-            if name not in ("policy", FOLLOWING):
-                with _as_damage(checkpoint / f"{name}.pt"):
-                    self._restore_part(name, part, checkpoint)
-        with _as_damage(checkpoint / "random.pt"):
-            states = self._read(checkpoint, "random")["states"]
-            if len(states) == self.mesh.world_size:
-                set_random_state(states[self.mesh.rank])
-
-    def _restore_part(self, name: str, part: Any, checkpoint: Path) -> None:
-        if name == "optimizer":
-            state = read_state(checkpoint / "optimizer.pt") if self.mesh.rank == 0 else None
-            load_optimizer(part, state and _of_optimizer(part, state, checkpoint), self.mesh)
-            return
-        state = self._read(checkpoint, name)
-        if name == "scheduler":  # the scheduler would set any key of the state as an attribute
-            known = part.state_dict()
-            state = {key: value for key, value in state.items() if key in known}
-        part.load_state_dict(state)
-
-    def _read(self, checkpoint: Path, name: str) -> Any:
-        """The state of a part, read by rank 0 alone."""
-        return from_rank_0(read_state(checkpoint / f"{name}.pt") if self.mesh.rank == 0 else None)
+        for part in parts:
+            file = checkpoint / f"{part.name}.pt"
+            try:
+                part.restore(file)
+            except InputError:
+                raise
+            except WRONG_FORM as error:
+                what = f"{type(error).__name__} {error}"
+                raise DamagedCheckpoint(f"{file} does not hold the state of a run: {what}") from error
 
     def _commit(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
         write_checkpoint(directory, states, progress=made_progress, **content)

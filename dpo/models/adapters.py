@@ -19,9 +19,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from dpo.checkpoint.parts import ModelPart
 from dpo.errors import InputError
 from dpo.models.adapter_dropout import Dropout
-from dpo.parallel.state import local_tensor
+from dpo.parallel.state import full_state, local_tensor
 from dpo.settings.keys import Rule, is_int, read_rule
 from dpo.system.library_logs import silence_bitsandbytes
 from dpo.system.plain_files import check_readable, read_json
@@ -365,23 +366,24 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
     return ParameterCount(trainable, total + sum(layer.in_features * layer.out_features for layer in packed))
 
 
-def what_to_save(model: torch.nn.Module) -> Any:
+def policy_part(model: torch.nn.Module) -> ModelPart:
     """The part of a checkpoint with a policy's trained weights."""
-    return AdapterState(model) if adapter_weights(model, POLICY) else model
+    return (AdapterPart if adapter_weights(model, POLICY) else ModelPart)("policy", model)
 
 
-class AdapterState:
+class AdapterPart(ModelPart):
     """The part of a checkpoint for a policy with an adapter: the adapter alone, also in PEFT's format."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    @property
+    def n_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in adapter_weights(self.source, POLICY).values())
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {PREFIX + key: parameter for key, parameter in adapter_weights(self.model, POLICY).items()}
+    def gather(self, *, copy: bool) -> dict[str, torch.Tensor]:
+        return full_state({PREFIX + key: p for key, p in adapter_weights(self.source, POLICY).items()}, copy=copy)
 
-    def files(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-        """PEFT's files for a gathered state, by name."""
-        config = self.model.peft_config[POLICY].to_dict() | {"inference_mode": True}
+    def convert(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+        """PEFT's files."""
+        config = self.source.peft_config[POLICY].to_dict() | {"inference_mode": True}
         as_lists = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         tensors = {key: tensor.contiguous() for key, tensor in state.items()}
         return {

@@ -126,10 +126,12 @@ def write_card(
     values = redact(plan.values) | {"model.trust_remote_code": origin.had_own_code} if origin.run_dir else {}
     base, name = plan.model.name_or_path, values.get("exp_name")
     loss: Any = plan.loss_options.get("name")
-    sources = [(name, _source(plan, name)) for name in values.get("datasets", ())]
+    sources = [(name, _find_dataset_source(plan, name)) for name in values.get("datasets", ())]
     form = find_prompt_format(origin) if origin.run_dir else None
+    metrics = saved["metrics"] if isinstance(saved.get("metrics"), Mapping) else {}
     licence = _find_licence(base, plan.run.cache_dir)
-    on_hub, alone = _is_on_hub(base), architecture is None
+    on_hub, alone = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None, architecture is None
+    runs_code = origin.had_own_code if alone else bool(list(folder.glob("*.py")))  # beside the base, or in the folder
     card = ModelCard.from_template(
         ModelCardData(
             model_name=name,
@@ -152,8 +154,8 @@ def write_card(
         prompt_format=f"`{MEANINGS[form]}`" if form == HH else form and MEANINGS[form],
         of_base=_base_options(origin) if alone else "",
         quantized=alone and plan.quantized,
-        code=", trust_remote_code=True" if _runs_code(folder, origin, alone=alone) else "",
-        metrics=_metrics(saved.get("metrics")),
+        code=", trust_remote_code=True" if runs_code else "",
+        metrics=[(name, f"{value:.6g}") for name, value in metrics.items() if isinstance(value, (int, float))],
         sources=sources,
         counts=_counts(origin.run_dir),
         settings=[(key, _cell(values[key])) for key in SETTINGS if key in values and key not in SHOWN_ELSEWHERE],
@@ -161,15 +163,6 @@ def write_card(
         licence=_on_licence(licence),
     )
     (folder / "README.md").write_text(card.content, encoding="utf-8")
-
-
-def _is_on_hub(base: str) -> bool:
-    return not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
-
-
-def _runs_code(folder: Path, origin: Origin, *, alone: bool) -> bool:
-    """Whether a model's own code must run: code in the folder or, for an adapter alone, beside its base."""
-    return origin.had_own_code if alone else bool(list(folder.glob("*.py")))
 
 
 def _base_options(origin: Origin) -> str:
@@ -201,7 +194,7 @@ def _kind(architecture: str | None, dtype: torch.dtype | None, adapter: LoraConf
     )
 
 
-def _source(plan: Plan, name: str) -> str:
+def _find_dataset_source(plan: Plan, name: str) -> str:
     """The source of a dataset: its Hub id, or the name of a local file without its private directory."""
     value = plan.data.dataset_sources.get(name)
     if value is None:
@@ -210,11 +203,6 @@ def _source(plan: Plan, name: str) -> str:
     if source.local is not None:
         return f"local files: {source.local.name}"
     return source.path
-
-
-def _metrics(metrics: Any) -> list[tuple[str, str]]:
-    metrics = metrics if isinstance(metrics, Mapping) else {}
-    return [(name, f"{value:.6g}") for name, value in metrics.items() if isinstance(value, (int, float))]
 
 
 def _cell(value: Any) -> str:
@@ -234,7 +222,7 @@ def find_prompt_format(origin: Origin) -> str | None:
         return None
     source = find_source(origin.plan)
     place = source["name"] if origin.adapter is None else str(origin.adapter)
-    return _known(read_metadata(place, source["cache_dir"]).get("prompt_format"))
+    return _known(read_metadata(place, source["cache_dir"], ask_hub=True).get("prompt_format"))
 
 
 def _known(form: Any) -> str | None:
@@ -279,35 +267,30 @@ def _read_json(run_dir: Path | None, name: str) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def read_metadata(model: str, cache_dir: str | None = None) -> Mapping[str, Any]:
-    """The metadata of the card of a model's directory or Hub id; empty without a readable card."""
+def read_metadata(model: str, cache_dir: str | None, *, ask_hub: bool = False) -> Mapping[str, Any]:
+    """The metadata of a model's card, in its directory or the cache; {} without a readable card."""
     folder = Path(model).expanduser()
     try:
-        if not folder.exists():
-            return _read_metadata_of_hub(model, cache_dir)
-        check_readable(folder / "README.md")
-        return metadata_load(folder / "README.md") or {}
+        if folder.exists():
+            check_readable(folder / "README.md")
+            return metadata_load(folder / "README.md") or {}
+        try:
+            return metadata_load(hf_hub_download(model, "README.md", cache_dir=cache_dir, local_files_only=True)) or {}
+        except LocalEntryNotFoundError:  # a download would be retried many times
+            card = model_info(model, timeout=HUB_SECS).card_data if ask_hub else None
+            return card.to_dict() if card else {}
     except Exception:  # anything may be there, and nothing depends on it
         return {}
 
 
-def _read_metadata_of_hub(model: str, cache_dir: str | None) -> Mapping[str, Any]:
-    """The metadata from the cache, else from the Hub, asked once: a download would be retried many times."""
-    try:
-        return metadata_load(hf_hub_download(model, "README.md", cache_dir=cache_dir, local_files_only=True)) or {}
-    except LocalEntryNotFoundError:
-        card = model_info(model, timeout=HUB_SECS).card_data
-        return card.to_dict() if card else {}
-
-
 def _find_licence(base: str, cache_dir: str | None) -> dict[str, str]:
-    """The licence fields of the base model's card."""
+    """The licence in the base model's card, if that is on this machine; a link to one of its files is left out."""
     data = read_metadata(base, cache_dir)
-    found = {key: value for key in ("license", "license_name") if isinstance(value := data.get(key), str) and value}
-    link = data.get("license_link")
-    if isinstance(link, str) and link.startswith(("https://", "http://")):  # others are files that stay where they are
-        found["license_link"] = link
-    return {"license": OTHER if found else UNKNOWN} | found
+    found = {key: data.get(key) for key in ("license", "license_name", "license_link")}
+    found = {key: value for key, value in found.items() if isinstance(value, str) and value}
+    if not found.get("license_link", "https://").startswith(("https://", "http://")):
+        del found["license_link"]
+    return {"license": OTHER if found.keys() - {"license_link"} else UNKNOWN} | found
 
 
 def _on_licence(licence: Mapping[str, str]) -> str:

@@ -1,7 +1,7 @@
 """Export of a checkpoint as a model of transformers, or of an adapter in PEFT's format or merged into its base.
 
-A model consists of config, safetensors, tokenizer, generation config and model card. Weights are read from mapped files
-and written shard by shard, so that no more than a shard is in memory.
+A model consists of config, safetensors, tokenizer, generation config and model card. Weights that stay as they are in
+their file are mapped from it and written shard by shard; merged or converted ones are in memory once.
 """
 
 from __future__ import annotations
@@ -11,28 +11,26 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from transformers.dynamic_module_utils import custom_object_save
+from transformers.pytorch_utils import Conv1D
 
-from dpo.checkpoint.files import EXPORTED, MANIFEST, OF_ADAPTER, check_complete, read_file, sync_directory
+from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file, sync_directory
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, RunError
-from dpo.models.adapters import CONFIG, WEIGHTS, read_adapter
+from dpo.models.adapters import CONFIG, OF_LAYER, WEIGHTS, StoredAdapter, read_adapter
 from dpo.models.card import write_card
 from dpo.models.loading import find_source, resolve_place
-from dpo.models.merging import Addition, base_reader, find_additions, rounding_of_base
 from dpo.models.origin import Origin, find_origin
-from dpo.models.pretrained import DTYPES, load_config, load_structure
+from dpo.models.pretrained import DTYPES, load_config, load_model, load_structure
+from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.weights import read_archive
 from dpo.system.plain_files import read_json, remove
 
@@ -65,7 +63,7 @@ def export(
     if verify:
         for policy in {origin.policy, origin.weights if merge else None} - {None}:
             if (policy.parent / MANIFEST).exists():
-                check_complete(policy.parent, only={policy.name, *OF_ADAPTER})
+                check_complete(policy.parent, only={policy.name, CONFIG, WEIGHTS})
     temporary = out.with_name(f"{_start(out)}{os.getpid()}.tmp")
     try:
         with _explaining(out):
@@ -155,92 +153,117 @@ def _fill_with_adapter(folder: Path, origin: Origin) -> None:
 
 def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: int) -> None:
     source = find_source(origin.plan)
-    structure = load_structure(**source, dtype=torch.float32)
+    model = load_structure(**source, dtype=torch.float32)
     adapter = None if origin.adapter is None else read_adapter(origin.adapter)
-    if adapter is None:
-        read, written = partial(read_archive, str(origin.weights), structure, key=""), partial(_cast, dtype)
-    else:
-        read = base_reader(origin, structure)
-        written = partial(_merged, rounding_of_base(origin, structure), find_additions(adapter, structure), dtype)
-    dtype = _write_weights(folder, read, written, structure, shard_bytes)
-    _write_configs(folder, source, structure, dtype)
-    _write_tokenizer(folder, origin)
-    content = read_file(origin.policy) if origin.policy else {}
-    config = adapter and adapter.config
-    write_card(folder, origin, architecture=type(structure).__name__, dtype=dtype, saved=content, adapter=config)
-
-
-def _cast(dtype: torch.dtype | None, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _merged(
-    rounded: Callable[[str, torch.Tensor], torch.Tensor],
-    additions: Mapping[str, Addition],
-    dtype: torch.dtype | None,
-    name: str,
-    tensor: torch.Tensor,
-) -> torch.Tensor:
-    """A weight of the base as its run had it, plus the adapter's addition."""
-    if not tensor.is_floating_point():
-        return tensor
-    tensor = rounded(name, tensor)
-    of_base = tensor.dtype
-    if name in additions and not tensor.is_meta:
-        tensor = additions[name].to(tensor)
-    return tensor.to(dtype or of_base)
-
-
-def _write_weights(
-    folder: Path,
-    read: Callable[[], Mapping[str, torch.Tensor]],
-    written: Callable[[str, torch.Tensor], torch.Tensor],
-    structure: Any,
-    shard_bytes: int,
-) -> torch.dtype:
-    """Write the shards and, if there are several, their index. Returns the dtype of the weights.
-
-    `read` returns all weights, mapped; `written(name, weight)` returns the weight to write.
-    """
-
-    def read_once() -> dict[str, torch.Tensor]:
-        """All weights, tied ones under their first name only."""
-        state = read()
-        first: dict[int, str] = {}
-        for name, parameter in structure.state_dict(keep_vars=True).items():  # tied weights are one object
-            if name in state:
-                first.setdefault(id(parameter), name)
-        return {name: state[name] for name in first.values()}
-
-    # on the meta device tensors take no memory and share none
-    shapes = {name: written(name, tensor.to("meta")) for name, tensor in read_once().items()}
-    split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_bytes)
-    for file, names in split.filename_to_tensors.items():
-        state = read_once()  # mapped anew, so that the pages of the former shard leave memory
-        tensors = {name: written(name, state[name]).contiguous() for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        del state, tensors
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return next(tensor.dtype for tensor in shapes.values() if tensor.is_floating_point())
-
-
-def _write_configs(folder: Path, source: Mapping[str, Any], structure: Any, dtype: torch.dtype) -> None:
-    """Write the base model's `config.json`, its generation config, and its own Python code, if any."""
-    config = load_config(**source)  # the structure's config has dropout set to 0
-    config.architectures, config.dtype = [type(structure).__name__], dtype
-    for made_by_code in (config, structure):
-        if made_by_code._auto_class is not None:
-            custom_object_save(made_by_code, folder, config=config)
-    if not list(folder.glob("*.py")) and hasattr(config, "auto_map"):  # transformers has the class: code is left out
+    _load_weights(model, origin, adapter, dtype)
+    model.config = config = load_config(**source)  # the structure's has dropout set to 0
+    if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers has the class: code is left out
         del config.auto_map
-    config.to_json_file(folder / "config.json")
+    model.generation_config = transformers.GenerationConfig()
+    model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=False)
     try:
         generation = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
-    except OSError:  # it has none: use its config
-        generation = structure.generation_config
+    except OSError:  # the base has none
+        generation = transformers.GenerationConfig.from_model_config(config)
     generation.to_json_file(folder / "generation_config.json")  # unchanged: save_pretrained refuses some published ones
+    _write_tokenizer(folder, origin)
+    write_card(
+        folder,
+        origin,
+        architecture=type(model).__name__,
+        dtype=model.dtype,
+        saved=read_file(origin.policy) if origin.policy else {},
+        adapter=adapter and adapter.config,
+    )
+
+
+def _read_weights(origin: Origin, structure: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of the model, or of the base under its adapter, mapped if their file allows it."""
+    if origin.weights is not None:
+        return read_archive(str(origin.weights), structure, key="")
+    source, model = find_source(origin.plan), origin.plan.model
+    dtype = DTYPES[model.policy_dtype] if model.random_init else load_config(**source).dtype or torch.float32
+    return load_model(**source, dtype=dtype, random_init=model.random_init, seed=origin.plan.run.seed).state_dict()
+
+
+def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
+    """Load the weights to write into a model without weights: the base's as its run rounded them, merged, in `dtype`.
+
+    A weight that stays as it is in its file is mapped; others are converted one by one.
+    """
+    additions = {} if adapter is None else find_additions(adapter, model)
+    of_run = adapter is not None and origin.run_dir is not None
+    in_4_bits = layers_to_quantize(model) if of_run and origin.plan.quantized else ()
+    state, named = _read_weights(origin, model), model.state_dict(keep_vars=True)
+    stored = {id(named[name]): name for name in reversed(named) if name in state}  # tied weights are one object
+    for name in stored.values():
+        weight = state[name]
+        if not weight.is_floating_point():
+            continue
+        if of_run:
+            weight = weight.to(DTYPES[origin.plan.model.policy_dtype])
+        if (layer := name.removesuffix(".weight")) in in_4_bits:
+            weight = round_to_4bit(weight, model.get_submodule(layer))
+        merged = additions[name].to(weight) if name in additions else weight
+        state[name] = merged.to(dtype or weight.dtype)
+    model.load_state_dict({name: state[stored[id(weight)]] for name, weight in named.items()}, assign=True)
+    model.tie_weights()
+
+
+class Addition(NamedTuple):
+    """The addition of an adapter to a weight: `scaling` times the product of two matrices."""
+
+    left: torch.Tensor  # (rows of the weight, r)
+    right: torch.Tensor  # (r, columns)
+    scaling: float
+
+    def to(self, weight: torch.Tensor) -> torch.Tensor:
+        """The sum of the weight and the addition, in float32."""
+        return weight.to(torch.float32, copy=True).addmm_(self.left.float(), self.right.float(), alpha=self.scaling)
+
+
+def find_additions(stored: StoredAdapter, structure: torch.nn.Module) -> dict[str, Addition]:
+    """The additions of an adapter to a model's weights, by name; only names and shapes of the model are used.
+
+    Raises InputError if the adapter does not fit, or would change a weight that another layer shares.
+    """
+    weights = structure.state_dict(keep_vars=True)  # tied weights are one object
+    uses = Counter(id(weight) for weight in weights.values())
+    scaling = stored.config.lora_alpha / stored.config.r
+    found: dict[str, Addition] = {}
+    for layer in sorted({match[1] for match in map(OF_LAYER.fullmatch, stored.weights) if match}):
+        a, b = (stored.weights.get(f"{layer}.lora_{part}.weight") for part in "AB")  # (r, in), (out, r)
+        name = f"{layer}.weight"
+        if a is None or b is None or name not in weights:
+            raise InputError(
+                f"{stored.directory} does not fit {type(structure).__name__}, which has no such layer: {layer}"
+            )
+        if not _is_targeted(layer, stored.config):
+            raise InputError(f"{stored.directory} has weights for {layer}, which its adapter_config.json does not name")
+        if uses[id(weights[name])] > 1:
+            raise InputError(
+                f"{stored.directory} cannot be merged: {name}, to which it adds, is tied, and what merging would add "
+                f"to the other layer the adapter does not"
+            )
+        # GPT-2 stores a layer's weight as (in, out)
+        left, right = (a.T, b.T) if isinstance(structure.get_submodule(layer), Conv1D) else (b, a)
+        shape = (left.shape[0], right.shape[1])
+        if weights[name].shape != shape or left.shape[1] != right.shape[0]:
+            raise InputError(
+                f"{stored.directory} does not fit {type(structure).__name__}: {layer} is {tuple(weights[name].shape)} "
+                f"in the model and {shape} in the adapter"
+            )
+        found[name] = Addition(left, right, scaling)
+    return found
+
+
+def _is_targeted(layer: str, config: Any) -> bool:
+    """Whether PEFT would adapt a layer. A regular expression is not tried: a foreign one may never finish."""
+    if isinstance(config.target_modules, str) or config.layers_pattern or isinstance(config.exclude_modules, str):
+        return True
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    return bool(check_target_module_exists(config, layer))
 
 
 def _write_tokenizer(folder: Path, origin: Origin) -> None:

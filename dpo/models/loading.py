@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dpo.checkpoint.files import FOLLOWING
 from dpo.errors import InputError
 from dpo.models.adapters import (
     CONFIG,
@@ -30,6 +29,8 @@ from dpo.parallel.device_map import choose_device_map
 from dpo.parallel.sharding import find_blocks
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.settings.plan import AdapterPlan, Plan
+
+FOLLOWING = "reference"  # the part of a checkpoint with a reference that follows the policy
 
 
 def find_source(plan: Plan) -> dict[str, Any]:
@@ -123,20 +124,20 @@ def notes_on_base(plan: Plan) -> list[str]:
     return [f"warning: {adapter} was trained on {base}, and model.name_or_path={name}: make sure that it is the same"]
 
 
-def check_model(plan: Plan) -> None:
-    """Raises InputError for a model that cannot be loaded, or whose layers cannot be sharded as configured."""
-    find_weights(plan)
+def check_model(plan: Plan) -> Weights:
+    """`find_weights`. Raises InputError for a model that cannot be loaded, or whose layers cannot be sharded."""
+    weights = find_weights(plan)
     check_tensor_parallel(find_model_config(plan), plan.dims.tensor_size)
+    return weights
 
 
 def check_parts(plan: Plan) -> None:
     """Raises the InputErrors of loading, as far as possible without reading the model's own weights."""
-    check_model(plan)
+    weights = check_model(plan)
     model, structure = plan.model, find_structure(plan, plan.model.policy_dtype)
     if model.block_name:
         find_blocks(structure, model.block_name)
     check_positions(structure, plan.data.max_length)
-    weights = find_weights(plan)
     if weights.base is not None:
         read_archive(weights.base, structure)
     if plan.lora is not None:
@@ -153,7 +154,7 @@ def model_loaders(
     The second is None if the reference needs no separate model. Ranks other than 0 load no weights. Raises
     InputError as `check_model` does.
     """
-    check_model(plan)
+    base = check_model(plan).base
     # a model that will be sharded or quantized stays on the CPU until then
     whole = not (plan.trainer.multi_process or plan.trainer.cuts_layers or plan.quantized)
     device_map = choose_device_map(plan.gpus) if whole else None
@@ -171,7 +172,6 @@ def model_loaders(
             device_map=device_map,
         )
 
-    base = find_weights(plan).base
     resumes = resume_from is not None and plan.lora is None
     policy = partial(load, plan.model.policy_dtype, str(resume_from) if resumes else base)
     reference = partial(load, plan.reference_dtype, find_following(plan, resume_from) or base)

@@ -77,6 +77,11 @@ class Mesh:
         return [value for part in parts for value in part]
 
 
+def is_rank_0() -> bool:
+    """Whether this process is rank 0 or alone."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def from_rank_0(value: Any) -> Any:
     """Rank 0's value; without other processes, `value` itself."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from dpo.parallel.mesh import Mesh, from_rank_0
+from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.sharding import _from_rank_0
 
 
@@ -39,7 +38,7 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
     Gathers one tensor at a time, so that no device holds the whole model; ranks other than 0 drop them. With `copy` the
     result does not change while training continues; tied tensors stay tied.
     """
-    keep = not dist.is_initialized() or dist.get_rank() == 0
+    keep = is_rank_0()
     copies: dict[tuple, torch.Tensor] = {}
 
     def visit(value: Any) -> Any:
@@ -64,40 +63,28 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:
     """Load an optimizer's whole state dict from rank 0 (None on other ranks); each process keeps its shards."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(isinstance(parameter, DTensor) for parameter in parameters):
-        state = _cut_optimizer_state(parameters, state, mesh)
-    else:
-        state = from_rank_0(state)
-    optimizer.load_state_dict(state)
+
+    def is_sent_alone(i: int, value: Any) -> bool:
+        """Whether a value is as large as its sharded parameter, so that it is sent and sharded by itself."""
+        return isinstance(parameters[i], DTensor) and torch.is_tensor(value) and value.shape == parameters[i].shape
+
+    own = {} if state is None else state["state"]
+    outline = {
+        i: {key: value.to("meta") if is_sent_alone(i, value) else value for key, value in values.items()}
+        for i, values in own.items()
+    }
+    sent = from_rank_0(None if state is None else {**state, "state": outline})
+    for i, values in sent["state"].items():
+        for key, value in values.items():
+            if torch.is_tensor(value) and value.is_meta:
+                whole = own[i][key].to(mesh.device, copy=True) if mesh.rank == 0 else None
+                values[key] = _shard_like(parameters[i], whole, value.dtype, mesh)
+    optimizer.load_state_dict(sent)
     for values in optimizer.state.values():  # on a CPU these may still be mapped from the file
         values.update({key: v.clone() for key, v in values.items() if type(v) is torch.Tensor and v.is_cpu})
 
 
-def _cut_optimizer_state(
-    parameters: Sequence[torch.Tensor], state: dict[str, Any] | None, mesh: Mesh
-) -> dict[str, Any]:
-    """This process's shards of rank 0's state dict of whole tensors."""
-    whole = {} if state is None else {i: dict(values) for i, values in state["state"].items()}
-    for i, values in whole.items():  # tensors as large as their parameter are sent one by one
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameters[i].shape:
-                state["state"][i][key] = _Shaped(value.dtype)
-    sent = from_rank_0(state)
-    for i, values in sent["state"].items():
-        for key, value in values.items():
-            if isinstance(value, _Shaped):
-                own = whole[i][key].to(mesh.device, copy=True) if mesh.rank == 0 else None
-                values[key] = _place_like(parameters[i], own, value.dtype, mesh)
-    return sent
-
-
-class _Shaped(NamedTuple):
-    """A placeholder for a tensor of its parameter's shape."""
-
-    dtype: torch.dtype
-
-
-def _place_like(parameter: DTensor, whole: torch.Tensor | None, dtype: torch.dtype, mesh: Mesh) -> DTensor:
+def _shard_like(parameter: DTensor, whole: torch.Tensor | None, dtype: torch.dtype, mesh: Mesh) -> DTensor:
     """Rank 0's `whole` tensor, sharded like `parameter`."""
     data = _from_rank_0(whole, parameter.shape, dtype, mesh)
     device_mesh = parameter.device_mesh

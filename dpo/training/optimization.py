@@ -69,6 +69,8 @@ class Schedule(LambdaLR):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, on this run's own curve."""
         ours = self.base_lrs
+        known = self.state_dict()  # torch would set any other key as an attribute
+        state = {key: value for key, value in state.items() if key in known}
         super().load_state_dict({**state, "updates": self.updates})
         if self.base_lrs != ours:
             self.notes = [f"learning rate {self.base_lrs[0]:.6g}, as the run began; a new one would have {ours[0]:.6g}"]

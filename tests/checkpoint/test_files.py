@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import ROOT, run_script
+from support.runs import PARTS, ROOT, run_script
 
 from dpo.checkpoint.files import (
-    PARTS,
     BackgroundWriter,
     DamagedCheckpoint,
     check_complete,

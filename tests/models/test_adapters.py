@@ -17,7 +17,6 @@ from dpo.models.adapters import (
     POLICY,
     REFERENCE,
     WEIGHTS,
-    AdapterState,
     StoredAdapter,
     adapter_weights,
     add_adapter,
@@ -25,6 +24,7 @@ from dpo.models.adapters import (
     find_adapter,
     load_adapter,
     make_adapter_config,
+    policy_part,
     read_adapter,
     switch,
 )
@@ -60,9 +60,9 @@ def with_random_adapter(family: str = "llama", targets: str | list[str] = "auto"
 
 def write(model, folder: Path) -> Path:
     """An adapter's files as a checkpoint has them."""
-    state = AdapterState(model)
+    part = policy_part(model)
     folder.mkdir(parents=True)
-    for name, content in state.files({k: v.detach() for k, v in state.state_dict().items()}).items():
+    for name, content in part.convert(part.gather(copy=True)).items():
         (folder / name).write_bytes(content)
     return folder
 
@@ -195,7 +195,8 @@ def of_run(folder: Path, base: str | None = None) -> Path:
     model = with_random_adapter()
     model.peft_config["policy"].base_model_name_or_path = base or LLAMA
     write(model, folder / "step-8")
-    torch.save({"step_idx": 8, "state": AdapterState(model).state_dict(), "metrics": None}, folder / "step-8/policy.pt")
+    state = policy_part(model).gather(copy=True)
+    torch.save({"step_idx": 8, "state": state, "metrics": None}, folder / "step-8/policy.pt")
     (folder / "LATEST").symlink_to("step-8")
     return folder
 
@@ -302,4 +303,4 @@ def test_a_checkpoint_names_its_base_by_a_path_that_stays(tmp_path):
     for archive, base in ((None, LLAMA), (str(sft), str(sft / "step-8" / "policy.pt"))):
         config.model.archive = archive
         model, _ = load_policy(build("llama"), resolve(config), rank=0, resume_from=None)
-        assert json.loads(AdapterState(model).files({})[CONFIG])["base_model_name_or_path"] == base
+        assert json.loads(policy_part(model).convert({})[CONFIG])["base_model_name_or_path"] == base

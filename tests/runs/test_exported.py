@@ -110,12 +110,12 @@ def fail_to_export() -> None:
     """The disk is full when the weights are to be written."""
     import errno
 
-    from dpo.models import export
+    from transformers import modeling_utils
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    export.save_file = full
+    modeling_utils.safe_save_file = full
 
 
 def test_an_export_that_fails_costs_nothing_else(rows, tmp_path):

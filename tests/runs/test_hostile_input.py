@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from support.runs import ROOT, compose, train
+from support.runs import PARTS, ROOT, compose, train
 from transformers import dynamic_module_utils
 
 import train as main
-from dpo.checkpoint.files import MANIFEST, PARTS, hash_manifest
+from dpo.checkpoint.files import MANIFEST, hash_manifest
 from dpo.data.collation import find_examples, padded_batch
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import SplitCounter
@@ -84,7 +84,7 @@ def test_a_manifest_cannot_point_elsewhere(run, tmp_path):
     manifest["files"]["../../secret"] = manifest["files"].pop("policy.pt")
     vouch(file, manifest)
 
-    with pytest.raises(InputError, match=r"manifest\.json lists the wrong files: \.\./\.\./secret, policy\.pt"):
+    with pytest.raises(InputError, match=r"manifest\.json lists files elsewhere: \.\./\.\./secret"):
         run("run", "resume=auto")
 
 

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.runs import read_metrics, train, write_rows
+from support.runs import PARTS, read_metrics, train, write_rows
 
 from dpo.checkpoint.files import (
     MANIFEST,
-    PARTS,
     DamagedCheckpoint,
     check_complete,
     hash_manifest,
@@ -27,8 +26,8 @@ from dpo.checkpoint.files import (
     tidy,
     write_checkpoint,
 )
-from dpo.checkpoint.optimizer_state import find_misfit
-from dpo.checkpoint.saver import Checkpoints, random_state
+from dpo.checkpoint.parts import Part, RandomPart, find_misfit
+from dpo.checkpoint.saver import Checkpoints
 from dpo.errors import InputError
 from dpo.models.weights import find_archive
 from dpo.parallel.mesh import Mesh
@@ -209,10 +208,10 @@ def test_a_part_that_is_something_else_ends_the_run_in_words(part, run, tmp_path
 def test_random_states_that_no_generator_takes_are_damage(state, tmp_path):
     write_checkpoint(tmp_path / "step-8", {"random": state}.items(), step_idx=8, metrics=None, facts={})
     if state == {"states": []}:  # of no process: as of another number of processes
-        Checkpoints(tmp_path, Mesh(), keep=None, log=print).restore(tmp_path / "step-8", {})
+        Checkpoints(tmp_path, Mesh(), keep=None, log=print).restore(tmp_path / "step-8", [RandomPart(Mesh())])
         return
     with pytest.raises(DamagedCheckpoint, match=r"random\.pt does not hold the state of a run: "):
-        Checkpoints(tmp_path, Mesh(), keep=None, log=print).restore(tmp_path / "step-8", {})
+        Checkpoints(tmp_path, Mesh(), keep=None, log=print).restore(tmp_path / "step-8", [RandomPart(Mesh())])
 
 
 # --- an optimizer's own state --------------------------------------------------------------------------------------
@@ -285,14 +284,11 @@ def test_a_run_that_continues_elsewhere_meets_such_files_there(run, tmp_path):
 def test_a_schedulers_state_sets_only_what_it_has(tmp_path):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = Schedule(optimizer, warmup_steps=4, updates=8, kind="cosine", min_ratio=0.0)
-    saved = {
-        "scheduler": {**scheduler.state_dict(), "step": 3, "last_epoch": 2},
-        "random": {"states": [random_state()]},
-    }
+    saved = {"scheduler": {**scheduler.state_dict(), "step": 3, "last_epoch": 2}}
     checkpoint = tmp_path / "step-8"
     write_checkpoint(checkpoint, saved.items(), step_idx=8, metrics=None, facts={})
     checkpoints = Checkpoints(tmp_path, Mesh(), keep=None, log=print)
-    checkpoints.restore(checkpoint, {"scheduler": scheduler})
+    checkpoints.restore(checkpoint, [Part("scheduler", scheduler)])
     optimizer.step()
     scheduler.step()
     assert scheduler.last_epoch == 3

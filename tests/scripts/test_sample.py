@@ -21,7 +21,7 @@ from support.warm import ROOT, Python
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.losses import preference_loss
-from dpo.models.adapters import AdapterState, adapter_weights, add_adapter, make_adapter_config
+from dpo.models.adapters import adapter_weights, add_adapter, make_adapter_config, policy_part
 from dpo.models.answers import Sampling, answer, log_probabilities
 from dpo.models.export import export
 from dpo.models.layouts import Padded
@@ -306,9 +306,10 @@ def adapted_run(run: Path, seed: int, lora: str = "base", archive: Path | None =
     with torch.no_grad():
         for weight in adapter_weights(model, "policy").values():
             weight.copy_(0.05 * torch.randn(weight.shape))
-    state = {name: tensor.detach() for name, tensor in AdapterState(model).state_dict().items()}
+    part = policy_part(model)
+    state = part.gather(copy=True)
     (run / "step-8").mkdir(parents=True)
-    for name, content in AdapterState(model).files(state).items():
+    for name, content in part.convert(state).items():
         (run / "step-8" / name).write_bytes(content)
     torch.save({"step_idx": 8, "state": state, "metrics": None}, run / "step-8" / "policy.pt")
     (run / "LATEST").symlink_to("step-8")

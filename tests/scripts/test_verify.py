@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import run_script
+from support.runs import PARTS, run_script
 
-from dpo.checkpoint.files import PARTS, point, write_checkpoint
+from dpo.checkpoint.files import point, write_checkpoint
 from scripts.verify import main
 
 

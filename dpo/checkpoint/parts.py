@@ -1,0 +1,245 @@
+"""The parts of a checkpoint: what each saves of a run, and how it continues from that."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from dpo.checkpoint.files import DamagedCheckpoint, read_state
+from dpo.errors import InputError
+from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
+from dpo.parallel.state import full_state, load_optimizer
+
+COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "saved_at")
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Part:
+    """The whole state of `source`, in a file NAME.pt of rank 0. Every process must call `gather` and `restore`."""
+
+    n_bytes = 0  # taken by a copy of the state; 0: little
+
+    def __init__(self, name: str, source: Any) -> None:
+        self.name, self.source = name, source
+
+    def gather(self, *, copy: bool) -> Any:
+        """The whole state on rank 0. With `copy` it does not change while training continues."""
+        return full_state(self.source.state_dict(), copy=copy)
+
+    def convert(self, state: Any) -> Mapping[str, bytes]:
+        """Other formats of a gathered state that are saved too: the content of files by name."""
+        return {}
+
+    def restore(self, file: Path) -> None:
+        """Continue from the part's file, which rank 0 reads."""
+        self.source.load_state_dict(from_rank_0(read_state(file) if is_rank_0() else None))
+
+
+class ModelPart(Part):
+    """A model's weights, which are read before the model is distributed (`dpo.models.loading`)."""
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.source.parameters())
+
+    def restore(self, file: Path) -> None:
+        pass
+
+
+class OptimizerPart(Part):
+    """An optimizer's state, whole: each process takes its shards."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+        super().__init__("optimizer", optimizer)
+        self.mesh = mesh
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in tensors_in(list(self.source.state.values())))
+
+    def restore(self, file: Path) -> None:
+        """Load the shards of this process. Raises DamagedCheckpoint if the state does not fit."""
+        state = None
+        if is_rank_0():
+            state = read_state(file)
+            if misfit := find_misfit(self.source, state):
+                raise DamagedCheckpoint(f"{file} does not fit {type(self.source).__name__}: {misfit}")
+            groups = zip(self.source.state_dict()["param_groups"], state["param_groups"], strict=True)
+            state = {**state, "param_groups": [our | dict(their) for our, their in groups]}  # torch may be newer
+        load_optimizer(self.source, state, self.mesh)
+
+
+class RandomPart(Part):
+    """The random states of all processes; another number of processes continues without them."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__("random", None)
+        self.mesh = mesh
+
+    def gather(self, *, copy: bool) -> dict[str, Any]:
+        return {"states": self.mesh.gather_all(random_state())}
+
+    def restore(self, file: Path) -> None:
+        states = from_rank_0(read_state(file)["states"] if is_rank_0() else None)
+        if len(states) == self.mesh.world_size:
+            set_random_state(states[self.mesh.rank])
+
+
+def random_state() -> dict[str, Any]:
+    """The random states of Python, numpy and torch in this process, in types allowed in a checkpoint."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore a `random_state()`, for as many GPUs as this process has now."""
+    random.setstate(state["python"])
+    kind, keys, place, *rest = state["numpy"]
+    if not 0 <= place <= len(keys):  # numpy would accept it
+        raise ValueError(f"{place} is not an index into {len(keys)} keys")
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, *rest))
+    torch.set_rng_state(state["torch"])
+    for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(gpu_state, device)
+
+
+class ReferenceState(Protocol):
+    digest: str | None
+    logps: Stateful
+
+
+class RunState:
+    """The counters of a run, the cached reference log-probabilities, and the states of other parts.
+
+    Without a reference, `frozen` is, on rank 0, the digest of the base under an adapter, which is not saved either.
+    """
+
+    def __init__(self, reference: ReferenceState | None, frozen: str | None, *, rank: int, **parts: Stateful) -> None:
+        self.example_counter = 0  # examples trained on
+        self.batch_counter = 0  # updates applied or skipped
+        self.evaluated_at = self.saved_at = -1  # number of examples; an evaluation outdates an earlier checkpoint
+        self._frozen = reference.digest if reference else frozen
+        self._reference, self._rank, self._parts = reference, rank, parts
+
+    def count(self, n_examples: int) -> tuple[int, int]:
+        """Count one more update of `n_examples`. Returns (updates, examples) including it."""
+        self.batch_counter += 1
+        self.example_counter += n_examples
+        return self.batch_counter, self.example_counter
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self, name) for name in COUNTERS},
+            "reference": self._frozen,
+            **({"reference_logps": self._reference.logps.state_dict()} if self._reference else {}),
+            **{name: part.state_dict() for name, part in self._parts.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state_dict()`. Raises InputError if the reference has changed."""
+        if self._rank == 0 and state["reference"] != self._frozen:
+            what = "reference" if self._reference else "base"
+            raise InputError(f"the {what} model has changed since the checkpoint: model.name_or_path or model.archive")
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        if self._reference:
+            self._reference.logps.load_state_dict(state["reference_logps"])
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+
+
+def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
+    """Why a state of the right form does not fit this optimizer; None if it does.
+
+    Parameters are counted in `optimizer.state_dict()`, which is that of the whole model even if devices hold slices.
+    """
+    ours, theirs = optimizer.state_dict()["param_groups"], state["param_groups"]
+    numbers = [[*range(n, n + len(group["params"]))] for n, group in _numbered(ours)]
+    if [list(group["params"]) for group in theirs] != numbers:
+        return f"it has {sum(len(group['params']) for group in theirs)} parameters, not {sum(map(len, numbers))}"
+    for our, their in zip(ours, theirs, strict=True):
+        if odd := [key for key in our if key in their and not _alike(our[key], their[key])]:
+            return f"its settings {', '.join(odd)} should be {', '.join(str(our[key]) for key in odd)}"
+    shapes: list[Any] = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
+    if len(shapes) != sum(map(len, numbers)):
+        shapes = [None] * sum(map(len, numbers))  # shapes of slices cannot be compared
+    for number, values in state["state"].items():
+        if number >= len(shapes):
+            return f"it has state for parameter {number} of only {len(shapes)}"
+        if odd := _find_odd_state(type(optimizer), values, shapes[number]):
+            return f"parameter {number}: {odd}"
+    return None
+
+
+def _find_odd_state(
+    kind: type[torch.optim.Optimizer], values: Mapping[str, Any], shape: torch.Size | None
+) -> str | None:
+    keys = _list_state_keys(kind, 2 if shape is None else len(shape))
+    if set(values) != keys:
+        return f"its keys are {', '.join(values)}, not {', '.join(sorted(keys))}"
+    for key, value in values.items():
+        if shape is not None and isinstance(value, torch.Tensor) and not _spreads_to(value.shape, shape):
+            return f"{key} has shape {tuple(value.shape)}, not {tuple(shape)}"
+    return None
+
+
+def _numbered(groups: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields each group with the number of parameters before it."""
+    before = 0
+    for group in groups:
+        yield before, group
+        before += len(group["params"])
+
+
+def _alike(ours: Any, theirs: Any) -> bool:
+    """Whether two settings have the same type; numbers all match, and None, lists and tuples match anything."""
+    if _is_number(ours):
+        return _is_number(theirs)
+    return ours is None or theirs is None or isinstance(theirs, type(ours)) or isinstance(ours, (list, tuple))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@cache
+def _list_state_keys(kind: Callable[..., torch.optim.Optimizer], ndim: int) -> set[str]:
+    """The keys of an optimizer class's state per parameter, found by updating one."""
+    parameter = torch.nn.Parameter(torch.zeros((2,) * ndim))
+    parameter.grad = torch.zeros_like(parameter)
+    probe = kind([parameter], lr=1.0)
+    probe.step()
+    return set(probe.state[parameter])
+
+
+def _spreads_to(shape: torch.Size, whole: torch.Size) -> bool:
+    """Whether a shape broadcasts to a parameter's: the same, one value in all, or one per row or column."""
+    return len(shape) <= len(whole) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))
+
+
+def tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in a nested state."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from tensors_in(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from tensors_in(value)
