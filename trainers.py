@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import sys
@@ -128,7 +127,10 @@ class Trainer:
 
     def _make_reference(self, reference_model: Any, frozen: str | None) -> Reference | None:
         plan = self.plan
-        logps = ReferenceLogps(self.data.n_examples, 4 if self.loss.needs_tails else 2)
+        lengths = plan.data.max_length, plan.data.max_prompt_length
+        logps = ReferenceLogps(
+            self.data.n_examples, 4 if self.loss.needs_tails else 2, repr((self.data.identity, *lengths))
+        )
         if plan.reference in ("base", "adapter"):
             adapter = adapters.REFERENCE if plan.reference == "adapter" else None
             return Reference(self.policy, frozen, logps, adapters.switch(self.policy, adapter))
@@ -265,10 +267,7 @@ class Trainer:
             self.self_test()
             self._predict_evaluation(time.perf_counter() - start)
         if self.plan.caches_reference_first:
-            lengths = self.plan.data.max_length, self.plan.data.max_prompt_length
-            scored = self.reference.digest, self.data.identity, lengths, self.loss.needs_tails
-            name = hashlib.sha256(repr(scored).encode()).hexdigest()
-            path = Path(self.plan.run.local_dir) / "reference_logps" / f"{name}.npz"
+            path = self.reference.logps.find_path(self.plan.run.local_dir, self.reference.digest)
             batches = itertools.chain(self.eval_batches, self.batches.train())
             total = len(self.eval_batches) + self.data.report.updates
             self.progress.line(self.objective.score_all(self.progress.over(batches, total=total, what="score"), path))

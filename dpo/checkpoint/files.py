@@ -162,8 +162,10 @@ def check_complete(
             if only is not None and name not in only:
                 continue
             check_readable(directory / name, DamagedCheckpoint)
-            if (directory / name).stat().st_size != expected["bytes"]:
-                raise DamagedCheckpoint(f"{directory / name}: checksum mismatch")
+            if (size := (directory / name).stat().st_size) != expected["bytes"]:
+                raise DamagedCheckpoint(
+                    f"{directory / name}: checksum mismatch ({size} bytes, not {expected['bytes']})"
+                )
             parts += split_into_blocks(directory / name, expected["bytes"], manifest["blocks"][name])
         if wrong := find_wrong(parts, progress):
             raise DamagedCheckpoint(f"{wrong.path}: checksum mismatch")
