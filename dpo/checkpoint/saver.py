@@ -12,7 +12,7 @@ from dpo.checkpoint.files import WRONG_FORM, BackgroundWriter, DamagedCheckpoint
 from dpo.checkpoint.parts import Part
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh
-from dpo.system.host_memory import host_memory
+from dpo.system.host import host_memory
 from dpo.system.waiting import made_progress, meet_rank_0
 
 

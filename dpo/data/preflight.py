@@ -24,7 +24,7 @@ from dpo.data.tokenizer import doubts_about_bos, load_tokenizer
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.plan import Plan, TrainingPlan
-from dpo.system.host_memory import give_back_freed_memory
+from dpo.system.host import release_freed_memory
 from dpo.system.sharing import once_per_machine
 
 
@@ -352,7 +352,7 @@ def prepare_data(
             f"the train split of {', '.join(names)} has {count(n, 'example')}, too few for one batch of "
             f"batch_size={batch_size}: {fix}"
         )
-    give_back_freed_memory()  # of the texts as Python strings
+    release_freed_memory()  # of the texts as Python strings
     updates, dropped = count_updates(
         reports["train"].examples, batch_size=batch_size, n_epochs=n_epochs, n_examples=n_examples
     )

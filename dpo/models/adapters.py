@@ -24,7 +24,7 @@ from dpo.errors import InputError
 from dpo.models.adapter_dropout import Dropout
 from dpo.parallel.state import full_state, local_tensor
 from dpo.settings.keys import Rule, is_int, read_rule
-from dpo.system.library_logs import silence_bitsandbytes
+from dpo.system.host import silence_bitsandbytes
 from dpo.system.plain_files import check_readable, read_json
 
 if TYPE_CHECKING:

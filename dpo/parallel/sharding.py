@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.tensor_parallel import cut_modules, find_plan
-from dpo.system.host_memory import host_memory
+from dpo.system.host import host_memory
 
 
 def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:

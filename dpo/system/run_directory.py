@@ -1,15 +1,16 @@
-"""The directory of a run: created once, never shared by two runs, with records of config and environment."""
+"""Places on this machine, and the directory of a run: created once, never shared, with config and environment."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import getpass
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +39,28 @@ PACKAGES = (
     "numpy",
     "accelerate",
 )
+
+
+def get_local_dir(prefixes: Sequence[str]) -> str:
+    """`PREFIX/USER` for the first prefix that exists, else for the last.
+
+    Creates nothing, unlike the reference implementation.
+    """
+    prefix = next((p for p in prefixes if os.path.exists(p)), prefixes[-1])
+    return os.path.join(prefix, getpass.getuser())
+
+
+def get_cache_dir(local_dirs: Sequence[str]) -> str | None:
+    """The cache directory of models and datasets: `LOCAL_DIR/USER`.
+
+    None, the libraries' default, if the environment sets `XDG_CACHE_HOME` or `HF_HOME`.
+    """
+    return None if {"XDG_CACHE_HOME", "HF_HOME"} & os.environ.keys() else get_local_dir(local_dirs)
+
+
+def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
+    """`LOCAL_DIR/EXP_NAME_TIMESTAMP`, to the microsecond so that quick sweeps don't collide. Creates nothing."""
+    return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
 
 
 def _git(*arguments: str) -> str:

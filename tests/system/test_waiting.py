@@ -24,7 +24,7 @@ from dpo.checkpoint.files import check_complete
 from dpo.errors import RunError
 from dpo.parallel.mesh import Mesh
 from dpo.settings.plan import ParallelDims
-from dpo.system.host_memory import HostMemory
+from dpo.system.host import HostMemory
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import made_progress, meet_rank_0
 from trainers import BasicTrainer
