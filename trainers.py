@@ -406,13 +406,9 @@ class FSDPTrainer(BasicTrainer):
     spec = choices.FSDP
 
     def notes(self) -> list[str]:
-        model, shards = self.plan.model, self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
-        if (
-            not shards
-            or self.plan.values["model.fsdp_policy_mp"]
-            or model.autocast
-            or self.plan.compute_dtype != "float32"
-        ):
+        chosen = self.plan.values["model.fsdp_policy_mp"] or self.plan.model.autocast
+        shards = self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
+        if chosen or not shards or self.plan.compute_dtype != "float32":
             return super().notes()
         gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters()) / self.mesh.tensor_size
         return [
