@@ -161,34 +161,30 @@ def check_complete(
         for name, expected in manifest["files"].items():
             if only is not None and name not in only:
                 continue
-            check_readable(directory / name, DamagedCheckpoint)
+            check_readable(directory / name)
             if (directory / name).stat().st_size != expected["bytes"]:
                 raise DamagedCheckpoint(f"{directory / name}: checksum mismatch")
             parts += split_into_blocks(directory / name, expected["bytes"], manifest["blocks"][name])
         if wrong := find_wrong(parts, progress):
             raise DamagedCheckpoint(f"{wrong.path}: checksum mismatch")
+    except DamagedCheckpoint:
+        raise
     except (OSError, *WRONG_FORM) as error:
-        raise _as_damage(directory, error) from error
+        raise DamagedCheckpoint(f"{directory} cannot be read ({error})") from error
     return manifest
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     try:
-        manifest = read_json(path, DamagedCheckpoint)
+        manifest = read_json(path)
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{directory} has no manifest") from error
-    except OSError as error:
-        raise _as_damage(directory, error) from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
     if strange := sorted(name for name in manifest["files"] if Path(name).name != name):
         raise DamagedCheckpoint(f"{path} lists files elsewhere: {', '.join(strange)}")
     return manifest
-
-
-def _as_damage(directory: Path, error: Exception) -> DamagedCheckpoint:
-    return error if isinstance(error, DamagedCheckpoint) else DamagedCheckpoint(f"{directory} cannot be read ({error})")
 
 
 def check_parts(directory: Path, files: Iterable[str], progress: Callable[[], None] = no_progress) -> None:
@@ -211,7 +207,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
     copy tensors that it keeps, as the file may be deleted.
     """
     try:
-        check_readable(path, DamagedCheckpoint)
+        check_readable(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
     except (MemoryError, DamagedCheckpoint):
         raise

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from dpo.checkpoint.parts import ModelPart
-from dpo.errors import InputError
+from dpo.errors import InputError, explaining
 from dpo.models.adapter_dropout import Dropout
 from dpo.parallel.state import full_state, local_tensor
 from dpo.settings.keys import Rule, is_int, read_rule
@@ -148,13 +148,9 @@ def base_named_by(directory: Path) -> str | None:
         return _read_config(directory).get("base_model_name_or_path") or None
 
 
-@contextmanager
-def _explaining(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise InputError(f"{directory} is not an adapter in PEFT's format: {reason}") from error
+def _explaining(directory: Path) -> AbstractContextManager[None]:
+    errors = (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError)
+    return explaining(errors, lambda why: InputError(f"{directory} is not an adapter in PEFT's format: {why}"))
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -216,11 +212,9 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is intended
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT corrects it for GPT-2
         torch.manual_seed(seed)
-        try:
+        kind = type(model).__name__
+        with explaining(ValueError, lambda why: InputError(f"{targets} cannot be adapted in {kind}: {why}")):
             peft.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=on_meta)
-        except ValueError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise InputError(f"{targets} cannot be adapted in {type(model).__name__}: {reason}") from error
     if isinstance(config.target_modules, set):  # PEFT accepts a single match
         names = [key.removesuffix(".base_layer") for key, _ in model.named_modules()]
         if absent := sorted(t for t in config.target_modules if not any(f".{n}".endswith(f".{t}") for n in names)):

@@ -11,15 +11,15 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from dpo.errors import InputError, RunError
-from dpo.system.plain_files import check_link, check_writable
+from dpo.errors import InputError, RunError, explaining
+from dpo.system.plain_files import check_link, check_writable, replacing
 from dpo.system.redaction import redact
 
 LOCK = ".lock"
@@ -142,9 +142,8 @@ def add_to_record(run_dir: Path, **more: Any) -> None:
     except (OSError, ValueError):
         return
     if isinstance(facts, dict):
-        beside = path.with_name(f".{path.name}.tmp")
-        beside.write_text(json.dumps({**facts, **more}, indent=2) + "\n", encoding="utf-8")
-        beside.replace(path)
+        with replacing(path) as beside:
+            beside.write_text(json.dumps({**facts, **more}, indent=2) + "\n", encoding="utf-8")
 
 
 def now() -> str:
@@ -191,11 +190,6 @@ def explaining_full_disk(run_dir: str | Path) -> Iterator[None]:
         raise RunError(f"{run_dir} cannot be written ({error}): free some space; checkpoints are intact") from error
 
 
-@contextmanager
-def _explaining(path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"local_run_dir={path} cannot be written: {error}; choose another, or set local_dirs, where it is created"
-        ) from error
+def _explaining(path: str | Path) -> AbstractContextManager[None]:
+    advice = "choose another, or set local_dirs, where it is created"
+    return explaining(OSError, lambda why: InputError(f"local_run_dir={path} cannot be written: {why}; {advice}"))

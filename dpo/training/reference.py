@@ -20,7 +20,7 @@ from dpo.data.examples import KEY_BYTES
 from dpo.errors import InputError, RunError
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import local_tensor
-from dpo.system.plain_files import check_readable
+from dpo.system.plain_files import check_readable, replacing
 from dpo.training.batches import Batch
 
 KEY = np.dtype(f"S{KEY_BYTES}")  # compares byte by byte; only its printed form drops trailing zeros
@@ -150,12 +150,10 @@ class ReferenceLogps:
         """Write all entries to a file, atomically."""
         keys, logps = self._known.arrays()
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        with beside.open("wb") as file:
+        with replacing(path) as beside, beside.open("wb") as file:
             np.savez(file, keys=keys.view(np.uint8).reshape(-1, KEY_BYTES), logps=logps)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
 
     def score_all(
         self,
