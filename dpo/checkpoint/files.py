@@ -25,7 +25,7 @@ import torch
 
 from dpo.checkpoint.checksums import HashedFile, find_wrong, no_progress, split_into_blocks
 from dpo.errors import InputError, RunError
-from dpo.system.plain_files import check_link, check_readable, read_json, remove
+from dpo.system.plain_files import check_link, check_readable, read_json, remove, replacing
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d+)")
@@ -114,10 +114,8 @@ def sync_directory(directory: Path) -> None:
 def point(link: Path, target: Path) -> None:
     """Make `link` (LATEST, BEST) a symbolic link to `target`, a sibling directory, atomically."""
     check_link(link)  # it is a directory if the run was copied with links followed
-    temporary = link.with_name(f".{link.name}.tmp")
-    remove(temporary)
-    temporary.symlink_to(target.name, target_is_directory=True)
-    temporary.replace(link)
+    with replacing(link) as beside:
+        beside.symlink_to(target.name, target_is_directory=True)
     sync_directory(link.parent)
 
 
@@ -136,8 +134,6 @@ def tidy(run_dir: Path) -> None:
     for kind in ("tmp", "former", "pruned"):
         for rest in run_dir.glob(f".step-*.{kind}"):
             remove(rest)
-    for link in ("LATEST", "BEST"):
-        remove(run_dir / f".{link}.tmp")
     for rest in run_dir.glob(f"step-*/.{EXPORTED}.*.tmp"):
         remove(rest)
 

@@ -28,7 +28,7 @@ from dpo.errors import InputError
 from dpo.settings.files import dotted, load_defaults
 from dpo.settings.keys import KEYS, Resume
 from dpo.settings.plan import Plan
-from dpo.system.plain_files import check_readable, check_writable, move_aside, remove
+from dpo.system.plain_files import check_readable, check_writable, move_aside, replacing
 from dpo.system.redaction import redact
 from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, lock_run_dir
 from dpo.system.waiting import made_progress
@@ -290,17 +290,12 @@ def _begin_with(found: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
         if log.exists():
             check_readable(log)
             _copy(log, run_dir / log.name)
-    temporary = run_dir / f".{found.path.name}.tmp"
-    remove(temporary)
-    try:
-        temporary.mkdir()
+    with replacing(run_dir / found.path.name) as copy:
+        copy.mkdir()
         for name in (*found.manifest["files"], MANIFEST):
-            _link(found.path / name, temporary / name)
-        sync_directory(temporary)
-        temporary.rename(run_dir / found.path.name)
-        sync_directory(run_dir)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            _link(found.path / name, copy / name)
+        sync_directory(copy)
+    sync_directory(run_dir)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -142,10 +142,20 @@ def read_adapter(directory: Path) -> StoredAdapter:
     return StoredAdapter(directory, config, {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()})
 
 
-def base_named_by(directory: Path) -> str | None:
-    """The base that an adapter in PEFT's format names: a Hub id, a directory, or, for one of ours, a `policy.pt`."""
+class Base(NamedTuple):
+    """The base that an adapter names; neither a name nor an archive if its run drew the base from a seed."""
+
+    name: str | None = None  # a Hub id or a directory
+    archive: Path | None = None  # a `policy.pt`, which our adapters may name
+
+
+def find_base(directory: Path) -> Base:
+    """The base that an adapter in PEFT's format names; it may be gone."""
     with _explaining(directory):
-        return _read_config(directory).get("base_model_name_or_path") or None
+        named = _read_config(directory).get("base_model_name_or_path") or None
+    if named is not None and (named.endswith(".pt") or Path(named).is_file()):
+        return Base(archive=Path(named))
+    return Base(name=named)
 
 
 def _explaining(directory: Path) -> AbstractContextManager[None]:
@@ -163,11 +173,6 @@ def _read_config(directory: Path) -> dict[str, Any]:
         if key in written and not rule.holds(written[key]):
             raise InputError(f"{path}: {key}={json.dumps(written[key])[:100]} must be {rule.wanted}")
     return {key: value for key, value in written.items() if key != "auto_mapping"}  # it names modules to import
-
-
-def is_archive(base: str) -> bool:
-    """Whether the base that an adapter names is a `policy.pt`."""
-    return base.endswith(".pt") or Path(base).is_file()
 
 
 def add_adapter(

@@ -15,9 +15,8 @@ from dpo.models.adapters import (
     POLICY,
     REFERENCE,
     add_adapter,
-    base_named_by,
     find_adapter,
-    is_archive,
+    find_base,
     load_adapter,
     make_adapter_config,
     read_adapter,
@@ -83,12 +82,10 @@ class Weights(NamedTuple):
         adapter = find_adapter(archive)
         if adapter is None:
             return cls(archive, None)
-        base = base_named_by(adapter)
-        if base is None or not is_archive(base):
-            return cls(None, adapter)
-        if not Path(base).is_file():
+        base = find_base(adapter).archive
+        if base is not None and not base.is_file():
             raise InputError(f"{base}, the base of {adapter}, is not there: name it in {adapter / CONFIG}")
-        return cls(base, adapter)
+        return cls(base and str(base), adapter)
 
 
 def find_weights(plan: Plan) -> Weights:
@@ -118,8 +115,8 @@ def find_weights(plan: Plan) -> Weights:
 def notes_on_base(plan: Plan) -> list[str]:
     """A warning if the adapter of `model.archive` names another base than the model, maybe a copy of it."""
     adapter, name = find_adapter(plan.model.archive), plan.model.name_or_path
-    base = None if adapter is None else base_named_by(adapter)
-    if base is None or is_archive(base) or resolve_place(base) == resolve_place(name):
+    base = adapter and find_base(adapter).name
+    if base is None or resolve_place(base) == resolve_place(name):
         return []
     return [f"warning: {adapter} was trained on {base}, and model.name_or_path={name}: make sure that it is the same"]
 
