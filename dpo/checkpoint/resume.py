@@ -117,7 +117,9 @@ def _continue_here(plan: Plan, source: Path, logs: Sequence[str]) -> Run:
     tidy(run.directory)
     found = _find_whole(source, plan)
     if found is None:
-        _move_logs_aside(run.directory, logs)
+        for log in (run.directory / name for name in logs if (run.directory / name).exists()):
+            aside = move_aside(log).name
+            print(f"{run.directory} holds no checkpoint, so the run starts over; {log.name} becomes {aside}")
         return run
     if _is_named(source):
         _refuse_going_back(found, plan.run.resume)
@@ -204,11 +206,6 @@ def _move_damaged_aside(found: ResumePoint, run_dir: Path) -> None:
             path.rename(next(name for name in names if not name.exists()))
 
 
-def _move_logs_aside(run_dir: Path, logs: Sequence[str]) -> None:
-    for log in (run_dir / name for name in logs if (run_dir / name).exists()):
-        print(f"{run_dir} holds no checkpoint, so the run starts over; {log.name} becomes {move_aside(log).name}")
-
-
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
     """Raises InputError that names all changed keys which a resumed run may not change."""
     defaults = {key: value for key, value in dotted(load_defaults()) if key in KEYS and key in config}
@@ -263,11 +260,11 @@ def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
 def model_facts(model_config: Any) -> dict[str, Any]:
     """The entries of a model's config that affect what is computed: dotted keys, JSON values."""
     facts = dotted(json.loads(model_config.to_json_string(use_diff=False)))
-    return {key: value for key, value in facts if not any(map(_is_no_fact, key.split(".")))}
-
-
-def _is_no_fact(key: str) -> bool:
-    return key.startswith("_") or key in NOT_COMPUTED or key.endswith(DROPOUT)
+    return {
+        key: value
+        for key, value in facts
+        if not any(k.startswith("_") or k in NOT_COMPUTED or k.endswith(DROPOUT) for k in key.split("."))
+    }
 
 
 def record_config(plan: Plan) -> dict[str, Any]:

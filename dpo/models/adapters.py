@@ -41,16 +41,11 @@ KNOWN = {
 }
 
 
-def _compiles(pattern: str) -> bool:
+def _is_pattern(value: Any) -> bool:
     try:
-        re.compile(pattern)
+        return isinstance(value, str) and re.compile(value) is not None
     except (re.error, OverflowError, RecursionError):
         return False
-    return True
-
-
-def _is_pattern(value: Any) -> bool:
-    return isinstance(value, str) and _compiles(value)
 
 
 TARGETS = Rule(
