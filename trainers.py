@@ -29,9 +29,8 @@ from dpo.models.loading import FOLLOWING, load_policy, load_reference, notes_on_
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, remarks
 from dpo.models.scoring import ScorerFailed
 from dpo.numbers import clock_time
-from dpo.parallel.device_map import move_less
 from dpo.parallel.mesh import Mesh
-from dpo.parallel.sharding import accumulate, distribute, find_blocks, release_gathered
+from dpo.parallel.sharding import accumulate, distribute, find_blocks, move_less, release_gathered
 from dpo.parallel.state import full_tensor
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.anomalies import NonFinite

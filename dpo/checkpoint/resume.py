@@ -31,7 +31,7 @@ from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, check_writable, move_aside, replacing
 from dpo.system.redaction import redact
 from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, lock_run_dir
-from dpo.system.waiting import made_progress
+from dpo.system.waiting import report_progress
 
 FACTS = {"updates", "evaluated", "best_at", "config", "data", "tokens", "model"}  # about the run, in a manifest
 # keys of a model's config that do not affect what is computed: its origin, and settings that keys of ours decide
@@ -164,10 +164,10 @@ def _find_whole(source: Path, plan: Plan) -> ResumePoint | None:
     reasons = ""
     for path in candidates:
         try:
-            manifest = check_complete(path, made_progress)
+            manifest = check_complete(path, report_progress)
             if missing := FACTS - manifest.keys():
                 raise DamagedCheckpoint(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}")
-            check_parts(path, manifest["files"], made_progress)
+            check_parts(path, manifest["files"], report_progress)
         except DamagedCheckpoint as error:
             print(f"warning: checkpoint skipped: {error}")
             reasons += f"; {error}"
@@ -305,6 +305,6 @@ def _link(source: Path, target: Path) -> None:
 
 def _copy(source: Path, target: Path) -> None:
     """Copy a file and sync the copy to the disk."""
-    with source.open("rb") as file, HashedFile(target, made_progress) as copy:
+    with source.open("rb") as file, HashedFile(target, report_progress) as copy:
         shutil.copyfileobj(file, copy, BLOCK)
         copy.sync()

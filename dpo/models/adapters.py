@@ -71,7 +71,7 @@ RULES = {  # for the values that are used here
     "fan_in_fan_out": read_rule("flag"),
 }
 CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also modify the base
-OF_LAYER = re.compile(r"(.+)\.lora_[AB]\.weight")
+FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
 
 
 class ParameterCount(NamedTuple):
@@ -124,7 +124,7 @@ def read_adapter(directory: Path) -> StoredAdapter:
         f"{key}={value}" for key, value in vars(config).items() if value and key not in KNOWN and value != plain[key]
     ]
     found += [f"init_lora_weights={how}" for how in [config.init_lora_weights] if str(how).startswith(CHANGE_THE_BASE)]
-    found += sorted(name for name in weights if not OF_LAYER.fullmatch(name))[:3]
+    found += sorted(name for name in weights if not FACTOR_NAME.fullmatch(name))[:3]
     if found:
         raise InputError(
             f"{directory} holds an adapter with {', '.join(found)}, which is not supported here: merge it into its "
@@ -298,7 +298,7 @@ def base_weights(model: Any) -> dict[str, torch.Tensor]:
     return {
         key.replace(".base_layer.", "."): tensor
         for key, tensor in model.state_dict().items()
-        if not _is_of_adapter(key)
+        if not _is_adapter_weight(key)
     }
 
 
@@ -307,11 +307,11 @@ def weights_in_use(model: Any) -> list[torch.Tensor]:
     [name] = {name for layer in _adapted_layers(model) for name in layer.active_adapters} or {None}
     adapter = {} if name is None else adapter_weights(model, name)
     adds = any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key)
-    base = [parameter for key, parameter in model.named_parameters() if not _is_of_adapter(key)]
+    base = [parameter for key, parameter in model.named_parameters() if not _is_adapter_weight(key)]
     return [*base, *(adapter.values() if adds else ())]
 
 
-def _is_of_adapter(key: str) -> bool:
+def _is_adapter_weight(key: str) -> bool:
     return ".lora_A." in key or ".lora_B." in key
 
 

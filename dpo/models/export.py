@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file, sync_directory
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, RunError, explaining
-from dpo.models.adapters import CONFIG, OF_LAYER, WEIGHTS, StoredAdapter, read_adapter
+from dpo.models.adapters import CONFIG, FACTOR_NAME, WEIGHTS, StoredAdapter, read_adapter
 from dpo.models.card import write_card
 from dpo.models.loading import find_source, resolve_place
 from dpo.models.origin import Origin, find_origin
@@ -197,7 +197,7 @@ def find_additions(stored: StoredAdapter, structure: torch.nn.Module) -> dict[st
     uses = Counter(id(weight) for weight in weights.values())
     scaling = stored.config.lora_alpha / stored.config.r
     found: dict[str, Addition] = {}
-    for layer in sorted({match[1] for match in map(OF_LAYER.fullmatch, stored.weights) if match}):
+    for layer in sorted({match[1] for match in map(FACTOR_NAME.fullmatch, stored.weights) if match}):
         a, b = (stored.weights.get(f"{layer}.lora_{part}.weight") for part in "AB")  # (r, in), (out, r)
         name = f"{layer}.weight"
         if a is None or b is None or name not in weights:

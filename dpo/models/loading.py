@@ -24,8 +24,7 @@ from dpo.models.adapters import (
 from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure
 from dpo.models.quantization import quantize
 from dpo.models.weights import find_archive, model_digest, read_archive
-from dpo.parallel.device_map import choose_device_map
-from dpo.parallel.sharding import find_blocks
+from dpo.parallel.sharding import choose_device_map, find_blocks
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.settings.plan import AdapterPlan, Plan
 
@@ -193,7 +192,7 @@ def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None)
         if plan.reference == "adapter":
             sources[REFERENCE] = weights.adapter
         _add_adapters(model, plan.lora, list(sources), seed=plan.run.seed)
-        model.peft_config[POLICY].base_model_name_or_path = _name_of_base(plan, weights)
+        model.peft_config[POLICY].base_model_name_or_path = _name_base(plan, weights)
         for name, source in sources.items():
             if source is not None and rank == 0:  # rank 0 sends them to the others
                 _load(model, source, plan.lora, name)
@@ -220,7 +219,7 @@ def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | Non
     return compile_blocks(model, plan), digest
 
 
-def _name_of_base(plan: Plan, weights: Weights) -> str | None:
+def _name_base(plan: Plan, weights: Weights) -> str | None:
     """A lasting name for the base of an adapter: a Hub id or an absolute path; None if drawn from the seed."""
     if weights.base is not None:
         return resolve_place(str(find_archive(weights.base)))

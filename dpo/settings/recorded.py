@@ -50,7 +50,7 @@ def plan_recorded(config: Mapping[str, Any], *, where: str, keys: tuple[str, ...
         complete = with_defaults(config)
         problems = [problem for problem in find_config_problems(complete) if problem.startswith(keys)]
     except OmegaConfBaseException as error:
-        raise InputError(f"{where} is no config of a run: {one_sentence(error)}") from error
+        raise InputError(f"{where} is not the config of a run: {one_sentence(error)}") from error
     if problems:
         raise InputError(f"{where}: {'; '.join(problems)}")
     return resolve(complete)
