@@ -28,9 +28,8 @@ from dpo.models.loading import FOLLOWING, load_policy, load_reference, notes_on_
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, remarks
 from dpo.models.scoring import ScorerFailed
 from dpo.numbers import clock_time
-from dpo.parallel.device_map import move_less
 from dpo.parallel.mesh import Mesh
-from dpo.parallel.sharding import accumulate, distribute, find_blocks, release_gathered
+from dpo.parallel.sharding import accumulate, distribute, find_blocks, move_less, release_gathered
 from dpo.parallel.state import full_tensor
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.anomalies import NonFinite
@@ -410,8 +409,9 @@ class FSDPTrainer(BasicTrainer):
     spec = choices.FSDP
 
     def notes(self) -> list[str]:
-        model, shards = self.plan.model, self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
-        if not shards or model.fsdp_policy_mp or model.autocast or self.plan.compute_dtype != "float32":
+        chosen = self.plan.values["model.fsdp_policy_mp"] or self.plan.model.autocast
+        shards = self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
+        if chosen or not shards or self.plan.compute_dtype != "float32":
             return super().notes()
         gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters()) / self.mesh.tensor_size
         return [

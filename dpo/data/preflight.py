@@ -26,7 +26,7 @@ from dpo.data.tokenizer import doubts_about_bos, identify_tokenizer, load_tokeni
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.plan import Plan, TrainingPlan
-from dpo.system.host_memory import give_back_freed_memory
+from dpo.system.host import release_freed_memory
 from dpo.system.waiting import once_per_machine
 
 GetDataset = Callable[..., PreferenceData]  # loads a dataset by name
@@ -418,7 +418,7 @@ def prepare_data(
         return facts, find_key() == key  # else a file was changed while it was read
 
     place = find_or_build(Path(folder) / "examples", key, build, scratch=scratch)
-    give_back_freed_memory()  # of the texts as Python strings
+    release_freed_memory()  # of the texts as Python strings
     facts = read_facts(place)["facts"]
     if not (silent or built):
         print("".join(f"{note}\n" for note in facts["notes"]), end="")

@@ -20,7 +20,7 @@ import torch
 from dpo.errors import InputError, RunError
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import local_tensor
-from dpo.system.plain_files import check_readable
+from dpo.system.plain_files import check_readable, replacing
 from dpo.training.batches import Batch
 
 TOLERANCE = 1e-2  # relative error of a stored log-probability: allows half-precision rounding, not another model
@@ -86,12 +86,10 @@ class ReferenceLogps:
     def save(self, path: Path) -> None:
         """Write all rows to a file, atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        with beside.open("wb") as file:
+        with replacing(path) as beside, beside.open("wb") as file:
             np.savez(file, logps=self._known)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
 
     def score_all(
         self,
