@@ -54,7 +54,7 @@ PURPOSES = (
     "process",  # Python, libraries and data: host memory
 )
 TEMPORARY = ("gradients", "optimizer", "activations", "logits", "kv_cache")  # is allocated anew while training
-# share of it: holes in the memory that a single process on a CPU keeps (`malloc.keep_freed_memory`), measured on SmolLM2
+# share of it that a single process on a CPU keeps as holes (`malloc.keep_freed_memory`), measured on SmolLM2
 KEPT = 0.2
 REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)
 ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
