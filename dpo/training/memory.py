@@ -72,7 +72,7 @@ def predict(plan: Plan, data: TrainingData) -> Bytes:
 def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     """The peak memory of a process in each phase of a run, by the phase's name."""
     policy = find_policy_structure(plan, plan.model.policy_dtype)
-    held = _count_held(plan, policy)  # in every phase, but for what the phases below leave out
+    held = _count_held(plan, policy)
     reward = find_reward_structure(plan) if plan.online and plan.online.scorer == "reward_model" else None
     if reward:
         held["scorer"] = _count_bytes((*reward.model.parameters(), *reward.model.buffers()))
@@ -88,33 +88,36 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     update = _peak_of_microbatch(plan, policy, fake, layout, trained, n_backwards=n_backwards)
     evaluated = (microbatch for batch in evaluations for microbatch in batch.microbatches)
     scoring = _peak_of_microbatch(plan, policy, fake, layout, evaluated, n_backwards=0)
+    held["process"] = 0 if plan.gpus else resident_memory()  # with what was imported to predict
 
     phases: dict[str, Bytes] = {}
     between_updates = _without(held, "gradients", "reduced", "update")
     if plan.reference == "model" and plan.caches_reference_first:
         phases["scoring the reference"] = _without(between_updates, "optimizer") + scoring
         held, between_updates = (_without(need, "reference") for need in (held, between_updates))  # it is freed
-    phases["training"] = held + max(update, scoring, key=Bytes.total)
+    phases["training"] = held + max(update, scoring, key=Bytes.total)  # evaluations included
     if plan.evaluation.sample_during_eval:
         # sampling is predicted with forwards of the last two tokens
         n_prompt = max(2, *(len(example.prompt) for batch in evaluations for example in batch.examples))
         n_new = plan.data.max_length - n_prompt
         rows = -(-max(len(batch.examples) for batch in evaluations) // plan.dims.data_size)
         sampling = Sampling(min(n_new, plan.evaluation.n_eval_tokens or n_new))
-        sizes = {"rows": rows, "n_prompt": n_prompt}
-        phases["samples"] = _while_sampling(plan, policy, fake, between_updates, sampling, **sizes)
+        phases["samples"] = _while_sampling(
+            plan, policy, fake, between_updates, sampling, rows=rows, n_prompt=n_prompt, autocast=None
+        )
     if plan.online:
         online, rounds, prompts = plan.online, Rounds.of(plan), some_prompts(data)
         sampling = Sampling(online.max_new_tokens, online.temperature, online.top_p)
         n_prompt = max(len(encode_prompt(prompt, data, plan).prompt) for prompt in prompts)
-        options = {"rows": rounds.rows, "n_prompt": n_prompt, "autocast": plan.model.autocast}
-        phases["sampling"] = _while_sampling(plan, policy, fake, between_updates, sampling, **options)
+        autocast = plan.model.autocast
+        phases["sampling"] = _while_sampling(
+            plan, policy, fake, between_updates, sampling, rows=rounds.rows, n_prompt=n_prompt, autocast=autocast
+        )
         if reward:  # which sees whole prompts
             longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
             length = min(longest, reward.limit or longest)
-            with fake:
-                model = on_device(reward.model, device, None)
-            phases["scoring"] = between_updates + _peak_of_scoring(model, fake, rows=rounds.scored, length=length)
+            peak = _peak_of_scoring(reward.model, fake, device, rows=rounds.scored, length=length)
+            phases["scoring"] = between_updates + peak
     if not plan.gpus and plan.dims.world_size == 1:
         for need in phases.values():
             need["kept"] = int(KEPT * sum(need[purpose] for purpose in TEMPORARY))
@@ -143,7 +146,6 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
         policy=(_count_bytes(policy.parameters()) - _count_bytes(second)) // shards + buffers,
         gradients=trained,
         optimizer=int(trained * states),
-        process=0 if plan.gpus else resident_memory(),
     )
     if plan.reference == "model":
         base = (_count(policy.parameters()) - _count(adapter)) * DTYPES[plan.reference_dtype].itemsize
@@ -266,7 +268,7 @@ def _while_sampling(
     *,
     rows: int,
     n_prompt: int,
-    autocast: str | None = None,
+    autocast: str | None,
 ) -> Bytes:
     """The memory of a process while it samples `rows` answers to prompts of `n_prompt` tokens.
 
@@ -311,11 +313,12 @@ def _while_sampling(
     return held + peak
 
 
-def _peak_of_scoring(model: Any, fake: FakeTensorMode, *, rows: int, length: int) -> Bytes:
-    """The peak of a reward model's forward on `rows` texts of `length` tokens."""
+def _peak_of_scoring(model: Any, fake: FakeTensorMode, device: str, *, rows: int, length: int) -> Bytes:
+    """The peak of a reward model's forward on `rows` texts of `length` tokens; the model has no weights."""
     model.config.get_text_config().pad_token_id = 0
     with fake, torch.no_grad():
-        ids = torch.ones(rows, length, dtype=torch.long, device=model.device)
+        model = on_device(model, device, None)
+        ids = torch.ones(rows, length, dtype=torch.long, device=device)
         with MemoryTracker((*model.parameters(), *model.buffers())) as tracker:
             model(input_ids=ids)
     return tracker.peak
