@@ -14,7 +14,7 @@ import numpy as np
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, append_eos, truncate
 
-KEY_BYTES = 16
+DIGEST_BYTES = 16
 
 
 class TextExample(NamedTuple):
@@ -45,30 +45,10 @@ class Example(NamedTuple):
         """Number of scored tokens per response; without a prompt nothing predicts the first."""
         return tuple(len(response) - (0 if self.prompt else 1) for response in self.responses)
 
-    @property
-    def keys(self) -> tuple[bytes, ...]:
-        """The `content_key` of each response."""
-        return tuple(content_key(self.prompt, response) for response in self.responses)
-
-    @property
-    def tail_keys(self) -> tuple[bytes, ...]:
-        """The `content_key` of each response's tokens beyond the shorter response's length."""
-        shorter = min(map(len, self.responses))
-        return tuple(content_key(self.prompt, response, beyond=shorter) for response in self.responses)
-
-
-def content_key(prompt: Sequence[int], response: Sequence[int], *, beyond: int | None = None) -> bytes:
-    """Digest of the token ids after truncation; with `beyond`, a key of the tokens beyond this length."""
-    digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=KEY_BYTES)
-    digest.update(array("q", (*prompt, *response)).tobytes())
-    if beyond is not None:
-        digest.update(b"beyond %d" % beyond)
-    return digest.digest()
-
 
 def text_digest(prompt: str, responses: Iterable[str]) -> str:
     """Digest of an example's texts, independent of the dataset's name and the example's place in it."""
-    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for text in (prompt, *responses):
         data = text.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)

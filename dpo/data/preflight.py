@@ -291,6 +291,18 @@ class TrainingData:
     test: PromptTable
     report: Preflight
     digest: str = ""  # of the training data, in order
+    test_digest: str = ""
+
+    @property
+    def n_examples(self) -> int:
+        """Number of examples of both splits, of which each has a number: first those of `train`, then of `test`."""
+        return int(self.train.counts.sum() + self.test.counts.sum())
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Digests of all texts, and of token ids before truncation."""
+        reports = self.report.train, self.report.test
+        return self.digest, self.test_digest, *(report.token_digest for report in reports)
 
     @classmethod
     def open(
@@ -313,7 +325,7 @@ class TrainingData:
         preflight = Preflight(**reports, updates=updates, dropped_examples=dropped)
         train, test = (PromptTable(place / f"{split}.arrow") for split in SPLITS)
         encode = TextEncoder(tokenizer, largest=facts["largest"])
-        return cls(tokenizer, encode, train, test, preflight, facts["digest"])
+        return cls(tokenizer, encode, train, test, preflight, *(facts["digests"][split] for split in SPLITS))
 
 
 class DatasetOptions(NamedTuple):
@@ -358,7 +370,7 @@ def build_table(
         digests[split] = counter.digest.hexdigest()[:32]
         if not reports[split]["examples"]:
             raise InputError(f"the {split} split of {', '.join(options.names)} has no examples")
-    return {"reports": reports, "digest": digests["train"], "largest": encode.largest, "notes": notes}
+    return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
 
 
 def make_key(

@@ -214,7 +214,7 @@ class LongestAnswers(Batches):
             for place in sorted(range(len(prompts)), key=lambda place: -more[place])[:n]:
                 examples[place] = longest[place]
         microbatches = self.split(examples, plan.data.gradient_accumulation_steps)
-        return Batch(examples, [1.0] * len(examples), microbatches, keys=[])
+        return Batch(examples, [1.0] * len(examples), microbatches, numbers=())
 
 
 def _peak_of_microbatch(

@@ -112,7 +112,7 @@ class OnlineBatches(Batches):
             in_order,
             weights,
             self.split(in_order, self.plan.data.gradient_accumulation_steps),
-            keys=[],  # the reference will hardly see the same pairs again
+            numbers=(),  # the reference will hardly see the same pairs again
             drawn=drawn,
             metrics=_metrics([*drawn.values()]),
             seconds={"sampling": sampled - start, "scoring": time.perf_counter() - sampled},
