@@ -238,7 +238,8 @@ def test_what_continues_needs_neither_the_weights_it_replaces_nor_the_files_it_h
     train, mapped = BasicTrainer.train, []
 
     def look_and_train(trainer: BasicTrainer) -> None:
-        mapped.extend(line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line)
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        mapped.extend(line for line in lines if str(tmp_path) in line and "/examples/" not in line)  # the data is
         train(trainer)
 
     monkeypatch.setattr(BasicTrainer, "train", look_and_train)
