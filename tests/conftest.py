@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import GOLDEN, compose, small_run, write_rows
+from support.runs import GOLDEN, run_here, small_run, write_rows
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -58,14 +58,7 @@ def command(rows, tmp_path):
 def run(command):
     """Run train.py's `run` in this process."""
 
-    def start(name: str, *overrides: str) -> None:
-        import train as main
-
-        config = compose(*command(name, *overrides))
-        assert main.find_config_problems(config) == []
-        main.run(config)
-
-    return start
+    return lambda name, *overrides: run_here(command(name, *overrides))
 
 
 @pytest.fixture
