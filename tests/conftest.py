@@ -63,18 +63,20 @@ def run(command):
 
 @pytest.fixture
 def run_and_stop(run, monkeypatch):
-    """The same, stopped by a signal in its third update."""
+    """The same, stopped by a signal in an update."""
     from dpo.reporting.files import FileLogger
     from dpo.system.signals import Stopped
 
-    log = FileLogger.on_update
+    log, last = FileLogger.on_update, 0
 
     def log_and_stop(self, update) -> None:
         log(self, update)
-        if update.number == 3:
+        if update.number == last:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def start(name: str, *overrides: str) -> None:
+    def start(name: str, *overrides: str, after: int = 3) -> None:
+        nonlocal last
+        last = after
         with monkeypatch.context() as patch:
             patch.setattr(FileLogger, "on_update", log_and_stop)
             with pytest.raises(Stopped):
