@@ -67,16 +67,14 @@ def run_and_stop(run, monkeypatch):
     from dpo.reporting.files import FileLogger
     from dpo.system.signals import Stopped
 
-    log, last = FileLogger.on_update, 0
-
-    def log_and_stop(self, update) -> None:
-        log(self, update)
-        if update.number == last:
-            os.kill(os.getpid(), signal.SIGTERM)
+    log = FileLogger.on_update
 
     def start(name: str, *overrides: str, after: int = 3) -> None:
-        nonlocal last
-        last = after
+        def log_and_stop(self, update) -> None:
+            log(self, update)
+            if update.number == after:
+                os.kill(os.getpid(), signal.SIGTERM)
+
         with monkeypatch.context() as patch:
             patch.setattr(FileLogger, "on_update", log_and_stop)
             with pytest.raises(Stopped):
