@@ -24,11 +24,11 @@ from dpo.data.collation import (
 from dpo.data.columns import ColumnsError, find_columns
 from dpo.data.custom import get_own
 from dpo.data.demo import get_demo
-from dpo.data.examples import iterate_examples
+from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
-from dpo.data.prompts import Prompt, iterate_prompts
 from dpo.data.schema import PreferenceData, get_field
-from dpo.data.sources import HUB_IDS, load_rows
+from dpo.data.sources import HUB_IDS, identify_source, load_rows
+from dpo.data.table import Prompt, iterate_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.settings.places import Source
@@ -99,8 +99,8 @@ def get_hh(
             raise InputError(f"{where}: {error}") from error
         diverged += not rejected.startswith(prompt)
         data.add_pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
-    if diverged and not silent:
-        print(
+    if diverged:
+        data.notes.append(
             f"HH {split}: the rejected dialogue leaves the chosen one's prompt in {diverged} rows; cut like the others"
         )
     return data
@@ -230,11 +230,10 @@ def get_dataset(
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
         rows, origin = load_rows(source, split, cache_dir), source.path
-        said = source.has_no_splits and split == "test"  # the notes on the same records were printed for train
         if not source.has_no_splits:
             origin += f" ({split})"
         try:
-            data = get_own(rows, origin, tokenizer, source.columns, name=name, sft_mode=sft_mode, silent=silent or said)
+            data = get_own(rows, origin, tokenizer, source.columns, name=name, sft_mode=sft_mode)
         except ColumnsError as error:
             if split == "train" or source.has_no_splits:
                 raise
@@ -252,24 +251,34 @@ def get_dataset(
                 f"dataset {name} ({source.path}) has no examples in its train split, as its only prompt is held out as "
                 f"test split: add prompts, or give a directory of train and test files"
             )
-        if split == "test" and not silent:
+        if split == "test":  # the other notes are on the same records as for train
             of_all = f"{len(data):,} of {n_prompts:,}"
-            print(f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {of_all}")
+            data.notes = [f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {of_all}"]
     if not data:
         raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split")
     first = next(iter(data.values()))
     assert set(first) == {"responses", "pairs", "sft_target"}, f"{name} gives {set(first)}"
+    if not silent:
+        print("".join(f"{note}\n" for note in data.notes), end="")
     return data
 
 
-def load_prompts(names: Sequence[str], split: str, **dataset_options: Any) -> list[Prompt]:
+def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[str, Any]) -> Any:
+    """A JSON value that changes with a dataset's content; None where that is not known, as for others' loaders."""
+    if LOADERS.get(name, get_own).__module__ not in (__name__, get_own.__module__):
+        return None
+    value = dataset_sources.get(name) or HUB_IDS.get(name)
+    return name if value is None else [name, identify_source(Source.parse(name, value), cache_dir)]
+
+
+def load_prompts(names: Sequence[str], split: str, *, sft_mode: bool = False, **dataset_options: Any) -> list[Prompt]:
     """Load the prompts of several datasets as a list; options as for `get_dataset`."""
-    return list(iterate_prompts(get_dataset, names, split, **dataset_options))
+    return list(iterate_prompts(get_dataset, names, split, sft_mode=sft_mode, **dataset_options))
 
 
 def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
     """Load the data of a run: see `dpo.data.preflight.load_data`."""
-    return preflight.load_data(plan, get_dataset, silent=silent)
+    return preflight.load_data(plan, get_dataset, identify_dataset, silent=silent)
 
 
 def get_batch_iterator(
@@ -298,17 +307,12 @@ def get_batch_iterator(
         raise InputError("give n_epochs or n_examples: without either the batches would never end")
     options = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
     prompts = load_prompts(names, split, silent=silent, sft_mode=sft_mode, **options)
-    available = sum(len(prompt.examples(sft_mode)) for prompt in prompts)
+    counts = [len(prompt.examples) for prompt in prompts]
+    available = sum(counts)
     if available < batch_size:
         raise InputError(f"the {split} split has {available} examples, too few for one batch of {batch_size}")
     encode = TextEncoder(tokenizer)
-    for examples in iterate_examples(
-        prompts,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        sft_mode=sft_mode,
-        n_epochs=n_epochs,
-        n_examples=n_examples,
-        seed=seed,
-    ):
-        yield padded_batch(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
+    order = {"batch_size": batch_size, "shuffle": shuffle, "n_epochs": n_epochs, "n_examples": n_examples, "seed": seed}
+    lengths = {"max_length": max_length, "max_prompt_length": max_prompt_length}
+    for places in iterate_examples(counts, **order):
+        yield padded_batch(read_examples(prompts, places), encode, **lengths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import sys
@@ -50,7 +51,7 @@ from dpo.training.metrics import REFERENCE, peak_memory_gb
 from dpo.training.objective import SIDES, BatchContext, Columns, make_objective
 from dpo.training.online import OnlineBatches
 from dpo.training.optimization import OPTIMIZERS, Schedule
-from dpo.training.reference import Reference
+from dpo.training.reference import Reference, ReferenceLogps
 from dpo.training.self_test import self_test
 from dpo.training.stop import StopRequest
 from preference_datasets import load_data
@@ -127,14 +128,15 @@ class Trainer:
 
     def _make_reference(self, reference_model: Any, frozen: str | None) -> Reference | None:
         plan = self.plan
+        logps = ReferenceLogps(self.data.n_examples, 4 if self.loss.needs_tails else 2)
         if plan.reference in ("base", "adapter"):
             adapter = adapters.REFERENCE if plan.reference == "adapter" else None
-            return Reference(self.policy, frozen, adapters.switch(self.policy, adapter))
+            return Reference(self.policy, frozen, logps, adapters.switch(self.policy, adapter))
         if reference_model is None:
             return None
         load = partial(load_reference, reference_model, plan, rank=self.rank)
         model, digest = after_rank_0("the reference's weights", load)
-        return Reference(self.place(model, compute_dtype=DTYPES[plan.reference_dtype]), digest)
+        return Reference(self.place(model, compute_dtype=DTYPES[plan.reference_dtype]), digest, logps)
 
     def _make_batches(self) -> Batches:
         if self.plan.online:
@@ -215,7 +217,7 @@ class Trainer:
         # summed over the ranks: only rank 0 adds the norm, which is equal on all; every rank adds whether to stop
         scalars = {"grad_norm": norm if self.rank == 0 else torch.zeros_like(norm), "stop": torch.full_like(norm, stop)}
         # the only synchronization of host and device in an update; also lets the processes agree on stopping
-        reduced = objective.reduce(metrics, len(batch.examples), context.keys, scalars)
+        reduced = objective.reduce(metrics, len(batch.examples), context.numbers, scalars)
         self.stop.is_agreed = reduced.scalars.pop("stop") > 0
         [lr] = self.scheduler.get_last_lr()
         counters = self.state.count(len(batch.examples))
@@ -263,7 +265,10 @@ class Trainer:
             self.self_test()
             self._predict_evaluation(time.perf_counter() - start)
         if self.plan.caches_reference_first:
-            path = Path(self.plan.run.local_dir) / "reference_logps" / f"{self.reference.digest}.npz"
+            lengths = self.plan.data.max_length, self.plan.data.max_prompt_length
+            scored = self.reference.digest, self.data.identity, lengths, self.loss.needs_tails
+            name = hashlib.sha256(repr(scored).encode()).hexdigest()
+            path = Path(self.plan.run.local_dir) / "reference_logps" / f"{name}.npz"
             batches = itertools.chain(self.eval_batches, self.batches.train())
             total = len(self.eval_batches) + self.data.report.updates
             self.progress.line(self.objective.score_all(self.progress.over(batches, total=total, what="score"), path))

@@ -162,21 +162,21 @@ def measure_trl(python: str, folder: str, settings: dict[str, Any]) -> dict[str,
 
 def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, Any]:
     """Write the pairs of our batches as records for TRL, in order. Returns the settings."""
-    from dpo.data.examples import iterate_examples
+    from dpo.data.examples import iterate_examples, read_examples
     from preference_datasets import load_data
 
     config = compose([*COMMON, f"local_run_dir={folder}/run", *overrides])
     n_pairs = (updates + 1) * config.batch_size
+    prompts = load_data(resolve(config), silent=True).train
     batches = iterate_examples(
-        load_data(resolve(config), silent=True).train,
+        prompts.counts.tolist(),
         batch_size=config.batch_size,
         shuffle=True,
-        sft_mode=False,
         n_epochs=None,
         n_examples=n_pairs,
         seed=config.seed,
     )
-    rows = [{"prompt": prompt.text, **texts} for batch in batches for prompt, _, texts in batch]
+    rows = [{"prompt": prompt.text, **texts} for batch in batches for prompt, _, texts in read_examples(prompts, batch)]
     (folder / "pairs.json").write_text(json.dumps(rows))
     return {
         "model": config.model.name_or_path,

@@ -32,7 +32,7 @@ import transformers
 from benchmarks.harness import compose
 from benchmarks.hh_results import Result, draw_picture, tables
 from benchmarks.preference_scores import Interval, balance_over_length, bootstrap, by_prompt, draw, pair_logps
-from dpo.data.examples import encode_examples, iterate_examples
+from dpo.data.examples import encode_examples, iterate_examples, read_examples
 from dpo.models.answers import Sampling
 from dpo.settings.files import CONFIG_DIR
 from dpo.settings.plan import resolve
@@ -107,8 +107,9 @@ def train_with_trl(out: Path, method: Method, python: str, overrides: Sequence[s
     config = compose_for(out, overrides)
     data = load_data(resolve(config), silent=True)
     shuffled = {"n_epochs": config.n_epochs, "n_examples": config.n_examples, "seed": config.seed}
-    batches = iterate_examples(data.train, batch_size=config.batch_size, shuffle=True, sft_mode=False, **shuffled)
-    train = [{"prompt": prompt.text, **texts} for batch in batches for prompt, _, texts in batch]
+    batches = iterate_examples(data.train.counts.tolist(), batch_size=config.batch_size, shuffle=True, **shuffled)
+    pairs = (pair for batch in batches for pair in read_examples(data.train, batch))
+    train = [{"prompt": prompt.text, **texts} for prompt, _, texts in pairs]
     test = [{"prompt": prompt.text, **texts} for prompt, _, texts in test_pairs(config, data)]
     folder = find_folder(out, method)
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,10 +147,9 @@ def compose_for(out: Path, overrides: Sequence[str]) -> Any:
 
 
 def test_pairs(config: Any, data: Any) -> list[Any]:
-    batches = iterate_examples(
-        data.test, batch_size=1, shuffle=False, sft_mode=False, n_epochs=1, n_examples=config.n_eval_examples, seed=0
-    )
-    return [pair for [pair] in batches]
+    counts, n = data.test.counts.tolist(), config.n_eval_examples
+    batches = iterate_examples(counts, batch_size=1, shuffle=False, n_epochs=1, n_examples=n, seed=0)
+    return read_examples(data.test, [place for [place] in batches])
 
 
 def load(path: Path) -> Any:

@@ -78,9 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plan = batches.plan
         prompts = [
             {place: encode_prompt(prompt, trainer.data, plan) for place, prompt in enumerate(drawn)}
-            for drawn in itertools.islice(
-                itertools.cycle(batches._iterate_train(batches._prime, sft_mode=True, skip=0)), options.rounds + 1
-            )
+            for drawn in itertools.islice(itertools.cycle(batches.train()), options.rounds + 1)
         ]
         model, tokenizer = batches.objective.policy, trainer.data.tokenizer
 

@@ -29,7 +29,7 @@ import preference_datasets
 from benchmarks.harness import measure_afresh
 from benchmarks.startup import make_text
 from dpo.data.collation import padded_batch
-from dpo.data.examples import iterate_examples
+from dpo.data.examples import iterate_examples, read_examples
 from dpo.settings.plan import resolve
 
 SETTINGS = ("datasets=[se]", "loss=dpo", "loss.beta=0.1", "trainer=FSDPTrainer", "n_examples=1000000")
@@ -79,7 +79,8 @@ def load(rank: int, world_size: int, config: DictConfig, folder: str, batches: i
     ctypes.CDLL(None).malloc_trim(0)  # so that freed memory does not count
     after = memory()
     peak = int(next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line).split()[1])
-    for rows in itertools.islice(_batches(config, data), batches):
+    for places in itertools.islice(_batches(config, data), batches):
+        rows = read_examples(data.train, places)
         padded_batch(rows, data.encode, max_length=config.max_length, max_prompt_length=config.max_prompt_length)
     found = {name: after[name] - before[name] for name in FIELDS}
     return found | {"peak": peak * 1024 - sum(before.values()), "seconds": seconds}
@@ -87,7 +88,7 @@ def load(rank: int, world_size: int, config: DictConfig, folder: str, batches: i
 
 def _batches(config: DictConfig, data: Any) -> Any:
     return iterate_examples(
-        data.train, batch_size=64, shuffle=True, sft_mode=False, n_epochs=None, n_examples=10**9, seed=config.seed
+        data.train.counts.tolist(), batch_size=64, shuffle=True, n_epochs=None, n_examples=10**9, seed=config.seed
     )
 
 

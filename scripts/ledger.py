@@ -36,7 +36,7 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
     run's config says. Raises InputError if the run's config is unusable, or the data cannot be loaded.
     """
     from dpo.data.examples import text_digest  # tokenizers and datasets take seconds to import
-    from dpo.data.prompts import iterate_prompts
+    from dpo.data.table import iterate_prompts
     from dpo.data.tokenizer import load_tokenizer
     from dpo.settings.recorded import plan_recorded
     from preference_datasets import BUILT_IN, get_dataset
@@ -55,11 +55,11 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
     if has_own:
         tokenizer = load_tokenizer(plan.model.tokenizer, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
         options["tokenizer"] = tokenizer
-        options["sft_mode"] = True  # whatever it trained on
     texts = {}
     for (split, name), digests in wanted.items():
-        for prompt in iterate_prompts(get_dataset, [name], split, **options):
-            for responses in prompt.examples(sft_mode=False):
+        for prompt in iterate_prompts(get_dataset, [name], split, sft_mode=False, **options):
+            for index in range(len(prompt.examples)):
+                responses = prompt.texts(index)
                 digest = text_digest(prompt.text, responses.values())
                 if digest in digests:
                     texts[digest] = {"prompt": prompt.text, **responses}

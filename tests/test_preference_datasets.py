@@ -14,10 +14,12 @@ from support.runs import write_rows
 
 import preference_datasets
 from dpo.data.collation import padded_batch
-from dpo.data.examples import iterate_examples
+from dpo.data.examples import iterate_examples, read_examples
+from dpo.data.schema import PreferenceData
+from dpo.data.table import Prompt, iterate_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
-from preference_datasets import Prompt, extract_anthropic_prompt, get_batch_iterator, get_dataset, strip_html_tags
+from preference_datasets import extract_anthropic_prompt, get_batch_iterator, get_dataset, strip_html_tags
 
 
 def load(name: str, rows: list, folder, split: str = "train") -> dict:
@@ -250,10 +252,10 @@ def prompts_of(*sizes: int) -> list[Prompt]:
         Prompt(
             text=f"{i}",
             responses=[f"{i}{sign}{j}" for j in range(size) for sign in "><"],
-            pairs=[(2 * j, 2 * j + 1) for j in range(size)],
-            sft_target=f"{i} target",
+            examples=[(2 * j, 2 * j + 1) for j in range(size)],
             truncation_mode="keep_end",
             rendered=False,
+            number=i,
         )
         for i, size in enumerate(sizes)
     ]
@@ -263,14 +265,14 @@ def batches_of(prompts: list[Prompt], tokenizer, **changes) -> list[dict]:
     options = {
         "batch_size": 1,
         "shuffle": True,
-        "sft_mode": False,
         "n_epochs": 1,
         "n_examples": None,
         "seed": 0,
     }
     encode = TextEncoder(tokenizer)
-    batches = iterate_examples(prompts, **{**options, **changes})
-    return [padded_batch(rows, encode, max_length=64, max_prompt_length=32) for rows in batches]
+    batches = iterate_examples([len(prompt.examples) for prompt in prompts], **{**options, **changes})
+    lengths = {"max_length": 64, "max_prompt_length": 32}
+    return [padded_batch(read_examples(prompts, places), encode, **lengths) for places in batches]
 
 
 def order_of(prompts: list[Prompt], tokenizer, **options) -> list[list[str]]:
@@ -332,7 +334,11 @@ def test_n_examples_alone_goes_on_for_as_many_epochs_as_it_takes(tokenizer):
 
 
 def test_sft_takes_one_target_per_prompt_and_no_rejected_keys(tokenizer):
-    (batch,) = batches_of(prompts_of(3, 1), tokenizer, sft_mode=True, shuffle=False, batch_size=2)
+    data = PreferenceData(truncation_mode="keep_end")
+    for number in range(2):
+        data.add_pair(f"{number}", f"{number} target", "worse")
+    targets = list(iterate_prompts(lambda *_, **__: data, ["mine"], "train", sft_mode=True))
+    (batch,) = batches_of(targets, tokenizer, shuffle=False, batch_size=2)
     assert batch["chosen_response_only"] == ["0 target", "1 target"]
     assert not [key for key in batch if "rejected" in key]
     (pairs,) = batches_of(prompts_of(1, 1), tokenizer, shuffle=False, batch_size=2)

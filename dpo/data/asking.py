@@ -8,9 +8,9 @@ from typing import Any
 
 import jinja2
 
-from dpo.data.prompts import Prompt
 from dpo.data.schema import ASSISTANT, Messages, get_field
 from dpo.data.sources import HUB_IDS
+from dpo.data.table import Prompt
 from dpo.errors import InputError
 
 HUMAN = "\n\nHuman:"

@@ -23,7 +23,6 @@ def get_own(
     *,
     name: str = "mine",
     sft_mode: bool = False,
-    silent: bool = True,
 ) -> PreferenceData:
     """Convert own records to preference data.
 
@@ -39,8 +38,6 @@ def get_own(
     data: PreferenceData | None = None
     recognized = recognize_columns(find_columns(rows), columns, name=name, origin=origin, sft_mode=sft_mode)
     found = recognized.used
-    if not silent and (told := recognized.tell(columns)):
-        print(f"{origin}: {told}")
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"
         fields = {
@@ -80,7 +77,10 @@ def get_own(
             data.add_pair(prompt, *responses)
         else:
             data.add_target(prompt, *responses)
-    return data if data is not None else PreferenceData(truncation_mode="keep_start")
+    data = data if data is not None else PreferenceData(truncation_mode="keep_start")
+    if told := recognized.tell(columns):
+        data.notes.append(f"{origin}: {told}")
+    return data
 
 
 def _as_messages(field: Any, where: str) -> str | list[Any]:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpo.data.prompts import Prompt
-from dpo.data.tokenization import TextEncoder, encode_whole, truncate
+from dpo.data.table import Prompt
+from dpo.data.tokenization import TextEncoder, append_eos, truncate
 
-KEY_BYTES = 16
+DIGEST_BYTES = 16
 
 
 class TextExample(NamedTuple):
@@ -45,68 +45,57 @@ class Example(NamedTuple):
         """Number of scored tokens per response; without a prompt nothing predicts the first."""
         return tuple(len(response) - (0 if self.prompt else 1) for response in self.responses)
 
-    @property
-    def keys(self) -> tuple[bytes, ...]:
-        """The `content_key` of each response."""
-        return tuple(content_key(self.prompt, response) for response in self.responses)
-
-    @property
-    def tail_keys(self) -> tuple[bytes, ...]:
-        """The `content_key` of each response's tokens beyond the shorter response's length."""
-        shorter = min(map(len, self.responses))
-        return tuple(content_key(self.prompt, response, beyond=shorter) for response in self.responses)
-
-
-def content_key(prompt: Sequence[int], response: Sequence[int], *, beyond: int | None = None) -> bytes:
-    """Digest of the token ids after truncation; with `beyond`, a key of the tokens beyond this length."""
-    digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=KEY_BYTES)
-    digest.update(array("q", (*prompt, *response)).tobytes())
-    if beyond is not None:
-        digest.update(b"beyond %d" % beyond)
-    return digest.digest()
-
 
 def text_digest(prompt: str, responses: Iterable[str]) -> str:
     """Digest of an example's texts, independent of the dataset's name and the example's place in it."""
-    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for text in (prompt, *responses):
         data = text.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
 
 
-def list_examples(prompt: Prompt, *, sft_mode: bool) -> Iterator[TextExample]:
-    """The examples of a prompt: its SFT target, or every pair."""
-    for index, texts in enumerate(prompt.examples(sft_mode)):
-        yield TextExample(prompt, index, texts)
+def list_examples(prompt: Prompt) -> list[TextExample]:
+    """All examples of a prompt."""
+    return [TextExample(prompt, index, prompt.texts(index)) for index in range(len(prompt.examples))]
+
+
+def read_examples(prompts: Sequence[Prompt], places: Iterable[tuple[int, int]]) -> list[TextExample]:
+    """The examples with these ids: (index of the prompt, of the example in its prompt)."""
+    read, known = [], None
+    for number, index in places:
+        if known is None or known.number != number:
+            known = prompts[number]
+        read.append(TextExample(known, index, known.texts(index)))
+    return read
 
 
 def iterate_examples(
-    prompts: Sequence[Prompt],
+    counts: Sequence[int],
     *,
     batch_size: int,
     shuffle: bool,
-    sft_mode: bool,
     n_epochs: int | None,
     n_examples: int | None,
     seed: int,
-) -> Iterator[list[TextExample]]:
-    """Yield the examples of each batch in the reference's order, until `n_epochs` or `n_examples` is reached.
+) -> Iterator[list[tuple[int, int]]]:
+    """Yield the ids of each batch's examples in the reference's order, until `n_epochs` or `n_examples` is reached.
 
-    Each epoch shuffles the prompts again, starting from the previous order; pairs of a prompt stay together. The
-    partial batch at the end of an epoch is dropped, but its examples count towards `n_examples`. With fewer examples
-    than `batch_size`, or without any limit, it never ends: callers check that.
+    `counts` has the number of examples of each prompt. Each epoch shuffles the prompts again, starting from the
+    previous order; pairs of a prompt stay together. The partial batch at the end of an epoch is dropped, but its
+    examples count towards `n_examples`. With fewer examples than `batch_size`, or without any limit, it never ends:
+    callers check that.
     """
-    order = array("I", range(len(prompts)))
+    order = array("I", range(len(counts)))
     epoch_seeds = np.random.RandomState(seed)
     epoch = seen = 0
     while n_epochs is None or epoch < n_epochs:
         if shuffle:
             random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(order)
-        batch: list[TextExample] = []
-        for prompt in map(prompts.__getitem__, order):
-            for example in list_examples(prompt, sft_mode=sft_mode):
-                batch.append(example)
+        batch: list[tuple[int, int]] = []
+        for number in order:
+            for index in range(counts[number]):
+                batch.append((number, index))
                 seen += 1
                 if len(batch) == batch_size:
                     yield batch
@@ -117,40 +106,33 @@ def iterate_examples(
 
 
 def iterate_once(
-    prompts: Sequence[Prompt], *, batch_size: int, sft_mode: bool, n_examples: int, seed: int
-) -> Iterator[list[TextExample]]:
-    """Yield the examples of the first epoch in the same order, each once, at most `n_examples`.
+    counts: Sequence[int], *, batch_size: int, n_examples: int, seed: int
+) -> Iterator[list[tuple[int, int]]]:
+    """Yield the ids of the first epoch's examples in the same order, each once, at most `n_examples`.
 
     The last batch may be partial."""
-    singles = iterate_examples(
-        prompts, batch_size=1, shuffle=True, sft_mode=sft_mode, n_epochs=1, n_examples=n_examples, seed=seed
-    )
+    singles = iterate_examples(counts, batch_size=1, shuffle=True, n_epochs=1, n_examples=n_examples, seed=seed)
     while batch := [example for [example] in itertools.islice(singles, batch_size)]:
         yield batch
-
-
-def prime(examples: Iterable[TextExample], encode: TextEncoder) -> None:
-    """Tokenize all texts of the examples in one call."""
-    encode.prime(text for example in examples for text in (example.prompt.text, *example.texts.values()))
 
 
 def encode_examples(
     examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
 ) -> list[Example]:
     """Tokenize and truncate examples. Raises InputError for a text that contains EOS."""
-    prime(examples, encode)
+    ids = encode(text for prompt, _, texts in examples for text in (prompt.text, *texts.values()))
     encoded = []
     for prompt, index, texts in examples:
-        whole = encode_whole(prompt.text, list(texts.values()), encode, rendered=prompt.rendered)
-        ids, responses = truncate(*whole, prompt.truncation_mode, max_length, max_prompt_length)
+        whole = append_eos(prompt.text, list(texts.values()), ids, encode.tokenizer, rendered=prompt.rendered)
+        prompt_ids, responses = truncate(*whole, prompt.truncation_mode, max_length, max_prompt_length)
         encoded.append(
             Example(
-                tuple(ids),
+                tuple(prompt_ids),
                 tuple(map(tuple, responses)),
                 (prompt.number, index),
                 prompt.dataset,
                 text_digest(prompt.text, texts.values()),
-                truncated=(ids, responses) != whole,
+                truncated=(prompt_ids, responses) != whole,
             )
         )
     return encoded

@@ -5,27 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import tempfile
 import unicodedata
-from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from statistics import fmean as mean
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from dpo.data.asking import CHAT, RAW, find_format
-from dpo.data.examples import TextExample, list_examples, prime
-from dpo.data.prompts import Prompt, PromptFile, StoredPrompts, iterate_prompts, store_prompts
+from dpo.data.examples import TextExample, list_examples, read_examples
 from dpo.data.schema import PreferenceData
+from dpo.data.table import SPLITS, Prompt, PromptTable, find_or_build, iterate_prompts, read_facts, write_prompts
 from dpo.data.tokenization import TextEncoder, truncate
-from dpo.data.tokenizer import doubts_about_bos, load_tokenizer
+from dpo.data.tokenizer import doubts_about_bos, identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.plan import Plan, TrainingPlan
 from dpo.system.host_memory import give_back_freed_memory
-from dpo.system.sharing import once_per_machine
+from dpo.system.waiting import once_per_machine
+
+GetDataset = Callable[..., PreferenceData]  # loads a dataset by name
+Identify = Callable[..., Any]  # a JSON value that changes with a dataset's content, or None
+SAMPLE_SIZE = 10_000  # examples of a split whose tokens are counted
+TOKENIZED_AT_ONCE = 1000
 
 
 @dataclass
@@ -100,65 +106,77 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
     return n_epochs * per_epoch, n_epochs * remainder
 
 
-def inspect_split(
-    prompts: Sequence[Prompt],
-    encode: TextEncoder,
-    *,
-    sft_mode: bool,
-    max_length: int,
-    max_prompt_length: int,
-    sample_size: int = 10_000,
-) -> SplitReport:
-    """Count every example of a split, and the tokens of at most `sample_size` of them.
+class SplitCounter:
+    """Counts over a split that need no token ids, taken while its prompts are written."""
 
-    The other texts are tokenized in the background during training. Raises InputError with the first text with EOS.
-    """
-    report = SplitReport(prompts=len(prompts))
-    ends = array("q")  # number of examples up to each prompt
-    guilty: dict[str, str] = {}
-    seen: set[int] = set()
-    for prompt in prompts:
-        examples = prompt.examples(sft_mode)
-        form = find_format(prompt.text, rendered=prompt.rendered)
-        if report.prompt_formats.setdefault(prompt.dataset, form) != form:
-            report.prompt_formats[prompt.dataset] = RAW
-        _count_texts(report, prompt.text, examples, seen)
-        _count_joined(report, prompt, examples)
-        guilty |= _find_eos(prompt, examples, encode)
-        report.examples += len(examples)
-        ends.append(report.examples)
-    _refuse_eos(guilty, encode)
-    drawn: Sequence[int] = range(report.examples)
-    if report.examples > sample_size:
-        drawn = random.Random(0).sample(drawn, sample_size)
-    sample = [_find_example(prompts, ends, number, sft_mode) for number in drawn]
-    prime(sample, encode)
-    report.token_digest = _token_digest(sample, encode)
-    report.tokenized = len(sample)
-    lengths = [_count_tokens(report, example, encode, max_length, max_prompt_length) for example in sample]
-    if lengths:
-        report.mean_prompt_tokens = mean(counts[0] for counts in lengths)
-        report.mean_chosen_tokens = mean(counts[1] for counts in lengths)
-    if sft_mode:
-        report.duplicated_pairs = report.contradictory_pairs = report.identical_pairs = None
-    elif lengths:
-        report.mean_rejected_tokens = mean(rejected for *_, rejected in lengths)
-        report.chosen_longer = mean(chosen > rejected for _, chosen, rejected in lengths)
-    return report
+    def __init__(self, encode: TextEncoder) -> None:
+        self.encode = encode
+        self.report = SplitReport()
+        self.digest = hashlib.sha256()  # of prompts, responses and examples, in order
+        self._seen: set[int] = set()  # a hash of every pair, also of other datasets, which may have the same prompts
+        self._guilty: dict[str, str] = {}  # texts with EOS, and their prompts
 
+    def watch(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+        """Yield the prompts, counted. Raises InputError at their end if a text contains EOS."""
+        report = self.report
+        for prompt in prompts:
+            examples = [example.texts for example in list_examples(prompt)]
+            form = find_format(prompt.text, rendered=prompt.rendered)
+            if report.prompt_formats.setdefault(prompt.dataset, form) != form:
+                report.prompt_formats[prompt.dataset] = RAW
+            self._count_texts(prompt.text, examples)
+            _count_joined(report, prompt, examples)
+            self._guilty |= _find_eos(prompt, examples, self.encode)
+            self.digest.update(repr((prompt.text, prompt.responses, prompt.examples)).encode())
+            report.prompts += 1
+            report.examples += len(examples)
+            yield prompt
+        _refuse_eos(self._guilty, self.encode)
 
-def _count_texts(report: SplitReport, prompt_text: str, examples: Sequence[dict[str, str]], seen: set[int]) -> None:
-    """Add the counts of a prompt's examples that need no token ids.
+    def _count_texts(self, prompt_text: str, examples: Sequence[dict[str, str]]) -> None:
+        report, seen = self.report, self._seen
+        for texts in examples:
+            report.empty_responses += not all(text.strip() for text in texts.values())
+            if len(texts) == 2:
+                pair, reverse = (hash((prompt_text, *order)) for order in (texts.values(), reversed(texts.values())))
+                report.duplicated_pairs += pair in seen  # pyright: ignore[reportOperatorIssue]  # None only at the end
+                reversed_earlier = reverse in seen and reverse != pair
+                report.contradictory_pairs += reversed_earlier  # pyright: ignore[reportOperatorIssue]  # None at the end
+                seen.add(pair)
 
-    `seen` has a hash of every earlier pair, also of other datasets, which may have the same prompt."""
-    for texts in examples:
-        report.empty_responses += not all(text.strip() for text in texts.values())
-        if len(texts) == 2:
-            pair, reverse = (hash((prompt_text, *order)) for order in (texts.values(), reversed(texts.values())))
-            report.duplicated_pairs += pair in seen  # pyright: ignore[reportOperatorIssue]  # None only at the end
-            reversed_earlier = reverse in seen and reverse != pair
-            report.contradictory_pairs += reversed_earlier  # pyright: ignore[reportOperatorIssue]  # None only at the end
-            seen.add(pair)
+    def count_tokens(self, prompts: PromptTable, *, max_length: int, max_prompt_length: int) -> SplitReport:
+        """The report, with the tokens of at most `SAMPLE_SIZE` examples of the stored prompts.
+
+        The other texts are tokenized in the background during training.
+        """
+        report, encode = self.report, self.encode
+        ends = np.cumsum(prompts.counts)
+        drawn: Sequence[int] = range(report.examples)
+        if report.examples > SAMPLE_SIZE:
+            drawn = random.Random(0).sample(drawn, SAMPLE_SIZE)
+        report.tokenized = len(drawn)
+        digest = _digest_vocabulary(encode.tokenizer)
+        lengths = []
+        for start in range(0, len(drawn), TOKENIZED_AT_ONCE):
+            numbers = np.array(drawn[start : start + TOKENIZED_AT_ONCE])
+            places = np.searchsorted(ends, numbers, side="right")
+            indices = numbers - (ends - prompts.counts)[places]
+            sample = read_examples(prompts, zip(places.tolist(), indices.tolist(), strict=True))
+            ids = encode(text for example in sample for text in (example.prompt.text, *example.texts.values()))
+            for example in sample:
+                texts = (example.prompt.text, *example.texts.values())
+                digest.update(repr([ids[text] for text in texts]).encode())
+                lengths.append(_count_tokens(report, example, ids, encode.tokenizer, max_length, max_prompt_length))
+        report.token_digest = digest.hexdigest()
+        if lengths:
+            report.mean_prompt_tokens = mean(counts[0] for counts in lengths)
+            report.mean_chosen_tokens = mean(counts[1] for counts in lengths)
+        if lengths and len(lengths[0]) == 3:
+            report.mean_rejected_tokens = mean(rejected for *_, rejected in lengths)
+            report.chosen_longer = mean(chosen > rejected for _, chosen, rejected in lengths)
+        else:
+            report.duplicated_pairs = report.contradictory_pairs = report.identical_pairs = None
+        return report
 
 
 def _count_joined(report: SplitReport, prompt: Prompt, examples: Sequence[dict[str, str]]) -> None:
@@ -185,7 +203,7 @@ def _find_eos(prompt: Prompt, examples: Sequence[dict[str, str]], encode: TextEn
         return {}
     eos, eos_id = encode.tokenizer.eos_token, encode.tokenizer.eos_token_id
     distinct = dict.fromkeys(text for texts in examples for text in (prompt.text, *texts.values()))
-    return {text: prompt.text for text in distinct if eos in text and eos_id in encode(text)}
+    return {text: prompt.text for text in distinct if eos in text and eos_id in encode([text])[text]}
 
 
 def _refuse_eos(guilty: Mapping[str, str], encode: TextEncoder) -> None:
@@ -199,31 +217,24 @@ def _refuse_eos(guilty: Mapping[str, str], encode: TextEncoder) -> None:
         )
 
 
-def _token_digest(examples: Sequence[TextExample], encode: TextEncoder) -> str:
-    """Digest that differs between tokenizers that give different token ids, whatever their files or versions."""
-    tokenizer = encode.tokenizer
-    digest = hashlib.sha256(repr((tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))).encode())
-    for prompt, _, texts in examples:
-        digest.update(repr([encode(text) for text in (prompt.text, *texts.values())]).encode())
-    return digest.hexdigest()
-
-
-def _find_example(prompts: Sequence[Prompt], ends: Sequence[int], number: int, sft_mode: bool) -> TextExample:
-    """Example `number` of a split, where the examples of prompt i end before `ends[i]`."""
-    place = bisect_right(ends, number)
-    return list(list_examples(prompts[place], sft_mode=sft_mode))[number - (ends[place - 1] if place else 0)]
+def _digest_vocabulary(tokenizer: Any) -> Any:
+    """Beginning of a digest that differs between tokenizers that give different token ids, whatever their files."""
+    return hashlib.sha256(repr((tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))).encode())
 
 
 def _count_tokens(
-    report: SplitReport, example: TextExample, encode: TextEncoder, max_length: int, max_prompt: int
+    report: SplitReport,
+    example: TextExample,
+    ids: Mapping[str, list[int]],
+    tokenizer: Any,
+    max_length: int,
+    max_prompt_length: int,
 ) -> tuple[int, ...]:
     """Add an example's token counts to the report. Returns the truncated lengths of its prompt and responses."""
     prompt, _, texts = example
-    eos = encode.tokenizer.eos_token_id
-    prompt_ids, full = encode(prompt.text), [encode(text) for text in texts.values()]
-    cut_prompt, cut = truncate(
-        prompt_ids, [[*ids, eos] for ids in full], prompt.truncation_mode, max_length, max_prompt
-    )
+    prompt_ids, full = ids[prompt.text], [ids[text] for text in texts.values()]
+    with_eos = [[*response, tokenizer.eos_token_id] for response in full]
+    cut_prompt, cut = truncate(prompt_ids, with_eos, prompt.truncation_mode, max_length, max_prompt_length)
     report.truncated_prompts += len(cut_prompt) < len(prompt_ids)
     report.truncated_responses += any(len(c) <= len(f) for c, f in zip(cut, full, strict=True))
     identical = len(cut) == 2 and cut[0] == cut[1]
@@ -272,131 +283,192 @@ def warn(splits: Mapping[str, SplitReport]) -> list[str]:
 
 @dataclass
 class TrainingData:
-    """Data of a trainer: the prompts of both splits, their token ids, and the preflight."""
+    """Data of a trainer: the prompts of both splits, their tokenizer, and the preflight."""
 
     tokenizer: Any
     encode: TextEncoder
-    train: StoredPrompts
-    test: StoredPrompts
+    train: PromptTable
+    test: PromptTable
     report: Preflight
+    digest: str = ""  # of the training data, in order
+    test_digest: str = ""
 
-    def give(self) -> str:
-        """Text from which `take` gets the data in another process of this machine, while this one runs."""
-        largest = self.encode.largest
-        return json.dumps([self.train.where, self.test.where, largest, asdict(self.report)])
+    @property
+    def n_examples(self) -> int:
+        """Number of examples of both splits, of which each has a number: first those of `train`, then of `test`."""
+        return int(self.train.counts.sum() + self.test.counts.sum())
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Digests of all texts, and of token ids before truncation."""
+        reports = self.report.train, self.report.test
+        return self.digest, self.test_digest, *(report.token_digest for report in reports)
 
     @classmethod
-    def take(cls, given: str, tokenizer: Any) -> TrainingData:
-        """Get the data of another process, without a copy of its texts."""
-        train, test, largest, report = json.loads(given)
-        splits = {split: SplitReport(**report.pop(split)) for split in ("train", "test")}
-        return cls(
-            tokenizer,
-            TextEncoder(tokenizer, largest=largest),
-            StoredPrompts(PromptFile(*train)),
-            StoredPrompts(PromptFile(*test)),
-            Preflight(**splits, **report),
-        )
+    def open(
+        cls,
+        place: Path,
+        tokenizer: Any,
+        *,
+        online: bool,
+        batch_size: int,
+        n_epochs: int | None,
+        n_examples: int | None,
+    ) -> TrainingData:
+        """Open a table. `online`: training examples are prompts."""
+        facts = read_facts(place)["facts"]
+        reports = {split: SplitReport(**facts["reports"][split]) for split in SPLITS}
+        if online:
+            reports["train"].examples = reports["train"].prompts
+        size = {"batch_size": batch_size, "n_epochs": n_epochs, "n_examples": n_examples}
+        updates, dropped = count_updates(reports["train"].examples, **size)
+        preflight = Preflight(**reports, updates=updates, dropped_examples=dropped)
+        train, test = (PromptTable(place / f"{split}.arrow") for split in SPLITS)
+        encode = TextEncoder(tokenizer, largest=facts["largest"])
+        return cls(tokenizer, encode, train, test, preflight, *(facts["digests"][split] for split in SPLITS))
 
-    @cached_property
-    def digest(self) -> str:
-        """Digest of the training prompts, responses, pairs and SFT targets, in order."""
-        digest = hashlib.sha256()
-        for prompt in self.train:
-            digest.update(repr((prompt.text, prompt.responses, prompt.pairs, prompt.sft_target)).encode())
-        return digest.hexdigest()[:32]
+
+class DatasetOptions(NamedTuple):
+    """The settings that the content of a table depends on, with the datasets themselves and the tokenizer."""
+
+    names: list[str]
+    dataset_sources: Mapping[str, Any]
+    sft_mode: bool
+    online: bool  # also has the messages of chats
+    max_length: int
+    max_prompt_length: int
+
+
+def build_table(
+    place: Path,
+    options: DatasetOptions,
+    tokenizer: Any,
+    get_dataset: GetDataset,
+    *,
+    cache_dir: str | None,
+    silent: bool,
+) -> dict[str, Any]:
+    """Write both splits to a directory, and count them. Raises InputError for data that is unusable."""
+    encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
+    for split in SPLITS:
+        prompts = iterate_prompts(
+            get_dataset,
+            options.names,
+            split,
+            sft_mode=options.sft_mode,
+            with_messages=options.online,
+            notes=notes,
+            silent=silent,
+            cache_dir=cache_dir,
+            dataset_sources=options.dataset_sources,
+            tokenizer=tokenizer,
+        )
+        counter, path = SplitCounter(encode), place / f"{split}.arrow"
+        write_prompts(path, counter.watch(prompts))
+        lengths = {"max_length": options.max_length, "max_prompt_length": options.max_prompt_length}
+        reports[split] = asdict(counter.count_tokens(PromptTable(path), **lengths))
+        digests[split] = counter.digest.hexdigest()[:32]
+        if not reports[split]["examples"]:
+            raise InputError(f"the {split} split of {', '.join(options.names)} has no examples")
+    return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
+
+
+def make_key(
+    options: DatasetOptions, tokenizer: Any, get_dataset: GetDataset, identify: Identify, cache_dir: Any
+) -> Any:
+    """The name of the table of these datasets, which changes with all that it is made from; None if that is unknown."""
+    datasets = [identify(name, cache_dir, options.dataset_sources) for name in options.names]
+    encodes = identify_tokenizer(tokenizer)
+    if None in datasets or encodes is None:
+        return None
+    code = [Path(get_dataset.__code__.co_filename), *sorted(Path(__file__).parent.glob("*.py"))]
+    loaders = [hashlib.sha256(file.read_bytes()).hexdigest() for file in code]
+    made_from = [options._replace(dataset_sources={}), datasets, encodes, loaders]
+    return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
 
 
 def prepare_data(
-    names: Sequence[str],
+    options: DatasetOptions,
     tokenizer: Any,
     *,
-    get_dataset: Callable[..., PreferenceData],
-    sft_mode: bool,
-    online: bool = False,
+    get_dataset: GetDataset,
+    identify: Identify,
     batch_size: int,
     batch_parts: int = 1,
-    max_length: int,
-    max_prompt_length: int,
-    n_epochs: int | None,
-    n_examples: int | None,
-    dataset_sources: Any,
     cache_dir: str | None,
     folder: str | Path,
+    scratch: Path | None = None,
     silent: bool,
-) -> TrainingData:
-    """Load and count both splits, and print the counts unless `silent`. Large texts are stored in `folder`.
+) -> Path:
+    """Find the table of the data in `folder`, or build it; print what its loaders have to say unless `silent`.
 
-    `online`: training examples are prompts. Raises InputError for data that is unusable or too little; the batch size
-    that it suggests is a multiple of `batch_parts`.
+    With `scratch` a new table goes there.
+
+    Raises InputError for data that is unusable or too little; the batch size that it suggests is a multiple of
+    `batch_parts`.
     """
-    encode = TextEncoder(tokenizer)
-    prompts, reports = {}, {}
-    for split in ("train", "test"):
-        options = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
-        options |= {"sft_mode": sft_mode, "silent": silent}
-        found = iterate_prompts(get_dataset, names, split, with_messages=online, **options)
-        prompts[split] = store_prompts(found, folder)
-        reports[split] = inspect_split(
-            prompts[split], encode, sft_mode=sft_mode, max_length=max_length, max_prompt_length=max_prompt_length
-        )
-        if online and split == "train":
-            reports[split].examples = reports[split].prompts
-        if not reports[split].examples:
-            raise InputError(f"the {split} split of {', '.join(names)} has no examples")
-    if (n := reports["train"].examples) < batch_size:
+    find_key = partial(make_key, options, tokenizer, get_dataset, identify, cache_dir)
+    key, built = find_key(), False
+
+    def build(place: Path) -> tuple[dict[str, Any], bool]:
+        nonlocal built
+        built, facts = True, build_table(place, options, tokenizer, get_dataset, cache_dir=cache_dir, silent=silent)
+        return facts, find_key() == key  # else a file was changed while it was read
+
+    place = find_or_build(Path(folder) / "examples", key, build, scratch=scratch)
+    give_back_freed_memory()  # of the texts as Python strings
+    facts = read_facts(place)["facts"]
+    if not (silent or built):
+        print("".join(f"{note}\n" for note in facts["notes"]), end="")
+    report = facts["reports"]["train"]
+    if (n := report["prompts" if options.online else "examples"]) < batch_size:
         fix = f"set batch_size={n - n % batch_parts} or add data"
         if n < batch_parts:
             fix = f"add data, for it is a multiple of gradient_accumulation_steps * processes = {batch_parts}"
         raise InputError(
-            f"the train split of {', '.join(names)} has {count(n, 'example')}, too few for one batch of "
+            f"the train split of {', '.join(options.names)} has {count(n, 'example')}, too few for one batch of "
             f"batch_size={batch_size}: {fix}"
         )
-    give_back_freed_memory()  # of the texts as Python strings
-    updates, dropped = count_updates(
-        reports["train"].examples, batch_size=batch_size, n_epochs=n_epochs, n_examples=n_examples
-    )
-    preflight = Preflight(**reports, updates=updates, dropped_examples=dropped)
-    if not silent:
-        print(preflight.tell(batch_size), flush=True)
-    return TrainingData(tokenizer, encode, prompts["train"], prompts["test"], preflight)
+    return place
 
 
-def load_data(plan: Plan, get_dataset: Callable[..., PreferenceData], *, silent: bool = False) -> TrainingData:
+def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent: bool = False) -> TrainingData:
     """Load the data of a run: tokenizer, prompts of both splits and the preflight.
 
-    `get_dataset` loads a dataset by name. Every process of a run must call this: one per machine loads and counts, and
-    the others share its data.
+    `get_dataset` loads a dataset by name, and `identify` tells its states apart. Every process of a run must call
+    this: one per machine finds or builds the table, and all of them map it.
     """
     if not silent:
         print(f"reading the data of {', '.join(plan.data.datasets)}", flush=True)
     cache_dir, trusts = plan.run.cache_dir, plan.model.trust_remote_code
     tokenizer = load_tokenizer(plan.model.tokenizer, cache_dir=cache_dir, trust_remote_code=trusts)
-    prepare = partial(
-        prepare_data,
+    options = DatasetOptions(
         plan.data.datasets,
-        tokenizer,
-        get_dataset=get_dataset,
+        plan.data.dataset_sources,
         sft_mode=not plan.loss.pairwise,
         online=plan.online is not None,
-        batch_size=plan.data.batch_size,
-        batch_parts=plan.data.gradient_accumulation_steps * plan.dims.data_size,
         max_length=plan.data.max_length,
         max_prompt_length=plan.data.max_prompt_length,
-        n_epochs=plan.data.n_epochs,
-        n_examples=plan.data.n_examples,
-        dataset_sources=plan.data.dataset_sources,
-        cache_dir=cache_dir,
-        folder=plan.run.local_dir,
-        silent=silent,
     )
-    data = once_per_machine(
-        prepare,
-        give=TrainingData.give,
-        take=partial(TrainingData.take, tokenizer=tokenizer),
-        silence_secs=plan.run.collective_timeout_secs,
-    )
+    with tempfile.TemporaryDirectory() as scratch:  # what is mapped there stays until it is let go
+        prepare = partial(
+            prepare_data,
+            options,
+            tokenizer,
+            get_dataset=get_dataset,
+            identify=identify,
+            batch_size=plan.data.batch_size,
+            batch_parts=plan.data.gradient_accumulation_steps * plan.dims.data_size,
+            cache_dir=cache_dir,
+            folder=plan.run.local_dir,
+            scratch=Path(scratch) if plan.run.dry_run else None,  # which leaves nothing behind
+            silent=silent,
+        )
+        place = Path(once_per_machine(lambda: str(prepare()), silence_secs=plan.run.collective_timeout_secs))
+        size = {"batch_size": plan.data.batch_size, "n_epochs": plan.data.n_epochs, "n_examples": plan.data.n_examples}
+        data = TrainingData.open(place, tokenizer, online=options.online, **size)
     if not silent:
+        print(data.report.tell(plan.data.batch_size), flush=True)
         forms = data.report.train.prompt_formats
         about_tokenizer = *doubts_about_chat(tokenizer, forms), *doubts_about_bos(tokenizer, data.train[0].text)
         for line in (*doubts(plan.training, data.report), *about_tokenizer):

@@ -33,13 +33,14 @@ class Entry(TypedDict):
 class PreferenceData(dict[str, Entry]):
     """`{prompt: {responses, pairs, sft_target}}`, and how to tokenize its texts.
 
-    Also the messages from which a chat template has rendered each prompt."""
+    Also the messages from which a chat template has rendered each prompt, and `notes` to print about the data."""
 
     def __init__(self, *, truncation_mode: TruncationMode, rendered: bool = False) -> None:
         super().__init__()
         self.truncation_mode = truncation_mode
         self.rendered = rendered  # by a chat template: EOS in a prompt is the end of a turn
         self.messages: dict[str, Messages] = {}  # of each rendered prompt
+        self.notes: list[str] = []
 
     def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
         """Add two responses; number `better` (0 or 1) is preferred and becomes the prompt's SFT target."""
@@ -63,6 +64,7 @@ class PreferenceData(dict[str, Entry]):
         kept = set(prompts[:n_test] if split == "test" else prompts[n_test:])
         part = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered)
         part.update((prompt, entry) for prompt, entry in self.items() if prompt in kept)
+        part.notes = self.notes
         part.messages = {prompt: messages for prompt, messages in self.messages.items() if prompt in kept}
         return part
 

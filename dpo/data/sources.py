@@ -51,6 +51,24 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
     return rows
 
 
+def identify_source(source: Source, cache_dir: str | None = None) -> Any:
+    """A JSON value that changes with a source: files with their sizes and times, or the Hub's fingerprint.
+
+    None if it has none. The time of the last change (ctime) is set by every write, whatever a program restores."""
+    path = source.local
+    if path is None:
+        fingerprint = getattr(_load_from_hub(source, "train", cache_dir), "_fingerprint", None)
+        return fingerprint and [source.path, dict(source.columns), fingerprint]
+    try:
+        inside = sorted(file for depth in ("*", "*/*", "data/*/*") for file in path.glob(depth))
+        files = [path] if path.is_file() else inside
+        stats = [(str(file), file.stat()) for file in files if file.is_file()]
+    except OSError:  # loading says why it cannot be read
+        return None
+    times = [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
+    return [str(path.absolute()), dict(source.columns), times]
+
+
 def _split_files(folder: Path, split: str) -> list[Path]:
     """Find the files of a split, in the folder or its `data/`, as on the Hub.
 

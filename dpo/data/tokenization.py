@@ -1,12 +1,9 @@
-"""Conversion of texts to token ids: a caching tokenizer, EOS, truncation. Independent of datasets and processes."""
+"""Conversion of texts to token ids: many at a time, EOS, truncation. Independent of datasets and processes."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Any, Literal
 
@@ -16,32 +13,27 @@ TruncationMode = Literal["keep_start", "keep_end"]
 
 
 class TextEncoder:
-    """A caching tokenizer: a text that recurs soon is tokenized once, without special tokens.
+    """A tokenizer without special tokens, which threads may share.
 
-    `prime` tokenizes many texts in one call, which fast tokenizers spread over the cores. Ids are cached as 32-bit
-    arrays, a seventh of the size of Python lists of integers, under a digest of their text. The least recently used are
-    dropped once all take more than `max_bytes`. Threads may share it. `largest` is the largest token id so far.
+    Many texts are tokenized in one call, which fast tokenizers spread over the cores. `largest` is the largest token id
+    so far.
     """
 
-    def __init__(self, tokenizer: Any, *, max_bytes: int = 2**28, largest: int = -1) -> None:
+    def __init__(self, tokenizer: Any, *, largest: int = -1) -> None:
         self.tokenizer, self.largest = tokenizer, largest
         self._in_use = Lock()  # tokenizers change their settings while they work
-        self._known: OrderedDict[bytes, array] = OrderedDict()
-        self._changing = Lock()
-        self._n_bytes, self._max_bytes = 0, max_bytes
         self._n_embeddings = math.inf
 
-    def prime(self, texts: Iterable[str], *, chunk: int = 10_000) -> None:
-        named = {_digest(text): text for text in texts}
+    def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """The token ids of each distinct text. Raises InputError for an id without an embedding in the model."""
+        distinct = list(dict.fromkeys(texts))
+        if not distinct:
+            return {}
         with self._in_use:
-            new = [(key, text) for key, text in named.items() if self._find(key) is None]
-            for start in range(0, len(new), chunk):
-                part = new[start : start + chunk]
-                rows = self.tokenizer([text for _, text in part], add_special_tokens=False)["input_ids"]
-                for (key, _), ids in zip(part, rows, strict=True):
-                    self.largest = max(self.largest, max(ids, default=-1))
-                    self._keep(key, array("i", ids))
+            rows = self.tokenizer(distinct, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+            self.largest = max(self.largest, *(max(ids, default=-1) for ids in rows))
         self.check_vocabulary(self._n_embeddings)
+        return dict(zip(distinct, rows, strict=True))
 
     def check_vocabulary(self, n_embeddings: float) -> None:
         """Raise InputError, now or later, once a text has a token id without an embedding in the model."""
@@ -51,38 +43,6 @@ class TextEncoder:
                 f"the tokenizer gives token id {self.largest}, but the model has only {n_embeddings} embeddings; "
                 f"set model.tokenizer_name_or_path to the model's own tokenizer"
             )
-
-    def __call__(self, text: str) -> list[int]:
-        key = _digest(text)
-        while (ids := self._find(key)) is None:  # another thread may have evicted it
-            self.prime([text])
-        return ids.tolist()
-
-    def _find(self, key: bytes) -> array | None:
-        with self._changing:
-            ids = self._known.get(key)
-            if ids is not None:
-                self._known.move_to_end(key)
-            return ids
-
-    def _keep(self, key: bytes, ids: array) -> None:
-        """Cache a text's ids; the newest entry stays, however long it is."""
-        with self._changing:
-            self._known[key] = ids
-            self._n_bytes += _size(ids)
-            while self._n_bytes > self._max_bytes and len(self._known) > 1:
-                self._n_bytes -= _size(self._known.popitem(last=False)[1])
-
-
-ENTRY_BYTES = 280  # of a cached text in addition to its ids: digest, array, dictionary entry
-
-
-def _size(ids: array) -> int:
-    return ENTRY_BYTES + ids.itemsize * len(ids)
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def truncate(
@@ -105,28 +65,20 @@ def truncate(
     return prompt, list(responses)
 
 
-def encode_with_eos(encode: TextEncoder, text: str, *, rendered: bool = False) -> list[int]:
-    """Token ids of a response, EOS appended.
+def append_eos(
+    prompt: str, responses: Sequence[str], ids: Mapping[str, list[int]], tokenizer: Any, *, rendered: bool = False
+) -> tuple[list[int], list[list[int]]]:
+    """The `ids` of a prompt, and of its responses with EOS appended.
 
-    Raises InputError if the text contains EOS, unless a chat template has `rendered` it: there EOS ends a turn.
+    Raises InputError if a text contains EOS, unless a chat template has `rendered` it: there EOS ends a turn.
     """
-    eos = encode.tokenizer.eos_token_id
+    eos = tokenizer.eos_token_id
     if eos is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
-    ids = encode(text)
-    if eos in ids and not rendered:
-        raise InputError(f"EOS token {encode.tokenizer.eos_token!r} inside a response: {text!r}")
-    return [*ids, eos]
-
-
-def encode_whole(
-    prompt: str, responses: Sequence[str], encode: TextEncoder, *, rendered: bool = False
-) -> tuple[list[int], list[list[int]]]:
-    """Token ids of a prompt and of its responses, EOS appended. Raises InputError if a text contains EOS."""
-    prompt_ids = encode(prompt)
-    if encode.tokenizer.eos_token_id in prompt_ids and not rendered:
-        raise InputError(f"EOS token {encode.tokenizer.eos_token!r} inside a prompt: {prompt!r}")
-    return prompt_ids, [encode_with_eos(encode, text, rendered=rendered) for text in responses]
+    for kind, text in (("prompt", prompt), *(("response", text) for text in responses)):
+        if eos in ids[text] and not rendered:
+            raise InputError(f"EOS token {tokenizer.eos_token!r} inside a {kind}: {text!r}")
+    return ids[prompt], [[*ids[text], eos] for text in responses]
 
 
 def encode_texts(
@@ -140,5 +92,5 @@ def encode_texts(
     rendered: bool = False,
 ) -> tuple[list[int], list[list[int]]]:
     """Token ids of a prompt and of its responses, EOS appended, truncated together."""
-    whole = encode_whole(prompt, responses, encode, rendered=rendered)
+    whole = append_eos(prompt, responses, encode([prompt, *responses]), encode.tokenizer, rendered=rendered)
     return truncate(*whole, truncation_mode, max_length, max_prompt_length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from typing import Any
 
 import torch
@@ -39,6 +40,17 @@ def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = tokenizer.eos_token_id
     return tokenizer
+
+
+def identify_tokenizer(tokenizer: Any) -> str | None:
+    """A digest that changes with whatever a tokenizer and its chat template do; None if that is not known.
+
+    A tokenizer in Python may do anything, and a template may write today's date."""
+    template = str(getattr(tokenizer, "chat_template", None))
+    if not tokenizer.is_fast or "strftime_now" in template:
+        return None
+    marks = repr((transformers.__version__, tokenizer.eos_token, tokenizer.special_tokens_map, template))
+    return hashlib.sha256((marks + tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()
 
 
 def doubts_about_bos(tokenizer: Any, prompt: str) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 
 from dpo.data.collation import PaddedBatch
 from dpo.data.examples import Example
-from dpo.data.prompts import Prompt
+from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights
@@ -91,7 +91,7 @@ def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: 
     texts = []
     for example in examples:
         text = prompts[example.id[0]].text
-        fed, whole = list(example.prompt), encode(text)
+        fed, whole = list(example.prompt), encode([text])[text]
         if fed == whole:
             texts.append(text)
         elif whole[: len(fed)] == fed:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 
 from dpo.data.asking import as_messages
-from dpo.data.prompts import Prompt
+from dpo.data.table import Prompt
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG
@@ -143,7 +143,7 @@ def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
             f"{key} sees {reward.limit:,} tokens, and an answer may have online.max_new_tokens="
             f"{plan.online.max_new_tokens}: lower that, or give another model"
         )
-    reward.check(Prompt("Hello", [], [], "", "keep_start", rendered=False))
+    reward.check(Prompt("Hello", [], [], "keep_start", rendered=False))
     return reward
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dpo.data.prompts import Prompt
+from dpo.data.table import Prompt
 from dpo.errors import InputError, RunError
 from dpo.models.answers import Answer
 from dpo.models.reward_model import find_reward_structure, load_reward_model, notes_on

@@ -20,7 +20,6 @@ from dpo.analysis.measures import (
     is_collapsed,
     updates_at_start,
 )
-from dpo.data.examples import list_examples
 from dpo.errors import RunError
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 
@@ -67,19 +66,19 @@ class NonFiniteGuard(Callback):
 
     def _write(self, folder: Path, update: Update) -> None:
         """Write the examples, with prompt indices and metrics, as a dataset for `dataset_sources`."""
-        sft_mode = not self.context.plan.loss.pairwise
         columns = {name: column.tolist() for name, column in update.table.items()}
         lines = []
         for row, example in enumerate(update.examples):
             assert example.id is not None  # it came from the data
             number, index = example.id
             prompt = self.context.data.train[number]
-            texts: dict[str, Any] = list(list_examples(prompt, sft_mode=sft_mode))[index].texts
             if row in update.drawn:
                 best, worst = update.drawn[row].pair
-                texts = {"chosen": best.text, "rejected": worst.text}
+                texts: dict[str, Any] = {"chosen": best.text, "rejected": worst.text}
                 texts |= {"score_chosen": best.score, "score_rejected": worst.score}
-            if sft_mode:
+            else:
+                texts = prompt.texts(index)
+            if len(texts) == 1:
                 texts = {"completion": texts["chosen"]}
             line = {"prompt": prompt.text, **texts, "prompt_number": number}
             lines.append(json.dumps(line | {name: column[row] for name, column in columns.items()}) + "\n")

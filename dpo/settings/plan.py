@@ -91,6 +91,7 @@ class ModelPlan:
     archive: str | None
     block_name: str | None
     policy_dtype: str
+    fsdp_policy_mp: str | None
     autocast: str | None
     attn_implementation: str
     random_init: bool

@@ -6,10 +6,12 @@ the store, and wait as long as that rank sends heartbeats.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -102,6 +104,53 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
         done = act()
     meet_rank_0(place)
     return done
+
+
+def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
+    """The result of `make()` in the first process of each machine, for all processes of that machine.
+
+    Every process must call it; it returns once all machines are done. Raises DistError if one of the first processes
+    failed, or sent no heartbeat for `silence_secs`.
+    """
+    if not is_shared():
+        return make()
+    rank, store = dist.get_rank(), default_store()
+    machines: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(machines, identify_machine())
+    call = store.add(f"calls of {rank}", 1)
+    keys = {first: f"once per machine, call {call}, rank {first}" for first in map(machines.index, machines)}
+    first = machines.index(machines[rank])
+    if rank == first:
+        make_for_others(make, store, keys[rank], min(BEAT_SECS, silence_secs / 4))
+    return wait_for_makers(store, keys, silence_secs)[first]
+
+
+def identify_machine() -> str:
+    """An id shared by processes that see the same files."""
+    booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # host names may not be unique
+    return f"{booted} {os.readlink('/proc/self/ns/mnt')}"
+
+
+def make_for_others(make: Callable[[], str], store: dist.Store, key: str, beat_secs: float) -> None:
+    """Set the key to the result of `make()`, with heartbeats while it works, or to its failure."""
+    try:
+        with signs_of_life(store, f"{key} lives", beat_secs):
+            made = make()
+        store.set(key, f"done {made}")
+    except BaseException:
+        with suppress(dist.DistError):  # the first error is the one to raise
+            store.set(key, "failed")
+        raise
+
+
+def wait_for_makers(store: dist.Store, keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
+    """The results of these ranks. Raises DistError if one failed or fell silent."""
+    made: dict[int, str] = {}
+    for rank, answer in answers(store, keys, {rank: f"{key} lives" for rank, key in keys.items()}, silence_secs):
+        outcome, _, made[rank] = answer.partition(" ")
+        if outcome != "done":
+            raise dist.DistError(f"rank {rank} failed while the others waited for it")
+    return made
 
 
 def leave_together() -> None:

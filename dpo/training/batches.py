@@ -10,10 +10,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
-from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples, iterate_once
+from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples, iterate_once, read_examples
 from dpo.data.preflight import TrainingData
+from dpo.data.table import Prompt
 from dpo.models.answers import Drawn
 from dpo.models.layouts import Layout, Microbatch
 from dpo.settings.plan import Plan
@@ -28,7 +30,7 @@ class Batch(NamedTuple):
     examples: list[Example]
     weights: Sequence[float]  # of each example in the means of loss and metrics; 0 for a tie
     microbatches: list[Microbatch]
-    keys: list[tuple[bytes, ...]]  # cache keys of the reference's log-probabilities; empty where none are cached
+    numbers: Sequence[int]  # of each example, in both splits; empty if the reference's log-probabilities are not cached
     drawn: Mapping[int, Drawn] = MappingProxyType({})  # by place in the batch: the pairs that the policy wrote
     metrics: Mapping[str, float] = MappingProxyType({})  # of the drawing
     seconds: Mapping[str, float] = MappingProxyType({})  # that each part of the drawing took
@@ -68,27 +70,29 @@ class Batches:
         self.rank, self.size = rank, size
         self.loss = plan.loss
         self.parts: dict[str, Any] = {}  # parts of checkpoints
+        counts = data.train.counts, data.test.counts
+        ends = np.cumsum(np.concatenate(counts))
+        self._first_numbers = np.split(ends - np.concatenate(counts), [len(counts[0])])  # of each prompt's examples
 
     def train(self, *, skip: int = 0) -> Iterator[Any]:
         """Training batches in the reference implementation's order, up to its stop rule.
 
         The first `skip` are not prepared: a resumed run has already trained on them.
         """
-        plan = self.plan
-        prepare = partial(self._prepare, n_microbatches=plan.data.gradient_accumulation_steps)
-        return self._iterate_train(prepare, sft_mode=not self.loss.pairwise, skip=skip)
+        source, n_microbatches = (self.data.train, self._first_numbers[0]), self.plan.data.gradient_accumulation_steps
+        prepare = partial(self._prepare, *source, n_microbatches=n_microbatches)
+        return self._iterate_train(prepare, self.data.train.counts.tolist(), skip=skip)
 
     def draw(self, item: Any, *, update: int) -> Batch:
         """The batch of an update, made from an item that `train` yields: here the item itself."""
         return item
 
-    def _iterate_train(self, prepare: Callable[..., Result], *, sft_mode: bool, skip: int) -> Iterator[Result]:
+    def _iterate_train(self, prepare: Callable[..., Result], counts: Sequence[int], *, skip: int) -> Iterator[Result]:
         plan = self.plan
         batches = iterate_examples(
-            self.data.train,
+            counts,
             batch_size=plan.data.batch_size,
             shuffle=True,
-            sft_mode=sft_mode,
             n_epochs=plan.data.n_epochs,
             n_examples=plan.data.n_examples,
             seed=self.seed,
@@ -97,7 +101,7 @@ class Batches:
 
     def test(self) -> Iterator[Batch]:
         """Evaluation batches, one microbatch per process: each example is in one only, and the last may be partial."""
-        return self._iterate_test(partial(self._prepare, n_microbatches=1))
+        return self._iterate_test(partial(self._prepare, self.data.test, self._first_numbers[1], n_microbatches=1))
 
     def test_sizes(self) -> list[int]:
         """The number of examples in each evaluation batch, without preparing them."""
@@ -106,13 +110,16 @@ class Batches:
     def _iterate_test(self, prepare: Callable[..., Result]) -> Iterator[Result]:
         plan = self.plan
         batches = iterate_once(
-            self.data.test,
+            self.data.test.counts.tolist(),
             batch_size=plan.data.eval_batch_size,
-            sft_mode=not self.loss.pairwise,
             n_examples=plan.data.n_eval_examples,
             seed=self.seed,
         )
         return prefetch(batches, prepare, workers=plan.data.num_workers)
+
+    def read_prompts(self, places: Sequence[tuple[int, int]]) -> list[Prompt]:
+        """The prompts of a batch."""
+        return [self.data.train[number] for number, _ in places]
 
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:
         """The examples as token ids, truncated."""
@@ -126,9 +133,14 @@ class Batches:
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         return microbatches
 
-    def _prepare(self, texts: Sequence[TextExample], *, n_microbatches: int) -> Batch:
-        examples = self.encode(texts)
-        keys = [e.keys for e in examples] if self.loss.reference else []
-        if keys and self.loss.needs_tails:
-            keys = [(*e.keys, *e.tail_keys) for e in examples]
-        return Batch(examples, [1.0] * len(examples), self.split(examples, n_microbatches), keys)
+    def _prepare(
+        self,
+        prompts: Sequence[Prompt],
+        first_numbers: np.ndarray,
+        places: Sequence[tuple[int, int]],
+        *,
+        n_microbatches: int,
+    ) -> Batch:
+        examples = self.encode(read_examples(prompts, places))
+        numbers = [int(first_numbers[prompt]) + index for prompt, index in places]
+        return Batch(examples, [1.0] * len(examples), self.split(examples, n_microbatches), numbers)

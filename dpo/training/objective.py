@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dpo.errors import InputError
@@ -26,7 +27,7 @@ from dpo.parallel.state import hold_the_same
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_metrics
-from dpo.training.reference import LogpTable, Reference, read_logps
+from dpo.training.reference import Reference, read_logps
 
 Columns = dict[str, torch.Tensor]  # values of B examples by name, each (B,)
 SIDES = ("chosen", "rejected")
@@ -60,7 +61,7 @@ class BatchContext(NamedTuple):
     total_weight: float  # their sum, or 1 if all are 0
     reference: torch.Tensor | None = None  # from `cached_reference`
     statistic: torch.Tensor | None = None  # (B, k): `Scores.batch_statistic`
-    keys: Sequence[tuple[bytes, ...]] = ()  # keys under which to cache the reference's log-probabilities
+    numbers: Sequence[int] = ()  # under which to cache the reference's log-probabilities
 
 
 class RunningAverage:
@@ -184,7 +185,7 @@ class Objective:
         is_whole = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if self.loss.batch_statistic is None or is_whole:
             cached = self.cached_reference(batch)
-            return BatchContext(*given, cached, keys=batch.keys if cached is None else ())
+            return BatchContext(*given, cached, numbers=batch.numbers if cached is None and self.loss.reference else ())
         whole, _ = self._score_all([batch], update=update)
         statistic, counts = None, weights > 0
         if any(batch.weights):
@@ -212,7 +213,7 @@ class Objective:
 
     def _score_all(self, batches: Iterable[Batch], *, update: int | None = None) -> tuple[Scores, Columns]:
         """`_score` for every example of the batches, on every process, in float64; caches the reference's part."""
-        table, keys, n_examples, is_cached = [], [], 0, True
+        table, numbers, n_examples, is_cached = [], [], 0, not self.loss.reference
         for batch in batches:
             cached = self.cached_reference(batch)
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches):
@@ -221,9 +222,8 @@ class Objective:
                 columns = {name: values for name, values in scores._asdict().items() if torch.is_tensor(values)}
                 columns = {name: values.double() for name, values in (columns | reference).items()}
                 table.append((microbatch.indices + n_examples, columns))
-            n_examples, keys = n_examples + len(batch.examples), keys + batch.keys
-            is_cached &= cached is not None
-        whole = self.reduce(table, n_examples, [] if is_cached else keys).examples
+            n_examples, numbers = n_examples + len(batch.examples), [*numbers, *batch.numbers]
+        whole = self.reduce(table, n_examples, [] if is_cached else numbers).examples
         reference = {name: values for name, values in whole.items() if name.startswith(REFERENCE)}
         return Scores(**{name: values for name, values in whole.items() if name not in reference}), reference
 
@@ -247,7 +247,7 @@ class Objective:
 
         (B, 2), or (B, 4) with tails.
         """
-        cached = self.reference.logps.find(batch.keys) if self.reference else None
+        cached = self.reference.logps.find(batch.numbers) if self.loss.reference else None
         return None if cached is None else self._to_device(cached)
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:
@@ -258,17 +258,17 @@ class Objective:
         self,
         metrics: MicrobatchMetrics,
         n_examples: int,
-        keys: Sequence[tuple[bytes, ...]],
+        numbers: Sequence[int],
         scalars: Mapping[str, torch.Tensor] | None = None,
     ) -> Reduced:
         """The metrics of all examples, on every process, and the sums of `scalars` over the processes.
 
-        With `keys`, also caches the reference's log-probabilities.
+        With `numbers`, also caches the reference's log-probabilities.
         """
         reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
-        if keys:
+        if numbers:
             columns = [reduced.examples[f"{REFERENCE}{name}"] for name in self.cached_columns]
-            self.reference.logps.add(keys, torch.stack(columns, dim=1))
+            self.reference.logps.add(numbers, torch.stack(columns, dim=1))
         return reduced
 
     @torch.no_grad()
@@ -286,12 +286,14 @@ class Objective:
 
         Returns a message about it. Raises InputError if the file disagrees with the reference's current values.
         """
-        read = read_logps(path) if self.mesh.rank == 0 and path.exists() else LogpTable()
-        read, seed = from_rank_0((read, secrets.randbits(32)))
-        n_scored = self.reference.logps.score_all(batches, self.score, read, seed=seed)
+        logps = self.reference.logps
+        stored = read_logps(path, logps.shape) if self.mesh.rank == 0 and path.exists() else None
+        stored, seed = from_rank_0((stored, secrets.randbits(32)))
+        n_scored = logps.score_all(batches, self.score, stored, path=path, seed=seed)
         if self.mesh.rank == 0:
-            self.reference.logps.save(path)
-        known = f", {count(len(read), 'response')} read from {path}" if len(read) else ""
+            logps.save(path)
+        n_stored = 0 if stored is None else int((~np.isnan(stored).any(axis=1)).sum())
+        known = f", {count(n_stored, 'pair')} read from {path}" if n_stored else ""
         return f"{count(n_scored, 'pair')} scored by the reference{known}"
 
 

@@ -16,8 +16,8 @@ import torch
 
 from dpo.data.examples import Example, TextExample, list_examples, text_digest
 from dpo.data.preflight import TrainingData
-from dpo.data.prompts import Prompt
-from dpo.data.tokenization import encode_whole, truncate
+from dpo.data.table import Prompt
+from dpo.data.tokenization import append_eos, truncate
 from dpo.errors import InputError
 from dpo.models.answers import Answer, Drawn, Sampling, answer
 from dpo.models.generation import before_each_forward
@@ -83,12 +83,7 @@ class OnlineBatches(Batches):
         self.n_offline = plan.n_offline
 
     def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
-        return self._iterate_train(self._prime, sft_mode=True, skip=skip)
-
-    def _prime(self, texts: Sequence[TextExample]) -> list[Prompt]:
-        """The prompts of a batch, tokenized ahead of time."""
-        self.data.encode.prime(text.prompt.text for text in texts)
-        return [text.prompt for text in texts]
+        return self._iterate_train(self.read_prompts, [1] * len(self.data.train), skip=skip)
 
     def draw(self, item: Sequence[Prompt], *, update: int) -> Batch:
         """Draw the batch of an update, a pair for each prompt, on every process. Raises ScorerFailed on all."""
@@ -117,7 +112,7 @@ class OnlineBatches(Batches):
             in_order,
             weights,
             self.split(in_order, self.plan.data.gradient_accumulation_steps),
-            keys=[],  # the reference will hardly see the same pairs again
+            numbers=(),  # the reference will hardly see the same pairs again
             drawn=drawn,
             metrics=_metrics([*drawn.values()]),
             seconds={"sampling": sampled - start, "scoring": time.perf_counter() - sampled},
@@ -127,7 +122,7 @@ class OnlineBatches(Batches):
         """The places of a batch that get a pair from the data, each with a random pair of its prompt."""
         rng = np.random.default_rng([self.seed, update, OFFLINE])
         places = sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist())
-        pairs = {place: list(list_examples(prompts[place], sft_mode=False)) for place in places}
+        pairs = {place: list_examples(prompts[place]) for place in places}
         return {place: of_prompt[rng.integers(len(of_prompt))] for place, of_prompt in pairs.items()}
 
     def _answer(self, asked: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:
@@ -209,10 +204,11 @@ def some_prompts(data: TrainingData) -> list[Prompt]:
 
 def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
     """An example without responses, its prompt truncated as for responses of `max_new_tokens`."""
-    whole, _ = encode_whole(prompt.text, [], data.encode, rendered=prompt.rendered)
+    ids = data.encode([prompt.text])
+    whole, _ = append_eos(prompt.text, [], ids, data.tokenizer, rendered=prompt.rendered)
     room = [[0] * plan.online.max_new_tokens]
-    ids, _ = truncate(whole, room, prompt.truncation_mode, plan.data.max_length, plan.data.max_prompt_length)
-    return Example(tuple(ids), (), (prompt.number, 0), prompt.dataset, truncated=ids != whole)
+    cut, _ = truncate(whole, room, prompt.truncation_mode, plan.data.max_length, plan.data.max_prompt_length)
+    return Example(tuple(cut), (), (prompt.number, 0), prompt.dataset, truncated=cut != whole)
 
 
 def _choose_pair(prompt: Prompt, answers: Sequence[Answer], scores: Sequence[float]) -> Drawn:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpo.data.examples import TextExample, list_examples
+from dpo.data.examples import list_examples
 from dpo.data.preflight import TrainingData
 from dpo.models.answers import Sampling, choosing
 from dpo.models.generation import attention_of_generation
@@ -49,20 +49,20 @@ class LongestAnswers(Batches):
     """The batches of an online run with the longest answers, `max_new_tokens`, and the longest pairs of the data."""
 
     def train(self, *, skip: int = 0) -> Iterator[Batch]:
-        return self._iterate_train(self._longest, sft_mode=True, skip=skip)
+        return self._iterate_train(self._longest, [1] * len(self.data.train), skip=skip)
 
-    def _longest(self, texts: Sequence[TextExample]) -> Batch:
-        plan, prompts = self.plan, [text.prompt for text in texts]
+    def _longest(self, places: Sequence[tuple[int, int]]) -> Batch:
+        plan, prompts = self.plan, self.read_prompts(places)
         answers = tuple((token,) * plan.online.max_new_tokens for token in (0, 1))  # with no token in common
         examples = [encode_prompt(prompt, self.data, plan)._replace(responses=answers) for prompt in prompts]
         if n := plan.n_offline:
-            pairs = [self.encode(list(list_examples(prompt, sft_mode=False))) for prompt in prompts]
+            pairs = [self.encode(list_examples(prompt)) for prompt in prompts]
             longest = [max(of_prompt, key=lambda pair: pair.n_tokens) for of_prompt in pairs]
             more = [pair.n_tokens - drawn.n_tokens for pair, drawn in zip(longest, examples, strict=True)]
             for place in sorted(range(len(prompts)), key=lambda place: -more[place])[:n]:
                 examples[place] = longest[place]
         microbatches = self.split(examples, plan.data.gradient_accumulation_steps)
-        return Batch(examples, [1.0] * len(examples), microbatches, keys=[])
+        return Batch(examples, [1.0] * len(examples), microbatches, numbers=())
 
 
 def longest_prompt(plan: Plan, data: TrainingData) -> int:

@@ -1,12 +1,11 @@
-"""The frozen reference, and a cache of its log-probabilities by content, so that each response is scored once.
+"""The frozen reference, and a cache of its log-probabilities, so that each example is scored once.
 
-A file of the cache serves other runs with the same reference and data, for another beta or loss.
+A file of the cache serves other runs with the same reference, data and lengths, for another beta or loss.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,143 +15,73 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dpo.data.examples import KEY_BYTES
 from dpo.errors import InputError, RunError
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import local_tensor
 from dpo.system.plain_files import check_readable
 from dpo.training.batches import Batch
 
-KEY = np.dtype(f"S{KEY_BYTES}")  # compares byte by byte; only its printed form drops trailing zeros
 TOLERANCE = 1e-2  # relative error of a stored log-probability: allows half-precision rounding, not another model
 
 
-def read_logps(path: Path) -> LogpTable:
+def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
     """Read a file written by `ReferenceLogps.save`. Raises InputError for any other file."""
     try:
         check_readable(path)
         with np.load(path, allow_pickle=False) as file:
-            return LogpTable.of(file["keys"].reshape(-1, KEY_BYTES), file["logps"])
+            logps = file["logps"].astype(np.float64)
+        if logps.shape != shape:
+            raise ValueError(f"its shape is {logps.shape}, not {shape}")
     except MemoryError:
         raise
     except Exception as error:  # reading damaged or forged bytes can raise anything
         raise InputError(f"{path} is not a file of reference log-probabilities ({error}): remove it") from error
-
-
-class LogpTable:
-    """Log-probabilities by key: sorted arrays of 24 bytes per entry, and a dictionary of the most recent entries.
-
-    The dictionary is merged into the arrays when it exceeds 2**14 entries and a thirty-second of theirs.
-    """
-
-    def __init__(self) -> None:
-        self._keys, self._logps = np.empty(0, KEY), np.empty(0)  # sorted by key
-        self._recent: dict[bytes, float] = {}
-
-    @classmethod
-    def of(cls, keys: np.ndarray, logps: np.ndarray) -> LogpTable:
-        """Make a table of (n, KEY_BYTES) bytes and (n,) values, in any order. Raises ValueError for other shapes."""
-        if keys.dtype != np.uint8 or keys.shape[1:] != (KEY_BYTES,) or logps.shape != keys.shape[:1]:
-            raise ValueError(f"keys are {keys.dtype} {keys.shape}, log-probabilities {logps.shape}")
-        table = cls()
-        table._merge(np.ascontiguousarray(keys).reshape(-1).view(KEY), logps.astype(np.float64))
-        return table
-
-    def add(self, entries: Mapping[bytes, float]) -> None:
-        """Add entries, replacing those with equal keys. Values are finite."""
-        self._recent.update(entries)
-        if len(self._recent) > max(2**14, len(self._keys) // 32):
-            self._merge_recent()
-
-    def merge(self, other: LogpTable) -> None:
-        """Add all entries of another table."""
-        self._merge_recent()
-        self._merge(*other.arrays())
-
-    def find(self, keys: Sequence[bytes]) -> np.ndarray | None:
-        """The values of `keys`, (n,); None unless all are present."""
-        values = np.array([self._recent.get(key, np.nan) for key in keys])
-        [old] = np.isnan(values).nonzero()  # values are finite
-        if len(old) == 0:
-            return values
-        wanted = np.frombuffer(b"".join(keys), KEY)[old]
-        places = np.searchsorted(self._keys, wanted)
-        if len(self._keys) == 0 or (self._keys[np.minimum(places, len(self._keys) - 1)] != wanted).any():
-            return None
-        values[old] = self._logps[places]
-        return values
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """All keys, sorted, and their values."""
-        self._merge_recent()
-        return self._keys, self._logps
-
-    def _merge_recent(self) -> None:
-        if self._recent:
-            keys = np.frombuffer(b"".join(self._recent), KEY)
-            self._merge(keys, np.fromiter(self._recent.values(), np.float64))
-            self._recent = {}
-
-    def _merge(self, keys: np.ndarray, logps: np.ndarray) -> None:
-        """Merge entries into the arrays; the last of equal keys wins."""
-        keys, last = np.unique(keys[::-1], return_index=True)
-        logps = logps[::-1][last]
-        places = np.searchsorted(self._keys, keys)
-        known = np.zeros(len(keys), bool)
-        inside = places < len(self._keys)
-        known[inside] = self._keys[places[inside]] == keys[inside]
-        self._logps[places[known]] = logps[known]
-        self._keys = np.insert(self._keys, places[~known], keys[~known])
-        self._logps = np.insert(self._logps, places[~known], logps[~known])
-
-    def __getitem__(self, key: bytes) -> float:
-        found = self.find([key])
-        if found is None:
-            raise KeyError(key)
-        return float(found[0])
-
-    def __contains__(self, key: bytes) -> bool:
-        return self.find([key]) is not None
-
-    def __len__(self) -> int:
-        return len(self.arrays()[0])
+    return logps
 
 
 class ReferenceLogps:
-    """The cached log-probabilities of the reference, by `content_key`."""
+    """The cached log-probabilities of the reference: a row for each example of the data, NaN where not known.
 
-    def __init__(self) -> None:
-        self._known = LogpTable()
+    Rows have the columns of `Objective.cached_columns`; an example's number is that of `Batch.numbers`.
+    """
 
-    def add(self, keys: Sequence[tuple[bytes, ...]], values: torch.Tensor) -> None:
-        """Add the log-probabilities of a table of keys, (B, 2)."""
-        flat = zip((key for row in keys for key in row), values.flatten().tolist(), strict=True)
-        self._known.add({key: logp for key, logp in flat if math.isfinite(logp)})
+    def __init__(self, n_examples: int, n_columns: int) -> None:
+        self._known = np.full((n_examples, n_columns), np.nan)
 
-    def find(self, keys: Sequence[tuple[bytes, ...]]) -> torch.Tensor | None:
-        """The log-probabilities of a table of keys, (B, 2) float64; None unless all are cached."""
-        values = self._known.find([key for row in keys for key in row]) if keys else None
-        return None if values is None else torch.from_numpy(values).reshape(len(keys), -1)
+    @property
+    def shape(self) -> tuple[int, int]:
+        n_examples, n_columns = self._known.shape
+        return n_examples, n_columns
+
+    def add(self, numbers: Sequence[int], values: torch.Tensor) -> None:
+        """Add the log-probabilities of these examples, on the host; values that are not finite stay unknown."""
+        rows = values.double().numpy()
+        self._known[numbers] = np.where(np.isfinite(rows), rows, np.nan)
+
+    def find(self, numbers: Sequence[int]) -> torch.Tensor | None:
+        """The rows of these examples, in float64; None unless all are known, and for no examples."""
+        rows = self._known[numbers] if len(numbers) else None
+        return None if rows is None or np.isnan(rows).any() else torch.from_numpy(rows)
+
+    def clear(self) -> None:
+        self._known.fill(np.nan)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All entries for a checkpoint: (n, KEY_BYTES) bytes and (n,) values."""
-        keys, logps = self._known.arrays()
-        return {
-            "keys": torch.from_numpy(keys.view(np.uint8).reshape(-1, KEY_BYTES).copy()),
-            "logps": torch.from_numpy(logps.copy()),
-        }
+        return {"logps": torch.from_numpy(self._known.copy())}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore a `state_dict()`."""
-        self._known = LogpTable.of(state["keys"].to(torch.uint8).numpy(), state["logps"].numpy())
+        """Restore a `state_dict()`. Raises ValueError if it is of another number of examples."""
+        logps = state["logps"].numpy()
+        if logps.shape != self._known.shape:
+            raise ValueError(f"{logps.shape[0]} examples were scored, not {self._known.shape[0]}")
+        self._known = logps.astype(np.float64)
 
     def save(self, path: Path) -> None:
-        """Write all entries to a file, atomically."""
-        keys, logps = self._known.arrays()
+        """Write all rows to a file, atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}")
         with beside.open("wb") as file:
-            np.savez(file, keys=keys.view(np.uint8).reshape(-1, KEY_BYTES), logps=logps)
+            np.savez(file, logps=self._known)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
@@ -161,50 +90,50 @@ class ReferenceLogps:
         self,
         batches: Iterable[Batch],
         score: Callable[[Batch], torch.Tensor],
-        read: LogpTable,
+        stored: np.ndarray | None,
         *,
+        path: Path,
         seed: int,
     ) -> int:
-        """Cache all pairs of the batches and return how many were scored.
+        """Cache all examples of the batches and return how many were scored.
 
-        Values come from the entries `read` from a file, else from `score`. The file's entries for the scored batches,
-        and for one more batch drawn by `seed`, are compared with the scores: raises InputError if they differ.
+        Rows come from those `stored` in the file at `path`, else from `score`. One batch whose rows were all stored,
+        drawn by `seed`, is scored too: raises InputError if the file differs from the scores.
         """
-        known, self._known = self._known, LogpTable()
-        self._known.merge(read)
-        self._known.merge(known)
+        if stored is not None:
+            self._known = np.where(np.isnan(self._known), stored, self._known)
         n_scored = n_known = 0
         drawn, draw = None, random.Random(seed)
         for batch in batches:
-            if self.find(batch.keys) is None:
+            if self.find(batch.numbers) is None:
                 values = score(batch)
                 if not values.isfinite().all():
                     raise RunError(
                         "the reference's log-probabilities are not all finite, so cache_reference_logps=all cannot "
                         "replace it: set model.reference_dtype=bfloat16 or float32"
                     )
-                _compare(batch.keys, values, read)
-                self.add(batch.keys, values)
-                n_scored += len(batch.keys)
-            elif read.find([key for row in batch.keys for key in row]) is not None:
+                _compare(stored, batch.numbers, values, path)
+                self.add(batch.numbers, values)
+                n_scored += len(batch.numbers)
+            elif stored is not None and not np.isnan(stored[batch.numbers]).any():
                 n_known += 1
                 drawn = batch if draw.randrange(n_known) == 0 else drawn
         if drawn is not None:
-            _compare(drawn.keys, score(drawn), read)
+            _compare(stored, drawn.numbers, score(drawn), path)
         return n_scored
 
 
-def _compare(keys: Sequence[tuple[bytes, ...]], values: torch.Tensor, read: LogpTable) -> None:
-    """Raises InputError if entries read from a file differ from the reference's current values."""
-    pairs = [
-        (read[key], value)
-        for row, logps in zip(keys, values.tolist(), strict=True)
-        for key, value in zip(row, logps, strict=True)
-        if key in read
-    ]
-    if any(abs(was - now) > TOLERANCE * max(1.0, abs(now)) for was, now in pairs):
-        worst = max(abs(was - now) for was, now in pairs)
-        raise InputError(f"stored reference log-probabilities are off by up to {worst:.3g}: remove their file")
+def _compare(stored: np.ndarray | None, numbers: Sequence[int], values: torch.Tensor, path: Path) -> None:
+    """Raises InputError if rows of a file differ from the reference's current values."""
+    if stored is None:
+        return
+    now = values.double().numpy()
+    errors = np.nan_to_num(np.abs(stored[numbers] - now))
+    if (errors > TOLERANCE * np.maximum(1.0, np.abs(now))).any():
+        raise InputError(
+            f"{path}: stored reference log-probabilities are off by up to {errors.max():.3g} (other weights, dtype or "
+            f"number of processes): remove it"
+        )
 
 
 class Reference:
@@ -218,12 +147,13 @@ class Reference:
         self,
         model: torch.nn.Module,
         digest: str | None,
+        logps: ReferenceLogps,
         in_use: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.model: torch.nn.Module | None = model
         self.digest = digest  # see `model_digest`; on rank 0 only
         self.in_use = in_use
-        self.logps = ReferenceLogps()
+        self.logps = logps
 
     @torch.no_grad()
     def follow(self, policy: torch.nn.Module) -> None:
@@ -232,7 +162,7 @@ class Reference:
         release_gathered(self.model)
         for ours, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
             local_tensor(ours).copy_(local_tensor(theirs))
-        self.logps = ReferenceLogps()
+        self.logps.clear()
 
     def free(self) -> None:
         """Free the model's memory, unless the model is the policy itself."""

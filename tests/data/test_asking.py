@@ -8,7 +8,7 @@ import pytest
 
 from dpo.data.asking import as_messages, choose_form, common_format, render
 from dpo.data.demo import get_demo
-from dpo.data.prompts import Prompt
+from dpo.data.table import Prompt
 from dpo.errors import InputError
 
 TALK = [
@@ -79,17 +79,17 @@ def test_what_is_no_prompt_is_refused(asked, form, said, chatty):
 @pytest.mark.parametrize(
     ("prompt", "turns"),
     [
-        (Prompt(" Once upon\n", [], [], "", "keep_start", False), [("user", " Once upon\n")]),
+        (Prompt(" Once upon\n", [], [], "keep_start", False), [("user", " Once upon\n")]),
         (
-            Prompt("\n\nHuman: Hi \n\nAssistant: Hello!\n\nHuman: And?\n\nAssistant:", [], [], "", "keep_end", False),
+            Prompt("\n\nHuman: Hi \n\nAssistant: Hello!\n\nHuman: And?\n\nAssistant:", [], [], "keep_end", False),
             [("user", "Hi"), ("assistant", "Hello!"), ("user", "And?")],
         ),
         (  # one speaker twice: templates demand that they alternate
-            Prompt("\n\nHuman: Hi\n\nHuman: Hey\n\nAssistant:", [], [], "", "keep_end", False),
+            Prompt("\n\nHuman: Hi\n\nHuman: Hey\n\nAssistant:", [], [], "keep_end", False),
             [("user", "Hi\n\nHey")],
         ),
         (  # a chat template has rendered it; an HH form in it is the user's
-            Prompt("<user>Hi<assistant>", [], [], "", "keep_start", True, messages=[{"role": "user", "content": "Hi"}]),
+            Prompt("<user>Hi<assistant>", [], [], "keep_start", True, messages=[{"role": "user", "content": "Hi"}]),
             [("user", "Hi")],
         ),
     ],
@@ -100,7 +100,7 @@ def test_a_prompt_and_an_answer_are_messages_again(prompt, turns):
 
 
 def test_an_answer_continues_what_the_assistant_said_last():
-    prompt = Prompt("\n\nHuman: Hi\n\nAssistant: Hello\n\nAssistant:", [], [], "", "keep_end", False)
+    prompt = Prompt("\n\nHuman: Hi\n\nAssistant: Hello\n\nAssistant:", [], [], "keep_end", False)
     assert as_messages(prompt, " again\n\nHuman: no turn") == [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello\n\nagain\n\nHuman: no turn"},

@@ -11,8 +11,9 @@ import yaml
 from support.runs import train, write_rows
 
 from dpo.data.custom import get_own, split_shared_prompt
-from dpo.data.prompts import Prompt
+from dpo.data.examples import list_examples
 from dpo.data.sources import load_rows
+from dpo.data.table import iterate_prompts
 from dpo.errors import InputError
 from dpo.settings.places import Source
 from preference_datasets import get_batch_iterator
@@ -112,7 +113,7 @@ def test_columns_may_have_other_names(tokenizer, chat):
     with pytest.raises(InputError, match="columns has unknown names promt; the names are prompt, chosen, rejected, "):
         get_own(rows, "mine", tokenizer, {"promt": "question"})
     sources = {"hh": {"path": "x", "columns": RENAMED}}
-    with pytest.raises(InputError, match=r"dataset_sources\.hh renames columns, and hh has its own"):
+    with pytest.raises(InputError, match=r"dataset_sources\.hh\.columns=.*: hh has columns of its own"):
         next(get_batch_iterator(["hh"], tokenizer, n_epochs=1, dataset_sources=sources))
 
 
@@ -138,22 +139,22 @@ def test_columns_are_given_on_the_command_line_beside_or_with_the_place(command,
 QA = [{"question": "Q:", "answer": " yes"}, {"question": "P:", "answer": " no"}, {"question": "Q:", "answer": " sure"}]
 
 
-def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer, capsys):
-    data = get_own(QA, "mine", tokenizer, sft_mode=True, silent=False)
-    assert capsys.readouterr().out == "mine: columns prompt=question, completion=answer\n"
+def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
+    data = get_own(QA, "mine", tokenizer, sft_mode=True)
+    assert data.notes == ["mine: columns prompt=question, completion=answer"]
     assert data == {
         "Q:": {"responses": [" yes", " sure"], "pairs": [], "sft_target": " sure"},
         "P:": {"responses": [" no"], "pairs": [], "sft_target": " no"},
     }
-    kind = {"truncation_mode": data.truncation_mode, "rendered": data.rendered}
-    texts = [texts for text, entry in data.items() for texts in Prompt(text, **entry, **kind).examples(sft_mode=True)]
+    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", sft_mode=True)
+    texts = [example.texts for prompt in prompts for example in list_examples(prompt)]
     assert texts == [{"chosen": " yes"}, {"chosen": " sure"}, {"chosen": " no"}]
 
 
-def test_nothing_is_said_of_columns_that_have_our_names_or_were_given(tokenizer, capsys):
-    get_own([{"prompt": "Q:", "completion": " yes"}], "mine", tokenizer, sft_mode=True, silent=False)
-    get_own(QA, "mine", tokenizer, {"prompt": "question", "completion": "answer"}, sft_mode=True, silent=False)
-    assert capsys.readouterr().out == ""
+def test_nothing_is_said_of_columns_that_have_our_names_or_were_given(tokenizer):
+    ours = get_own([{"prompt": "Q:", "completion": " yes"}], "mine", tokenizer, sft_mode=True)
+    given = get_own(QA, "mine", tokenizer, {"prompt": "question", "completion": "answer"}, sft_mode=True)
+    assert ours.notes == given.notes == []
 
 
 def test_the_last_message_of_a_chat_is_the_target_and_the_rest_is_prompt(chat):
@@ -178,15 +179,15 @@ def test_messages_may_be_of_sharegpts_form(chat):
     assert [*data.messages.values()] == [turns[:-1]]
 
 
-def test_the_input_of_an_instruction_comes_below_it(tokenizer, capsys):
+def test_the_input_of_an_instruction_comes_below_it(tokenizer):
     row = {"instruction": "Sum up.", "output": " A"}
     rows = [{**row, "input": "Text"}, {**row, "input": ""}, {**row, "input": None}, row]
-    data = get_own(rows, "mine", tokenizer, sft_mode=True, silent=False)
+    data = get_own(rows, "mine", tokenizer, sft_mode=True)
+    assert data.notes == ["mine: columns prompt=instruction, completion=output, input=input"]
     assert {prompt: entry["responses"] for prompt, entry in data.items()} == {
         "Sum up.\n\nText": [" A"],
         "Sum up.": [" A", " A", " A"],
     }
-    assert capsys.readouterr().out == "mine: columns prompt=instruction, completion=output, input=input\n"
     pairs = [{"instruction": "Sum up.", "input": "Text", "chosen": " A", "rejected": " B"}]
     assert list(get_own(pairs, "mine", tokenizer)) == ["Sum up.\n\nText"]
     with pytest.raises(InputError, match="record 1 of mine: input must be text, and is 0"):

@@ -8,54 +8,63 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import tempfile
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 from support.runs import GOLDEN, train, write_rows
 from tokenizers import processors
 
+from dpo.data import preflight
 from dpo.data.asking import CHAT, HH, RAW
 from dpo.data.examples import iterate_examples
 from dpo.data.preflight import (
+    DatasetOptions,
     Preflight,
+    SplitCounter,
     SplitReport,
+    TrainingData,
     count_updates,
     describe,
     doubts,
     doubts_about_chat,
-    inspect_split,
     prepare_data,
     warn,
 )
+from dpo.data.table import Prompt, PromptTable, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import doubts_about_bos, load_tokenizer
 from dpo.errors import InputError
 from dpo.settings.plan import resolve
-from preference_datasets import Prompt, get_dataset
+from preference_datasets import get_dataset, identify_dataset
 
 
 def prompt_of(text: str, *pairs: tuple[str, str], rendered: bool = False) -> Prompt:
     responses = [response for pair in pairs for response in pair]
     indices = [(2 * i, 2 * i + 1) for i in range(len(pairs))]
-    return Prompt(text, responses, indices, responses[0], "keep_end", rendered)
+    return Prompt(text, responses, indices, "keep_end", rendered)
 
 
-def inspect(tokenizer, *prompts: Prompt, sft_mode: bool = False):
-    return inspect_split(prompts, TextEncoder(tokenizer), sft_mode=sft_mode, max_length=6, max_prompt_length=2)
+def inspect(tokenizer, *prompts: Prompt, max_length: int = 6) -> SplitReport:
+    counter = SplitCounter(TextEncoder(tokenizer))
+    with tempfile.TemporaryDirectory() as folder:
+        write_prompts(Path(folder) / "split.arrow", counter.watch(prompts))
+        table = PromptTable(Path(folder) / "split.arrow")
+        return counter.count_tokens(table, max_length=max_length, max_prompt_length=2)
 
 
 def test_the_predicted_updates_are_those_that_the_batches_give():
     wrong = []
     for examples in range(1, 8):
-        prompts = [prompt_of("a", (" b", " c"))] * examples
         for batch_size in range(1, examples + 1):
             for n_epochs in (None, 0, 1, 2, 3):
                 for n_examples in (None, 1, 2, 3, 5, 6, 7, 8, 13, 20):
                     if n_epochs is None and n_examples is None:
                         continue  # never ends
                     stop = {"batch_size": batch_size, "n_epochs": n_epochs, "n_examples": n_examples}
-                    batches = iterate_examples(prompts, shuffle=False, sft_mode=True, seed=0, **stop)
+                    batches = iterate_examples([1] * examples, shuffle=False, seed=0, **stop)
                     counted = sum(1 for _ in batches)
                     predicted, _ = count_updates(examples, **stop)
                     if counted != predicted:
@@ -137,7 +146,7 @@ def test_each_count_counts_its_own_examples_and_nothing_else(tokenizer, prompts,
     noted = {key: report[key] for key in report.keys() - {"longest"} if isinstance(report[key], int) and report[key]}
     assert noted == {
         "prompts": len(prompts),
-        "examples": (n := sum(len(p.pairs) for p in prompts)),
+        "examples": (n := sum(len(p.examples) for p in prompts)),
         "tokenized": n,
         **counts,
     }
@@ -154,8 +163,9 @@ def test_lengths_are_in_tokens_with_eos_after_truncation(tokenizer):
     assert report.chosen_longer == pytest.approx(2 / 3)
 
 
-def test_sft_counts_one_target_per_prompt(tokenizer):
-    report = inspect(tokenizer, prompt_of("a", (" b c", " b"), ("", "")), prompt_of("a b", (" d", "")), sft_mode=True)
+def test_targets_have_no_counts_of_pairs(tokenizer):
+    targets = [Prompt("a", [" b c"], [(0,)], "keep_end", False), Prompt("a b", [" d"], [(0,)], "keep_end", False)]
+    report = inspect(tokenizer, *targets)
     assert (report.prompts, report.examples, report.empty_responses) == (2, 2, 0)
     assert report.mean_chosen_tokens == 2.5
     of_pairs = ("mean_rejected_tokens", "chosen_longer", "duplicated_pairs", "contradictory_pairs", "identical_pairs")
@@ -197,9 +207,7 @@ def test_eos_that_a_chat_template_wrote_is_fine(tokenizer):
     ],
 )
 def test_words_that_run_together_are_counted_and_shown(prompt, response, joined, tokenizer):
-    prompts = [prompt_of(prompt, (response, " x"), (" y", " z"))]
-    encode = TextEncoder(tokenizer)
-    report = inspect_split(prompts, encode, sft_mode=False, max_length=64, max_prompt_length=32)
+    report = inspect(tokenizer, prompt_of(prompt, (response, " x"), (" y", " z")), max_length=64)
     assert (report.joined_words, report.joined_example) == (joined, "Where?Here" if joined else "")
     warnings = warn({"train": report, "test": report})
     assert [f"in {joined} of 2 examples (train) and {joined} of 2 examples (test) a " in w for w in warnings] == [
@@ -262,22 +270,14 @@ def test_the_line_about_chat_models_is_printed_once(command, tmp_path):
 # the whole preparation
 
 
-def prepare(folder, **changes):
-    options = {
-        "sft_mode": False,
-        "batch_size": 2,
-        "max_length": 64,
-        "max_prompt_length": 32,
-        "n_epochs": 2,
-        "n_examples": None,
-        "dataset_sources": {"hh": str(folder)},
-        "cache_dir": None,
-        "folder": folder,
-        "silent": False,
-    }
-    return prepare_data(
-        ["hh"], load_tokenizer(str(GOLDEN / "tiny-llama")), get_dataset=get_dataset, **{**options, **changes}
-    )
+def prepare(folder, *, sft_mode: bool = False, batch_size: int = 2, batch_parts: int = 1) -> TrainingData:
+    tokenizer = load_tokenizer(str(GOLDEN / "tiny-llama"))
+    options = DatasetOptions(["hh"], {"hh": str(folder)}, sft_mode, online=False, max_length=64, max_prompt_length=32)
+    place = prepare_data(
+        options, tokenizer, get_dataset=get_dataset, identify=identify_dataset, batch_size=batch_size,
+        batch_parts=batch_parts, cache_dir=None, folder=folder, silent=True,
+    )  # fmt: skip
+    return TrainingData.open(place, tokenizer, online=False, batch_size=batch_size, n_epochs=2, n_examples=None)
 
 
 @pytest.fixture
@@ -294,10 +294,10 @@ def three_pairs(tmp_path):
     return tmp_path
 
 
-def test_what_will_run_is_printed_and_written_before_it_starts(three_pairs, tmp_path, capsys):
+def test_what_will_run_is_printed_and_written_before_it_starts(three_pairs, tmp_path):
     data = prepare(three_pairs)
 
-    printed = capsys.readouterr().out
+    printed = data.report.tell(2)
     assert "train: 3 examples of 2 prompts" in printed
     assert "test: 1 example of 1 prompt" in printed
     assert "2 updates of 2 examples will run; 2 examples in partial batches are dropped" in printed
@@ -324,12 +324,12 @@ def test_what_will_run_is_printed_and_written_before_it_starts(three_pairs, tmp_
 )
 def test_too_few_training_examples_for_a_batch_are_refused_with_the_size_that_fits(three_pairs, changes, message):
     with pytest.raises(InputError) as error:
-        prepare(three_pairs, **changes, silent=True)
+        prepare(three_pairs, **changes)
     assert message in str(error.value)
 
 
 def test_a_model_that_embeds_fewer_tokens_than_the_texts_use_is_refused(three_pairs):
-    data = prepare(three_pairs, silent=True)
+    data = prepare(three_pairs)
     largest = max(
         max(data.tokenizer(text)["input_ids"]) for p in [*data.train, *data.test] for text in (p.text, *p.responses)
     )
@@ -340,18 +340,18 @@ def test_a_model_that_embeds_fewer_tokens_than_the_texts_use_is_refused(three_pa
 
 def test_a_text_that_is_tokenized_later_is_checked_too(tokenizer):
     encode = TextEncoder(tokenizer)
-    [id_of_a] = encode(" a")
+    [id_of_a] = encode([" a"])[" a"]
     encode.check_vocabulary(id_of_a + 1)
     beyond = next(word for word in (" b", " c", " the", " zebra") if max(tokenizer(word)["input_ids"]) > id_of_a)
     with pytest.raises(InputError, match=rf"the model has only {id_of_a + 1} embeddings"):
-        encode(beyond)
+        encode([beyond])
 
 
-def test_of_a_large_split_texts_are_counted_and_the_tokens_of_a_sample(tokenizer):
+def test_of_a_large_split_texts_are_counted_and_the_tokens_of_a_sample(tokenizer, monkeypatch):
     prompts = [prompt_of("a b c d", (" b c", " c"), ("", " b")) for _ in range(50)]  # the prompt is cut for the first
-    report = inspect_split(
-        prompts, TextEncoder(tokenizer), sft_mode=False, max_length=6, max_prompt_length=2, sample_size=20
-    )
+    monkeypatch.setattr(preflight, "SAMPLE_SIZE", 20)
+    monkeypatch.setattr(preflight, "TOKENIZED_AT_ONCE", 7)
+    report = inspect(tokenizer, *prompts)
     assert (report.examples, report.empty_responses, report.tokenized) == (100, 50, 20)
     assert 0 < report.truncated_prompts < 20
     assert f"; in a random sample of 20, {report.truncated_prompts} with a truncated prompt" in describe(
@@ -359,10 +359,11 @@ def test_of_a_large_split_texts_are_counted_and_the_tokens_of_a_sample(tokenizer
     )
 
 
-def test_eos_is_found_beyond_the_sample(tokenizer):
+def test_eos_is_found_beyond_the_sample(tokenizer, monkeypatch):
     prompts = [*[prompt_of("a", (" b", " c"))] * 30, prompt_of("a", (" b", f" c{tokenizer.eos_token}"))]
+    monkeypatch.setattr(preflight, "SAMPLE_SIZE", 5)
     with pytest.raises(InputError, match="1 text contains the EOS token"):
-        inspect_split(prompts, TextEncoder(tokenizer), sft_mode=False, max_length=6, max_prompt_length=2, sample_size=5)
+        inspect(tokenizer, *prompts)
 
 
 def test_settings_that_the_data_makes_look_like_mistakes_are_doubted():

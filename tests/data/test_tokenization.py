@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import random
 import re
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_batch_element
 from dpo.data.examples import text_digest
-from dpo.data.tokenization import ENTRY_BYTES, TextEncoder, encode_texts, truncate
+from dpo.data.tokenization import TextEncoder, encode_texts, truncate
 from dpo.errors import InputError
 
 
@@ -141,69 +140,28 @@ def test_an_unknown_truncation_mode_is_an_error_that_lists_the_choices(tokenizer
         tokenize_batch_element("a", " b", " c", "keep_middle", tokenizer, max_length=9, max_prompt_length=4)
 
 
-def test_texts_tokenized_ahead_give_the_same_ids(tokenizer):
+def test_each_distinct_text_of_a_call_is_tokenized_once(tokenizer):
+    given = []
+
+    def watched(texts, **options):
+        given.extend(texts)
+        return tokenizer(texts, **options)
+
+    assert TextEncoder(watched)(iter(["a", " b", "a"])) == {"a": [65], " b": [276]}
+    assert given == ["a", " b"]
+    assert TextEncoder(watched)([]) == {}
+
+
+def test_threads_get_the_ids_of_their_own_texts(tokenizer):
     encode = TextEncoder(tokenizer)
-    encode.prime(["a b", " e", "", "a b"], chunk=2)
-    encode.tokenizer = None  # whatever is not remembered fails from here on
-    assert [encode(text) for text in ("a b", " e", "")] == [[65, 276], [328], []]
-
-
-class Counting:
-    """A tokenizer that gives one id per character and counts the texts it was given."""
-
-    def __init__(self) -> None:
-        self.given = 0
-
-    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        self.given += len(texts)
-        return {"input_ids": [[ord(character) for character in text] for text in texts]}
-
-
-def test_what_is_remembered_is_bounded_and_what_was_asked_for_last_stays():
-    encode = TextEncoder(Counting(), max_bytes=100 * (ENTRY_BYTES + 4 * 50))
-    texts = [f"{number:050}" for number in range(1000)]
-    encode.prime(texts)
-    assert encode.tokenizer.given == 1000
-    assert len(encode._known) == 100
-    for text in texts[-100:]:
-        assert encode(text) == [ord(character) for character in text]
-    assert encode.tokenizer.given == 1000
-
-    encode(texts[900])  # so that 901 goes instead
-    encode("another")
-    encode(texts[900])
-    assert encode.tokenizer.given == 1001
-    encode(texts[901])
-    assert encode.tokenizer.given == 1002
-
-
-def test_memory_is_what_was_allowed():
-    tracemalloc.start()
-    encode = TextEncoder(Counting(), max_bytes=2_000_000)
-    for start in range(0, 40_000, 500):
-        encode.prime(f"{number:0{number % 97 + 5}}" for number in range(start, start + 500))
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert 1_000_000 < held < 2_200_000
-
-
-def test_a_text_longer_than_all_that_is_allowed_is_encoded_too():
-    encode = TextEncoder(Counting(), max_bytes=10)
-    assert encode("a" * 100) == encode("a" * 100) == [97] * 100
-    assert encode.tokenizer.given == 1
-
-
-def test_threads_that_push_out_each_others_texts_get_the_right_ids():
-    encode = TextEncoder(Counting(), max_bytes=5 * ENTRY_BYTES)
-    texts = [f"{number}" for number in range(40)]
+    expected = {text: tokenizer(text)["input_ids"] for text in map(str, range(40))}
 
     def ask(seed: int) -> bool:
-        drawn = random.Random(seed).choices(texts, k=300)
-        encode.prime(drawn)
-        return all(encode(text) == [ord(character) for character in text] for text in drawn)
+        drawn = random.Random(seed).choices(list(expected), k=30)
+        return all(expected[text] == ids for text, ids in encode(drawn).items())
 
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(ask, range(8)))
+        assert all(pool.map(ask, range(100)))
 
 
 # batches

@@ -9,7 +9,7 @@ import torch
 
 from dpo.data.collation import get_collate_fn, tokenize_batch_element
 from dpo.data.examples import Example
-from dpo.data.prompts import Prompt
+from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder
 from dpo.models import generation
 
@@ -67,5 +67,5 @@ def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
     rows = [tokenize_batch_element(prompt, " I.", " No.", mode, tokenizer, 20, 12) for prompt in prompts]
     ids = [tuple(row["prompt_input_ids"]) for row in rows]
     examples = [Example(prompt, (), (i, 0)) for i, prompt in enumerate(ids)]
-    stored = [Prompt(text, [], [], "", mode, False) for text in prompts]
+    stored = [Prompt(text, [], [], mode, False) for text in prompts]
     assert generation.fed_prompts(examples, stored, TextEncoder(tokenizer)) == [prompts[0], fed]

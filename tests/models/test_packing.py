@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpo.data.collation import collate, find_examples
-from dpo.data.examples import Example, content_key
+from dpo.data.examples import Example
 from dpo.models.packing import NONE, count_tokens, pack, split_evenly, tree_block_mask, tree_mask
 
 PAIR = Example(prompt=(1, 2, 3), responses=((10, 11, 9), (20, 9)))
@@ -126,11 +126,6 @@ def test_examples_are_read_back_from_a_padded_batch():
     assert find_examples(batch_of(examples)) == examples
     targets = [Example(e.prompt, e.responses[:1]) for e in examples]
     assert find_examples(batch_of(targets)) == targets  # SFT
-
-
-def test_keys_tell_prompts_from_responses():
-    assert content_key((1, 2), (3,)) == content_key((1, 2), (3,))
-    assert len({content_key((1, 2), (3,)), content_key((1,), (2, 3)), content_key((1, 2), (4,))}) == 3
 
 
 tokens = st.integers(0, 8)

@@ -13,23 +13,23 @@ from omegaconf import OmegaConf
 from support.models import REWARD_MODELS, save_reward_model
 from support.runs import GOLDEN
 
-from dpo.data.prompts import Prompt
+from dpo.data.table import Prompt
 from dpo.errors import InputError
 from dpo.models.answers import Answer
 from dpo.models.scoring import ScorerFailed, check_scorer, load_scorer
 from dpo.settings.plan import resolve
 
-DIALOGUE = Prompt("\n\nHuman: Good morning.\n\nAssistant:", [], [], "", "keep_end", False)
-RAW = Prompt("Once", [], [], "", "keep_start", False)
+DIALOGUE = Prompt("\n\nHuman: Good morning.\n\nAssistant:", [], [], "keep_end", False)
+RAW = Prompt("Once", [], [], "keep_start", False)
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
-CHAT = Prompt("[system]Be kind.[user]Hello[assistant]", [], [], "", "keep_start", True, messages=MESSAGES)
+CHAT = Prompt("[system]Be kind.[user]Hello[assistant]", [], [], "keep_start", True, messages=MESSAGES)
 TEXTS = [" Go away!", " Good day, and welcome.", "", " Yes" * 5]
 PROMPTS, ANSWERS = zip(*((prompt, Answer(text, (), True)) for prompt in (DIALOGUE, RAW) for text in TEXTS), strict=True)
 
 
 def config_of(reward_model: str, *, most: int = 8) -> Any:
     config = {
-        "online": {"scorer": "reward_model", "reward_model": reward_model, "max_new_tokens": most},
+        "online": {"name": "online", "scorer": "reward_model", "reward_model": reward_model, "max_new_tokens": most},
         "model": {"trust_remote_code": False},
         "local_dirs": [".cache"],
         "max_length": 8 + most,
@@ -100,7 +100,7 @@ def test_of_what_is_too_long_the_end_is_scored(family, words, tmp_path):
     folder = save_reward_model(tmp_path, family, words, template=None, max_position_embeddings=40 + before)
     scorer = scorer_of(folder, most=36)
 
-    long = Prompt("x" * 100, [], [], "", "keep_start", False)
+    long = Prompt("x" * 100, [], [], "keep_start", False)
     [score] = scorer([long], [Answer("y" * 30, (), False)])
     assert score == pytest.approx(score_alone(folder, "x" * 8 + "y" * 30), rel=1e-4)  # 38, [CLS] and [SEP]
     [note] = scorer.notes

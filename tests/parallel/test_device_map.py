@@ -21,7 +21,7 @@ from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import find_blocks
 from dpo.training.metrics import reduce_metrics
 from dpo.training.objective import Objective
-from dpo.training.reference import Reference
+from dpo.training.reference import Reference, ReferenceLogps
 
 FIRST, LAST = torch.device("cpu:0"), torch.device("cpu:1")
 FAMILIES = ["llama", "llama, tied", "gpt-neox", "gpt2, tied"]
@@ -66,7 +66,9 @@ def test_log_probabilities_losses_metrics_and_gradient_norm_are_on_the_first_dev
     [microbatch] = LAYOUTS[layout].split(list_examples(rows=4), 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         policy, reference = (spread(family, monkeypatch) for _ in range(2))
-        objective = Objective(policy, Reference(reference, None), LAYOUTS[layout], Mesh(), find_loss(DPO))
+        objective = Objective(
+            policy, Reference(reference, None, ReferenceLogps(2, 2)), LAYOUTS[layout], Mesh(), find_loss(DPO)
+        )
         microbatch = microbatch.map(fake.from_tensor).to(FIRST)
 
         losses, metrics = objective.losses(microbatch, split="train")

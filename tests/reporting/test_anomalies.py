@@ -60,7 +60,8 @@ def test_it_stops_before_the_update_and_keeps_the_batch_for_replay(what, run, sp
     assert rows[0].keys() >= {"prompt", "chosen", "rejected", "prompt_number", "loss/train"}
 
     reference = read_state(tmp_path / "run" / "step-12" / "trainer.pt")["reference_logps"]["logps"]
-    assert reference.isfinite().all()
+    assert reference.isfinite().any()
+    assert not reference.isinf().any()
     run(
         "replay",
         "datasets=[bad]",

@@ -20,7 +20,6 @@ from dpo.settings.plan import make_plan, resolve
 EVALUATION = Evaluation(0, 0, {}, [])
 PROGRAM = """
 import os, sys, time
-from dpo.settings.plan import resolve
 with open(sys.argv[1] + "/started", "a") as file:
     print(os.getpid(), *sys.argv[3:], file=file)
 {then}

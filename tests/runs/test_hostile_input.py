@@ -22,8 +22,9 @@ from transformers import dynamic_module_utils
 import train as main
 from dpo.checkpoint.files import MANIFEST, hash_manifest
 from dpo.data.collation import find_examples, padded_batch
-from dpo.data.examples import iterate_examples
-from dpo.data.preflight import inspect_split
+from dpo.data.examples import iterate_examples, read_examples
+from dpo.data.preflight import SplitCounter
+from dpo.data.table import PromptTable, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
@@ -306,15 +307,16 @@ def test_any_rows_are_refused_in_words_or_make_right_batches(rows, sft_mode, nam
     lengths = {"max_length": 24, "max_prompt_length": 12}
     encode = TextEncoder(tokenizer)
     try:
-        prompts = load_prompts(
-            [name], "train", silent=True, cache_dir=None, dataset_sources={name: str(file)}, tokenizer=tokenizer
-        )
-        inspect_split(prompts, encode, sft_mode=sft_mode, **lengths)
+        options = {"sft_mode": sft_mode, "silent": True, "dataset_sources": {name: str(file)}, "tokenizer": tokenizer}
+        counter = SplitCounter(encode)
+        write_prompts(tmp_path / "rows.arrow", counter.watch(load_prompts([name], "train", **options)))
+        prompts = PromptTable(tmp_path / "rows.arrow")
+        counter.count_tokens(prompts, **lengths)
     except InputError:
         return
     order = {"batch_size": 1, "shuffle": True, "n_epochs": 1, "n_examples": None, "seed": 0}
-    for batch_rows in iterate_examples(prompts, sft_mode=sft_mode, **order):
-        batch = padded_batch(batch_rows, encode, **lengths)
+    for places in iterate_examples(prompts.counts.tolist(), **order):
+        batch = padded_batch(read_examples(prompts, places), encode, **lengths)
         for side in ("chosen",) if sft_mode else ("chosen", "rejected"):
             assert batch[f"{side}_input_ids"].shape[1] <= lengths["max_length"]
             assert (batch[f"{side}_labels"] != -100).any()

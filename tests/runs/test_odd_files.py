@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def replace_state(file: Path, change: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "device"])
 def test_what_is_no_file_is_not_read_and_a_link_to_a_file_is(kind, tmp_path):
     make(kind, tmp_path / "odd")
-    for read in (check_readable, read_logps, read_state):
+    for read in (check_readable, partial(read_logps, shape=(1, 2)), read_state):
         with pytest.raises(InputError, match=f"odd is a {kind}; a regular file is expected"):
             read(tmp_path / "odd")
     write_rows(tmp_path / "rows", [{"prompt": "a"}])

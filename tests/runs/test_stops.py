@@ -31,7 +31,7 @@ STEPS = {
     "model": "transformers:AutoModelForCausalLM.from_pretrained",
     "reference": "trainers:load_reference",
     "optimizer": "torch.optim:Optimizer.__init__",
-    "batches": "trainers:make_batches",
+    "batches": "trainers:BasicTrainer._make_batches",
     "self-test": "trainers:self_test",
     "first evaluation": "dpo.training.evaluation:Evaluator.metrics",
 }

@@ -208,7 +208,7 @@ def test_fsdp_on_a_gpu_in_float32_says_what_bfloat16_would_save(make_trainer, mo
     trainer.mesh.device, trainer.mesh.data_size = torch.device("cuda"), 2
     [note] = trainer.notes()
     assert "model.fsdp_policy_mp=bfloat16 would halve the 0.00113 GB" in note
-    trainer.config.model.fsdp_policy_mp = "float32"  # which was asked for
+    trainer.plan = trainer.plan.change("model.fsdp_policy_mp", "float32")  # which was asked for
     assert trainer.notes() == []
 
 

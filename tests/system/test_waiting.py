@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from dpo.checkpoint.files import check_complete
 from dpo.errors import RunError
 from dpo.parallel.mesh import Mesh
 from dpo.settings.plan import ParallelDims
+from dpo.system import waiting
 from dpo.system.host_memory import HostMemory
 from dpo.system.signals import Stopped, on_stop_signals
-from dpo.system.waiting import made_progress, meet_rank_0
+from dpo.system.waiting import made_progress, make_for_others, meet_rank_0, once_per_machine, wait_for_makers
 from trainers import BasicTrainer
 
 TIMEOUT = 5.0  # seconds that a collective may take
@@ -149,3 +152,73 @@ def test_a_signal_is_heard_while_waiting(monkeypatch):
 
     with pytest.raises(Stopped), on_stop_signals(stop):
         meet_rank_0("a place")
+
+
+# --- work that one process per machine does for all of them --------------------------------------------------------
+
+
+class Interrupted(Exception):
+    pass
+
+
+def share_a_word(rank: int, world_size: int, folder: Path) -> None:
+    """Three calls: on one machine, on two, and one that a signal breaks off where it is waited for."""
+
+    def make(seconds: float = 0.0) -> str:
+        with (folder / "makers").open("a") as file:
+            file.write(f"{rank} ")
+        time.sleep(seconds)
+        return f"{rank}'s"
+
+    share = partial(once_per_machine, silence_secs=60)
+    got = [share(make)]
+    waiting.identify_machine = f"machine {rank // 2}".format
+    got.append(share(make))
+    signal.signal(signal.SIGALRM, interrupt)
+    if rank == 1:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+    start = time.monotonic()
+    try:
+        got.append(share(partial(make, 4.0 if rank == 0 else 0.0)))
+    except Interrupted:
+        got.append(f"broken off: {time.monotonic() - start < 3}")
+    (folder / f"{rank}.json").write_text(json.dumps(got))
+
+
+def interrupt(number, frame):
+    raise Interrupted
+
+
+def test_the_first_process_of_each_machine_makes_it_and_a_signal_reaches_those_that_wait(tmp_path):
+    launch(share_a_word, 3, tmp_path, process_group=True)
+
+    got = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert [one for one, *_ in got] == ["0's", "0's", "0's"]
+    assert [two for _, two, _ in got] == ["0's", "0's", "2's"]
+    assert [three for *_, three in got] == ["0's", "broken off: True", "2's"]
+    assert sorted((tmp_path / "makers").read_text().split()) == ["0", "0", "0", "2", "2"]
+
+
+def test_a_maker_that_sends_heartbeats_may_take_longer_than_the_timeout():
+    store, keys = dist.HashStore(), {0: "rank 0"}
+    thread = threading.Thread(target=make_for_others, args=(lambda: time.sleep(2) or "word", store, keys[0], 0.05))
+    thread.start()
+    assert wait_for_makers(store, keys, silence_secs=0.5) == {0: "word"}
+    thread.join()
+
+
+def test_silence_ends_the_wait():
+    with pytest.raises(dist.DistError, match=r"rank 3 sent no heartbeat for 0\.3 s"):
+        wait_for_makers(dist.HashStore(), {3: "rank 3"}, silence_secs=0.3)
+
+
+def test_a_failure_ends_the_wait_of_the_others_and_is_raised_where_it_happened():
+    store = dist.HashStore()
+    with pytest.raises(ZeroDivisionError):
+        make_for_others(lambda: str(1 / 0), store, "rank 0", 0.05)
+    with pytest.raises(dist.DistError, match="rank 0 failed while the others waited for it"):
+        wait_for_makers(store, {0: "rank 0", 1: "rank 1"}, silence_secs=60)
+
+
+def test_alone_nothing_is_shared():
+    assert once_per_machine(lambda: "made", silence_secs=0) == "made"

@@ -1,10 +1,8 @@
-"""What the reference gave is found again by content, in a run and in a file, and a wrong file is noticed."""
+"""Each example is scored by the reference once, in a run and with a file; a wrong file is noticed."""
 
 from __future__ import annotations
 
 import copy
-import random
-import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,43 +11,62 @@ import torch
 
 from dpo.errors import InputError
 from dpo.models.weights import model_digest
-from dpo.training.reference import LogpTable, ReferenceLogps, read_logps
+from dpo.training.reference import ReferenceLogps, read_logps
 
-KEYS = [(b"a" * 16, b"b" * 16), (b"c" * 16, b"d" * 16)]
 LOGPS = torch.tensor([[-1.5, -2.25], [-3.0, -4.125]])
 
 
-def table(keys, logps) -> LogpTable:
-    made = LogpTable()
-    made.add(dict(zip(keys, logps, strict=True)))
-    return made
+def batch(*numbers: int) -> SimpleNamespace:
+    return SimpleNamespace(numbers=list(numbers))
 
 
-def batch(keys) -> SimpleNamespace:
-    return SimpleNamespace(keys=keys)
+def score(batch) -> torch.Tensor:
+    return LOGPS[batch.numbers]
 
 
 def fail(batch):
     raise AssertionError("scored what is known")
 
 
+def stored(*rows: list[float]) -> np.ndarray:
+    return np.array(rows)
+
+
+UNKNOWN = [float("nan")] * 2
+
+
+def score_all(known: ReferenceLogps, batches, score=score, read: np.ndarray | None = None, tmp_path="FILE") -> int:
+    return known.score_all(batches, score, read, path=tmp_path, seed=0)
+
+
 def test_a_batch_is_found_when_all_of_it_is_known():
-    known = ReferenceLogps()
-    assert known.find(KEYS) is None
-    known.add(KEYS[:1], LOGPS[:1])
-    assert known.find(KEYS) is None
-    known.add(KEYS[1:], LOGPS[1:])
-    assert torch.equal(known.find(KEYS), LOGPS.double())
-    assert torch.equal(known.find([KEYS[1], KEYS[0]]), LOGPS.flip(0).double())
+    known = ReferenceLogps(2, 2)
+    assert known.find([0, 1]) is None
+    known.add([1], LOGPS[1:])
+    assert known.find([0, 1]) is None
+    known.add([0], LOGPS[:1])
+    assert torch.equal(known.find([0, 1]), LOGPS.double())
+    assert torch.equal(known.find([1, 0]), LOGPS.flip(0).double())
+    assert known.find([]) is None
+    known.clear()
+    assert known.find([0]) is None
+
+
+def test_values_that_are_not_finite_stay_unknown():
+    known = ReferenceLogps(2, 2)
+    known.add([0, 1], torch.tensor([[-1.0, -torch.inf], [-1.0, -2.0]]))
+    assert known.find([0]) is None
+    assert known.find([1]) is not None
 
 
 def test_a_file_holds_what_was_known_to_the_last_bit(tmp_path):
-    known, logps = ReferenceLogps(), torch.tensor([[-1 / 3, -1e-30], [-12345.678, 0.0]])
-    known.add(KEYS, logps)
+    known, logps = ReferenceLogps(3, 2), torch.tensor([[-1 / 3, -1e-30], [-12345.678, 0.0]])
+    known.add([0, 2], logps)
     known.save(tmp_path / "new" / "file.npz")
 
-    read = read_logps(tmp_path / "new" / "file.npz")
-    assert [read[key] for row in KEYS for key in row] == logps.double().flatten().tolist()
+    read = read_logps(tmp_path / "new" / "file.npz", (3, 2))
+    assert read[[0, 2]].tolist() == logps.double().tolist()
+    assert np.isnan(read[1]).all()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file.npz"]  # nothing beside it
 
 
@@ -57,47 +74,52 @@ def test_a_file_holds_what_was_known_to_the_last_bit(tmp_path):
 def test_another_file_is_one_message(content, tmp_path):
     (tmp_path / "file.npz").write_bytes(content)
     with pytest.raises(InputError, match="is not a file of reference log-probabilities"):
-        read_logps(tmp_path / "file.npz")
+        read_logps(tmp_path / "file.npz", (2, 2))
 
 
-def test_a_file_is_read_as_data(tmp_path):
-    np.savez(tmp_path / "file.npz", keys=np.array([object()]), logps=np.zeros(1))
+@pytest.mark.parametrize("logps", [np.array([object()]), np.zeros((3, 2))])
+def test_a_file_is_read_as_data_of_this_many_examples(logps, tmp_path):
+    np.savez(tmp_path / "file.npz", logps=logps)
     with pytest.raises(InputError, match="is not a file of reference log-probabilities"):
-        read_logps(tmp_path / "file.npz")
+        read_logps(tmp_path / "file.npz", (2, 2))
 
 
 def test_only_what_is_missing_is_scored_and_some_of_the_rest_is_scored_again():
     scored = []
 
-    def score(batch):
-        scored.append(batch.keys)
-        return LOGPS[[KEYS.index(row) for row in batch.keys]]
+    def score_and_keep(batch):
+        scored.append(batch.numbers)
+        return score(batch)
 
-    read = table(KEYS[0], LOGPS[0].tolist())
-    known = ReferenceLogps()
-    n_scored = known.score_all([batch(KEYS[:1]), batch(KEYS[1:]), batch(KEYS[1:])], score, read, seed=0)
-    assert n_scored == 1
-    assert scored == [KEYS[1:], KEYS[:1]]  # the missing one, once; then the one to check
-    assert torch.equal(known.find(KEYS), LOGPS.double())
-
-
-def test_a_file_of_other_numbers_is_refused():
-    read = table(KEYS[0], [-1.5, -2.5])
-    with pytest.raises(InputError, match=r"off by up to 0\.25: remove their file"):
-        ReferenceLogps().score_all([batch(KEYS[:1])], lambda batch: LOGPS[:1], read, seed=0)
+    known = ReferenceLogps(2, 2)
+    read = stored(LOGPS[0].tolist(), UNKNOWN)
+    assert score_all(known, [batch(0), batch(1), batch(1)], score_and_keep, read) == 1
+    assert scored == [[1], [0]]  # the missing one, once; then the one to check
+    assert torch.equal(known.find([0, 1]), LOGPS.double())
 
 
-def test_what_a_file_knows_of_a_batch_that_is_scored_anyway_is_compared():
-    read = table(KEYS[0], [-1.5, -2.5])
-    with pytest.raises(InputError, match=r"off by up to 0\.25: remove their file"):
-        ReferenceLogps().score_all([batch(KEYS)], lambda batch: LOGPS, read, seed=0)
+@pytest.mark.parametrize("batches", [[batch(0)], [batch(0, 1)]])
+def test_a_file_of_other_numbers_is_refused_also_for_part_of_a_batch(batches):
+    with pytest.raises(InputError, match=r"FILE: stored .* off by up to 0\.25 .*: remove it"):
+        score_all(ReferenceLogps(2, 2), batches, read=stored([-1.5, -2.5], UNKNOWN))
 
 
 def test_without_a_file_nothing_is_scored_twice():
-    known = ReferenceLogps()
-    known.score_all([batch(KEYS)], lambda batch: LOGPS, LogpTable(), seed=0)
-    assert known.score_all([batch(KEYS)], fail, LogpTable(), seed=0) == 0
-    assert torch.equal(known.find(KEYS), LOGPS.double())
+    known = ReferenceLogps(2, 2)
+    score_all(known, [batch(0, 1)])
+    assert score_all(known, [batch(0, 1)], fail) == 0
+    assert torch.equal(known.find([0, 1]), LOGPS.double())
+
+
+def test_a_checkpoint_has_what_was_known_and_is_of_as_many_examples():
+    known, again = ReferenceLogps(3, 2), ReferenceLogps(3, 2)
+    again.load_state_dict(known.state_dict())
+    assert again.find([0]) is None
+    known.add([0, 2], LOGPS)
+    again.load_state_dict(known.state_dict())
+    assert torch.equal(again.find([0, 2]), LOGPS.double())
+    with pytest.raises(ValueError, match="3 examples were scored, not 2"):
+        ReferenceLogps(2, 2).load_state_dict(known.state_dict())
 
 
 def test_the_digest_tells_weights_dtype_and_architecture(tiny_llama):
@@ -112,55 +134,3 @@ def test_the_digest_tells_weights_dtype_and_architecture(tiny_llama):
         other.lm_head.weight[7, 3] += 1e-6
     assert model_digest(other, "float32") != digest
     assert model_digest(copy.deepcopy(tiny_llama).bfloat16(), "float32") != digest
-
-
-def keys_at_random(n: int, seed: int) -> list[bytes]:
-    """Distinct keys, many of which hold or end in zero bytes."""
-    draw = random.Random(seed)
-    return list({bytes(draw.choice((0, 0, 1, 255)) for _ in range(16)) for _ in range(n)})
-
-
-def test_many_are_found_whatever_bytes_their_keys_have_and_the_last_value_counts():
-    keys = keys_at_random(60_000, seed=0)
-    expected: dict[bytes, float] = {}
-    known, draw = LogpTable(), random.Random(1)
-    for start in range(0, len(keys), 500):
-        entries = {
-            key: draw.uniform(-99, 0) for key in (*keys[start : start + 500], *draw.sample(keys[: start + 1], 1))
-        }
-        known.add(entries)
-        expected |= entries
-    assert len(known) == len(expected)
-    assert known.find(keys).tolist() == [expected[key] for key in keys]
-    assert known.find([*keys[:5], b"\0" * 15 + b"\7"]) is None
-    assert b"\7" * 16 not in known
-
-
-def test_an_entry_takes_few_bytes():
-    known = ReferenceLogps()
-    raw = np.random.default_rng(0).bytes(16 * 200_000)
-    keys = [(raw[i : i + 16], raw[i + 16 : i + 32]) for i in range(0, len(raw), 32)]
-    tracemalloc.start()
-    for start in range(0, len(keys), 1000):
-        part = [(bytes(bytearray(a)), bytes(bytearray(b))) for a, b in keys[start : start + 1000]]
-        known.add(part, torch.zeros(len(part), 2))
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert held < 200_000 * 40  # 24 each, and the last ones in a dictionary; a dictionary of all takes 150
-
-
-def test_what_a_checkpoint_holds_does_not_depend_on_the_order_of_learning():
-    there, back = ReferenceLogps(), ReferenceLogps()
-    there.add(KEYS, LOGPS)
-    back.add(KEYS[::-1], LOGPS.flip(0))
-    for key, value in there.state_dict().items():
-        assert torch.equal(value, back.state_dict()[key])
-    again = ReferenceLogps()
-    again.load_state_dict(there.state_dict())
-    assert torch.equal(again.find(KEYS), LOGPS.double())
-
-
-def test_a_checkpoint_that_knew_nothing_is_loaded():
-    known = ReferenceLogps()
-    known.load_state_dict(ReferenceLogps().state_dict())
-    assert known.find(KEYS) is None

@@ -1,0 +1,222 @@
+"""Prompts with their responses, in Arrow files that all processes map: texts are in memory once per machine.
+
+A table is a directory `examples/KEY` of a local directory: `train.arrow`, `test.arrow`, and `facts.json` with what was
+counted when it was built and the checksums of all three. It is built beside its place and renamed, so a directory
+without a `.` is complete; whoever opens one verifies it. Tables may be deleted at any time: the next run builds anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import pyarrow as pa
+
+from dpo.data.schema import Messages, PreferenceData
+from dpo.data.tokenization import TruncationMode
+from dpo.errors import InputError, RunError
+from dpo.system.plain_files import read_json, remove
+
+FACTS = "facts.json"
+SPLITS = ("train", "test")
+LEFT_SECS = 24 * 3600  # a directory that is still being built after this time is what a killed process left
+ROWS_PER_BATCH = 1000
+ROLES = {1: ("chosen",), 2: ("chosen", "rejected")}  # of an example's responses, by their number; a target is `chosen`
+SCHEMA = pa.schema(
+    {
+        "text": pa.large_string(),
+        "responses": pa.list_(pa.large_string()),
+        "examples": pa.list_(pa.list_(pa.int32())),
+        "truncation_mode": pa.string(),
+        "rendered": pa.bool_(),
+        "dataset": pa.string(),
+        "messages": pa.large_string(),  # as JSON
+    }
+)
+
+
+class Prompt(NamedTuple):
+    """A prompt with its responses, and the examples that a run makes of them."""
+
+    text: str
+    responses: list[str]
+    examples: list[tuple[int, ...]]  # (chosen, rejected), or (target,): indices into responses
+    truncation_mode: TruncationMode
+    rendered: bool  # by a chat template: special tokens in the text are intended
+    number: int = 0  # its index in its split
+    dataset: str = ""  # the name of its dataset
+    messages: Messages | None = None  # that were rendered
+
+    def texts(self, index: int) -> dict[str, str]:
+        """The responses of an example by role."""
+        chosen = self.examples[index]
+        return {role: self.responses[place] for role, place in zip(ROLES[len(chosen)], chosen, strict=True)}
+
+
+def iterate_prompts(
+    get_dataset: Callable[..., PreferenceData],
+    names: Sequence[str],
+    split: str,
+    *,
+    sft_mode: bool,
+    with_messages: bool = False,
+    notes: list[str] | None = None,
+    **dataset_options: Any,
+) -> Iterator[Prompt]:
+    """Yield the prompts of several datasets, one dataset after another.
+
+    Their examples are all pairs, or with `sft_mode` the target; without pairs every response is one. `notes` gets what
+    the loaders have to say. Each prompt is dropped once yielded: a second copy of all texts might not fit into memory.
+    """
+    numbers = count()
+    for name in names:
+        data = get_dataset(name, split, sft_mode=sft_mode, **dataset_options)
+        if notes is not None:
+            notes += data.notes
+        for text in list(data):
+            messages = data.messages.pop(text, None)
+            entry = data.pop(text)
+            responses, examples = entry["responses"], list(entry["pairs"])
+            if sft_mode:
+                responses = [entry["sft_target"]] if examples else responses
+                examples = [(index,) for index in range(len(responses))]
+            yield Prompt(
+                text,
+                responses,
+                examples,
+                data.truncation_mode,
+                data.rendered,
+                number=next(numbers),
+                dataset=name,
+                messages=messages if with_messages else None,
+            )
+
+
+def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
+    """Write prompts to an Arrow file, a few at a time."""
+    left = iter(prompts)
+    with pa.ipc.new_file(str(path), SCHEMA) as writer:
+        while some := list(islice(left, ROWS_PER_BATCH)):
+            rows = [prompt._asdict() | {"messages": prompt.messages and json.dumps(prompt.messages)} for prompt in some]
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
+
+
+class PromptTable(Sequence[Prompt]):
+    """The prompts of a split in a mapped Arrow file, each made when it is asked for; numbers stay in memory.
+
+    `counts` has the number of examples of each prompt.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in self._table["examples"].chunks]
+        self.counts = np.concatenate([np.zeros(0, dtype=np.int32), *lengths])
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Prompt]: ...
+    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(place, slice):
+            return [self[number] for number in range(len(self))[place]]
+        number = range(len(self))[place]  # handles negative indices, and raises IndexError
+        row = {name: self._table[name][number].as_py() for name in SCHEMA.names}
+        row["examples"] = [tuple(example) for example in row["examples"]]
+        row["messages"] = row["messages"] and json.loads(row["messages"])
+        return Prompt(**row, number=number)
+
+
+def find_or_build(
+    folder: Path,
+    key: str | None,
+    build: Callable[[Path], tuple[Mapping[str, Any], bool]],
+    *,
+    scratch: Path | None = None,
+) -> Path:
+    """The table `key` in `folder`, built there, or in `scratch` if given, unless a whole one is there.
+
+    `build` writes both splits into a directory; it returns the facts, and whether `key` still names what it read. A
+    table without a key is always built, and named after its content. Raises RunError if nothing can be written.
+    """
+    if key is not None and is_whole(folder / key):
+        return folder / key
+    folder = scratch or folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        beside = Path(tempfile.mkdtemp(prefix=".", dir=folder))
+        try:
+            facts, is_named = build(beside)
+            files = {f"{split}.arrow": _hash(beside / f"{split}.arrow") for split in SPLITS}
+            content = {"facts": facts, "files": files}
+            text = json.dumps(content | {"sha256": _hash_facts(content)}, indent=1)
+            (beside / FACTS).write_text(text + "\n", encoding="utf-8")
+            place = folder / (key if key is not None and is_named else f"content-{_hash_facts(content)[:32]}")
+            return _publish(beside, place)
+        finally:
+            remove(beside)
+    except OSError as error:
+        raise RunError(
+            f"the texts of the data cannot be written to {folder} ({error}): free some space, or put a directory on "
+            f"another disk first in local_dirs"
+        ) from error
+
+
+def _publish(beside: Path, place: Path) -> Path:
+    """Rename a built table into place, unless another process was first; a damaged one there is removed."""
+    while True:
+        try:
+            return beside.rename(place)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+        if is_whole(place):
+            return place
+        with suppress(FileNotFoundError):  # another process has moved it away
+            remove(place.rename(beside.with_name(f"{beside.name}.damaged")))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove directories of processes that were killed while building, a day later."""
+    for left in folder.glob(".*"):
+        with suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > LEFT_SECS:
+                remove(left)
+
+
+def read_facts(place: Path) -> dict[str, Any]:
+    """The counts taken when a table was built. Raises InputError or OSError if it cannot be read, or was changed."""
+    content = read_json(place / FACTS)
+    if not isinstance(content, dict) or content.pop("sha256", None) != _hash_facts(content):
+        raise InputError(f"{place / FACTS} is damaged")
+    return content
+
+
+def is_whole(place: Path) -> bool:
+    """Whether a table is there and has its checksums."""
+    try:
+        files = read_facts(place)["files"]
+        return all(_hash(place / name) == digest for name, digest in files.items())
+    except (InputError, OSError):
+        return False
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hash_facts(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,352 @@
+"""Tables of prompts: what comes back, when a table is used again, and what is never used."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from support import warm
+from support.runs import GOLDEN, make_environment, train, write_rows
+
+import preference_datasets
+from benchmarks.harness import compose
+from dpo.data import preflight, table
+from dpo.data.examples import iterate_examples, read_examples
+from dpo.data.preflight import DatasetOptions, TrainingData, prepare_data
+from dpo.data.schema import PreferenceData
+from dpo.data.table import FACTS, Prompt, PromptTable, find_or_build, is_whole, write_prompts
+from dpo.data.tokenizer import load_tokenizer
+from dpo.errors import InputError, RunError
+from dpo.settings.plan import resolve
+from dpo.system.launching import launch
+from preference_datasets import get_dataset, identify_dataset, load_prompts
+
+ODD = [
+    Prompt("a", [" b", " c", " b"], [(0, 1), (2, 1)], "keep_end", False, 0),
+    Prompt('"\\\n\u2028\0é漢🙂', ["", "\r\n"], [(1, 0)], "keep_start", True, 1, "mine"),
+    Prompt("no pair", [" alone"], [], "keep_start", False, 2),
+    Prompt("<user>é", [" b"], [(0,)], "keep_start", True, 3, messages=[{"role": "user", "content": "é"}]),
+]
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """Twelve training pairs and one test pair in HH's format."""
+    for split, n in (("train", 12), ("test", 1)):
+        rows = [{side: f"\n\nHuman: {i}?\n\nAssistant: {side}" for side in ("chosen", "rejected")} for i in range(n)]
+        write_rows(tmp_path / "source" / f"{split}.jsonl", rows)
+    return tmp_path / "source"
+
+
+def prepare(folder: Path, sources: dict[str, str], **changes) -> Path:
+    """The table of these datasets in `folder / "examples"`."""
+    values = {"sft_mode": False, "online": False, "max_length": 64, "max_prompt_length": 32, **changes}
+    return prepare_data(
+        DatasetOptions(list(sources), sources, **values), load_tokenizer(str(GOLDEN / "tiny-llama")),
+        get_dataset=get_dataset, identify=identify_dataset, batch_size=1, cache_dir=None, folder=folder, silent=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows_per_batch", [1000, 3, 1])
+def test_prompts_come_back_as_they_were(tmp_path, monkeypatch, rows_per_batch):
+    monkeypatch.setattr(table, "ROWS_PER_BATCH", rows_per_batch)
+    write_prompts(tmp_path / "odd.arrow", iter(ODD))
+    stored = PromptTable(tmp_path / "odd.arrow")
+
+    assert list(stored) == ODD
+    assert (len(stored), stored[-1], stored[1:]) == (4, ODD[3], ODD[1:])
+    assert stored.counts.tolist() == [2, 1, 0, 1]
+    with pytest.raises(IndexError):
+        stored[4]
+    assert type(stored[0].examples[0]) is tuple
+
+
+def test_a_table_without_prompts_is_empty(tmp_path):
+    write_prompts(tmp_path / "empty.arrow", [])
+    assert list(PromptTable(tmp_path / "empty.arrow")) == []
+
+
+def test_the_same_data_is_read_once_and_says_the_same(source, tmp_path, monkeypatch, capsys):
+    sources = {"mine": str(source / "train.jsonl")}  # whose columns, and test split, deserve a note
+    first = prepare(tmp_path, sources)
+    printed = capsys.readouterr().out
+    assert "columns chosen=chosen, rejected=rejected" in printed
+    assert "test split of mine" in printed
+
+    monkeypatch.setattr(preference_datasets, "load_rows", lambda *_: pytest.fail("read again"))
+    assert prepare(tmp_path, sources) == first
+    assert capsys.readouterr().out == printed
+    assert [path.name for path in (tmp_path / "examples").iterdir()] == [first.name]
+
+
+def test_an_edited_file_makes_another_table_whatever_its_size_and_time(source, tmp_path):
+    file = source / "train.jsonl"
+    first, before = prepare(tmp_path, {"hh": str(source)}), file.stat()
+    file.write_text(file.read_text().replace("11?", "12?"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+    second = prepare(tmp_path, {"hh": str(source)})
+    assert second != first
+    assert PromptTable(second / "train.arrow")[11].text == "\n\nHuman: 12?\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    "change", [{"sft_mode": True}, {"online": True}, {"max_length": 63}, {"max_prompt_length": 31}, {"test": "edited"}]
+)
+def test_whatever_a_table_depends_on_makes_another(source, tmp_path, change):
+    first = prepare(tmp_path, {"hh": str(source)})
+    if change.pop("test", None):
+        (source / "test.jsonl").write_text((source / "test.jsonl").read_text() + "\n")
+    assert prepare(tmp_path, {"hh": str(source)}, **change) != first
+
+
+def test_a_file_that_changes_while_it_is_read_names_no_table(source, tmp_path, monkeypatch):
+    load_rows = preference_datasets.load_rows
+
+    def edit_and_load(place, split, cache_dir):
+        with (source / "train.jsonl").open("a") as file:
+            file.write("\n")
+        return load_rows(place, split, cache_dir)
+
+    monkeypatch.setattr(preference_datasets, "load_rows", edit_and_load)
+    assert prepare(tmp_path, {"hh": str(source)}).name.startswith("content-")
+
+
+def test_data_of_unknown_origin_is_read_each_time_and_kept_once(tmp_path, monkeypatch):
+    calls = []
+
+    def get_own_kind(split, **_):
+        calls.append(split)
+        data = PreferenceData(truncation_mode="keep_end")
+        data.add_pair("Why?", " Because.", " So.")
+        return data
+
+    monkeypatch.setitem(preference_datasets.LOADERS, "hh", get_own_kind)
+    first, second = (prepare(tmp_path, {"hh": "unused"}) for _ in range(2))
+    assert calls == ["train", "test"] * 2
+    assert first == second
+    assert len(list((tmp_path / "examples").iterdir())) == 1
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "facts", "junk"])
+def test_a_damaged_table_is_built_again(source, tmp_path, damage):
+    place = prepare(tmp_path, {"hh": str(source)})
+    expected = list(PromptTable(place / "train.arrow"))
+    arrow, facts = place / "train.arrow", place / FACTS
+    content = arrow.read_bytes()
+    if damage == "flipped":
+        arrow.write_bytes(content.replace(b"11?", b"77?"))
+    elif damage == "cut":
+        arrow.write_bytes(content[:-100])
+    elif damage == "gone":
+        arrow.unlink()
+    elif damage == "facts":
+        facts.write_text(facts.read_text().replace('"examples": 12', '"examples": 13'))
+    else:
+        facts.write_text('{"files": []}')
+    assert not is_whole(place)
+
+    assert prepare(tmp_path, {"hh": str(source)}) == place
+    assert is_whole(place)
+    assert list(PromptTable(place / "train.arrow")) == expected
+    assert [path.name for path in (tmp_path / "examples").iterdir()] == [place.name]
+
+
+def build_slowly(folder: Path, started) -> None:
+    """Build the table `key`, for seconds once its first split is written."""
+
+    def build(place: Path):
+        write_prompts(place / "train.arrow", ODD)
+        started.set()
+        time.sleep(2)
+        write_prompts(place / "test.arrow", ODD)
+        return {}, True
+
+    assert is_whole(find_or_build(folder, "key", build))
+
+
+def test_two_that_build_at_once_leave_one_whole_table(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    started = context.Event()
+    builders = [context.Process(target=build_slowly, args=(tmp_path, started)) for _ in range(2)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join(120)
+    assert [builder.exitcode for builder in builders] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+    assert is_whole(tmp_path / "key")
+
+
+def test_a_killed_builder_leaves_no_table_and_its_files_go_a_day_later(tmp_path, monkeypatch):
+    context = multiprocessing.get_context("spawn")
+    started = context.Event()
+    builder = context.Process(target=build_slowly, args=(tmp_path, started))
+    builder.start()
+    assert started.wait(120)
+    os.kill(builder.pid, signal.SIGKILL)
+    builder.join()
+    [left] = tmp_path.iterdir()
+    assert left.name.startswith(".")
+
+    build_slowly(tmp_path, started)
+    assert {path.name for path in tmp_path.iterdir()} == {left.name, "key"}
+    monkeypatch.setattr(table, "LEFT_SECS", -1)
+    table.remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+def test_bad_data_leaves_nothing(source, tmp_path):
+    (source / "test.jsonl").write_text("{}\n")
+    with pytest.raises(InputError, match="chosen is missing"):
+        prepare(tmp_path, {"hh": str(source)})
+    assert list((tmp_path / "examples").iterdir()) == []
+
+
+def test_a_full_disk_is_one_sentence(source, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(RunError, match=rf"cannot be written to {tmp_path}/examples .*File too large.*free"):
+            prepare(tmp_path, {"hh": str(source)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tmp_path / "examples").iterdir()) == []
+
+
+def test_a_local_directory_that_cannot_be_made_is_one_sentence(source, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=rf"cannot be written to {tmp_path}/file/examples .*Not a directory"):
+        prepare(tmp_path / "file", {"hh": str(source)})
+
+
+@pytest.mark.parametrize(
+    ("names", "order"),
+    [
+        (["hh"], "54e0bbd01367ed8f85c1a72b8ba7b78c"),
+        pytest.param(["demo", "hh"], "d7b6eefd80bc9f7ccd5b2d0ba6b8e7b7", marks=pytest.mark.slow),
+    ],
+)
+def test_order_of_three_epochs_is_that_of_lists_of_prompts(names, order, tmp_path):
+    """The numbers of hh alone were taken when prompts were lists; those with demo when its texts last changed."""
+    sources = {name: str(GOLDEN / "words") for name in names if name == "hh"}
+    options = DatasetOptions(names, sources, sft_mode=False, online=False, max_length=64, max_prompt_length=32)
+    tokenizer = load_tokenizer(str(GOLDEN / "tiny-llama"))
+    place = prepare_data(
+        options, tokenizer, get_dataset=get_dataset, identify=identify_dataset, batch_size=2, cache_dir=None,
+        folder=tmp_path, silent=True,
+    )  # fmt: skip
+    data = TrainingData.open(place, tokenizer, online=False, batch_size=2, n_epochs=2, n_examples=None)
+
+    found = []
+    for prompts in (data.train, load_prompts(names, "train", dataset_sources=sources)):
+        seen = hashlib.sha256()
+        options = {"batch_size": 4, "shuffle": True, "n_epochs": 3, "n_examples": None, "seed": 7}
+        for places in iterate_examples(data.train.counts.tolist(), **options):
+            for prompt, _, texts in read_examples(prompts, places):
+                assert prompts[prompt.number] == prompt
+                seen.update(repr((prompt.text, texts)).encode())
+        found.append(seen.hexdigest()[:32])
+    assert found == [order, order]
+    assert json.loads((place / FACTS).read_text())["facts"]["digest"] == data.digest
+
+
+# --- several processes ---------------------------------------------------------------------------------------------
+
+N_ROWS, TEXT_BYTES = 2000, 10_000
+
+
+def own_memory() -> int:
+    """Bytes of this process that no other one has, and that no file holds."""
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon"))
+
+
+def load_and_weigh(rank, world_size, config, folder):
+    calls, load_rows = [], preference_datasets.load_rows
+    preference_datasets.load_rows = lambda *arguments: calls.append(arguments) or load_rows(*arguments)
+    preflight.SAMPLE_SIZE = 10  # or it would mostly tokenize
+    load_tokenizer(str(GOLDEN / "tiny-llama"))("a")
+    before = own_memory()
+    data = preference_datasets.load_data(resolve(config), silent=True)
+    first = next(iter(data.train))
+    found = {
+        "loads": len(calls),
+        "bytes": own_memory() - before,
+        "digest": data.digest,
+        "updates": data.report.updates,
+        "largest": data.encode.largest,
+        "first": [len(first.text), first.texts(0)["chosen"][:5]],
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_processes_load_once_and_hold_no_texts_of_their_own(tmp_path):
+    dialogue = "\n\nHuman: {}\n\nAssistant: {}"
+    for split, n in (("train", N_ROWS), ("test", 4)):  # 2,000 pairs of 20 KB: 40 MB
+        rows = [
+            {key: dialogue.format(i, f"{key} {i} " + "x" * TEXT_BYTES) for key in ("chosen", "rejected")}
+            for i in range(n)
+        ]
+        write_rows(tmp_path / "rows" / f"{split}.jsonl", rows)
+    config = compose(
+        [f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.block_name=null", "datasets=[hh]", "loss=dpo",
+         "loss.beta=0.1", f"dataset_sources.hh={tmp_path / 'rows'}", "trainer=FSDPTrainer", "batch_size=4",
+         "max_length=64", "max_prompt_length=32", "eval_batch_size=4", "n_epochs=1", "n_examples=null",
+         f"local_dirs=[{tmp_path}]"]
+    )  # fmt: skip
+    launch(load_and_weigh, 2, config, tmp_path, process_group=True)
+
+    one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert (one.pop("loads"), two.pop("loads")) == (2, 0)  # two splits
+    bytes_of = [found.pop("bytes") for found in (one, two)]
+    assert max(bytes_of) < N_ROWS * 2 * TEXT_BYTES / 2, bytes_of
+    assert one == two
+    assert one["updates"] == 500
+    assert one["first"] == [len("\n\nHuman: 0\n\nAssistant:"), " chos"]
+
+
+def test_a_bad_row_ends_all_processes_with_one_sentence(rows, command, tmp_path):
+    good = [json.loads(line) for line in (rows / "hh" / "train.jsonl").read_text().splitlines()]
+    write_rows(tmp_path / "bad" / "train.jsonl", [*good, {"chosen": "\n\nAssistant: a"}])
+    write_rows(tmp_path / "bad" / "test.jsonl", good)
+
+    sharded = ("trainer=FSDPTrainer", "world_size=2", f"dataset_sources.hh={tmp_path / 'bad'}")
+    result = train(*command("run", *sharded))
+
+    assert result.returncode == 2, result.stderr
+    assert [line for line in result.stderr.splitlines() if "error" in line.lower()] == [
+        f"error: record 23 of {tmp_path / 'bad'} (train): rejected is missing, and must be text; "
+        "there is chosen: add it, or remove the record"
+    ]
+    assert "Traceback" not in result.stderr
+
+
+def test_asked_to_stop_while_the_data_is_loaded_all_processes_stop_at_once(command, tmp_path):
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "train.jsonl.gz").write_bytes(gzip.compress(b"\n" * 2**28))  # takes a minute
+    overrides = command("run", "trainer=FSDPTrainer", "world_size=2", f"dataset_sources.hh={tmp_path / 'slow'}")
+    process = warm.Python("train.py", *overrides, environment=make_environment(), merge=True)
+    try:
+        said = ""
+        while "reading the data of" not in said and process.poll() is None:
+            time.sleep(0.1)
+            said += process.stdout.read()
+        process.send_signal(signal.SIGTERM)
+        start = time.monotonic()
+        assert process.wait(60) == 143, process.stdout.read()
+        assert time.monotonic() - start < 20
+    finally:
+        process.kill()
