@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpo.system.entry import open_standard_streams, print_whatever_happens
+from dpo.system.host import open_standard_streams, print_whatever_happens
 from dpo.system.signals import Stopped, abort, before_end, end_on_stop_signals, ending_on_stop_signals
 
 if __name__ == "__main__":  # before the other imports, which take a while
@@ -36,12 +36,11 @@ from dpo.settings.places import place_datasets
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.sweeps import Sweep
 from dpo.settings.validation import find_config_problems, find_warnings
+from dpo.system.host import never_collect_imports, set_allocators, silence_bitsandbytes, without_collecting_garbage
 from dpo.system.launching import launch
-from dpo.system.library_logs import silence_bitsandbytes
-from dpo.system.malloc import never_collect_imports, set_allocators, without_collecting_garbage
-from dpo.system.paths import get_local_run_dir
 from dpo.system.rank_env import find_rank_env, is_rank_0
 from dpo.system.redaction import redact
+from dpo.system.run_directory import get_local_run_dir
 
 if TYPE_CHECKING:
     from torch import nn
@@ -198,7 +197,7 @@ def worker_main(
 
     from dpo.models.loading import unwrap
     from dpo.parallel.mesh import from_rank_0
-    from dpo.system.process_group import get_open_port, init_distributed
+    from dpo.system.launching import get_open_port, init_distributed
 
     config = with_defaults(config)
     plan = resolve(config, world_size=world_size)

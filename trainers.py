@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import sys
@@ -29,9 +28,8 @@ from dpo.models.loading import FOLLOWING, load_policy, load_reference, notes_on_
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, remarks
 from dpo.models.scoring import ScorerFailed
 from dpo.numbers import clock_time
-from dpo.parallel.device_map import move_less
 from dpo.parallel.mesh import Mesh
-from dpo.parallel.sharding import accumulate, distribute, find_blocks, release_gathered
+from dpo.parallel.sharding import accumulate, distribute, find_blocks, move_less, release_gathered
 from dpo.parallel.state import full_tensor
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.anomalies import NonFinite
@@ -128,7 +126,10 @@ class Trainer:
 
     def _make_reference(self, reference_model: Any, frozen: str | None) -> Reference | None:
         plan = self.plan
-        logps = ReferenceLogps(self.data.n_examples, 4 if self.loss.needs_tails else 2)
+        lengths = plan.data.max_length, plan.data.max_prompt_length
+        logps = ReferenceLogps(
+            self.data.n_examples, 4 if self.loss.needs_tails else 2, repr((self.data.identity, *lengths))
+        )
         if plan.reference in ("base", "adapter"):
             adapter = adapters.REFERENCE if plan.reference == "adapter" else None
             return Reference(self.policy, frozen, logps, adapters.switch(self.policy, adapter))
@@ -265,10 +266,7 @@ class Trainer:
             self.self_test()
             self._predict_evaluation(time.perf_counter() - start)
         if self.plan.caches_reference_first:
-            lengths = self.plan.data.max_length, self.plan.data.max_prompt_length
-            scored = self.reference.digest, self.data.identity, lengths, self.loss.needs_tails
-            name = hashlib.sha256(repr(scored).encode()).hexdigest()
-            path = Path(self.plan.run.local_dir) / "reference_logps" / f"{name}.npz"
+            path = self.reference.logps.find_path(self.plan.run.local_dir, self.reference.digest)
             batches = itertools.chain(self.eval_batches, self.batches.train())
             total = len(self.eval_batches) + self.data.report.updates
             self.progress.line(self.objective.score_all(self.progress.over(batches, total=total, what="score"), path))
@@ -411,8 +409,9 @@ class FSDPTrainer(BasicTrainer):
     spec = choices.FSDP
 
     def notes(self) -> list[str]:
-        model, shards = self.plan.model, self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
-        if not shards or model.fsdp_policy_mp or model.autocast or self.plan.compute_dtype != "float32":
+        chosen = self.plan.values["model.fsdp_policy_mp"] or self.plan.model.autocast
+        shards = self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
+        if chosen or not shards or self.plan.compute_dtype != "float32":
             return super().notes()
         gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters()) / self.mesh.tensor_size
         return [

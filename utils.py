@@ -18,8 +18,8 @@ from dpo.data.collation import pad_to_length
 from dpo.errors import InputError, RunError
 from dpo.models.pretrained import disable_dropout
 from dpo.parallel.sharding import get_block_class_from_model
-from dpo.system.paths import get_local_dir, get_local_run_dir
-from dpo.system.process_group import get_open_port, init_distributed
+from dpo.system.launching import get_open_port, init_distributed
+from dpo.system.run_directory import get_local_dir, get_local_run_dir
 
 __all__ = [
     "TemporarilySeededRandom",

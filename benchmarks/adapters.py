@@ -24,8 +24,7 @@ import torch
 
 import train
 from benchmarks.harness import COMMON, Failed, compose, make_trainer, measure_afresh, measure_in_turns, print_row
-from dpo.system.host_memory import resident_memory
-from dpo.system.malloc import set_allocators
+from dpo.system.host import resident_memory, set_allocators
 from dpo.training.metrics import peak_memory_gb
 
 PROCESSES = {"1 process": ("trainer=BasicTrainer",), "2 processes": ("trainer=FSDPTrainer", "world_size=2")}

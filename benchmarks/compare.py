@@ -28,7 +28,7 @@ from benchmarks.harness import COMMON, Failed, compose, make_trainer, measure_af
 from dpo.models.layouts import SharedPrefix
 from dpo.models.packing import Packed
 from dpo.settings.plan import resolve
-from dpo.system.malloc import keep_freed_memory
+from dpo.system.host import keep_freed_memory
 from dpo.training.metrics import peak_memory_gb
 
 EAGER = ("model.attn_implementation=eager",)  # the reference's

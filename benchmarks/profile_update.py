@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import COMMON, compose, make_trainer
-from dpo.system.malloc import keep_freed_memory
+from dpo.system.host import keep_freed_memory
 
 ATTENTION = re.compile("attention", re.IGNORECASE)
 KINDS = {  # the first pattern that matches an operation's name counts

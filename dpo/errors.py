@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Errors = type[Exception] | tuple[type[Exception], ...]
+LONGEST = 300  # characters of a library's message
+
 
 class InputError(ValueError):
     """Bad input from a user: one sentence with the value and the fix.
@@ -12,3 +18,17 @@ class InputError(ValueError):
 
 class RunError(RuntimeError):
     """A failure of a run that is not a bug of ours: one sentence with the cause and the fix. Exit status 1."""
+
+
+def one_sentence(error: BaseException) -> str:
+    """An error's message on one line, cut to a length that can be read and free of lone surrogates."""
+    return " ".join(str(error).split())[:LONGEST].encode(errors="backslashreplace").decode()
+
+
+@contextmanager
+def explaining(errors: Errors, make: Callable[[str], Exception]) -> Iterator[None]:
+    """Inside, raise such errors as the one that `make` makes of their message."""
+    try:
+        yield
+    except errors as error:
+        raise make(one_sentence(error)) from error

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from dpo.system.host_memory import host_memory
+from dpo.system.host import host_memory
 from scripts.advice import MODELS, Advice, Gpu, gb, recommend
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -302,7 +302,7 @@ def check_open_files() -> list[Finding]:
 def check_disk() -> list[Finding]:
     import yaml
 
-    from dpo.system.paths import get_local_dir
+    from dpo.system.run_directory import get_local_dir
 
     place = Path(get_local_dir(yaml.safe_load((ROOT / "config" / "config.yaml").read_text("utf-8"))["local_dirs"]))
     place = next(p for p in (place.absolute(), *place.absolute().parents) if p.exists())

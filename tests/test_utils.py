@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import utils
 from dpo.errors import InputError
-from dpo.system.paths import get_cache_dir
+from dpo.system.run_directory import get_cache_dir
 
 
 def test_directories_are_named_but_not_created(tmp_path):

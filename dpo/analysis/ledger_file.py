@@ -7,7 +7,7 @@ truncate. `ledger.parquet` is made from it, and depends on its rows alone.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dpo.errors import InputError
-from dpo.system.plain_files import check_readable
+from dpo.errors import InputError, explaining
+from dpo.system.plain_files import check_readable, replacing
 from dpo.system.run_directory import PARQUET, STREAM
 
 TEXTS = ("example", "dataset", "split")
@@ -89,14 +89,14 @@ def write_parquet(stream: Path, target: Path) -> int:
     """Write a stream's rows as Parquet, whole or not at all, in constant memory.
 
     Returns their number."""
-    beside = target.with_name(f".{target.name}.tmp")
-    beside.unlink(missing_ok=True)
     n, schema = 0, encoded(_schema_in(stream))
-    with pq.ParquetWriter(beside, schema, compression="zstd", use_dictionary=list(TEXTS)) as writer:
+    with (
+        replacing(target) as beside,
+        pq.ParquetWriter(beside, schema, compression="zstd", use_dictionary=list(TEXTS)) as writer,
+    ):
         for table in _groups(stream):
             writer.write_table(table, row_group_size=ROW_GROUP)
             n += len(table)
-    beside.replace(target)
     return n
 
 
@@ -185,9 +185,6 @@ def _appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
                 raise
 
 
-@contextmanager
-def _explaining(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowInvalid, pa.ArrowKeyError, ValueError) as error:
-        raise InputError(f"{path} is not a ledger of this version: {' '.join(str(error).split())[:200]}") from error
+def _explaining(path: Path) -> AbstractContextManager[None]:
+    errors = (pa.ArrowInvalid, pa.ArrowKeyError, ValueError)
+    return explaining(errors, lambda why: InputError(f"{path} is not a ledger of this version: {why}"))

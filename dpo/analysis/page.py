@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -25,6 +24,7 @@ from dpo.analysis.measures import Cost, margin_parts, measure_cost
 from dpo.analysis.runs import Run, read_runs
 from dpo.errors import InputError
 from dpo.numbers import shortened
+from dpo.system.plain_files import replacing
 from dpo.system.run_directory import REPORT
 
 if TYPE_CHECKING:
@@ -89,9 +89,11 @@ def write_report(
         out.mkdir(parents=True, exist_ok=True)
         pictures = list(draw_all(read))
         for picture in pictures:
-            _replace(out / f"{picture.name}.png", picture.png)
+            with replacing(out / f"{picture.name}.png") as file:
+                file.write_bytes(picture.png)
         page = out / REPORT.name
-        _replace(page, render(read, pictures, lead, find_texts).encode("utf-8", "replace"))
+        with replacing(page) as file:
+            file.write_bytes(render(read, pictures, lead, find_texts).encode("utf-8", "replace"))
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error}; choose another directory with --out") from error
     return page
@@ -187,13 +189,3 @@ def _best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
         for worth, path in found
         if len(found) > 1 and worth == max(found)[0]
     }
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers see the old content or the new one, both whole."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ import torch
 
 from dpo.checkpoint.checksums import HashedFile, find_wrong, no_progress, split_into_blocks
 from dpo.errors import InputError, RunError
-from dpo.system.plain_files import check_link, check_readable, read_json, remove
+from dpo.system.plain_files import check_link, check_readable, read_json, remove, replacing
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d+)")
@@ -114,10 +114,8 @@ def sync_directory(directory: Path) -> None:
 def point(link: Path, target: Path) -> None:
     """Make `link` (LATEST, BEST) a symbolic link to `target`, a sibling directory, atomically."""
     check_link(link)  # it is a directory if the run was copied with links followed
-    temporary = link.with_name(f".{link.name}.tmp")
-    remove(temporary)
-    temporary.symlink_to(target.name, target_is_directory=True)
-    temporary.replace(link)
+    with replacing(link) as beside:
+        beside.symlink_to(target.name, target_is_directory=True)
     sync_directory(link.parent)
 
 
@@ -136,8 +134,6 @@ def tidy(run_dir: Path) -> None:
     for kind in ("tmp", "former", "pruned"):
         for rest in run_dir.glob(f".step-*.{kind}"):
             remove(rest)
-    for link in ("LATEST", "BEST"):
-        remove(run_dir / f".{link}.tmp")
     for rest in run_dir.glob(f"step-*/.{EXPORTED}.*.tmp"):
         remove(rest)
 
@@ -161,34 +157,32 @@ def check_complete(
         for name, expected in manifest["files"].items():
             if only is not None and name not in only:
                 continue
-            check_readable(directory / name, DamagedCheckpoint)
-            if (directory / name).stat().st_size != expected["bytes"]:
-                raise DamagedCheckpoint(f"{directory / name}: checksum mismatch")
+            check_readable(directory / name)
+            if (size := (directory / name).stat().st_size) != expected["bytes"]:
+                raise DamagedCheckpoint(
+                    f"{directory / name}: checksum mismatch ({size} bytes, not {expected['bytes']})"
+                )
             parts += split_into_blocks(directory / name, expected["bytes"], manifest["blocks"][name])
         if wrong := find_wrong(parts, progress):
             raise DamagedCheckpoint(f"{wrong.path}: checksum mismatch")
+    except DamagedCheckpoint:
+        raise
     except (OSError, *WRONG_FORM) as error:
-        raise _as_damage(directory, error) from error
+        raise DamagedCheckpoint(f"{directory} cannot be read ({error})") from error
     return manifest
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     try:
-        manifest = read_json(path, DamagedCheckpoint)
+        manifest = read_json(path)
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{directory} has no manifest") from error
-    except OSError as error:
-        raise _as_damage(directory, error) from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
     if strange := sorted(name for name in manifest["files"] if Path(name).name != name):
         raise DamagedCheckpoint(f"{path} lists files elsewhere: {', '.join(strange)}")
     return manifest
-
-
-def _as_damage(directory: Path, error: Exception) -> DamagedCheckpoint:
-    return error if isinstance(error, DamagedCheckpoint) else DamagedCheckpoint(f"{directory} cannot be read ({error})")
 
 
 def check_parts(directory: Path, files: Iterable[str], progress: Callable[[], None] = no_progress) -> None:
@@ -211,7 +205,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
     copy tensors that it keeps, as the file may be deleted.
     """
     try:
-        check_readable(path, DamagedCheckpoint)
+        check_readable(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
     except (MemoryError, DamagedCheckpoint):
         raise

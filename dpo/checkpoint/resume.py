@@ -28,10 +28,10 @@ from dpo.errors import InputError
 from dpo.settings.files import dotted, load_defaults
 from dpo.settings.keys import KEYS, Resume
 from dpo.settings.plan import Plan
-from dpo.system.plain_files import check_readable, check_writable, move_aside, remove
+from dpo.system.plain_files import check_readable, check_writable, move_aside, replacing
 from dpo.system.redaction import redact
 from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, lock_run_dir
-from dpo.system.waiting import made_progress
+from dpo.system.waiting import report_progress
 
 FACTS = {"updates", "evaluated", "best_at", "config", "data", "tokens", "model"}  # about the run, in a manifest
 # keys of a model's config that do not affect what is computed: its origin, and settings that keys of ours decide
@@ -117,7 +117,9 @@ def _continue_here(plan: Plan, source: Path, logs: Sequence[str]) -> Run:
     tidy(run.directory)
     found = _find_whole(source, plan)
     if found is None:
-        _move_logs_aside(run.directory, logs)
+        for log in (run.directory / name for name in logs if (run.directory / name).exists()):
+            aside = move_aside(log).name
+            print(f"{run.directory} holds no checkpoint, so the run starts over; {log.name} becomes {aside}")
         return run
     if _is_named(source):
         _refuse_going_back(found, plan.run.resume)
@@ -162,10 +164,10 @@ def _find_whole(source: Path, plan: Plan) -> ResumePoint | None:
     reasons = ""
     for path in candidates:
         try:
-            manifest = check_complete(path, made_progress)
+            manifest = check_complete(path, report_progress)
             if missing := FACTS - manifest.keys():
                 raise DamagedCheckpoint(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}")
-            check_parts(path, manifest["files"], made_progress)
+            check_parts(path, manifest["files"], report_progress)
         except DamagedCheckpoint as error:
             print(f"warning: checkpoint skipped: {error}")
             reasons += f"; {error}"
@@ -202,11 +204,6 @@ def _move_damaged_aside(found: ResumePoint, run_dir: Path) -> None:
         if parse_step(path) > parse_step(found.path):
             names = (path.with_name(f"damaged-{path.name}" + f".{n}" * (n > 0)) for n in itertools.count())
             path.rename(next(name for name in names if not name.exists()))
-
-
-def _move_logs_aside(run_dir: Path, logs: Sequence[str]) -> None:
-    for log in (run_dir / name for name in logs if (run_dir / name).exists()):
-        print(f"{run_dir} holds no checkpoint, so the run starts over; {log.name} becomes {move_aside(log).name}")
 
 
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
@@ -263,11 +260,11 @@ def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
 def model_facts(model_config: Any) -> dict[str, Any]:
     """The entries of a model's config that affect what is computed: dotted keys, JSON values."""
     facts = dotted(json.loads(model_config.to_json_string(use_diff=False)))
-    return {key: value for key, value in facts if not any(map(_is_no_fact, key.split(".")))}
-
-
-def _is_no_fact(key: str) -> bool:
-    return key.startswith("_") or key in NOT_COMPUTED or key.endswith(DROPOUT)
+    return {
+        key: value
+        for key, value in facts
+        if not any(k.startswith("_") or k in NOT_COMPUTED or k.endswith(DROPOUT) for k in key.split("."))
+    }
 
 
 def record_config(plan: Plan) -> dict[str, Any]:
@@ -290,17 +287,12 @@ def _begin_with(found: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
         if log.exists():
             check_readable(log)
             _copy(log, run_dir / log.name)
-    temporary = run_dir / f".{found.path.name}.tmp"
-    remove(temporary)
-    try:
-        temporary.mkdir()
+    with replacing(run_dir / found.path.name) as copy:
+        copy.mkdir()
         for name in (*found.manifest["files"], MANIFEST):
-            _link(found.path / name, temporary / name)
-        sync_directory(temporary)
-        temporary.rename(run_dir / found.path.name)
-        sync_directory(run_dir)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            _link(found.path / name, copy / name)
+        sync_directory(copy)
+    sync_directory(run_dir)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -313,6 +305,6 @@ def _link(source: Path, target: Path) -> None:
 
 def _copy(source: Path, target: Path) -> None:
     """Copy a file and sync the copy to the disk."""
-    with source.open("rb") as file, HashedFile(target, made_progress) as copy:
+    with source.open("rb") as file, HashedFile(target, report_progress) as copy:
         shutil.copyfileobj(file, copy, BLOCK)
         copy.sync()

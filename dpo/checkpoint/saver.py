@@ -12,8 +12,8 @@ from dpo.checkpoint.files import WRONG_FORM, BackgroundWriter, DamagedCheckpoint
 from dpo.checkpoint.parts import Part
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh
-from dpo.system.host_memory import host_memory
-from dpo.system.waiting import made_progress, meet_rank_0
+from dpo.system.host import host_memory
+from dpo.system.waiting import meet_rank_0, report_progress
 
 
 class Checkpoints:
@@ -95,7 +95,7 @@ class Checkpoints:
                 raise DamagedCheckpoint(f"{file} does not hold the state of a run: {what}") from error
 
     def _commit(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
-        write_checkpoint(directory, states, progress=made_progress, **content)
+        write_checkpoint(directory, states, progress=report_progress, **content)
         for link in links:
             point(self.run_dir / link, directory)
         if self.keep is not None:

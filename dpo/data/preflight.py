@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import random
 import tempfile
@@ -25,7 +26,7 @@ from dpo.data.tokenizer import doubts_about_bos, identify_tokenizer, load_tokeni
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.plan import Plan, TrainingPlan
-from dpo.system.host_memory import give_back_freed_memory
+from dpo.system.host import release_freed_memory
 from dpo.system.waiting import once_per_machine
 
 GetDataset = Callable[..., PreferenceData]  # loads a dataset by name
@@ -70,6 +71,7 @@ class Preflight:
     test: SplitReport
     updates: int
     dropped_examples: int  # of last partial batches, over all epochs
+    epoch: int  # examples of an epoch: those of `train`, or its prompts if pairs are drawn for them
 
     def longest(self, max_length: int) -> int:
         """Tokens of the longest prompt with one response, or `max_length` if not all were tokenized."""
@@ -318,11 +320,10 @@ class TrainingData:
         """Open a table. `online`: training examples are prompts."""
         facts = read_facts(place)["facts"]
         reports = {split: SplitReport(**facts["reports"][split]) for split in SPLITS}
-        if online:
-            reports["train"].examples = reports["train"].prompts
+        epoch = reports["train"].prompts if online else reports["train"].examples
         size = {"batch_size": batch_size, "n_epochs": n_epochs, "n_examples": n_examples}
-        updates, dropped = count_updates(reports["train"].examples, **size)
-        preflight = Preflight(**reports, updates=updates, dropped_examples=dropped)
+        updates, dropped = count_updates(epoch, **size)
+        preflight = Preflight(**reports, updates=updates, dropped_examples=dropped, epoch=epoch)
         train, test = (PromptTable(place / f"{split}.arrow") for split in SPLITS)
         encode = TextEncoder(tokenizer, largest=facts["largest"])
         return cls(tokenizer, encode, train, test, preflight, *(facts["digests"][split] for split in SPLITS))
@@ -379,9 +380,10 @@ def make_key(
     """The name of the table of these datasets, which changes with all that it is made from; None if that is unknown."""
     datasets = [identify(name, cache_dir, options.dataset_sources) for name in options.names]
     encodes = identify_tokenizer(tokenizer)
-    if None in datasets or encodes is None:
+    if None in datasets or encodes is None or not inspect.isfunction(inspect.unwrap(get_dataset)):
         return None
-    code = [Path(get_dataset.__code__.co_filename), *sorted(Path(__file__).parent.glob("*.py"))]
+    loader = inspect.unwrap(get_dataset)
+    code = [Path(loader.__code__.co_filename), *sorted(Path(__file__).parent.glob("*.py"))]
     loaders = [hashlib.sha256(file.read_bytes()).hexdigest() for file in code]
     made_from = [options._replace(dataset_sources={}), datasets, encodes, loaders]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
@@ -416,7 +418,7 @@ def prepare_data(
         return facts, find_key() == key  # else a file was changed while it was read
 
     place = find_or_build(Path(folder) / "examples", key, build, scratch=scratch)
-    give_back_freed_memory()  # of the texts as Python strings
+    release_freed_memory()  # of the texts as Python strings
     facts = read_facts(place)["facts"]
     if not (silent or built):
         print("".join(f"{note}\n" for note in facts["notes"]), end="")

@@ -144,7 +144,7 @@ def _check_file(file: Path) -> str:
     check_readable(file)
     if suffix := find_suffix(file.name):
         return suffix
-    raise InputError(f"{file} is not one of {', '.join('*' + s for s in SUFFIXES)}")
+    raise InputError(f"{file} is not one of {', '.join('*' + s for s in SUFFIXES)}: name it by what it holds")
 
 
 def _read_text(file: Path, suffix: str) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from dpo.errors import InputError
+from dpo.errors import InputError, one_sentence
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def explaining_load_errors(what: str, name: str):
                 f"{what} {name!r} contains Python code, which is not run by default: read it, then set "
                 f"model.trust_remote_code=true, or --trust-remote-code for a script"
             ) from error
-        reason = " ".join(str(error).split())[:300]
+        reason = one_sentence(error)
         raise InputError(f"{what} {name!r} cannot be loaded: give a local directory or a Hub id: {reason}") from error
 
 

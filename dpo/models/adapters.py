@@ -20,11 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from dpo.checkpoint.parts import ModelPart
-from dpo.errors import InputError
+from dpo.errors import InputError, explaining
 from dpo.models.adapter_dropout import Dropout
 from dpo.parallel.state import full_state, local_tensor
 from dpo.settings.keys import Rule, is_int, read_rule
-from dpo.system.library_logs import silence_bitsandbytes
+from dpo.system.host import silence_bitsandbytes
 from dpo.system.plain_files import check_readable, read_json
 
 if TYPE_CHECKING:
@@ -41,16 +41,11 @@ KNOWN = {
 }
 
 
-def _compiles(pattern: str) -> bool:
+def _is_pattern(value: Any) -> bool:
     try:
-        re.compile(pattern)
+        return isinstance(value, str) and re.compile(value) is not None
     except (re.error, OverflowError, RecursionError):
         return False
-    return True
-
-
-def _is_pattern(value: Any) -> bool:
-    return isinstance(value, str) and _compiles(value)
 
 
 TARGETS = Rule(
@@ -76,7 +71,7 @@ RULES = {  # for the values that are used here
     "fan_in_fan_out": read_rule("flag"),
 }
 CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also modify the base
-OF_LAYER = re.compile(r"(.+)\.lora_[AB]\.weight")
+FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
 
 
 class ParameterCount(NamedTuple):
@@ -129,7 +124,7 @@ def read_adapter(directory: Path) -> StoredAdapter:
         f"{key}={value}" for key, value in vars(config).items() if value and key not in KNOWN and value != plain[key]
     ]
     found += [f"init_lora_weights={how}" for how in [config.init_lora_weights] if str(how).startswith(CHANGE_THE_BASE)]
-    found += sorted(name for name in weights if not OF_LAYER.fullmatch(name))[:3]
+    found += sorted(name for name in weights if not FACTOR_NAME.fullmatch(name))[:3]
     if found:
         raise InputError(
             f"{directory} holds an adapter with {', '.join(found)}, which is not supported here: merge it into its "
@@ -142,19 +137,25 @@ def read_adapter(directory: Path) -> StoredAdapter:
     return StoredAdapter(directory, config, {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()})
 
 
-def base_named_by(directory: Path) -> str | None:
-    """The base that an adapter in PEFT's format names: a Hub id, a directory, or, for one of ours, a `policy.pt`."""
+class Base(NamedTuple):
+    """The base that an adapter names; neither a name nor an archive if its run drew the base from a seed."""
+
+    name: str | None = None  # a Hub id or a directory
+    archive: Path | None = None  # a `policy.pt`, which our adapters may name
+
+
+def find_base(directory: Path) -> Base:
+    """The base that an adapter in PEFT's format names; it may be gone."""
     with _explaining(directory):
-        return _read_config(directory).get("base_model_name_or_path") or None
+        named = _read_config(directory).get("base_model_name_or_path") or None
+    if named is not None and (named.endswith(".pt") or Path(named).is_file()):
+        return Base(archive=Path(named))
+    return Base(name=named)
 
 
-@contextmanager
-def _explaining(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise InputError(f"{directory} is not an adapter in PEFT's format: {reason}") from error
+def _explaining(directory: Path) -> AbstractContextManager[None]:
+    errors = (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError)
+    return explaining(errors, lambda why: InputError(f"{directory} is not an adapter in PEFT's format: {why}"))
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -167,11 +168,6 @@ def _read_config(directory: Path) -> dict[str, Any]:
         if key in written and not rule.holds(written[key]):
             raise InputError(f"{path}: {key}={json.dumps(written[key])[:100]} must be {rule.wanted}")
     return {key: value for key, value in written.items() if key != "auto_mapping"}  # it names modules to import
-
-
-def is_archive(base: str) -> bool:
-    """Whether the base that an adapter names is a `policy.pt`."""
-    return base.endswith(".pt") or Path(base).is_file()
 
 
 def add_adapter(
@@ -216,11 +212,9 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is intended
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT corrects it for GPT-2
         torch.manual_seed(seed)
-        try:
+        kind = type(model).__name__
+        with explaining(ValueError, lambda why: InputError(f"{targets} cannot be adapted in {kind}: {why}")):
             peft.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=on_meta)
-        except ValueError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise InputError(f"{targets} cannot be adapted in {type(model).__name__}: {reason}") from error
     if isinstance(config.target_modules, set):  # PEFT accepts a single match
         names = [key.removesuffix(".base_layer") for key, _ in model.named_modules()]
         if absent := sorted(t for t in config.target_modules if not any(f".{n}".endswith(f".{t}") for n in names)):
@@ -304,7 +298,7 @@ def base_weights(model: Any) -> dict[str, torch.Tensor]:
     return {
         key.replace(".base_layer.", "."): tensor
         for key, tensor in model.state_dict().items()
-        if not _is_of_adapter(key)
+        if not _is_adapter_weight(key)
     }
 
 
@@ -313,11 +307,11 @@ def weights_in_use(model: Any) -> list[torch.Tensor]:
     [name] = {name for layer in _adapted_layers(model) for name in layer.active_adapters} or {None}
     adapter = {} if name is None else adapter_weights(model, name)
     adds = any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key)
-    base = [parameter for key, parameter in model.named_parameters() if not _is_of_adapter(key)]
+    base = [parameter for key, parameter in model.named_parameters() if not _is_adapter_weight(key)]
     return [*base, *(adapter.values() if adds else ())]
 
 
-def _is_of_adapter(key: str) -> bool:
+def _is_adapter_weight(key: str) -> bool:
     return ".lora_A." in key or ".lora_B." in key
 
 

@@ -6,14 +6,10 @@ their file are mapped from it and written shard by shard; merged or converted on
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import shutil
-import socket
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,15 +20,15 @@ from transformers.pytorch_utils import Conv1D
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file, sync_directory
 from dpo.data.tokenizer import explaining_load_errors
-from dpo.errors import InputError, RunError
-from dpo.models.adapters import CONFIG, OF_LAYER, WEIGHTS, StoredAdapter, read_adapter
+from dpo.errors import InputError, RunError, explaining
+from dpo.models.adapters import CONFIG, FACTOR_NAME, WEIGHTS, StoredAdapter, read_adapter
 from dpo.models.card import write_card
 from dpo.models.loading import find_source, resolve_place
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_model, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.weights import read_archive
-from dpo.system.plain_files import read_json, remove
+from dpo.system.plain_files import read_json, replacing
 
 SHARD_BYTES = 2 * 10**9
 
@@ -64,51 +60,21 @@ def export(
         for policy in {origin.policy, origin.weights if merge else None} - {None}:
             if (policy.parent / MANIFEST).exists():
                 check_complete(policy.parent, only={policy.name, CONFIG, WEIGHTS})
-    temporary = out.with_name(f"{_start(out)}{os.getpid()}.tmp")
-    try:
-        with _explaining(out):
-            _tidy(out)
-            temporary.mkdir(parents=True)
+    after = "nothing of it was left there"
+    with explaining((OSError, SafetensorError), lambda why: RunError(f"{out} could not be written ({why}); {after}")):
+        with replacing(out) as folder:
+            folder.mkdir(parents=True)
             if origin.adapter is not None and not merge:
-                _fill_with_adapter(temporary, origin)
+                _fill_with_adapter(folder, origin)
             else:
-                _fill(temporary, origin, dtype and DTYPES[dtype], shard_bytes)
-            for file in temporary.iterdir():
-                shutil.copymode(temporary / "README.md", file)  # safetensors makes files that others cannot read
-                _sync(file)
-            sync_directory(temporary)
-            temporary.rename(out)
-            sync_directory(out.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # after a failure: frees the space
+                _fill(folder, origin, dtype and DTYPES[dtype], shard_bytes)
+            for file in folder.iterdir():
+                shutil.copymode(folder / "README.md", file)  # safetensors makes files that others cannot read
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
+            sync_directory(folder)
+        sync_directory(out.parent)
     return out
-
-
-def _start(out: Path) -> str:
-    """The prefix of temporary directories for exports to `out` from this host; the process id follows."""
-    return f".{out.name}.{socket.gethostname()}."
-
-
-def _tidy(out: Path) -> None:
-    """Remove the leftovers of killed exports to `out`; other exports may be writing now."""
-    for rest in out.parent.glob(f"{glob.escape(_start(out))}*.tmp"):
-        process = rest.name.removeprefix(_start(out)).removesuffix(".tmp")
-        if process == str(os.getpid()) or (process.isdecimal() and not Path("/proc", process).exists()):
-            remove(rest)
-
-
-@contextmanager
-def _explaining(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise RunError(f"{out} could not be written ({reason}); nothing of it was left there") from error
-
-
-def _sync(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
 
 
 def _check(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: bool) -> None:
@@ -231,7 +197,7 @@ def find_additions(stored: StoredAdapter, structure: torch.nn.Module) -> dict[st
     uses = Counter(id(weight) for weight in weights.values())
     scaling = stored.config.lora_alpha / stored.config.r
     found: dict[str, Addition] = {}
-    for layer in sorted({match[1] for match in map(OF_LAYER.fullmatch, stored.weights) if match}):
+    for layer in sorted({match[1] for match in map(FACTOR_NAME.fullmatch, stored.weights) if match}):
         a, b = (stored.weights.get(f"{layer}.lora_{part}.weight") for part in "AB")  # (r, in), (out, r)
         name = f"{layer}.weight"
         if a is None or b is None or name not in weights:

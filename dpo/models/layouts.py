@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dpo.data.examples import Example
+from dpo.errors import one_sentence
 from dpo.losses import IGNORE_INDEX
 from dpo.models.logprobs import TokenLogps, packed_logps, sequence_logps, token_logps
 from dpo.models.packing import Packed, pack, split_evenly
@@ -268,7 +269,7 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # from unsuitable models
-        return f"refuses shared prefixes: {' '.join(str(error).split())[:200]}"
+        return f"refuses shared prefixes: {one_sentence(error)}"
     finally:
         model.train(training)
     return None

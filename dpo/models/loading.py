@@ -15,9 +15,8 @@ from dpo.models.adapters import (
     POLICY,
     REFERENCE,
     add_adapter,
-    base_named_by,
     find_adapter,
-    is_archive,
+    find_base,
     load_adapter,
     make_adapter_config,
     read_adapter,
@@ -25,8 +24,7 @@ from dpo.models.adapters import (
 from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure
 from dpo.models.quantization import quantize
 from dpo.models.weights import find_archive, model_digest, read_archive
-from dpo.parallel.device_map import choose_device_map
-from dpo.parallel.sharding import find_blocks
+from dpo.parallel.sharding import choose_device_map, find_blocks
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.settings.plan import AdapterPlan, Plan
 
@@ -83,12 +81,10 @@ class Weights(NamedTuple):
         adapter = find_adapter(archive)
         if adapter is None:
             return cls(archive, None)
-        base = base_named_by(adapter)
-        if base is None or not is_archive(base):
-            return cls(None, adapter)
-        if not Path(base).is_file():
+        base = find_base(adapter).archive
+        if base is not None and not base.is_file():
             raise InputError(f"{base}, the base of {adapter}, is not there: name it in {adapter / CONFIG}")
-        return cls(base, adapter)
+        return cls(base and str(base), adapter)
 
 
 def find_weights(plan: Plan) -> Weights:
@@ -118,8 +114,8 @@ def find_weights(plan: Plan) -> Weights:
 def notes_on_base(plan: Plan) -> list[str]:
     """A warning if the adapter of `model.archive` names another base than the model, maybe a copy of it."""
     adapter, name = find_adapter(plan.model.archive), plan.model.name_or_path
-    base = None if adapter is None else base_named_by(adapter)
-    if base is None or is_archive(base) or resolve_place(base) == resolve_place(name):
+    base = adapter and find_base(adapter).name
+    if base is None or resolve_place(base) == resolve_place(name):
         return []
     return [f"warning: {adapter} was trained on {base}, and model.name_or_path={name}: make sure that it is the same"]
 
@@ -196,7 +192,7 @@ def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None)
         if plan.reference == "adapter":
             sources[REFERENCE] = weights.adapter
         _add_adapters(model, plan.lora, list(sources), seed=plan.run.seed)
-        model.peft_config[POLICY].base_model_name_or_path = _name_of_base(plan, weights)
+        model.peft_config[POLICY].base_model_name_or_path = _name_base(plan, weights)
         for name, source in sources.items():
             if source is not None and rank == 0:  # rank 0 sends them to the others
                 _load(model, source, plan.lora, name)
@@ -223,7 +219,7 @@ def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | Non
     return compile_blocks(model, plan), digest
 
 
-def _name_of_base(plan: Plan, weights: Weights) -> str | None:
+def _name_base(plan: Plan, weights: Weights) -> str | None:
     """A lasting name for the base of an adapter: a Hub id or an absolute path; None if drawn from the seed."""
     if weights.base is not None:
         return resolve_place(str(find_archive(weights.base)))

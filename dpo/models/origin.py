@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpo.errors import InputError
-from dpo.models.adapters import base_named_by, find_adapter, is_archive
+from dpo.models.adapters import Base, find_adapter, find_base
 from dpo.models.weights import find_archive
 from dpo.settings.places import HUB_ID
 from dpo.settings.plan import Plan
@@ -80,39 +80,29 @@ def find_origin(
     return Origin(plan, weights, places[0], had_own_code=recorded.model.trust_remote_code is True)
 
 
-class Base(NamedTuple):
-    """The base that an adapter names; drawn from its run's seed if neither name, archive nor problem is given."""
-
-    name: str | None = None  # a Hub id or a directory
-    archive: Path | None = None  # a policy.pt, with the architecture in the config of the adapter's run
-    problem: str | None = None  # why it cannot be loaded
-
-
-def find_base(adapter: Path, run_dir: Path | None) -> Base:
-    """The base that an adapter names; `run_dir` is that of its run, None for an adapter of another program."""
-    named = base_named_by(adapter)
-    if named is None:
-        return Base(problem=None if run_dir else f"{adapter} names no base")
-    archive, subject = Path(named), f"{named}, the base of {adapter},"
-    if not is_archive(named):
-        return Base(problem=f"{subject} is not there") if _is_gone(named) else Base(name=named)
-    if not archive.is_file():
-        return Base(problem=f"{subject} is not there")
-    if run_dir is None:
-        return Base(problem=f"{subject} has no {CONFIG} of its run beside it")
-    return Base(archive=archive)
+def _find_problem(base: Base, adapter: Path, run_dir: Path | None) -> str | None:
+    """Why an adapter's base cannot be loaded, if so; `run_dir` is that of its run, None for another program's."""
+    subject = f"{base.archive or base.name}, the base of {adapter},"
+    if base.archive is not None:
+        if not base.archive.is_file():
+            return f"{subject} is not there"
+        return None if run_dir else f"{subject} has no {CONFIG} of its run beside it"
+    if base.name is not None:
+        return f"{subject} is not there" if _is_gone(base.name) else None
+    return None if run_dir else f"{adapter} names no base"
 
 
 def _of_adapter(adapter: Path, model: str | None, trust_remote_code: bool, alone: bool) -> Origin:
     """The origin of an adapter, from a run or another program, on the base that it names, or on `model`."""
     places = [adapter, adapter.parent] if (adapter / POLICY_FILE).is_file() else []
     run_dir = next((place for place in places if (place / CONFIG).is_file()), None)
-    base = find_base(adapter, run_dir)
-    given = model is not None and (alone or base.problem is not None)
+    base = find_base(adapter)
+    problem = _find_problem(base, adapter, run_dir)
+    given = model is not None and (alone or problem is not None)
     if given:
         base = Base(name=model)
-    elif base.problem is not None:
-        raise InputError(f"{base.problem}: give --model DIR_OR_HUB_ID, the base as a model")
+    elif problem is not None:
+        raise InputError(f"{problem}: give --model DIR_OR_HUB_ID, the base as a model")
     recorded = read_plan(run_dir / CONFIG, keys=MATTERS) if run_dir else plan_model(str(base.name))
     plan = _trust(recorded, trust_remote_code)
     if base.name is not None:

@@ -95,7 +95,7 @@ def load_model(
             if archive is not None:
                 load_archive(model, archive)
         elif archive is not None:
-            model = _model_of_archive(name, archive, found, **made, device_map=device_map)
+            model = _load_from_archive(name, archive, found, **made, device_map=device_map)
         else:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 name, **found, **made, device_map=device_map, output_loading_info=True
@@ -112,7 +112,7 @@ def _random_model(config: Any, *, dtype: torch.dtype, seed: int, **made: Any) ->
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **made).to(dtype)
 
 
-def _model_of_archive(
+def _load_from_archive(
     name: str, archive: str, found: Mapping[str, Any], *, device_map: str | dict | None, **made: Any
 ) -> transformers.PreTrainedModel:
     """Load a model with the archive's weights instead of its own, which are not read.

@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError
-from dpo.system.library_logs import silence_bitsandbytes
-from dpo.system.malloc import release_freed_memory
+from dpo.system.host import release_freed_memory, silence_bitsandbytes
 
 BLOCK = 64  # weights that share a scale
 SCALES = 256  # scales that share a scale of scales

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dpo.data.table import Prompt
-from dpo.errors import InputError, RunError
+from dpo.errors import InputError, RunError, one_sentence
 from dpo.models.answers import Answer
 from dpo.models.reward_model import find_reward_structure, load_reward_model, notes_on
 from dpo.parallel.mesh import from_rank_0
@@ -121,7 +121,7 @@ class RaisingExit:
 
 def _tell(error: BaseException, file: Path | None) -> str:
     try:
-        said = " ".join(str(error).split())[:300].encode(errors="backslashreplace").decode()  # a lone surrogate
+        said = one_sentence(error)
     except Exception:  # in the user's own class
         said = "?"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]

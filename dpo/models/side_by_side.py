@@ -25,9 +25,9 @@ from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, count_positions, load_config, load_model
 from dpo.models.quantization import quantize
 from dpo.models.weights import find_archive, model_digest
-from dpo.parallel.device_map import choose_device_map
+from dpo.parallel.sharding import choose_device_map
 from dpo.system.arithmetic import for_generation
-from dpo.system.gpus import count_gpus
+from dpo.system.host import count_gpus
 
 REFERENCE = "reference"
 OTHERWISE = "give --reference DIR, or --no-reference"

@@ -17,7 +17,7 @@ import torch
 
 from dpo.checkpoint.files import DamagedCheckpoint, read_state
 from dpo.errors import InputError
-from dpo.models.adapters import OF_LAYER, adapter_weights, base_weights
+from dpo.models.adapters import FACTOR_NAME, adapter_weights, base_weights
 
 # buffers that transformers stored in 2023 and now computes
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
@@ -58,7 +58,7 @@ def read_archive(archive: str, model: torch.nn.Module, *, key: str = "model.arch
     """
     path = find_archive(archive, key=key)
     state = _read_weights(path, key)
-    if any(OF_LAYER.fullmatch(name) for name in state):
+    if any(FACTOR_NAME.fullmatch(name) for name in state):
         raise InputError(f"{key}{path} holds an adapter, not the weights of a model: give the checkpoint that it is of")
     expected = model.state_dict(keep_vars=True)  # tied weights are one object
     state = {RENAMED[k] if k in RENAMED and RENAMED[k] in expected else k: v for k, v in state.items()}

@@ -1,6 +1,7 @@
 """Distribution of a finished model over the processes of a mesh: weights from rank 0, FSDP shards, gathering.
 
-The trainers call these functions on a model. With one process every collective is skipped.
+The trainers call these functions on a model. With one process every collective is skipped, and transformers'
+`device_map` may spread the model's layers over several GPUs.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.tensor_parallel import cut_modules, find_plan
-from dpo.system.host_memory import host_memory
+from dpo.system.host import host_memory
 
 
 def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
@@ -205,3 +208,38 @@ def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) ->
         f"model.block_name={block_class_name} is not a module class of {type(model).__name__}; "
         f"its repeated blocks are {', '.join(sorted(repeated))}; model.block_name=null uses those it declares itself"
     )
+
+
+# --- one process with several GPUs ---------------------------------------------------------------------------------
+
+
+def choose_device_map(gpus: int) -> str | dict[str, int] | None:
+    """The `device_map` for loading weights: spread over all GPUs, on the only GPU, or on the CPU."""
+    return None if gpus == 0 else {"": 0} if gpus == 1 else "balanced"
+
+
+def move_less(model: Any, blocks: list[torch.nn.Module]) -> None:
+    """Keep a spread model's outputs where they are computed, and copy its blocks' shared inputs once per GPU.
+
+    accelerate's hooks move each layer's inputs to its GPU. By default they also move the logits of all tokens back to
+    the first GPU, and copy the attention mask to another GPU once for every layer on it.
+    """
+    model._hf_hook.io_same_device = False
+    copies: Any = WeakTensorKeyDictionary()  # {tensor still in use: {device: copy}}
+
+    def copied(value: Any, device: torch.device) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device == device or value.requires_grad:
+            return value
+        by_device = copies.setdefault(value, {})
+        if device not in by_device:
+            by_device[device] = value.to(device, non_blocking=True)
+        return by_device[device]
+
+    @torch.compiler.disable
+    def share(block: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        device = next(block.parameters()).device
+        hidden, *others = args
+        return (hidden, *tree_map(lambda v: copied(v, device), others)), tree_map(lambda v: copied(v, device), kwargs)
+
+    for block in blocks:
+        block.register_forward_pre_hook(share, with_kwargs=True)

@@ -80,7 +80,7 @@ def _gathered(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
     return _convert(y, mesh, LAST, WHOLE, width=width)
 
 
-def _own_heads_of_three(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+def _keep_own_heads(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
     """Gather GPT-2's queries, keys and values, side by side in one matrix, and keep this process's heads."""
     y = _convert(y, mesh, LAST, WHOLE, grad=SUMMED, width=width)
     parts = y.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :]  # (..., 3, heads / group * head size)
@@ -92,7 +92,7 @@ STYLES = {
     "rowwise": Style("in", None, _added),
     "colwise_gather_output": Style("out", _copied, _gathered),
     "rowwise_split_input": Style("in", _sliced, _added),
-    "fused_qkv": Style("out", _copied, _own_heads_of_three),
+    "fused_qkv": Style("out", _copied, _keep_own_heads),
     "embedding_rowwise": Style("rows", None, _added),
     "replicated_with_grad_allreduce": Style(None, grad_is_partial=True),
     "replicate": Style(None),
@@ -159,10 +159,10 @@ def find_plan(model: Any) -> dict[str, Style]:
     patterns = [(re.compile(re.escape(n).replace(r"\*", r"\d+")), STYLES[style]) for n, style in named.items()]
     plan = {name: style for name in by_module.values() for p, style in patterns if p.fullmatch(name)}
     _check_cover(model, plan, ignore={embedding, head})
-    return plan | _plan_of_adapters(model, plan)
+    return plan | _plan_adapters(model, plan)
 
 
-def _plan_of_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
+def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
     """The styles of PEFT's LoRA layers, W x + B A x, and of their parts.
 
     As the sum is linear, the style of W converts input and output once, around the sum.
@@ -228,7 +228,7 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, width: int
     if style.cut == "out" and hasattr(module, "nf"):
         module.nf = module.weight.to_local().shape[1]  # the output width of transformers' Conv1D
     if style.cut == "rows":
-        forward = _lookup_of_own_rows(module, mesh)
+        forward = _look_up_own_rows(module, mesh)
 
     def local_forward(*args: Any, **kwargs: Any) -> Any:
         if style.enter:
@@ -282,7 +282,7 @@ def _local_parameters(module: torch.nn.Module, style: Style, rank: int) -> Itera
         module._parameters.update(held)
 
 
-def _lookup_of_own_rows(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callable:
+def _look_up_own_rows(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callable:
     """Embeddings of the tokens whose rows this process holds, zeros for the others; shifts the padding index."""
     lookup, rows = module.forward, module.weight.to_local().shape[0]
     first = mesh.get_local_rank() * -(-module.weight.shape[0] // mesh.size())  # as torch.chunk splits

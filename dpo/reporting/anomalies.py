@@ -122,7 +122,7 @@ class CourseWarner(Callback):
             self._start = now if all(map(math.isfinite, now)) else None
         # an online run follows its scorer, which held-out labels may contradict
         elif self._start and self.context.plan.online is None and is_collapsed(now, self._start):
-            self._warn_of_collapse(f"evaluation after {evaluation.n_examples} examples", "", "eval", now)
+            self._warn_about_collapse(f"evaluation after {evaluation.n_examples} examples", "", "eval", now)
 
     def on_update(self, update: Update) -> None:
         self._look_for_spikes(update)
@@ -154,9 +154,9 @@ class CourseWarner(Callback):
         losses, margins = zip(*self._window, strict=True)
         if found := find_collapse(losses, margins, self._start, self._width):
             over, means = f"over the last {found.updates} updates ", Means(found.loss, found.margin)
-            self._warn_of_collapse(f"update {update.number}", over, "train", means)
+            self._warn_about_collapse(f"update {update.number}", over, "train", means)
 
-    def _warn_of_collapse(self, when: str, over: str, split: str, now: Means) -> None:
+    def _warn_about_collapse(self, when: str, over: str, split: str, now: Means) -> None:
         start = self._start
         if self._warned or start is None:
             return

@@ -82,7 +82,7 @@ class Ledger(Appender):
         from dpo.analysis.ledger_file import DRAWN, append
 
         context, n = self.context, len(examples)
-        updates_per_epoch = context.data.report.train.examples // context.plan.data.batch_size
+        updates_per_epoch = context.data.report.epoch // context.plan.data.batch_size
         tokens = list(zip(*(example.n_scored for example in examples), strict=True))
         columns: dict[str, Any] = {
             "example": [example.digest for example in examples],

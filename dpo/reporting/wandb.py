@@ -13,7 +13,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from dpo.errors import InputError
+from dpo.errors import InputError, one_sentence
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.redaction import redact
 from dpo.system.run_directory import REPORT
@@ -61,7 +61,7 @@ class WandbLogger(Callback):
         try:
             self.run = self._start(wandb, settings)
         except (wandb.Error, ValueError) as error:  # offline too
-            reason = " ".join(str(error).split())[:300]
+            reason = one_sentence(error)
             raise InputError(f"W&B cannot start: {reason}; fix this, or set wandb.enabled=false") from error
         self.run.define_metric("counters/examples")
         self.run.define_metric("*", step_metric="counters/examples")
@@ -81,7 +81,7 @@ class WandbLogger(Callback):
                 offline = "no API key and no terminal to ask for one"
             run = init(mode="offline" if offline else None)
         except wandb.Error as error:
-            offline = " ".join(str(error).split())
+            offline = one_sentence(error)
             run = init(mode="offline")
         if offline:
             print(f"W&B: {offline}, so logging offline; upload with: wandb sync {Path(run.dir).parent}")

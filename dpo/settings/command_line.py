@@ -24,7 +24,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dpo.errors import InputError
+from dpo.errors import InputError, one_sentence
 from dpo.settings.choices import explain_unknown
 from dpo.settings.files import ABSENT, CONFIG_DIR, dotted, help_text, load_file
 from dpo.settings.keys import KEYS
@@ -321,7 +321,7 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
     if isinstance(error, OverrideParseException) and TO_QUOTE.search(text) and (is_path or not meant):
         quoted = value.replace(text, f'"{text}"')
         return f"{override}: some of its characters mean something to Hydra: write '{key}={quoted}'"
-    return f"{override} is not a valid override: {' '.join(str(error).split())[:300]}"
+    return f"{override} is not a valid override: {one_sentence(error)}"
 
 
 def _explain_place(group: str, value: str) -> str | None:

@@ -24,9 +24,9 @@ from dpo.settings.choices import (
     TrainerSpec,
 )
 from dpo.settings.files import flatten, load_defaults
-from dpo.system.gpus import count_gpus
-from dpo.system.paths import get_cache_dir, get_local_dir
+from dpo.system.host import count_gpus
 from dpo.system.rank_env import find_rank_env
+from dpo.system.run_directory import get_cache_dir, get_local_dir
 
 
 class ParallelDims(NamedTuple):

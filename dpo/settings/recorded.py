@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dpo.errors import InputError
+from dpo.errors import InputError, one_sentence
 from dpo.settings.files import flatten, with_defaults
 from dpo.settings.keys import KEYS
 from dpo.settings.plan import Plan, resolve
@@ -32,7 +32,7 @@ def read_plan(path: Path, *, keys: tuple[str, ...]) -> Plan:
         flat = flatten(config)
         plan = resolve(with_defaults(config))
     except Exception as error:  # YAML of any kind may be there
-        raise InputError(f"{path} is not the config of a run: {' '.join(str(error).split())[:200]}") from error
+        raise InputError(f"{path} is not the config of a run: {one_sentence(error)}") from error
     if not isinstance(plan.model.name_or_path, str) or "model.name_or_path" not in flat:
         raise InputError(f"{path} is not the config of a run: it has no model.name_or_path")
     wanted = {key: value for key, value in flat.items() if key in KEYS and key.startswith(keys) and value != "???"}
@@ -50,7 +50,7 @@ def plan_recorded(config: Mapping[str, Any], *, where: str, keys: tuple[str, ...
         complete = with_defaults(config)
         problems = [problem for problem in find_config_problems(complete) if problem.startswith(keys)]
     except OmegaConfBaseException as error:
-        raise InputError(f"{where} is no config of a run: {' '.join(str(error).split())[:200]}") from error
+        raise InputError(f"{where} is not the config of a run: {one_sentence(error)}") from error
     if problems:
         raise InputError(f"{where}: {'; '.join(problems)}")
     return resolve(complete)

@@ -22,14 +22,14 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from dpo.errors import InputError, RunError
-from dpo.system.entry import print_whatever_happens
-from dpo.system.malloc import (
+from dpo.system.host import (
     keep_freed_memory,
+    print_whatever_happens,
     raise_open_file_limit,
     return_freed_memory,
     without_collecting_garbage,
 )
-from dpo.system.rank_env import RankEnv, _number, find_rank_env
+from dpo.system.rank_env import RankEnv, find_rank_env, read_number
 from dpo.system.redaction import redact
 from dpo.system.signals import ASKED, Stopped, ctrl_c_ignored, killed_by_stop_signals, on_stop_signals
 
@@ -83,7 +83,7 @@ def launch(
             worker,
             world_size,
             args,
-            port=port or _number("MASTER_PORT", 0, environ=os.environ),
+            port=port or read_number("MASTER_PORT", 0, environ=os.environ),
             timeout_secs=timeout_secs,
         )
 
@@ -103,6 +103,41 @@ def _backend(local_rank: int) -> str:
     return "nccl"
 
 
+def get_open_port() -> int:
+    """A TCP port that is currently free on this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+        server.bind(("", 0))
+        return server.getsockname()[1]
+
+
+def init_distributed(
+    rank: int,
+    world_size: int,
+    master_addr: str = "localhost",
+    port: int = 12355,
+    backend: str = "nccl",
+    timeout: timedelta | None = None,
+    store: dist.Store | None = None,
+    local_rank: int | None = None,
+) -> None:
+    """Join the default process group, through `store` or the environment's `MASTER_ADDR` and `MASTER_PORT`.
+
+    `timeout` is the longest wait of a collective; None is torch's default. `local_rank`, by default `rank`, is the rank
+    within the machine, and under NCCL the index of its GPU.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if store is None:
+        os.environ.setdefault("MASTER_ADDR", master_addr)
+        os.environ.setdefault("MASTER_PORT", str(port))
+    device = None
+    if backend == "nccl":  # before joining, or NCCL takes GPU 0 on every rank
+        device = torch.device("cuda", (rank if local_rank is None else local_rank) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store, device_id=device)
+
+
 # --- in a worker ---------------------------------------------------------------------------------------------------
 
 
@@ -115,8 +150,6 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
     with without_collecting_garbage():
         import torch.distributed as dist
         import tqdm
-
-        from dpo.system.process_group import init_distributed
 
     return_freed_memory()
     tqdm.tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore that outlives a killed worker

@@ -1,21 +1,25 @@
-"""Checks that a path is a regular file, and reading of JSON and YAML from untrusted sources.
+"""Regular files: checked before they are opened, read as JSON or YAML from untrusted sources, replaced atomically.
 
 Opening a FIFO blocks forever, and writing through a link goes elsewhere.
 """
 
 from __future__ import annotations
 
+import glob
 import itertools
 import json
 import os
 import shutil
+import socket
 import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dpo.errors import InputError
+from dpo.errors import InputError, one_sentence
 
 DEEPEST = 100  # levels of JSON and YAML; deeper nesting would crash code that walks through it
 KINDS = {
@@ -28,22 +32,16 @@ KINDS = {
 }
 
 
-def check_readable(path: Path, error: type[InputError] = InputError) -> None:
-    """Raises `error` if the path is neither a file nor a link to one, and OSError if it does not exist."""
+def check_readable(path: Path) -> None:
+    """Raises InputError if the path is neither a file nor a link to one, and OSError if it does not exist."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
-        raise error(f"{path} is {KINDS[stat.S_IFMT(mode)]}; a regular file is expected")
+        raise InputError(f"{path} is {KINDS[stat.S_IFMT(mode)]}; a regular file is expected")
 
 
-def read_json(path: Path, error: type[InputError] = InputError) -> Any:
-    """Read an untrusted JSON file. Raises `error` if it is invalid, and OSError if it does not exist."""
-    check_readable(path, error)
-    try:
-        value = json.loads(path.read_bytes().decode("utf-8"))
-        _check_depth(value)
-    except (ValueError, RecursionError) as problem:
-        raise error(f"{path} is not JSON that can be read: {_in_a_line(problem)}") from problem
-    return value
+def read_json(path: Path) -> Any:
+    """Read an untrusted JSON file. Raises InputError if it is invalid, and OSError if it does not exist."""
+    return _read(path, "JSON", json.loads)
 
 
 def read_yaml(path: Path) -> Any:
@@ -51,16 +49,23 @@ def read_yaml(path: Path) -> Any:
 
     Raises InputError if it is invalid or has aliases, and OSError if it does not exist.
     """
+    return _read(path, "YAML", _parse_yaml)
+
+
+def _read(path: Path, form: str, parse: Callable[[str], Any]) -> Any:
     check_readable(path)
     try:
-        text = path.read_bytes().decode("utf-8")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise ValueError("it has aliases (*NAME)")
-        value = yaml.safe_load(text)
+        value = parse(path.read_bytes().decode("utf-8"))
         _check_depth(value)
-    except (ValueError, RecursionError, yaml.YAMLError) as problem:
-        raise InputError(f"{path} is not YAML that can be read: {_in_a_line(problem)}") from problem
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise InputError(f"{path} is not {form} that can be read: {one_sentence(error)}") from error
     return value
+
+
+def _parse_yaml(text: str) -> Any:
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+        raise ValueError("it has aliases (*NAME)")
+    return yaml.safe_load(text)
 
 
 def _check_depth(value: Any) -> None:
@@ -70,10 +75,6 @@ def _check_depth(value: Any) -> None:
         level = [inner for inner in inside if isinstance(inner, (dict, list))]
     if level:
         raise ValueError(f"it is nested more than {DEEPEST} deep")
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split("; use sys.set_int_max_str_digits")[0].split())[:200]
 
 
 def check_writable(path: Path) -> None:
@@ -105,3 +106,24 @@ def move_aside(path: Path, word: str = "old") -> Path:
     """Rename a file or directory to NAME.WORD, or NAME.WORD.1 and so on where that is taken. Returns the new path."""
     names = (path.with_name(f"{path.name}.{word}" + f".{n}" * (n > 0)) for n in itertools.count())
     return path.rename(next(name for name in names if not os.path.lexists(name)))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Inside, write a file or directory to the path given, which then takes the place of `path`; all or nothing.
+
+    It is beside `path`, and named after this host and process, as others may be writing there too. Removes what killed
+    processes of this host left.
+    """
+    start = f".{path.name}.{socket.gethostname()}."
+    for left in path.parent.glob(f"{glob.escape(start)}*.tmp"):
+        process = left.name.removeprefix(start).removesuffix(".tmp")
+        if process == str(os.getpid()) or (process.isdecimal() and not Path("/proc", process).exists()):
+            remove(left)
+    beside = path.with_name(f"{start}{os.getpid()}.tmp")
+    try:
+        yield beside
+        beside.replace(path)
+    finally:
+        with suppress(OSError):
+            remove(beside)

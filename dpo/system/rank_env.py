@@ -28,7 +28,7 @@ def find_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
     Raises InputError for variables that are missing or not numbers.
     """
     environ = os.environ if environ is None else environ  # not a default argument: `datasets` replaces it with a copy
-    number = partial(_number, environ=environ)
+    number = partial(read_number, environ=environ)
     if {"RANK", "WORLD_SIZE"} <= environ.keys():
         rank = number("RANK")
         hosts = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -47,7 +47,7 @@ def is_rank_0() -> bool:
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
-def _number(name: str, default: int | None = None, *, environ: Mapping[str, str]) -> int:
+def read_number(name: str, default: int | None = None, *, environ: Mapping[str, str]) -> int:
     """Read an integer environment variable. Raises InputError for another value, or a missing one without default."""
     if name not in environ and default is None:
         raise InputError(f"a launcher set some of its variables but not {name}: unset them, or launch again")

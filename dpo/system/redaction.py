@@ -10,7 +10,7 @@ SECRET_KEY = re.compile(
     r"(^|_)(api_?key|key|key_id|token|pat|credentials?|bearer|auth)$|(secret|password|passwd|passphrase)$",
     re.IGNORECASE,
 )
-OF_TOKENIZER = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask)_token$", re.IGNORECASE)
+TOKENIZER_KEY = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask)_token$", re.IGNORECASE)
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may hold @ and /
 URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
@@ -26,7 +26,7 @@ INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # in an override's value
 def is_secret(name: Any) -> bool:
     """Whether a key is named like a secret: `api_key`, `authToken`, `db.password`."""
     words = HUMP.sub("_", str(name).rpartition(".")[2])
-    return SECRET_KEY.search(words) is not None and OF_TOKENIZER.search(words) is None
+    return SECRET_KEY.search(words) is not None and TOKENIZER_KEY.search(words) is None
 
 
 def secrets_in(overrides: list[str]) -> list[str]:

@@ -1,24 +1,25 @@
-"""The directory of a run: created once, never shared by two runs, with records of config and environment."""
+"""Places on this machine, and the directory of a run: created once, never shared, with config and environment."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import getpass
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from dpo.errors import InputError, RunError
-from dpo.system.plain_files import check_link, check_writable
+from dpo.errors import InputError, RunError, explaining
+from dpo.system.plain_files import check_link, check_writable, replacing
 from dpo.system.redaction import redact
 
 LOCK = ".lock"
@@ -38,6 +39,28 @@ PACKAGES = (
     "numpy",
     "accelerate",
 )
+
+
+def get_local_dir(prefixes: Sequence[str]) -> str:
+    """`PREFIX/USER` for the first prefix that exists, else for the last.
+
+    Creates nothing, unlike the reference implementation.
+    """
+    prefix = next((p for p in prefixes if os.path.exists(p)), prefixes[-1])
+    return os.path.join(prefix, getpass.getuser())
+
+
+def get_cache_dir(local_dirs: Sequence[str]) -> str | None:
+    """The cache directory of models and datasets: `LOCAL_DIR/USER`.
+
+    None, the libraries' default, if the environment sets `XDG_CACHE_HOME` or `HF_HOME`.
+    """
+    return None if {"XDG_CACHE_HOME", "HF_HOME"} & os.environ.keys() else get_local_dir(local_dirs)
+
+
+def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
+    """`LOCAL_DIR/EXP_NAME_TIMESTAMP`, to the microsecond so that quick sweeps don't collide. Creates nothing."""
+    return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
 
 
 def _git(*arguments: str) -> str:
@@ -119,9 +142,8 @@ def add_to_record(run_dir: Path, **more: Any) -> None:
     except (OSError, ValueError):
         return
     if isinstance(facts, dict):
-        beside = path.with_name(f".{path.name}.tmp")
-        beside.write_text(json.dumps({**facts, **more}, indent=2) + "\n", encoding="utf-8")
-        beside.replace(path)
+        with replacing(path) as beside:
+            beside.write_text(json.dumps({**facts, **more}, indent=2) + "\n", encoding="utf-8")
 
 
 def now() -> str:
@@ -168,11 +190,6 @@ def explaining_full_disk(run_dir: str | Path) -> Iterator[None]:
         raise RunError(f"{run_dir} cannot be written ({error}): free some space; checkpoints are intact") from error
 
 
-@contextmanager
-def _explaining(path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"local_run_dir={path} cannot be written: {error}; choose another, or set local_dirs, where it is created"
-        ) from error
+def _explaining(path: str | Path) -> AbstractContextManager[None]:
+    advice = "choose another, or set local_dirs, where it is created"
+    return explaining(OSError, lambda why: InputError(f"local_run_dir={path} cannot be written: {why}; {advice}"))

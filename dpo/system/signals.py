@@ -12,10 +12,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dpo.system.rank_env import is_rank_0
 
@@ -57,24 +58,22 @@ def abort() -> NoReturn:
 
 def end_on_stop_signals(run_dir: str | Path | None = None) -> None:
     """Make signals end this process at once, with a message."""
-
-    def end(number: int, _: object) -> None:
-        for act in before_end:
-            with suppress(Exception):  # an error must not keep the process from ending
-                act()
-        stopped = Stopped(number, run_dir)
-        _end(str(stopped) if _speaks() else "", stopped.status)
-
     for number in _heeded():
-        signal.signal(number, end)
+        signal.signal(number, partial(_end_by_signal, run_dir))
+
+
+def _end_by_signal(run_dir: str | Path | None, number: int, _: object) -> None:
+    for act in before_end:
+        with suppress(Exception):  # an error must not keep the process from ending
+            act()
+    stopped = Stopped(number, run_dir)
+    _end(str(stopped) if _speaks() else "", stopped.status)
 
 
 @contextmanager
 def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
     """Inside, a signal ends this process at once, unless another handler is set; Stopped gets the `run_dir`."""
-    with _handlers_restored():
-        if _in_main_thread():
-            end_on_stop_signals(run_dir)
+    with _handled(dict.fromkeys(_heeded(), partial(_end_by_signal, run_dir))):
         try:
             yield
         except Stopped as stopped:
@@ -101,49 +100,37 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
         if len(heard) == 1 and _speaks():
             _acknowledge(number, done)
 
-    with _handlers_restored():
-        if _in_main_thread():
-            for number in _heeded():
-                signal.signal(number, hear)
+    with _handled(dict.fromkeys(_heeded(), hear)):
         yield
 
 
-@contextmanager
-def killed_by_stop_signals() -> Iterator[None]:
+def killed_by_stop_signals() -> AbstractContextManager[None]:
     """Inside, a signal kills this process, as by default: for calls that Python's handlers cannot interrupt."""
-    with _handlers_restored():
-        if _in_main_thread():
-            for number in _heeded():
-                signal.signal(number, signal.SIG_DFL)
-        yield
+    return _handled(dict.fromkeys(_heeded(), signal.SIG_DFL))
 
 
-@contextmanager
-def _handlers_restored() -> Iterator[None]:
-    formers = {number: former for number in SIGNALS if (former := signal.getsignal(number)) is not None}
-    try:
-        yield
-    finally:
-        if _in_main_thread():
-            for number, former in formers.items():
-                signal.signal(number, former)
-
-
-def _in_main_thread() -> bool:
-    """Whether this thread may set handlers."""
-    return threading.current_thread() is threading.main_thread()
-
-
-@contextmanager
-def ctrl_c_ignored() -> Iterator[None]:
+def ctrl_c_ignored() -> AbstractContextManager[None]:
     """Inside, started processes ignore Ctrl-C from the start.
 
     A terminal sends it to all of them, and only their parent should handle and forward it.
     """
-    with _handlers_restored():
-        if _in_main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return _handled({signal.SIGINT: signal.SIG_IGN})
+
+
+@contextmanager
+def _handled(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Inside, signals have these handlers; no effect in a thread that may not set them. Restores the former ones."""
+    if threading.current_thread() is not threading.main_thread():
         yield
+        return
+    formers = {number: former for number in SIGNALS if (former := signal.getsignal(number)) is not None}
+    try:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, former in formers.items():
+            signal.signal(number, former)
 
 
 def _heeded() -> list[int]:

@@ -32,7 +32,7 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def answers(
+def iterate_answers(
     store: dist.Store, keys: Mapping[int, str], signs: Mapping[int, str], silence_secs: float
 ) -> Iterator[tuple[int, str]]:
     """Yields (rank, the value set under its key) as the ranks answer.
@@ -57,7 +57,7 @@ def answers(
 
 
 @contextmanager
-def signs_of_life(store: dist.Store, key: str, beat_secs: float) -> Iterator[None]:
+def sending_heartbeats(store: dist.Store, key: str, beat_secs: float) -> Iterator[None]:
     """Inside, a thread sends heartbeats: it increments a counter in the store every `beat_secs`."""
     done = threading.Event()
 
@@ -66,7 +66,7 @@ def signs_of_life(store: dist.Store, key: str, beat_secs: float) -> Iterator[Non
             while not done.wait(beat_secs):
                 store.add(key, 1)
 
-    thread = threading.Thread(target=beat, name="signs of life", daemon=True)
+    thread = threading.Thread(target=beat, name="heartbeats", daemon=True)
     thread.start()
     try:
         yield
@@ -75,7 +75,7 @@ def signs_of_life(store: dist.Store, key: str, beat_secs: float) -> Iterator[Non
         thread.join()
 
 
-def made_progress() -> None:
+def report_progress() -> None:
     """Tell the ranks that wait for rank 0 that it has made progress."""
     if is_shared():
         default_store().add(PROGRESS, 1)
@@ -92,7 +92,7 @@ def meet_rank_0(place: str) -> None:
     if dist.get_rank() == 0:
         store.set(key, "")
     else:
-        dict(answers(store, {0: key}, {0: PROGRESS}, store.timeout.total_seconds()))
+        dict(iterate_answers(store, {0: key}, {0: PROGRESS}, store.timeout.total_seconds()))
 
 
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
@@ -100,7 +100,7 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
     if not is_shared() or dist.get_rank() != 0:
         meet_rank_0(place)
         return act()
-    with signs_of_life(default_store(), PROGRESS, BEAT_SECS):
+    with sending_heartbeats(default_store(), PROGRESS, BEAT_SECS):
         done = act()
     meet_rank_0(place)
     return done
@@ -134,7 +134,7 @@ def identify_machine() -> str:
 def make_for_others(make: Callable[[], str], store: dist.Store, key: str, beat_secs: float) -> None:
     """Set the key to the result of `make()`, with heartbeats while it works, or to its failure."""
     try:
-        with signs_of_life(store, f"{key} lives", beat_secs):
+        with sending_heartbeats(store, f"{key} lives", beat_secs):
             made = make()
         store.set(key, f"done {made}")
     except BaseException:
@@ -146,7 +146,9 @@ def make_for_others(make: Callable[[], str], store: dist.Store, key: str, beat_s
 def wait_for_makers(store: dist.Store, keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
     """The results of these ranks. Raises DistError if one failed or fell silent."""
     made: dict[int, str] = {}
-    for rank, answer in answers(store, keys, {rank: f"{key} lives" for rank, key in keys.items()}, silence_secs):
+    for rank, answer in iterate_answers(
+        store, keys, {rank: f"{key} lives" for rank, key in keys.items()}, silence_secs
+    ):
         outcome, _, made[rank] = answer.partition(" ")
         if outcome != "done":
             raise dist.DistError(f"rank {rank} failed while the others waited for it")

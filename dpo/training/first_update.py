@@ -49,7 +49,7 @@ class FirstUpdate(NamedTuple):
         too_much = samples is not None and SAMPLED_COST * samples.tokens > MOST * trained
         return cls(
             tested=min(2 * plan.dims.data_size, sizes[0]) if plan.training.self_test else 0,
-            scored=sum(sizes) + min(report.train.examples, examples) if scores else None,
+            scored=sum(sizes) + min(report.epoch, examples) if scores else None,
             evaluated=evaluated,
             samples=samples,
             trained=trained,

@@ -28,7 +28,7 @@ from dpo.models.reward_model import find_reward_structure
 from dpo.parallel.sharding import find_blocks
 from dpo.settings.plan import Plan
 from dpo.settings.validation import find_problems
-from dpo.system.host_memory import host_memory, resident_memory
+from dpo.system.host import host_memory, resident_memory
 from dpo.training.batches import Batches
 from dpo.training.memory_tracker import MemoryEstimate, MemoryTracker, on_device
 from dpo.training.online_memory import (
@@ -41,7 +41,7 @@ from dpo.training.online_memory import (
 )
 from dpo.training.optimization import OPTIMIZERS
 
-# share of temporary memory: holes in the memory that a single process on a CPU keeps (`malloc.keep_freed_memory`),
+# share of temporary memory: holes in the memory that a single process on a CPU keeps (`keep_freed_memory`),
 # measured on SmolLM2
 KEPT = 0.2
 REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)

@@ -1,6 +1,6 @@
 """Log-probabilities, losses and metrics of the examples of microbatches, reduced over all processes.
 
-The frozen reference's part is cached by content, so that it scores no pair twice in a run.
+The frozen reference's part is cached by example, so that it scores none twice in a run.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Objective:
 
     def _score_all(self, batches: Iterable[Batch], *, update: int | None = None) -> tuple[Scores, Columns]:
         """`_score` for every example of the batches, on every process, in float64; caches the reference's part."""
-        table, numbers, n_examples, is_cached = [], [], 0, not self.loss.reference
+        table, numbers, n_examples, is_cached = [], [], 0, True
         for batch in batches:
             cached = self.cached_reference(batch)
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches):
@@ -223,6 +223,7 @@ class Objective:
                 columns = {name: values.double() for name, values in (columns | reference).items()}
                 table.append((microbatch.indices + n_examples, columns))
             n_examples, numbers = n_examples + len(batch.examples), [*numbers, *batch.numbers]
+            is_cached &= cached is not None or not self.loss.reference
         whole = self.reduce(table, n_examples, [] if is_cached else numbers).examples
         reference = {name: values for name, values in whole.items() if name.startswith(REFERENCE)}
         return Scores(**{name: values for name, values in whole.items() if name not in reference}), reference

@@ -6,11 +6,13 @@ A file of the cache serves other runs with the same reference, data and lengths,
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ import torch
 from dpo.errors import InputError, RunError
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import local_tensor
-from dpo.system.plain_files import check_readable
+from dpo.system.plain_files import check_readable, replacing
 from dpo.training.batches import Batch
 
 TOLERANCE = 1e-2  # relative error of a stored log-probability: allows half-precision rounding, not another model
@@ -42,11 +44,12 @@ def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
 class ReferenceLogps:
     """The cached log-probabilities of the reference: a row for each example of the data, NaN where not known.
 
-    Rows have the columns of `Objective.cached_columns`; an example's number is that of `Batch.numbers`.
+    Rows have the columns of `Objective.cached_columns`; an example's number is that of `Batch.numbers`. `identity`
+    tells apart data and lengths, by which examples are other token ids.
     """
 
-    def __init__(self, n_examples: int, n_columns: int) -> None:
-        self._known = np.full((n_examples, n_columns), np.nan)
+    def __init__(self, n_examples: int, n_columns: int, identity: str = "") -> None:
+        self._known, self.identity = np.full((n_examples, n_columns), np.nan), identity
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -66,25 +69,27 @@ class ReferenceLogps:
     def clear(self) -> None:
         self._known.fill(np.nan)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"logps": torch.from_numpy(self._known.copy())}
+    def find_path(self, folder: str | Path, reference_digest: str | None) -> Path:
+        """The file of these examples' log-probabilities by this reference."""
+        name = hashlib.sha256(repr((reference_digest, self.identity, self.shape)).encode()).hexdigest()
+        return Path(folder) / "reference_logps" / f"{name}.npz"
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore a `state_dict()`. Raises ValueError if it is of another number of examples."""
+    def state_dict(self) -> dict[str, Any]:
+        return {"logps": torch.from_numpy(self._known.copy()), "identity": self.identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state_dict()`; if it is of other data, such as another test split, nothing stays known."""
         logps = state["logps"].numpy()
-        if logps.shape != self._known.shape:
-            raise ValueError(f"{logps.shape[0]} examples were scored, not {self._known.shape[0]}")
-        self._known = logps.astype(np.float64)
+        if state["identity"] == self.identity and logps.shape == self._known.shape:
+            self._known = logps.astype(np.float64)
 
     def save(self, path: Path) -> None:
         """Write all rows to a file, atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        with beside.open("wb") as file:
+        with replacing(path) as beside, beside.open("wb") as file:
             np.savez(file, logps=self._known)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
 
     def score_all(
         self,

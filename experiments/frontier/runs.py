@@ -52,7 +52,7 @@ def import_all() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the model is tiny: threads wait for each other
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # and no faster on a GPU
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from dpo.system.library_logs import silence_bitsandbytes
+    from dpo.system.host import silence_bitsandbytes
 
     silence_bitsandbytes()
     import datasets  # noqa: F401

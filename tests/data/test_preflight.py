@@ -367,7 +367,7 @@ def test_eos_is_found_beyond_the_sample(tokenizer, monkeypatch):
 
 
 def test_settings_that_the_data_makes_look_like_mistakes_are_doubted():
-    report = Preflight(SplitReport(examples=64), SplitReport(examples=8), updates=16, dropped_examples=0)
+    report = Preflight(SplitReport(examples=64), SplitReport(examples=8), updates=16, dropped_examples=0, epoch=64)
     config = OmegaConf.create({"warmup_steps": 8, "lr": 1e-3, "schedule": "constant"})
     assert doubts(resolve(config).training, report) == []
     config.warmup_steps = 9
@@ -386,7 +386,7 @@ def test_settings_that_the_data_makes_look_like_mistakes_are_doubted():
 
 
 def test_no_warm_up_fits_a_run_of_fewer_than_ten_updates():
-    report = Preflight(SplitReport(examples=8), SplitReport(examples=8), updates=2, dropped_examples=0)
+    report = Preflight(SplitReport(examples=8), SplitReport(examples=8), updates=2, dropped_examples=0, epoch=8)
     config = OmegaConf.create({"warmup_steps": 150, "lr": 1e-3, "schedule": "cosine"})
     [warning] = doubts(resolve(config).training, report)
     assert warning.endswith("which would never reach lr=0.001; no warm-up fits so short a run: warmup_steps=0")

@@ -258,7 +258,7 @@ def test_order_of_three_epochs_is_that_of_lists_of_prompts(names, order, tmp_pat
                 seen.update(repr((prompt.text, texts)).encode())
         found.append(seen.hexdigest()[:32])
     assert found == [order, order]
-    assert json.loads((place / FACTS).read_text())["facts"]["digest"] == data.digest
+    assert json.loads((place / FACTS).read_text())["facts"]["digests"]["train"] == data.digest
 
 
 # --- several processes ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from support.models import build
 from support.runs import GOLDEN, ROOT
 
 from dpo.errors import InputError
-from dpo.models.adapters import CONFIG, base_named_by, read_adapter
+from dpo.models.adapters import CONFIG, find_base, read_adapter
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_layers_that_the_model_has_not_are_blamed_on_the_adapters_file(adapter):
 
 
 @pytest.mark.parametrize("depth", [100_000, 900, 150])
-@pytest.mark.parametrize("read", [read_adapter, base_named_by])
+@pytest.mark.parametrize("read", [read_adapter, find_base])
 def test_what_is_nested_without_end_is_a_sentence(depth, read, adapter):
     nested = "[" * depth + "]" * depth
     (adapter / CONFIG).write_text((adapter / CONFIG).read_text().replace('"alpha_pattern": {}', f'"x": {nested}'))

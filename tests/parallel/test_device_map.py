@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpo.losses import find_loss
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.packing import Packed
-from dpo.parallel.device_map import choose_device_map, move_less
 from dpo.parallel.mesh import Mesh
-from dpo.parallel.sharding import find_blocks
+from dpo.parallel.sharding import choose_device_map, find_blocks, move_less
 from dpo.training.metrics import reduce_metrics
 from dpo.training.objective import Objective
 from dpo.training.reference import Reference, ReferenceLogps

@@ -32,8 +32,8 @@ from dpo.parallel.sharding import distribute
 from dpo.parallel.state import full_state, full_tensor
 from dpo.settings.choices import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
-from dpo.system.host_memory import HostMemory
-from dpo.system.process_group import get_open_port
+from dpo.system.host import HostMemory
+from dpo.system.launching import get_open_port
 from dpo.system.signals import Stopped
 from dpo.training.optimization import OPTIMIZERS
 from trainers import TRAINERS, BasicTrainer

@@ -34,7 +34,7 @@ from dpo.reporting.files import FileLogger
 from dpo.settings.command_line import refuse_hydras_own
 from dpo.settings.keys import KEYS
 from dpo.settings.plan import resolve
-from dpo.system.process_group import get_open_port
+from dpo.system.launching import get_open_port
 from dpo.system.redaction import redact
 from preference_datasets import load_prompts
 

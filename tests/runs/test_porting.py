@@ -18,7 +18,7 @@ import train
 from dpo.errors import InputError, RunError
 from dpo.settings.files import flatten, load_defaults, with_defaults
 from dpo.settings.keys import KEYS
-from dpo.system.process_group import get_open_port
+from dpo.system.launching import get_open_port
 from preference_datasets import get_batch_iterator, get_collate_fn, strings_match_up_to_spaces
 from trainers import BasicTrainer
 from utils import get_remote_file

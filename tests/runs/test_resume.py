@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import GOLDEN, read_metrics, train
+from support.runs import GOLDEN, read_metrics, train, write_rows
 
 from benchmarks.soak import find_differences, read_log
 from dpo.checkpoint import resume
@@ -45,6 +46,23 @@ def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_st
     assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
     assert len(read_log(tmp_path / "stopped")) > updates
     shutil.rmtree(tmp_path)
+
+
+def test_another_test_split_is_scored_again(run, rows, tmp_path):
+    """With weights that stay, policy and reference agree on it: ln 2. Numbers of its examples are those of others."""
+    data = shutil.copytree(rows / "hh", tmp_path / "data")
+    settings = (f"dataset_sources.hh={data}", "lr=1e-12")
+    run("run", *settings, "n_examples=8")
+    lines = [json.loads(line) for line in (data / "test.jsonl").read_text().splitlines()]
+    prompts = [line["chosen"].partition("Assistant:")[0] + "Assistant:" for line in lines]
+    answers = (" Another answer than before, and longer.", " Short.")
+    changed = [
+        dict(zip(("chosen", "rejected"), (prompt + answer for answer in answers), strict=True)) for prompt in prompts
+    ]
+    write_rows(data / "test.jsonl", changed)
+    run("run", *settings, "n_examples=16", "resume=auto")
+
+    assert read_metrics(tmp_path / "run", "eval")[-1]["loss/eval"] == pytest.approx(math.log(2), rel=1e-6)
 
 
 def test_the_comparison_sees_what_differs(run, tmp_path):

@@ -117,7 +117,7 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
         ("a: [", " cannot be read: "),
         ("- 3", " cannot be read: it holds no mapping"),
         ("local_dirs:\ndataset_sources:\nmodel:", "local_dirs=null must be a list of paths"),
-        ("loss: []", " is no config of a run: "),
+        ("loss: []", " is not the config of a run: "),
         ("dataset_sources: {mine: [3]}", "dataset_sources.mine=[3] must be a directory, file or Hub id"),
         ("model:", "model.name_or_path "),
     ],

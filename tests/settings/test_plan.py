@@ -16,7 +16,7 @@ from dpo.settings import choices
 from dpo.settings.files import load_defaults
 from dpo.settings.keys import KEYS, Resume
 from dpo.settings.plan import ParallelDims, Plan, resolve
-from dpo.system import gpus
+from dpo.system import host
 from dpo.training.optimization import LR_SCALINGS, OPTIMIZERS, SCHEDULES
 
 
@@ -119,8 +119,8 @@ def test_a_plan_is_not_changed():
 def test_torch_is_asked_for_gpus_only_where_there_may_be_one(tmp_path, monkeypatch):
     (tmp_path / "nvidia0").touch()
     there, nowhere = (f"{tmp_path}/nvidia*",), (f"{tmp_path}/kfd",)
-    assert gpus.count_gpus(nowhere) == 2  # torch is here already
-    monkeypatch.delitem(gpus.sys.modules, "torch")
-    assert gpus.count_gpus(nowhere) == 0
-    monkeypatch.setitem(gpus.sys.modules, "torch", torch)
-    assert gpus.count_gpus(there) == 2
+    assert host.count_gpus(nowhere) == 2  # torch is here already
+    monkeypatch.delitem(host.sys.modules, "torch")
+    assert host.count_gpus(nowhere) == 0
+    monkeypatch.setitem(host.sys.modules, "torch", torch)
+    assert host.count_gpus(there) == 2

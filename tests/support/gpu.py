@@ -206,8 +206,7 @@ def train_here(folder: Path, name: str, base: str, watch: Callable[[type], type]
 
     import train
     from benchmarks.harness import compose
-    from dpo.system.launching import _backend
-    from dpo.system.process_group import init_distributed
+    from dpo.system.launching import _backend, init_distributed
     from trainers import TRAINERS
 
     original = TRAINERS[base]

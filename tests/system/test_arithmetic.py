@@ -18,8 +18,8 @@ from dpo.models.generation import sample
 from dpo.models.layouts import Padded, SharedPrefix, choose_layout, layout_by_rules
 from dpo.models.pretrained import choose_attention, load_model
 from dpo.system.arithmetic import set_up_torch
-from dpo.system.malloc import set_allocators
-from dpo.system.process_group import init_distributed
+from dpo.system.host import set_allocators
+from dpo.system.launching import init_distributed
 from trainers import FSDPTrainer
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)

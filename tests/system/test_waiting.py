@@ -27,9 +27,9 @@ from dpo.errors import RunError
 from dpo.parallel.mesh import Mesh
 from dpo.settings.plan import ParallelDims
 from dpo.system import waiting
-from dpo.system.host_memory import HostMemory
+from dpo.system.host import HostMemory
 from dpo.system.signals import Stopped, on_stop_signals
-from dpo.system.waiting import made_progress, make_for_others, meet_rank_0, once_per_machine, wait_for_makers
+from dpo.system.waiting import make_for_others, meet_rank_0, once_per_machine, report_progress, wait_for_makers
 from trainers import BasicTrainer
 
 TIMEOUT = 5.0  # seconds that a collective may take
@@ -40,7 +40,7 @@ def work_slowly_but_steadily(rank: int, world_size: int) -> None:
     if rank == 0:
         for _ in range(6):  # longer than a collective may take
             time.sleep(TIMEOUT / 4)
-            made_progress()
+            report_progress()
     meet_rank_0("a place")
     assert time.monotonic() - started > 1.4 * TIMEOUT
     values = [None] * world_size
@@ -55,7 +55,7 @@ def test_rank_0_may_take_longer_than_a_collective_as_long_as_it_gets_on():
 
 def hang(rank: int, world_size: int) -> None:
     if rank == 0:
-        made_progress()
+        report_progress()
         time.sleep(60)
     meet_rank_0("a place")
 
@@ -80,7 +80,7 @@ def save_slowly(rank: int, world_size: int, run_dir: Path) -> None:
 
     def write_slowly(self: HashedFile, data: Any) -> int:
         time.sleep(TIMEOUT / 100)
-        made_progress()
+        report_progress()
         return write(self, data)
 
     HashedFile.write = write_slowly
@@ -135,7 +135,7 @@ def test_every_place_is_waited_for():
 
 
 def test_one_process_waits_for_nobody():
-    made_progress()
+    report_progress()
     meet_rank_0("a place")
 
 

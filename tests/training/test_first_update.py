@@ -24,7 +24,7 @@ def collect_samples(run_dir: Path) -> list[dict]:
 def first_update(*overrides: str, loss: str = "dpo", updates: int = 100) -> FirstUpdate:
     """Of a run on pairs of 100 tokens: a prompt of 40 and responses of 30."""
     lengths = {"mean_prompt_tokens": 40.0, "mean_chosen_tokens": 30.0, "mean_rejected_tokens": 30.0}
-    report = Preflight(SplitReport(examples=400, **lengths), SplitReport(examples=40, **lengths), updates, 0)
+    report = Preflight(SplitReport(examples=400, **lengths), SplitReport(examples=40, **lengths), updates, 0, epoch=400)
     usual = (f"loss={loss}", f"model.name_or_path={GOLDEN / 'tiny-llama'}", "exp_name=test", "local_run_dir=run")
     config = compose(*usual, *overrides)
     data = TrainingData(tokenizer=None, encode=None, train=None, test=None, report=report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpo.system.host_memory import HostMemory, host_memory, resident_memory
+from dpo.system.host import HostMemory, host_memory, resident_memory
 
 GIB = 2**30
 

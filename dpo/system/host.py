@@ -1,0 +1,183 @@
+"""This process and its host: standard streams, the allocator, memory, GPUs. Imports no torch at the top."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import glob
+import io
+import logging
+import mmap
+import os
+import resource
+import sys
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # NVIDIA's driver, the same under WSL, AMD's driver
+
+# --- standard streams and logs -------------------------------------------------------------------------------------
+
+
+def open_standard_streams() -> None:
+    """Open closed standard streams on the null device, here and in processes started later.
+
+    Some daemons start a process without them. Then the next file to be opened would become standard output, and Python
+    would have no stream to print to.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: the one that was closed
+            os.set_inheritable(number, True)
+            stream = os.fdopen(number, mode, encoding="utf-8")
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
+class _Log(io.FileIO):
+    """A file that hides write errors."""
+
+    def write(self, data: Any) -> int:
+        try:
+            written = super().write(data)
+        except OSError:  # a full disk, a terminal that was closed, a pipe that nobody reads
+            written = None
+        return memoryview(data).nbytes if written is None else written
+
+
+def print_whatever_happens() -> None:
+    """Keep printing from ever failing, and so from ending a run.
+
+    It does not fail on a full disk, in a pipe that nobody reads, or for characters without an encoding.
+    """
+    for name in ("stdout", "stderr"):
+        former = getattr(sys, name)
+        try:
+            raw = _Log(former.fileno(), "w", closefd=False)
+        except io.UnsupportedOperation:  # the stream of a program that runs this one and captures its output
+            continue
+        options = {"encoding": former.encoding, "line_buffering": former.line_buffering or former.write_through}
+        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), errors="backslashreplace", **options))
+
+
+def silence_bitsandbytes() -> None:
+    """Silence bitsandbytes' request for a kernel package that is not used here.
+
+    Call it before importing PEFT, which imports bitsandbytes if that is installed.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+def set_allocators(environ: MutableMapping[str, str]) -> None:
+    """Set the environment variables that torch reads on import, unless the user has set them."""
+    environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large CPU tensors in huge pages: fewer page faults
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # keeps CUDA memory from fragmenting as shapes change
+        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+@contextmanager
+def without_collecting_garbage() -> Iterator[None]:
+    """Inside, garbage is not collected: imports leave none, and looking for it takes a quarter of their time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def never_collect_imports() -> None:
+    """Exempt the objects of a run's imports, which stay anyway, from garbage collection.
+
+    Acts only once in a process: after the first run of a sweep there may be garbage, which would stay too.
+    """
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
+
+
+def raise_open_file_limit() -> None:
+    """Raise the soft limit on open files to the hard one: workers that share many tensors exceed the soft limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def keep_freed_memory() -> None:
+    """Let tensors of up to 32 MB reuse freed memory, in a single process on a CPU.
+
+    By default glibc returns that memory to the system, and each page costs a fault when it is needed again: a tenth of
+    the time of an update.
+    """
+    _set_malloc(M_MMAP_THRESHOLD, 2**25)  # the most that glibc accepts
+    _set_malloc(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def return_freed_memory() -> None:
+    """Return large freed tensors to the system immediately.
+
+    By default glibc comes to keep ever larger ones. Sharding gathers and frees tensors at every block, so the memory
+    that glibc keeps would grow to the size of the whole model.
+    """
+    _set_malloc(M_MMAP_THRESHOLD, 2**20)
+
+
+def release_freed_memory() -> None:
+    """Return all free memory to the system now; by default glibc returns only that at the end of the heap."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _set_malloc(option: int, value: int) -> None:
+    if sys.platform == "linux":  # others have no mallopt
+        ctypes.CDLL(None).mallopt(option, value)
+
+
+class HostMemory(NamedTuple):
+    """Sizes in bytes; `available` can be allocated without swapping or being killed."""
+
+    total: int
+    available: int
+
+
+def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
+    """The machine's memory, or the tightest limit among the cgroups (version 2) of this process."""
+    lines = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
+    total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    limits = list(_limits(proc, cgroups))
+    return HostMemory(min([total, *(a for a, _ in limits)]), min([available, *(b for _, b in limits)]))
+
+
+def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """Yield (limit, remaining bytes) of each cgroup that has a limit.
+
+    The file cache counts as used there, but is reclaimable.
+    """
+    paths = [line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")]
+    own = [cgroups / path.strip("/") for path in paths]
+    for group in (directory for path in own for directory in (path, *path.parents)):
+        if not group.is_relative_to(cgroups) or not (group / "memory.max").exists():
+            continue  # the root cgroup has no limit
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text())
+            cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            yield int(limit), max(0, int(limit) - used + int(cached["inactive_file"]))
+
+
+def resident_memory() -> int:
+    """Bytes that this process holds now."""
+    return int((PROC / "self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def count_gpus(devices: tuple[str, ...] = DEVICES) -> int:
+    """The number of GPUs that torch can use. Imports torch, which takes seconds, only if there may be one."""
+    if "torch" not in sys.modules and not any(map(glob.glob, devices)):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
