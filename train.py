@@ -151,7 +151,7 @@ def dry_run(plan: Plan) -> None:
         print(note)
     if found is None:
         sizes = Batches(plan, data, Padded(), seed=plan.run.seed).test_sizes()  # whatever the layout
-        for line in FirstUpdate.of(plan, data, sizes).tell():
+        for line in FirstUpdate.of(plan, data, sizes).messages:
             print(line)
     print_prediction(plan, data)
 

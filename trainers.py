@@ -184,7 +184,7 @@ class Trainer:
         On a stop signal it finishes the update (several processes possibly one more), saves, and raises Stopped.
         """
         if self.state.batch_counter == 0:
-            for note in self.first_update.tell():
+            for note in self.first_update.messages:
                 self.progress.line(note)
         self.check_and_score_reference()
         total, done = self.data.report.updates, self.state.batch_counter
@@ -284,7 +284,7 @@ class Trainer:
         n_tokens, n_tested = (sum(example.n_tokens for example in some) for some in (examples, tested))
         n_forwards = 2 if self.loss.reference else 1  # the self-test has one more, of the policy
         predicted = seconds * n_forwards / (n_forwards + 1) * n_tokens / n_tested
-        if self.first_update.evaluated and predicted > LONG_SECS:
+        if self.plan.evaluation.do_first_eval and predicted > LONG_SECS:
             self.progress.line(f"the evaluation takes about {clock_time(predicted)}, at the speed of the self-test")
 
     @contextmanager

@@ -1,7 +1,8 @@
 """Prediction of a run's memory from shapes alone, and the settings that would reduce it.
 
-A model without weights runs a forward and a backward on the largest microbatch with fake tensors; a tracker records
-the memory in use.
+Models without weights run a forward and a backward on the largest microbatch, a step of sampling, and the scoring of
+answers, with fake tensors; a tracker records the memory in use. What is held throughout is counted from the policy's
+parameters.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from __future__ import annotations
 import os
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dpo.data.examples import list_examples
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, RunError
-from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter
-from dpo.models.answers import Sampling
+from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter, trained_parameters
+from dpo.models.answers import Sampling, choosing
+from dpo.models.generation import attention_of_generation
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
 from dpo.models.loading import find_policy_structure
 from dpo.models.pretrained import DTYPES, checkpoint_activations
@@ -29,230 +31,297 @@ from dpo.parallel.sharding import find_blocks
 from dpo.settings.plan import Plan
 from dpo.settings.validation import find_problems
 from dpo.system.host import host_memory, resident_memory
-from dpo.training.batches import Batches
-from dpo.training.memory_tracker import MemoryEstimate, MemoryTracker, on_device
-from dpo.training.online_memory import (
-    LongestAnswers,
-    Rounds,
-    longest_prompt,
-    longest_text,
-    peak_of_sampling,
-    peak_of_scoring,
-)
+from dpo.training.batches import Batch, Batches
+from dpo.training.memory_tracker import MemoryTracker, on_device
+from dpo.training.online import encode_prompt, some_prompts
 from dpo.training.optimization import OPTIMIZERS
 
-# share of temporary memory: holes in the memory that a single process on a CPU keeps (`keep_freed_memory`),
-# measured on SmolLM2
+Bytes = Counter[str]  # memory of a process in bytes, by purpose
+
+PURPOSES = (
+    "policy",
+    "gradients",
+    "optimizer",
+    "reference",  # a separate model, or a second adapter
+    "scorer",  # a reward model, whole on every process
+    "gathered",  # weights gathered from other processes' shards
+    "reduced",  # a unit's gradients while they are reduced, in float32
+    "activations",
+    "logits",
+    "kv_cache",  # keys and values of the tokens so far, while answers are sampled
+    "update",  # temporaries of an optimizer that updates all parameters at once, on a GPU
+    "kept",  # freed but kept by the allocator, on a CPU
+    "process",  # Python, libraries and data: host memory
+)
+TEMPORARY = ("gradients", "optimizer", "activations", "logits", "kv_cache")  # is allocated anew while training
+# share of it that a single process on a CPU keeps as holes (`malloc.keep_freed_memory`), measured on SmolLM2
 KEPT = 0.2
 REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)
-ADAPTER = torch.float32.itemsize  # bytes of an adapter's weight, whatever the base's dtype (`adapters.add_adapter`)
 ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
 LOOKED_AT = 50  # global batches that are searched for the largest microbatch
 
 
-def predict(plan: Plan, data: TrainingData) -> MemoryEstimate:
+def predict(plan: Plan, data: TrainingData) -> Bytes:
     """The peak memory of a process.
 
     Too high under tensor parallelism, where it counts the activations of whole layers.
     """
-    return max(predict_phases(plan, data).values(), key=lambda need: need.total)
+    return max(predict_phases(plan, data).values(), key=Bytes.total)
 
 
-def predict_phases(plan: Plan, data: TrainingData) -> dict[str, MemoryEstimate]:
+def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     """The peak memory of a process in each phase of a run, by the phase's name."""
-    fake = FakeTensorMode()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    policy = find_policy_structure(plan, plan.compute_dtype)
+    policy = find_policy_structure(plan, plan.model.policy_dtype)
+    held = _count_held(plan, policy)
+    reward = find_reward_structure(plan) if plan.online and plan.online.scorer == "reward_model" else None
+    if reward:
+        held["scorer"] = _count_bytes((*reward.model.parameters(), *reward.model.buffers()))
+    gathered = DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None
+    fake, device = FakeTensorMode(), "cuda" if torch.cuda.is_available() else "cpu"
     with fake:
-        policy = on_device(policy, device, DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None)
+        policy = on_device(policy, device, gathered)
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
-    forward = partial(layout.forward, with_squares=plan.loss.needs_squares)
-    trained, evaluated, n_rows, n_prompt = _largest_microbatches(plan, data, layout)
-    n_backwards = min(plan.data.gradient_accumulation_steps, 2)
-    with fake:
-        of_update, of_scoring = (
-            _run(policy.train(), forward, _as_fake(trained, fake, device), plan.model.autocast, n_backwards).peak,
-            _run(policy.eval(), forward, _as_fake(evaluated, fake, device), plan.model.autocast, 0).peak,
-        )
-    training = _held_while_training(plan, policy, on_gpu=device == "cuda")
-    at_peak = max(of_update, of_scoring, key=lambda peak: peak["activations"] + peak["logits"])
-    phases = {"training": (training, at_peak)}
-    between_updates = training._replace(gradients=0, reduced=0, update=0)
-    if plan.reference == "model" and plan.caches_reference_first:  # then the reference is freed
-        phases = {
-            "scoring the reference": (between_updates._replace(optimizer=0), of_scoring),
-            "training": (training._replace(reference=0), at_peak),
-        }
+    trained, evaluations = _find_batches(plan, data, layout)
+    n_backwards = min(plan.data.gradient_accumulation_steps, 2)  # the second finds gradients of the first
+    update = _peak_of_microbatch(plan, policy, fake, layout, trained, n_backwards=n_backwards)
+    evaluated = (microbatch for batch in evaluations for microbatch in batch.microbatches)
+    scoring = _peak_of_microbatch(plan, policy, fake, layout, evaluated, n_backwards=0)
+    held["process"] = 0 if plan.gpus else resident_memory()  # with what was imported to predict
+
+    phases: dict[str, Bytes] = {}
+    between_updates = _without(held, "gradients", "reduced", "update")
+    if plan.reference == "model" and plan.caches_reference_first:
+        phases["scoring the reference"] = _without(between_updates, "optimizer") + scoring
+        held, between_updates = (_without(need, "reference") for need in (held, between_updates))  # it is freed
+    phases["training"] = held + max(update, scoring, key=Bytes.total)  # evaluations included
     if plan.evaluation.sample_during_eval:
-        held = between_updates._replace(reference=phases["training"][0].reference)
-        phases["samples"] = _sampling_phase(plan, policy, fake, held, n_rows=n_rows, n_prompt=n_prompt)
+        # sampling is predicted with forwards of the last two tokens
+        n_prompt = max(2, *(len(example.prompt) for batch in evaluations for example in batch.examples))
+        n_new = plan.data.max_length - n_prompt
+        rows = -(-max(len(batch.examples) for batch in evaluations) // plan.dims.data_size)
+        sampling = Sampling(min(n_new, plan.evaluation.n_eval_tokens or n_new))
+        phases["samples"] = _while_sampling(
+            plan, policy, fake, between_updates, sampling, rows=rows, n_prompt=n_prompt, autocast=None
+        )
     if plan.online:
-        phases |= _online_phases(plan, data, policy, fake, between_updates)
-        phases["training"] = training._replace(scorer=phases["sampling"][0].scorer), at_peak
-    return {name: _with_activations(*phase, plan, device) for name, phase in phases.items()}
+        online, rounds, prompts = plan.online, Rounds.of(plan), some_prompts(data)
+        sampling = Sampling(online.max_new_tokens, online.temperature, online.top_p)
+        n_prompt = max(len(encode_prompt(prompt, data, plan).prompt) for prompt in prompts)
+        autocast = plan.model.autocast
+        phases["sampling"] = _while_sampling(
+            plan, policy, fake, between_updates, sampling, rows=rounds.rows, n_prompt=n_prompt, autocast=autocast
+        )
+        if reward:  # which sees whole prompts
+            longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
+            length = min(longest, reward.limit or longest)
+            peak = _peak_of_scoring(reward.model, fake, device, rows=rounds.scored, length=length)
+            phases["scoring"] = between_updates + peak
+    if not plan.gpus and plan.dims.world_size == 1:
+        for need in phases.values():
+            need["kept"] = int(KEPT * sum(need[purpose] for purpose in TEMPORARY))
+    return phases
 
 
-def _online_phases(
-    plan: Plan, data: TrainingData, policy: Any, fake: FakeTensorMode, held: MemoryEstimate
-) -> dict[str, tuple[MemoryEstimate, Counter[str]]]:
-    """The phases in which pairs are drawn, each with the memory held throughout and its temporary memory."""
-    rounds, online, scoring = Rounds.of(plan), plan.online, Counter[str]()
-    if online.scorer == "reward_model":
-        reward = find_reward_structure(plan)
-        weights = (*reward.model.parameters(), *reward.model.buffers())
-        held = held._replace(scorer=sum(tensor.nbytes for tensor in weights))
-        length = longest_text(reward, plan, data)
-        scoring = peak_of_scoring(reward, rounds, fake, policy.device.type, length=length)
-    drawing = Sampling(online.max_new_tokens, online.temperature, online.top_p)
-    options = {"rows": rounds.rows, "n_prompt": longest_prompt(plan, data), "autocast": plan.model.autocast}
-    sampling = peak_of_sampling(policy, drawing, fake, **options)
-    phases = {"sampling": _while_sampling(plan, policy, held, sampling)}
-    return phases | ({"scoring": (held, scoring)} if held.scorer else {})
+def _without(need: Bytes, *purposes: str) -> Bytes:
+    return Counter({purpose: size for purpose, size in need.items() if purpose not in purposes})
 
 
-def _sampling_phase(
-    plan: Plan,
-    policy: Any,
-    fake: FakeTensorMode,
-    held: MemoryEstimate,
-    *,
-    n_rows: int,
-    n_prompt: int,
-) -> tuple[MemoryEstimate, Counter[str]]:
-    """The phase in which an evaluation samples, for batches of `n_rows` prompts of at most `n_prompt` tokens."""
-    n_new = plan.data.max_length - n_prompt
-    sampling = Sampling(min(n_new, plan.evaluation.n_eval_tokens or n_new))
-    rows = -(-n_rows // plan.dims.data_size)
-    peak = peak_of_sampling(policy, sampling, fake, rows=rows, n_prompt=n_prompt, autocast=None)
-    return _while_sampling(plan, policy, held, peak)
+def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
-def _while_sampling(
-    plan: Plan, policy: Any, held: MemoryEstimate, sampling: Counter[str]
-) -> tuple[MemoryEstimate, Counter[str]]:
-    """One process's share of a sampling phase."""
-    sampling["kv_cache"] //= plan.dims.tensor_size
-    gathered = held.gathered
-    if plan.dims.shard_size > 1:  # all weights at once, where they fit (`sharding.gathered_weights`)
-        gathered = _count(policy.parameters()) * DTYPES[plan.compute_dtype].itemsize // plan.dims.tensor_size
-        if gathered > (_device_memory(plan) - held.total) / 2:
-            gathered = held.gathered
-    return held._replace(gathered=gathered), sampling
+# --- what is held -----------------------------------------------------------------------------------------------------
 
 
-def _held_while_training(plan: Plan, policy: Any, *, on_gpu: bool) -> MemoryEstimate:
-    """Memory held throughout training: all but activations and freed memory that the allocator keeps."""
-    model, dims, compute = plan.model, plan.dims, DTYPES[plan.compute_dtype]
+def _count_held(plan: Plan, policy: Any) -> Bytes:
+    """Memory held throughout training: all but activations, and freed memory that the allocator keeps."""
+    dims, buffers = plan.dims, _count_bytes(policy.buffers())  # every process has all buffers
     shards = dims.shard_size * dims.tensor_size
-    adapter, second = (_count(adapter_weights(policy, name).values()) for name in (POLICY, REFERENCE))
-    base, buffers = _count(policy.parameters()) - adapter - second, sum(b.nbytes for b in policy.buffers())
-    policy_dtype, reference_dtype = (DTYPES[name].itemsize for name in (model.policy_dtype, plan.reference_dtype))
-    # trained weights have gradients and optimizer state; the base may be frozen
-    trained = (adapter * ADAPTER if adapter else base * policy_dtype) // shards
-    states, temporary = _measure_states(plan.training.optimizer)
-    # shards are updated one by one
-    at_once = on_gpu and dims.world_size == 1 and plan.training.optimizer not in ONE_BY_ONE
-    adapter_of_reference = adapter if find_adapter(model.archive) else 0
-    reference = {
-        "model": (base * reference_dtype + adapter_of_reference * ADAPTER) // shards + buffers,
-        "adapter": second * ADAPTER // shards,
-    }
-    units = _units(policy, model.block_name) if dims.shard_size > 1 else []
-    root, *blocks = [sum(p.numel() for p in unit) for unit in units] or [0, 0]
-    reduced = max((sum(p.numel() for p in unit if p.requires_grad) for unit in units), default=0)
-    return MemoryEstimate(
-        policy=(base * policy_dtype + adapter * ADAPTER) // shards + buffers,
+    adapter, second = (list(adapter_weights(policy, name).values()) for name in (POLICY, REFERENCE))
+    trained = _count_bytes(trained_parameters(policy)) // shards
+    states, temporaries = _measure_optimizer(plan.training.optimizer)
+    held = Counter(
+        policy=(_count_bytes(policy.parameters()) - _count_bytes(second)) // shards + buffers,
         gradients=trained,
         optimizer=int(trained * states),
-        reference=reference.get(plan.reference or "", 0),
-        scorer=0,
-        gathered=(root + 2 * max(blocks)) * compute.itemsize // dims.tensor_size,  # the block that runs, and the next
-        reduced=reduced * REDUCED // dims.tensor_size,
-        update=int(trained * temporary) if at_once else 0,
-        activations=0,
-        logits=0,
-        kv_cache=0,
-        kept=0,
-        process=0 if on_gpu else resident_memory(),
     )
+    if plan.reference == "model":
+        base = (_count(policy.parameters()) - _count(adapter)) * DTYPES[plan.reference_dtype].itemsize
+        own = _count_bytes(adapter) if find_adapter(plan.model.archive) else 0
+        held["reference"] = (base + own) // shards + buffers
+    elif plan.reference == "adapter":
+        held["reference"] = _count_bytes(second) // shards
+    if dims.shard_size > 1:  # FSDP's units: embeddings and head, and each block
+        blocks = [[*block.parameters()] for block in find_blocks(policy, plan.model.block_name)]
+        within = {parameter for block in blocks for parameter in block}
+        root = [parameter for parameter in policy.parameters() if parameter not in within]
+        at_once = _count(root) + 2 * max(map(_count, blocks))  # the block that runs, and the next
+        held["gathered"] = at_once * DTYPES[plan.compute_dtype].itemsize // dims.tensor_size
+        reduced = max(_count(p for p in unit if p.requires_grad) for unit in (root, *blocks))
+        held["reduced"] = reduced * REDUCED // dims.tensor_size
+    if plan.gpus and dims.world_size == 1 and plan.training.optimizer not in ONE_BY_ONE:  # shards are, one by one
+        held["update"] = int(trained * temporaries)
+    return held
 
 
 def _count(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _with_activations(need: MemoryEstimate, peak: Counter[str], plan: Plan, device: str) -> MemoryEstimate:
-    """The memory of a phase, with the activations of `peak`."""
-    made = {kind: peak[kind] for kind in ("activations", "logits", "kv_cache")}
-    comes_and_goes = need.gradients + need.optimizer + sum(made.values())
-    kept = int(KEPT * comes_and_goes) if device == "cpu" and plan.dims.world_size == 1 else 0
-    return need._replace(**made, kept=kept)
-
-
-def _largest_microbatches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[Microbatch, Microbatch, int, int]:
-    """The largest microbatches, and the largest batch and longest prompt of evaluations.
-
-    Returns the microbatches with the most tokens among the run's first training batches and among its evaluations, the
-    number of examples in the largest evaluation batch, and the number of tokens in the longest evaluation prompt.
-    """
-    limit = min(plan.data.n_examples or 10**9, LOOKED_AT * plan.data.batch_size)
-    first = plan.change("n_examples", limit)
-    trained: list[Microbatch] = []
-    evaluated: list[Microbatch] = []
-    n_rows, n_prompt = 0, 2  # sampling is predicted with forwards of the last two tokens
-    for rank in range(min(plan.dims.data_size, 4)):
-        kind = LongestAnswers if plan.online else Batches
-        batches = kind(first, data, layout, seed=plan.run.seed, rank=rank, size=plan.dims.data_size)
-        for batch in batches.train():
-            trained += batch.microbatches
-        for batch in batches.test():
-            evaluated += batch.microbatches
-            n_rows = max(n_rows, len(batch.examples))
-            n_prompt = max(n_prompt, *(len(example.prompt) for example in batch.examples))
-    in_training, in_evaluation = (max(those, key=lambda m: m.n_tokens) for those in (trained, evaluated))
-    return in_training, in_evaluation, n_rows, n_prompt
-
-
-def _as_fake(microbatch: Microbatch, fake: FakeTensorMode, device: str) -> Any:
-    return microbatch.map(lambda tensor: fake.from_tensor(tensor).to(device)).inputs
-
-
-def _run(policy: Any, forward: Callable, inputs: Any, autocast: str | None, n_backwards: int) -> MemoryTracker:
-    """Run forward and backward `n_backwards` times; 0: forward only.
-
-    Two show the accumulation of gradients: the second finds them allocated.
-    """
-    device = policy.device.type
-    tracker = MemoryTracker.of(policy)
-    with tracker, torch.set_grad_enabled(n_backwards > 0):
-        for _ in range(max(1, n_backwards)):
-            with torch.autocast(device, dtype=DTYPES.get(autocast), enabled=autocast is not None):
-                tokens = forward(policy, inputs)
-            if n_backwards:
-                tokens.logps.sum().backward()
-            del tokens
-    return tracker
-
-
-def _measure_states(optimizer: str) -> tuple[float, float]:
+def _measure_optimizer(name: str) -> tuple[float, float]:
     """Bytes of state, and of temporaries in an update, per byte of parameter; measured on a small parameter."""
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
-    small = OPTIMIZERS[optimizer]([parameter], lr=0.1, foreach=True)  # as on a GPU
-    small.step()
-    states = [v for v in small.state[parameter].values() if isinstance(v, torch.Tensor)]
+    optimizer = OPTIMIZERS[name]([parameter], lr=0.1, foreach=True)  # as on a GPU
+    optimizer.step()
+    states = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
     with MemoryTracker([parameter, parameter.grad, *states]) as tracker:
-        small.step()
-    return sum(v.nbytes for v in states) / parameter.nbytes, tracker.peak.total() / parameter.nbytes
+        optimizer.step()
+    return _count_bytes(states) / parameter.nbytes, tracker.peak.total() / parameter.nbytes
 
 
-def _units(policy: Any, block_name: str | None) -> list[list[torch.nn.Parameter]]:
-    """The parameters of each FSDP unit: first the root (embeddings and head), then each block."""
-    blocks = [[*block.parameters()] for block in find_blocks(policy, block_name)]
-    within = {parameter for block in blocks for parameter in block}
-    return [[parameter for parameter in policy.parameters() if parameter not in within], *blocks]
+# --- what comes and goes ----------------------------------------------------------------------------------------------
+
+
+def _find_batches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[list[Microbatch], list[Batch]]:
+    """The microbatches of the run's first training batches, and its evaluation batches."""
+    limit = min(plan.data.n_examples or 10**9, LOOKED_AT * plan.data.batch_size)
+    first, kind = plan.change("n_examples", limit), LongestAnswers if plan.online else Batches
+    trained, evaluations = [], []
+    for rank in range(min(plan.dims.data_size, 4)):
+        batches = kind(first, data, layout, seed=plan.run.seed, rank=rank, size=plan.dims.data_size)
+        trained += [microbatch for batch in batches.train() for microbatch in batch.microbatches]
+        evaluations += batches.test()
+    return trained, evaluations
+
+
+class LongestAnswers(Batches):
+    """The batches of an online run with the longest answers, `max_new_tokens`, and the longest pairs of the data."""
+
+    def train(self, *, skip: int = 0) -> Iterator[Batch]:
+        return self._iterate_train(self._longest, [1] * len(self.data.train), skip=skip)
+
+    def _longest(self, places: Sequence[tuple[int, int]]) -> Batch:
+        plan, prompts = self.plan, self.read_prompts(places)
+        answers = tuple((token,) * plan.online.max_new_tokens for token in (0, 1))  # with no token in common
+        examples = [encode_prompt(prompt, self.data, plan)._replace(responses=answers) for prompt in prompts]
+        if n := plan.n_offline:
+            pairs = [self.encode(list_examples(prompt)) for prompt in prompts]
+            longest = [max(of_prompt, key=lambda pair: pair.n_tokens) for of_prompt in pairs]
+            more = [pair.n_tokens - drawn.n_tokens for pair, drawn in zip(longest, examples, strict=True)]
+            for place in sorted(range(len(prompts)), key=lambda place: -more[place])[:n]:
+                examples[place] = longest[place]
+        microbatches = self.split(examples, plan.data.gradient_accumulation_steps)
+        return Batch(examples, [1.0] * len(examples), microbatches, numbers=())
+
+
+def _peak_of_microbatch(
+    plan: Plan,
+    policy: Any,
+    fake: FakeTensorMode,
+    layout: Layout,
+    microbatches: Iterable[Microbatch],
+    *,
+    n_backwards: int,
+) -> Bytes:
+    """The peak of activations and logits on the largest microbatch; without a backward, of a forward in evaluation."""
+    largest, device = max(microbatches, key=lambda microbatch: microbatch.n_tokens), policy.device.type
+    policy.train(n_backwards > 0)
+    autocast = DTYPES.get(plan.model.autocast)
+    with fake, torch.set_grad_enabled(n_backwards > 0):
+        inputs = largest.map(lambda tensor: fake.from_tensor(tensor).to(device)).inputs
+        with MemoryTracker.of(policy) as tracker:
+            for _ in range(max(1, n_backwards)):
+                with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+                    tokens = layout.forward(policy, inputs, with_squares=plan.loss.needs_squares)
+                if n_backwards:
+                    tokens.logps.sum().backward()
+                del tokens
+    return _without(tracker.peak, "gradients")
+
+
+class Rounds(NamedTuple):
+    """Sizes in which the answers of an update are sampled and scored."""
+
+    answers: int  # number of answers of an update, on all processes
+    batches: int  # number of batches that a process samples, each with one forward per token
+    rows: int  # answers in a batch
+    scored: int  # texts that a reward model scores at a time
+
+    @classmethod
+    def of(cls, plan: Plan) -> Rounds:
+        n, prompts = plan.online.n_samples, plan.data.batch_size - plan.n_offline
+        own = -(-prompts // plan.dims.data_size)
+        at_once = max(1, plan.data.eval_batch_size // plan.dims.data_size)
+        scored = min(at_once, -(-prompts * n // plan.dims.world_size))
+        return cls(prompts * n, -(-own // at_once), min(own, at_once) * n, scored)
+
+
+def _while_sampling(
+    plan: Plan,
+    policy: Any,
+    fake: FakeTensorMode,
+    held: Bytes,
+    sampling: Sampling,
+    *,
+    rows: int,
+    n_prompt: int,
+    autocast: str | None,
+) -> Bytes:
+    """The memory of a process while it samples `rows` answers to prompts of `n_prompt` tokens.
+
+    The peak is reached while the prompts are read, or at the last token. All weights are gathered where they fit
+    (`sharding.gathered_weights`).
+    """
+    device, n_new, peaks = policy.device, sampling.max_new_tokens, []
+    with (
+        fake,
+        torch.no_grad(),
+        attention_of_generation(policy.eval()),
+        torch.autocast(device.type, dtype=DTYPES.get(autocast), enabled=autocast is not None),
+    ):
+        choose = choosing(sampling, range(rows), n_prompt=n_prompt)
+
+        def forward(n_tokens: int, n_before: int, cache: Any) -> Any:
+            ids = torch.zeros(rows, n_tokens, dtype=torch.long, device=device)
+            last = {"logits_to_keep": 1} if policy._supports_logits_to_keep() else {}
+            out = policy(input_ids=ids, past_key_values=cache, use_cache=True, **last)
+            seen = torch.zeros(rows, n_before + n_tokens, dtype=torch.long, device=device)
+            choose(seen, out.logits[:, -1].to(copy=True, dtype=torch.float32)).argmax(-1)
+            return out.past_key_values
+
+        for n_before in (0, n_new - 1):
+            cache = None if n_before == 0 else forward(n_prompt + n_before - 2, 0, None)
+            with MemoryTracker.of(policy) as tracker:
+                if n_before == 0:
+                    cache = forward(n_prompt, 0, None)
+                else:  # the first of two forwards replaces the whole cache by a tracked one
+                    for more in (2, 1):
+                        cache = forward(1, n_prompt + n_before - more, cache)
+            layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "keys")]
+            kv = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+            peaks.append(tracker.peak + Counter(kv_cache=kv) - Counter(activations=kv))
+            del cache, layers
+    peak, dims = max(peaks, key=Bytes.total), plan.dims
+    peak["kv_cache"] //= dims.tensor_size
+    if dims.shard_size > 1:
+        gathered = _count(policy.parameters()) * DTYPES[plan.compute_dtype].itemsize // dims.tensor_size
+        if gathered <= (_device_memory(plan) - held.total()) / 2:
+            held = held | Counter(gathered=gathered)
+    return held + peak
+
+
+def _peak_of_scoring(model: Any, fake: FakeTensorMode, device: str, *, rows: int, length: int) -> Bytes:
+    """The peak of a reward model's forward on `rows` texts of `length` tokens; the model has no weights."""
+    model.config.get_text_config().pad_token_id = 0
+    with fake, torch.no_grad():
+        model = on_device(model, device, None)
+        ids = torch.ones(rows, length, dtype=torch.long, device=device)
+        with MemoryTracker((*model.parameters(), *model.buffers())) as tracker:
+            model(input_ids=ids)
+    return tracker.peak
 
 
 # --- reports -------------------------------------------------------------------------------------------------------
@@ -272,15 +341,9 @@ HELP = (  # keys, and the value to try; None: nothing
     ("online.max_new_tokens", lambda plan: plan.online.max_new_tokens // 2 if plan.online else None),
     ("lora", lambda plan: "lora" if plan.lora is None else None),
     ("lora", lambda plan: None if plan.quantized else "qlora"),
-    ("lora.reference", lambda plan: _without_second_model(plan)),
+    # without a second model
+    ("lora.reference", lambda plan: plan.lora and ("adapter" if find_adapter(plan.model.archive) else "base")),
 )
-
-
-def _without_second_model(plan: Plan) -> str | None:
-    """The `lora.reference` that needs no separate model; None without an adapter."""
-    if plan.lora is None:
-        return None
-    return "adapter" if find_adapter(plan.model.archive) else "base"
 
 
 def suggest(plan: Plan, data: TrainingData) -> list[str]:
@@ -294,10 +357,10 @@ def suggest(plan: Plan, data: TrainingData) -> list[str]:
         if find_problems(other.values, other):
             continue
         try:
-            total = predict(other, data).total
+            total = predict(other, data).total()
         except InputError:  # bitsandbytes has no kernels for this machine
             continue
-        if need.total - total > 0.03 * (need.total - need.process):
+        if need.total() - total > 0.03 * (need.total() - need["process"]):
             found.append((total, f"{key}={str(value).lower() if value is True else value} ({total / 1e9:.2f} GB)"))
     return [text for _, text in sorted(found)[:3]]
 
@@ -305,29 +368,25 @@ def suggest(plan: Plan, data: TrainingData) -> list[str]:
 def print_prediction(plan: Plan, data: TrainingData) -> None:
     """Print the memory that the run would need and, if it would not fit, settings that would help."""
     phases, available = predict_phases(plan, data), _device_memory(plan)
-    need = max(phases.values(), key=lambda need: need.total)
-    for name, value in need._asdict().items():
-        if value:
-            print(f"{name:>12} {value / 1e9:8.2f} GB")
-    print(f"{'total':>12} {need.total / 1e9:8.2f} GB per process; its device has {available / 1e9:.2f} GB")
+    need = max(phases.values(), key=Bytes.total)
+    for purpose in PURPOSES:
+        if need[purpose]:
+            print(f"{purpose:>12} {need[purpose] / 1e9:8.2f} GB")
+    print(f"{'total':>12} {need.total() / 1e9:8.2f} GB per process; its device has {available / 1e9:.2f} GB")
     if plan.online:
         for name, of_phase in phases.items():
-            print(f"{name:>12} {of_phase.total / 1e9:8.2f} GB at its peak{_what_comes_and_goes(of_phase)}")
-        print(Rounds.of(plan).tell(plan))
-    if need.total > available:
+            shown = [purpose for purpose in ("gathered", "activations", "logits", "kv_cache") if of_phase[purpose]]
+            parts = [f"{'KV cache' if p == 'kv_cache' else p} {of_phase[p] / 1e9:.2f}" for p in shown]
+            details = f", of which {', '.join(parts)}" if parts else ""
+            print(f"{name:>12} {of_phase.total() / 1e9:8.2f} GB at its peak{details}")
+        rounds, n_new = Rounds.of(plan), plan.online.max_new_tokens
+        print(
+            f"an update samples up to {rounds.answers * n_new:,} tokens, of {rounds.answers:,} answers, in "
+            f"{rounds.batches * n_new:,} forwards of each process, of {rounds.rows:,} rows"
+        )
+    if need.total() > available:
         print("won't fit; looking for settings that would help", flush=True)  # a prediction for each takes a while
         print(f"try {_join(suggest(plan, data))}")
-
-
-def _what_comes_and_goes(need: MemoryEstimate) -> str:
-    kinds = {
-        "gathered": need.gathered,
-        "activations": need.activations,
-        "logits": need.logits,
-        "KV cache": need.kv_cache,
-    }
-    said = ", ".join(f"{kind} {value / 1e9:.2f}" for kind, value in kinds.items() if value)
-    return f", of which {said}" if said else ""
 
 
 @contextmanager
@@ -342,7 +401,7 @@ def explaining_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors they hold
         torch.cuda.empty_cache()
-        need, available = predict(plan, data).total, _device_memory(plan)
+        need, available = predict(plan, data).total(), _device_memory(plan)
         said = " ".join(str(error).split())[:200]
         raise RunError(
             f"out of memory: a process needs about {need / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "

@@ -8,35 +8,13 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dpo.models.adapters import trained_parameters
-
-
-class MemoryEstimate(NamedTuple):
-    """Peak memory of one process in bytes, by purpose."""
-
-    policy: int
-    gradients: int
-    optimizer: int
-    reference: int  # a separate model, or a second adapter
-    scorer: int  # a reward model, whole on every process
-    gathered: int  # weights gathered from other processes' shards
-    reduced: int  # a unit's gradients while they are reduced, in float32
-    activations: int
-    logits: int
-    kv_cache: int  # keys and values of the tokens so far, while answers are sampled
-    update: int  # temporaries of an optimizer that updates all parameters at once, on a GPU
-    kept: int  # freed but kept by the allocator, on a CPU
-    process: int  # Python, libraries and data: host memory
-
-    @property
-    def total(self) -> int:
-        return sum(self)
 
 
 class MemoryTracker(TorchDispatchMode):

@@ -22,7 +22,7 @@ def collect_samples(run_dir: Path) -> list[dict]:
 
 
 def first_update(*overrides: str, loss: str = "dpo", updates: int = 100) -> FirstUpdate:
-    """Of a run on pairs of 100 tokens: a prompt of 40 and responses of 30."""
+    """The work of a run on pairs of 100 tokens: a prompt of 40 and responses of 30."""
     lengths = {"mean_prompt_tokens": 40.0, "mean_chosen_tokens": 30.0, "mean_rejected_tokens": 30.0}
     report = Preflight(SplitReport(examples=400, **lengths), SplitReport(examples=40, **lengths), updates, 0, epoch=400)
     usual = (f"loss={loss}", f"model.name_or_path={GOLDEN / 'tiny-llama'}", "exp_name=test", "local_run_dir=run")
@@ -33,7 +33,7 @@ def first_update(*overrides: str, loss: str = "dpo", updates: int = 100) -> Firs
 
 def test_each_thing_is_announced_with_its_size_and_the_keys_that_change_it():
     first = first_update("cache_reference_logps=all", "lora=lora", "do_first_sampling=true")
-    assert list(first.tell()) == [
+    assert first.messages == [
         "before the first update:\n"
         "  self-test on 2 examples (self_test=false leaves it out)\n"
         "  the reference scores up to 432 pairs (cache_reference_logps=as_needed scores each when it is needed)\n"
@@ -44,7 +44,7 @@ def test_each_thing_is_announced_with_its_size_and_the_keys_that_change_it():
 
 
 def test_a_warning_says_why_samples_wait():
-    assert list(first_update("eval_every=400", "self_test=false", "do_first_eval=true", updates=300).tell())[1] == (
+    assert first_update("eval_every=400", "self_test=false", "do_first_eval=true", updates=300).messages[1] == (
         f"{WAITS}400 examples. Sampling up to 4,096 tokens could take as long as training on 12,288, and the whole run "
         "trains on 120,000: more than a tenth. do_first_sampling=true samples now; n_eval_model_samples and "
         "n_eval_tokens make the samples fewer and shorter"
@@ -52,7 +52,7 @@ def test_a_warning_says_why_samples_wait():
 
 
 def test_what_is_not_done_is_not_announced():
-    assert list(first_update("self_test=false", "do_first_eval=false").tell()) == []
+    assert first_update("self_test=false", "do_first_eval=false").messages == []
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_what_is_not_done_is_not_announced():
     ],
 )
 def test_samples_are_counted_before_they_are_drawn(overrides, tokens):
-    assert first_update(*overrides).samples.tokens == tokens
+    [announced] = first_update("do_first_sampling=true", *overrides).messages
+    assert f", up to {tokens:,} tokens (" in announced
 
 
 def test_without_a_reference_the_policy_alone_samples():
-    first = first_update("do_first_sampling=true", loss="sft")
-    assert first.samples.tokens == 16 * 128
-    assert "samples of the policy for 16 prompts" in next(first.tell())
+    [announced] = first_update("do_first_sampling=true", loss="sft").messages
+    assert "samples of the policy for 16 prompts, up to 2,048 tokens (" in announced
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,15 @@ def test_without_a_reference_the_policy_alone_samples():
 def test_samples_wait_if_they_could_cost_more_than_a_tenth_of_the_run(updates, asked_for, draws):
     first = first_update(f"do_first_sampling={asked_for}", "eval_every=400", updates=updates)
     assert first.draws_samples == draws
-    warnings = [line for line in first.tell() if line.startswith("warning")]
+    warnings = [line for line in first.messages if line.startswith("warning")]
     assert len(warnings) == (asked_for == "null" and not draws)
     assert all(line.startswith(f"{WAITS}400 examples") and "do_first_sampling=true" in line for line in warnings)
 
 
 def test_online_a_run_costs_what_is_drawn_for_it_too():
     drawn = ("online=online", "online.scorer=shorter", "online.max_new_tokens=10", "max_prompt_length=40")
-    assert first_update(*drawn, updates=1).trained == 4 * (40 + 2 * 10 + 3 * 2 * 10)
+    _, warning = first_update(*drawn, updates=1).messages
+    assert f"the whole run trains on {4 * (40 + 2 * 10 + 3 * 2 * 10)}: " in warning
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])

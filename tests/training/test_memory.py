@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -12,22 +13,30 @@ import torch
 from omegaconf import OmegaConf
 from support import runs
 from support.faults import Run, run_out_of_memory_at
+from support.models import REWARD_MODELS, save_reward_model
 from support.runs import GOLDEN, small_run, train
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpo.data.examples import Example
 from dpo.errors import InputError
-from dpo.models.adapters import adapter_weights
-from dpo.models.layouts import SharedPrefix
-from dpo.models.loading import find_policy_structure, load_policy, model_loaders
+from dpo.models.answers import Sampling, answer
+from dpo.models.layouts import Padded
+from dpo.models.loading import model_loaders
+from dpo.models.pretrained import load_model
+from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
-from dpo.training.memory import _held_while_training, _run, predict, predict_phases, suggest
-from dpo.training.memory_tracker import MemoryTracker, on_device
+from dpo.training import memory
+from dpo.training.memory import LongestAnswers, predict, predict_phases, suggest
+from dpo.training.memory_tracker import MemoryTracker
 from preference_datasets import load_data
+from trainers import BasicTrainer
 
 PARAMETERS = 282_048  # of the tiny Llama
 # of its adapter of rank 4: 3 layers, each with 4 matrices of 64 x 64 and 3 of 64 x 176
 ADAPTER = 4 * 3 * (4 * (64 + 64) + 3 * (64 + 176))
+
+KV = 2 * 3 * 64 * 4  # bytes of a token's keys and values: 3 layers
+FSDP = ("trainer=FSDPTrainer", "eval_batch_size=8", "batch_size=8")
+ONLINE = ("online=online", "max_length=48", "max_prompt_length=8", "online.max_new_tokens=40", "online.scorer=shorter")
 
 
 class Chain(torch.nn.Module):
@@ -72,145 +81,104 @@ def test_what_is_saved_for_the_backward_pass_is_the_peak():
     assert peak["logits"] in (4 * 100_000 * 30, 2 * 4 * 100_000 * 30)
 
 
+@pytest.fixture(autouse=True)
+def tensors_alone(monkeypatch):
+    """Libraries take more than models this small."""
+    monkeypatch.setattr(memory, "resident_memory", lambda: 0)
+
+
 @pytest.fixture
 def compose(rows, tmp_path):
     return lambda *overrides: runs.compose(*small_run(rows, tmp_path / "run", *overrides))
 
 
+def phases_of(config, world_size: int | None = None):
+    """The predicted phases, and that of the most memory."""
+    plan = resolve(config, world_size=world_size)
+    phases = predict_phases(plan, load_data(plan, silent=True))
+    return phases, max(phases.values(), key=lambda need: need.total())
+
+
+def measure_updates(config) -> int:
+    """The bytes of all tensors at the peak of a run's updates."""
+    policy, reference = model_loaders(resolve(config))
+    trainer = BasicTrainer(policy, config, config.seed, config.local_run_dir, reference)
+    trainer.check_and_score_reference()
+    batches = list(trainer.train_iterator)
+    trainer.train_step(batches[0])  # the first makes the optimizer's state
+    models = [model for model in (trainer.policy, trainer.reference_model) if model is not None]
+    held = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    held += [value for state in trainer.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    with MemoryTracker(held) as tracker:
+        for batch in batches:
+            trainer.train_step(batch)
+    return sum(tensor.nbytes for tensor in held) + tracker.peak.total()
+
+
 @pytest.mark.parametrize(
-    ("overrides", "policy", "optimizer", "reference"),
+    "settings",
     [
-        ((), 4, 4, 4),  # RMSprop has one number per parameter
-        (("optimizer=AdamW", "model.reference_dtype=float16"), 4, 8, 2),
-        (("optimizer=SGD", "cache_reference_logps=all"), 4, 0, 0),
-        (("loss=sft", "model.policy_dtype=bfloat16"), 2, 2, 0),
+        "optimizer=AdamW loss.wpo=true",
+        "loss=sft optimizer=Adafactor model.policy_dtype=bfloat16",
+        "loss=simpo model.attn_implementation=sdpa model.autocast=bfloat16",
+        "loss.wpo=true layout=padded",
+        "optimizer=SGD layout=padded model.reference_dtype=float16 activation_checkpointing=true",
+        "cache_reference_logps=all",
+        "lora=lora lora.r=4",
+        "lora=lora lora.r=4 lora.reference=model model.policy_dtype=bfloat16 layout=padded",
+        "lora=qlora lora.r=4",
     ],
 )
-def test_weights_gradients_and_optimizer_are_bytes_per_parameter(overrides, policy, optimizer, reference, compose):
-    config = compose(*overrides)
-    need = predict(resolve(config), load_data(resolve(config), silent=True))
-
-    expected = [PARAMETERS * n for n in (policy, policy, optimizer, reference)]
-    assert [need.policy, need.gradients, need.optimizer, need.reference] == pytest.approx(expected, rel=1e-3)
-    assert need.gathered == 0
+def test_the_prediction_is_what_updates_take(settings, compose):
+    if "qlora" in settings:
+        pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
+    config = compose("n_examples=8", "gradient_accumulation_steps=2", *settings.split())
+    predicted, measured = phases_of(config)[0]["training"], measure_updates(config)
+    assert 0.98 < (predicted.total() - predicted["kept"]) / measured < 1.1
 
 
 @pytest.mark.parametrize(("optimizer", "at_once"), [("RMSprop", True), ("Adafactor", False)])
 def test_temporaries_of_an_update_on_a_gpu_are_those_of_all_parameters_unless_it_is_one_by_one(
     optimizer, at_once, compose
 ):
-    config = compose(f"optimizer={optimizer}")
-    plan = resolve(config)
-    policy = find_policy_structure(plan, plan.compute_dtype)
-    assert (_held_while_training(plan, policy, on_gpu=True).update > 0) is at_once
+    plan = replace(resolve(compose(f"optimizer={optimizer}")), gpus=1)
+    assert (predict(plan, load_data(plan, silent=True))["update"] > 0) is at_once
 
 
-def test_a_reference_that_scores_all_pairs_first_counts_while_it_does(compose, monkeypatch):
-    monkeypatch.setattr("dpo.training.memory.resident_memory", lambda: 0)  # which grows while this test runs
+def test_a_reference_that_scores_all_pairs_first_counts_while_it_does(compose):
     small = ("optimizer=SGD", "model.policy_dtype=bfloat16", "eval_batch_size=8", "n_eval_examples=8")
     needs = {}
     for caching in ("as_needed", "all"):
-        config = compose(f"cache_reference_logps={caching}", *small)
-        needs[caching] = predict(resolve(config), load_data(resolve(config), silent=True))
-    assert needs["all"].reference == pytest.approx(
-        4 * PARAMETERS, rel=1e-3
-    )  # more than gradients and optimizer, which come after it
-    assert needs["all"].gradients == 0
-    assert needs["all"].total < needs["as_needed"].total
+        _, needs[caching] = phases_of(compose(f"cache_reference_logps={caching}", *small))
+    # more than gradients and optimizer, which come after it
+    assert needs["all"]["reference"] == pytest.approx(4 * PARAMETERS, rel=1e-3)
+    assert needs["all"]["gradients"] == 0
+    assert needs["all"].total() < needs["as_needed"].total()
 
 
 def test_gradients_are_reduced_in_float32_whatever_is_computed_in(compose):
-    config = compose("trainer=FSDPTrainer", "eval_batch_size=8", "model.fsdp_policy_mp=bfloat16")
-    plan = resolve(config, world_size=2)
-    assert plan.compute_dtype == "bfloat16"
+    _, need = phases_of(compose(*FSDP, "model.fsdp_policy_mp=bfloat16"), 2)
     embeddings_and_head = 2 * 1024 * 64 + 64  # the largest unit, with the last norm
-    assert predict(plan, load_data(resolve(config), silent=True)).reduced == 4 * embeddings_and_head
+    block = (PARAMETERS - embeddings_and_head) // 3
+    assert need["reduced"] == 4 * embeddings_and_head
+    assert need["gathered"] == 2 * (embeddings_and_head + 2 * block)
 
 
 def test_processes_share_what_they_can(compose):
-    config = compose("trainer=FSDPTrainer", "eval_batch_size=8")
-    data = load_data(resolve(config), silent=True)
-    alone, shared = (predict(resolve(config, world_size=n), data) for n in (1, 2))
+    (_, alone), (_, shared) = (phases_of(compose(*FSDP), n) for n in (1, 2))
 
     for name in ("policy", "gradients", "optimizer", "reference"):
-        assert getattr(shared, name) == pytest.approx(getattr(alone, name) / 2, rel=1e-3)
-    assert 0 < shared.gathered < alone.policy
-    assert shared.activations < alone.activations
+        assert shared[name] == pytest.approx(alone[name] / 2, rel=1e-3)
+    assert alone["gathered"] == 0 < shared["gathered"] < alone["policy"]
+    assert shared["activations"] < alone["activations"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "policy", "reference"),
-    [
-        ((), 4 * PARAMETERS + 4 * ADAPTER, 0),
-        (("lora.reference=model",), 4 * PARAMETERS + 4 * ADAPTER, 4 * PARAMETERS),
-        (("lora.reference=adapter",), 4 * PARAMETERS + 4 * ADAPTER, 4 * ADAPTER),
-        (("lora.reference=model", "archive"), 4 * PARAMETERS + 4 * ADAPTER, 4 * PARAMETERS + 4 * ADAPTER),
-        (("model.policy_dtype=bfloat16",), 2 * PARAMETERS + 4 * ADAPTER, 0),
-        (("cache_reference_logps=all",), 4 * PARAMETERS + 4 * ADAPTER, 0),
-    ],
-)
-def test_an_adapter_has_gradients_and_optimizer_state_beside_a_frozen_base(
-    overrides, policy, reference, compose, tmp_path
-):
+@pytest.mark.parametrize(("reference", "expected"), [("adapter", 4 * ADAPTER), ("model", 4 * PARAMETERS + 4 * ADAPTER)])
+def test_a_reference_of_an_adapter_is_a_second_one_or_a_model_with_it(reference, expected, compose, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    has_archive = "archive" in overrides or "lora.reference=adapter" in overrides
-    settings = [o for o in overrides if o != "archive"] + [f"model.archive={tmp_path}"] * has_archive
-    config = compose("lora=lora", "lora.r=4", *settings)
-    need = predict(resolve(config), load_data(resolve(config), silent=True))
-
-    expected = (policy, 4 * ADAPTER, 4 * ADAPTER, reference)
-    assert (need.policy, need.gradients, need.optimizer, need.reference) == pytest.approx(expected, rel=1e-3)
-
-
-def test_what_an_adapter_saves_for_the_backward_pass_is_predicted(compose):
-    """The same peak as of real tensors, and below that of a policy whose weights are all trained."""
-    peaks, layout = {}, SharedPrefix({"full_attention": None}, max_length=128)
-    [microbatch] = layout.split([Example(tuple(range(60)), (tuple(range(30)), tuple(range(40))))] * 2, 1)
-    for name in ("none", "lora"):
-        config = compose(f"lora={name}")
-        plan = resolve(config)
-        real, _ = load_policy(model_loaders(plan)[0], plan, rank=0, resume_from=None)
-        fake = FakeTensorMode()
-        structure = find_policy_structure(plan, "float32")
-        with fake:
-            inputs = microbatch.map(fake.from_tensor).inputs
-            peaks["fake", name] = _run(on_device(structure, "cpu", None).train(), layout.forward, inputs, None, 1)
-        peaks["real", name] = _run(real.train(), layout.forward, microbatch.inputs, None, 1)
-        trained = sum(weight.nbytes for weight in adapter_weights(real, "policy").values()) or 4 * PARAMETERS
-        assert {tracker.live["gradients"] for key, tracker in peaks.items() if key[1] == name} == {trained}
-        ours, theirs = (peaks[kind, name].peak.total() for kind in ("fake", "real"))
-        assert ours == pytest.approx(theirs, rel=0.05)  # a gradient is copied once more
-    without, with_adapter = (peaks["fake", name].peak["activations"] for name in ("none", "lora"))
-    assert with_adapter < without
-
-
-@pytest.mark.parametrize("settings", [(), ("model.policy_dtype=bfloat16",), ("model.autocast=bfloat16",)])
-def test_a_frozen_base_saves_less_in_every_dtype(settings, compose):
-    """Adapters are float32, what they are multiplied with is not."""
-    of = {}
-    for name, rank in (("none", ()), ("lora", ("lora.r=4",))):
-        config = compose(f"lora={name}", *rank, *settings)
-        of[name] = predict(resolve(config), load_data(resolve(config), silent=True)).activations
-    assert of["lora"] < of["none"]
-
-
-@pytest.mark.parametrize("loss", ["sft", "dpo", "simpo"])  # targets, pairs, pairs without a reference
-@pytest.mark.parametrize(
-    "settings", [(), ("layout=padded",), ("model.attn_implementation=sdpa", "model.autocast=bfloat16")]
-)
-def test_every_kind_of_loss_layout_and_attention_can_be_predicted(settings, loss, compose):
-    config = compose(f"loss={loss}", *(() if loss == "sft" else ("loss.beta=0.1",)), *settings)
-    assert predict(resolve(config), load_data(resolve(config), silent=True)).activations > 0
-
-
-@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
-def test_what_wpo_holds_beside_is_counted(layout, compose):
-    def need(*options: str):
-        config = compose("loss=dpo", "loss.beta=0.1", f"layout={layout}", *options)
-        found = predict(resolve(config), load_data(resolve(config), silent=True))
-        return found.activations + found.logits
-
-    assert need("loss.wpo=true") > need()
+    _, need = phases_of(compose("lora=lora", "lora.r=4", f"lora.reference={reference}", f"model.archive={tmp_path}"))
+    assert need["reference"] == pytest.approx(expected, rel=1e-3)
+    assert need["policy"] == pytest.approx(4 * PARAMETERS + 4 * ADAPTER, rel=1e-3)
 
 
 def test_samples_take_at_most_the_rows_of_the_test_split(compose):
@@ -218,7 +186,7 @@ def test_samples_take_at_most_the_rows_of_the_test_split(compose):
     data = load_data(resolve(most), silent=True)
     n = data.report.test.examples
     whole = compose("sample_during_eval=true", f"eval_batch_size={n}", f"n_eval_examples={n}")
-    caches = [predict_phases(resolve(config), data)["samples"].kv_cache for config in (most, whole)]
+    caches = [predict_phases(resolve(config), data)["samples"]["kv_cache"] for config in (most, whole)]
     assert caches[0] == caches[1] > 0
 
 
@@ -253,12 +221,9 @@ def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
         ),
     ],
 )
-def test_adapters_are_offered_where_they_help_as_the_command_line_takes_them(
-    overrides, offered, compose, tmp_path, monkeypatch
-):
+def test_adapters_are_offered_where_they_help_as_the_command_line_takes_them(overrides, offered, compose, tmp_path):
     if offered == "lora=qlora":
         pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
-    monkeypatch.setattr("dpo.training.memory.resident_memory", lambda: 0)  # peft is larger than this model
     (tmp_path / "adapter_config.json").write_text("{}")
     settings = [override.format(adapter=tmp_path) for override in overrides]
     config = compose("optimizer=AdamW", "max_length=16", "max_prompt_length=8", "batch_size=1", *settings)
@@ -273,30 +238,140 @@ def test_adapters_are_offered_where_they_help_as_the_command_line_takes_them(
 
 
 def test_processes_share_a_frozen_base_and_reduce_the_adapters_gradients_alone(compose):
-    config = compose("lora=lora", "lora.r=4", "trainer=FSDPTrainer", "eval_batch_size=8")
-    data = load_data(resolve(config), silent=True)
-    alone, shared = (predict(resolve(config, world_size=n), data) for n in (1, 2))
+    (_, alone), (_, shared) = (phases_of(compose(*FSDP, "lora=lora", "lora.r=4"), n) for n in (1, 2))
 
     for name in ("policy", "gradients", "optimizer"):
-        assert getattr(shared, name) == pytest.approx(getattr(alone, name) / 2, rel=1e-3)
+        assert shared[name] == pytest.approx(alone[name] / 2, rel=1e-3)
     embeddings_and_head = 2 * 1024 * 64 + 64
     block = (PARAMETERS - embeddings_and_head + ADAPTER) // 3
-    assert shared.gathered == 4 * (embeddings_and_head + 2 * block)
-    assert shared.reduced == 4 * ADAPTER // 3  # of a block
+    assert shared["gathered"] == 4 * (embeddings_and_head + 2 * block)
+    assert shared["reduced"] == 4 * ADAPTER // 3  # of a block
 
 
 def test_every_process_holds_a_4_bit_base_and_shares_the_rest(compose):
     pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
-    config = compose("lora=qlora", "lora.r=4", "trainer=FSDPTrainer", "eval_batch_size=8")
-    data = load_data(resolve(config), silent=True)
-    alone, shared = (predict(resolve(config, world_size=n), data) for n in (1, 2))
+    (_, alone), (_, shared) = (phases_of(compose(*FSDP, "lora=qlora", "lora.r=4"), n) for n in (1, 2))
 
     others = 2 * 1024 * 64 + (2 * 3 + 1) * 64  # embeddings, head and norms
     floats = 4 * (others + ADAPTER)
-    packed = alone.policy - floats
+    packed = alone["policy"] - floats
     assert 0.51 < packed / (PARAMETERS - others) < 0.7  # codes of 1 KB weigh in layers as small as these
-    assert shared.policy == pytest.approx(packed + floats / 2, rel=1e-3)
-    assert shared.gradients == pytest.approx(4 * ADAPTER / 2, rel=1e-3)
+    assert shared["policy"] == pytest.approx(packed + floats / 2, rel=1e-3)
+    assert shared["gradients"] == pytest.approx(4 * ADAPTER / 2, rel=1e-3)
+
+
+# --- online -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_and_a_reward_model_are_counted(compose, tokenizer, tmp_path):
+    folder = save_reward_model(tmp_path / "reward", "llama", tokenizer)
+    plain, _ = phases_of(compose(*ONLINE))
+    scored, _ = phases_of(compose(*ONLINE, "online.scorer=reward_model", f"online.reward_model={folder}"))
+
+    rows = 4 * 2
+    assert plain["sampling"]["kv_cache"] == rows * (8 + 40 - 1) * KV
+    assert plain["sampling"]["logits"] >= 2 * rows * 1024 * 4
+    assert (plain["sampling"]["gradients"], plain["training"]["kv_cache"]) == (0, 0)
+    assert "scoring" not in plain
+    weights = os.path.getsize(f"{folder}/model.safetensors")
+    assert all(need["scorer"] == pytest.approx(weights, rel=2e-2) for need in scored.values())
+
+
+def test_processes_share_rows_and_gather_all_weights(compose):
+    config = compose(*ONLINE, *FSDP)
+    alone, shared = (phases_of(config, n)[0]["sampling"] for n in (1, 2))
+    assert shared["kv_cache"] == alone["kv_cache"] / 2
+    assert (alone["gathered"], shared["gathered"]) == (0, 4 * PARAMETERS)
+    cut = compose(*ONLINE, *FSDP[1:], "trainer=TensorParallelTrainer")
+    assert phases_of(cut, 2)[0]["sampling"]["kv_cache"] == alone["kv_cache"] / 2
+
+
+@pytest.mark.parametrize("settings", [(), ("online.temperature=0.5",), ("online.top_p=0.9",)])
+def test_the_peak_of_sampling_is_that_of_real_tensors(settings, compose, tokenizer):
+    config = compose(*ONLINE, "batch_size=8", "eval_batch_size=8", "online.n_samples=8", *settings)
+    attention = config.model.attn_implementation
+    model = load_model(config.model.name_or_path, dtype=torch.float32, attn_implementation=attention)
+    model.generation_config.eos_token_id = None
+    online, rows = config.online, 64
+    with MemoryTracker.of(model) as tracker:
+        sampling = Sampling(40, online.temperature, online.top_p)
+        answers = answer(model, tokenizer, [tuple(range(5, 13))] * rows, range(rows), sampling)
+    assert max(len(one.tokens) for one in answers) == 40
+    found = phases_of(config)[0]["sampling"]
+    temporary = sum(found[name] for name in ("activations", "logits", "kv_cache"))
+    assert temporary == pytest.approx(tracker.peak.total(), rel=0.1)
+
+
+@pytest.mark.parametrize(("family", "positions"), [*((family, 64) for family in REWARD_MODELS), ("gpt2", 512)])
+def test_the_peak_of_scoring_is_that_of_real_tensors(family, positions, compose, tokenizer, tmp_path):
+    """Of whole prompts, up to the reward model's positions."""
+    folder = save_reward_model(tmp_path / "reward", family, tokenizer, template=None, max_position_embeddings=positions)
+    config = compose(*ONLINE, "online.scorer=reward_model", f"online.reward_model={folder}")
+    real = load_scorer(resolve(config), torch.device("cpu"), rows=4).score
+    prompts = load_data(resolve(config), silent=True).train
+    longest = 40 + max(len(real.encode(prompts[i], "")) for i in range(len(prompts)))
+    with MemoryTracker((*real.model.parameters(), *real.model.buffers())) as tracker:
+        real.forward([[5] * min(longest, real.limit or longest)] * 4)
+    assert phases_of(config)[0]["scoring"]["activations"] == pytest.approx(tracker.peak.total(), rel=0.15)
+
+
+def test_microbatches_are_of_prompts_with_the_longest_answers(compose):
+    def first(*settings: str):
+        plan = resolve(compose(*ONLINE, *settings))
+        return next(LongestAnswers(plan, load_data(plan, silent=True), Padded(), seed=0).train())
+
+    [microbatch] = first("online.max_new_tokens=36", "max_prompt_length=12").microbatches  # longer ones are cut to that
+    assert microbatch.n_tokens == 8 * (12 + 36)
+    batch = first("online.max_new_tokens=2", "online.mix_offline=0.5", "max_length=24")
+    lengths = sorted(len(response) for example in batch.examples for response in example.responses)
+    assert lengths[:4] == [2] * 4 != lengths[4:]
+
+
+def test_smaller_batches_and_shorter_answers_are_offered(compose, monkeypatch):
+    online = [row for row in memory.HELP if row[0] in ("eval_batch_size", "online.max_new_tokens")]
+    monkeypatch.setattr(memory, "HELP", online)
+    plan = resolve(compose(*ONLINE, "online.n_samples=64", "gradient_accumulation_steps=4"))
+    offered = [text.split(" (")[0] for text in suggest(plan, load_data(plan, silent=True))]
+    assert sorted(offered) == ["eval_batch_size=2", "online.max_new_tokens=20"]
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "sizes"),
+    [
+        (
+            1,
+            ("batch_size=10", "online.n_samples=3"),
+            "1,200 tokens, of 30 answers, in 120 forwards of each process, of 12",
+        ),
+        (
+            2,
+            ("batch_size=10", "online.n_samples=3"),
+            "1,200 tokens, of 30 answers, in 120 forwards of each process, of 6",
+        ),
+        (
+            1,
+            ("batch_size=10", "eval_batch_size=64", "online.mix_offline=0.5"),
+            "400 tokens, of 10 answers, in 40 forwards of each process, of 10",
+        ),
+    ],
+)
+def test_a_dry_run_says_how_much_is_sampled(world_size, settings, sizes, compose, capsys):
+    plan = resolve(compose(*ONLINE, "trainer=FSDPTrainer", "batch_size=10", *settings), world_size=world_size)
+    memory.print_prediction(plan, load_data(plan, silent=True))
+    assert f"an update samples up to {sizes} rows" in capsys.readouterr().out
+
+
+def test_a_dry_run_says_what_drawing_needs(run, capsys, tokenizer, tmp_path):
+    folder = save_reward_model(tmp_path / "reward", "gpt2", tokenizer, template=None, max_position_embeddings=44)
+    run("run", "dry_run=true", *ONLINE, "online.scorer=reward_model", f"online.reward_model={folder}")
+
+    said = capsys.readouterr().out
+    for line in ("scorer", "training", "sampling", "scoring"):
+        assert re.search(rf"^ *{line} +[\d.]+ GB", said, re.MULTILINE), line
+    assert "the reward model sees the last 44 tokens of a prompt with its answer, which may have max_length=48" in said
 
 
 def test_a_dry_run_says_what_would_run_without_weights_and_writes_nothing(command, tmp_path):
