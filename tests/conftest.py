@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import GOLDEN, compose, small_run, write_rows
+from support.runs import GOLDEN, run_here, small_run, write_rows
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -58,30 +58,23 @@ def command(rows, tmp_path):
 def run(command):
     """Run train.py's `run` in this process."""
 
-    def start(name: str, *overrides: str) -> None:
-        import train as main
-
-        config = compose(*command(name, *overrides))
-        assert main.find_config_problems(config) == []
-        main.run(config)
-
-    return start
+    return lambda name, *overrides: run_here(command(name, *overrides))
 
 
 @pytest.fixture
 def run_and_stop(run, monkeypatch):
-    """The same, stopped by a signal in its third update."""
+    """The same, stopped by a signal in an update."""
     from dpo.reporting.files import FileLogger
     from dpo.system.signals import Stopped
 
     log = FileLogger.on_update
 
-    def log_and_stop(self, update) -> None:
-        log(self, update)
-        if update.number == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def start(name: str, *overrides: str, after: int = 3) -> None:
+        def log_and_stop(self, update) -> None:
+            log(self, update)
+            if update.number == after:
+                os.kill(os.getpid(), signal.SIGTERM)
 
-    def start(name: str, *overrides: str) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(FileLogger, "on_update", log_and_stop)
             with pytest.raises(Stopped):

@@ -87,43 +87,6 @@ def update(trainer: BasicTrainer) -> tuple[torch.Tensor, dict[str, float]]:
 # --- an update -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [SFT, DPO])
-def test_gradient_accumulation_changes_nothing_but_memory(loss, make_trainer):
-    at_once, of_four = (
-        update(
-            make_trainer(
-                *loss,
-                *IN_PLAIN_SIGHT,
-                "batch_size=8",
-                f"gradient_accumulation_steps={steps}",
-                run=f"run{steps}",
-                dtype=torch.float64,
-            )
-        )
-        for steps in (1, 4)
-    )
-
-    assert at_once[0].norm() > 0.1
-    assert (of_four[0] - at_once[0]).norm() <= 1e-6 * at_once[0].norm()
-    timings = ("examples_per_second", "tokens_per_second", "memory/peak_gb")
-    assert {k: v for k, v in of_four[1].items() if k not in timings} == pytest.approx(
-        {k: v for k, v in at_once[1].items() if k not in timings}, rel=1e-6, abs=1e-12
-    )
-
-
-@pytest.mark.parametrize("loss", [SFT, DPO])
-def test_the_layout_changes_nothing_but_time(loss, make_trainer):
-    shared, padded = (
-        update(make_trainer(*loss, *IN_PLAIN_SIGHT, "batch_size=8", f"layout={layout}", run=layout))
-        for layout in ("shared_prefix", "padded")
-    )
-    assert (shared[0] - padded[0]).norm() <= 1e-5 * padded[0].norm()
-    timings = ("examples_per_second", "tokens_per_second", "memory/peak_gb")
-    assert {k: v for k, v in shared[1].items() if k not in timings} == pytest.approx(
-        {k: v for k, v in padded[1].items() if k not in timings}, rel=1e-5, abs=1e-6
-    )
-
-
 def test_an_update_is_a_step_against_the_gradient_of_the_mean_loss(make_trainer):
     trainer = make_trainer(*SFT, *IN_PLAIN_SIGHT, dtype=torch.float64)
     prepared = next(trainer.train_iterator)

@@ -124,3 +124,16 @@ def test_an_adapter_of_another_base_than_the_model_gets_a_line(adapter, check, t
     config.model.name_or_path = str(tmp_path)
     [line] = notes_on_base(resolve(config))
     assert line.startswith(f"warning: {given} was trained on {BASE}, and model.name_or_path={tmp_path}: make sure")
+
+
+@pytest.mark.parametrize(
+    ("loss", "loads"),
+    [
+        (("loss=simpo",), False),
+        (("loss=orpo",), False),
+        (("loss=mix", "loss.weights.simpo=1", "loss.weights.orpo=0.5", "loss.weights.sft=0.1"), False),
+        (("loss=mix", "loss.weights.dpo=0.8", "loss.weights.bco=0.2"), True),
+    ],
+)
+def test_a_loss_without_a_reference_loads_none(loss, loads, command):
+    assert (model_loaders(resolve(compose(*command("run", *loss))))[1] is not None) == loads

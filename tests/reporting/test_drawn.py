@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.runs import read_metrics, train
+from support.runs import read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dpo.analysis.ledger_file import DRAWN, PARQUET, SCHEMA
@@ -144,24 +144,6 @@ def test_samples_ledger_and_logs_of_a_run_hold_what_was_drawn(run, tmp_path):
         assert [event.value for event in events.Scalars(name)] == pytest.approx([line[name] for line in lines])
     found = read_run(folder)
     assert (found.online, len(found.drawn), found.samples, found.problems) == (True, 6, [], [])
-
-
-def test_continued_the_files_are_the_same_bit_for_bit(run, tmp_path):
-    run("whole", *ONLINE)
-    run("other", *ONLINE, "n_examples=16")
-    run("other", *ONLINE, "resume=auto")
-    for name in (PARQUET, "samples.jsonl", "samples.txt"):
-        assert (tmp_path / "other" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-@pytest.mark.slow
-def test_two_processes_write_the_same_rows(run, command, tmp_path):
-    run("alone", *ONLINE, "n_examples=4")
-    result = train(*command("both", *ONLINE, "n_examples=4"), "trainer=FSDPTrainer", "world_size=2")
-    assert result.returncode == 0, result.stderr
-    exact = [*DRAWN.names, *("example", "update", "epoch", "split", "chosen_tokens", "rejected_tokens", "truncated")]
-    alone, both = rows_of(tmp_path / "alone"), rows_of(tmp_path / "both")
-    assert [[row[name] for name in exact] for row in both] == [[row[name] for name in exact] for row in alone]
 
 
 def test_without_online_the_ledger_has_the_columns_that_it_had(run, tmp_path):

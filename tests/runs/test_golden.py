@@ -39,15 +39,7 @@ GRIDS = {
         "tensor_parallel_size=2",
     ),
 }
-OTHERWISE = {  # than by the defaults
-    "padded": ("layout=padded",),
-    "eager": ("model.attn_implementation=eager",),
-    "references cached": ("cache_reference_logps=all", "gradient_accumulation_steps=2"),
-    "references cached, sharded": ("cache_reference_logps=all", "trainer=FSDPTrainer", "world_size=2"),
-    "compiled": ("compile=true",),
-}
 CORNERS = {  # `make test` runs these and the plain runs on `words`, `make test-all` all
-    ("words-ipo", "references cached"),
     ("words-dpo", "sharded", 1),
     ("words-dpo", "cut", 1),
     ("words-dpo", "cut by the package", 1),
@@ -57,9 +49,7 @@ CORNERS = {  # `make test` runs these and the plain runs on `words`, `make test-
 def over_grids() -> Iterator[Any]:
     for run in [f"{data}-{loss}" for data in ("words", "llama") for loss in ("sft", "dpo", "ipo")]:
         yield pytest.param(run, (), marks=[pytest.mark.slow] if run.startswith("llama") else [], id=run)
-        for name, settings in OTHERWISE.items():
-            marks = [] if (run, name) in CORNERS else [pytest.mark.slow]
-            yield pytest.param(run, settings, marks=marks, id=f"{run}, {name}")
+        yield pytest.param(run, ("compile=true",), marks=[pytest.mark.slow], id=f"{run}, compiled")
         for mesh, overrides in GRIDS.items():
             for accumulation in (1, 2):
                 marks = [] if (run, mesh, accumulation) in CORNERS else [pytest.mark.slow]

@@ -1,5 +1,5 @@
-"""Runs with LoRA adapters: what the three references give, what a checkpoint holds, what continues, and how many
-processes train. (Gradients of every family, on every mesh, are in tests/parallel/test_cut_adapters.py.)"""
+"""Runs with LoRA adapters: what the three references give, what a checkpoint holds, what is refused. (That no layout or
+stop changes a run is in test_invariance.py; gradients on every mesh are in tests/parallel/test_cut_adapters.py.)"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.models import FAMILIES
 from support.runs import GOLDEN, compose, read_metrics, small_run, train
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.soak import WALL_CLOCK, find_differences
+from benchmarks.soak import WALL_CLOCK
 from dpo.checkpoint.files import read_state
 from dpo.errors import InputError
 from dpo.settings.choices import LAYOUTS
@@ -141,32 +141,6 @@ def test_what_is_saved_is_the_adapter_alone_and_peft_loads_it(run, sft, trainers
 
 # --- what continues ------------------------------------------------------------------------------------------------
 
-WAYS = {
-    "adapter, accumulation, sampling": (with_reference("adapter"), (*SAMPLED, "gradient_accumulation_steps=2")),
-    "base": (with_reference("base"), ()),
-    "model": (with_reference("model"), ("optimizer=AdamW", "lr=1e-2")),
-    "SFT": (LORA, ("loss=sft", "optimizer=AdamW", "lr=1e-2")),
-    "padded": (with_reference("base"), ("layout=padded", "optimizer=RMSprop", "lr=1e-2")),
-    "references cached": (with_reference("adapter"), ("cache_reference_logps=all",)),
-    "activation checkpointing": (with_reference("base"), ("activation_checkpointing=true",)),
-    "autocast": (with_reference("adapter"), ("model.autocast=bfloat16",)),
-    "half precision": (with_reference("base"), ("model.policy_dtype=bfloat16", "optimizer=AdamW", "lr=1e-2")),
-    "some layers, a ledger": (with_reference("base"), ("lora.target_modules=[q_proj,v_proj]", "ledger=true")),
-}
-CORNERS = ("adapter, accumulation, sampling",)
-
-
-@pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w in CORNERS else SLOW) for w in WAYS])
-def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_stop, sft, tmp_path):
-    settings = (*WAYS[way][0], *WAYS[way][1], *[f"model.archive={sft}"] * ("lora.reference=adapter" in WAYS[way][0]))
-    run("whole", *settings)
-    run_and_stop("stopped", *settings)
-    run("stopped", *settings, "resume=auto")
-
-    assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
-    files = [(tmp_path / name / "LATEST" / "adapter_model.safetensors").read_bytes() for name in ("whole", "stopped")]
-    assert files[0] == files[1]
-
 
 @pytest.mark.parametrize(
     "reference", ["base", *(pytest.param(reference, marks=SLOW) for reference in ("adapter", None, "model"))]
@@ -187,64 +161,33 @@ def test_a_run_whose_frozen_weights_were_exchanged_is_refused(reference, run, ba
         run("run", *settings, "n_examples=8", "resume=auto")
 
 
-# --- the same, however it is computed ------------------------------------------------------------------------------
+# --- what is computed ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("layout=padded", "gradient_accumulation_steps=2"),
-        pytest.param(("gradient_accumulation_steps=2",), marks=SLOW),
-        pytest.param(("activation_checkpointing=true",), marks=SLOW),
-        pytest.param(("cache_reference_logps=all",), marks=SLOW),
-        pytest.param(("trainer=FSDPTrainer", "world_size=1"), marks=SLOW),
-    ],
-)
-def test_what_changes_cost_alone_changes_nothing_but_rounding(settings, run, tmp_path):
-    run("plain", *with_reference("base"))
-    run("other", *with_reference("base"), *settings)
-    assert_alike(tmp_path / "plain", tmp_path / "other")
+def test_dropout_is_on_in_updates_and_off_in_evaluations(run, tmp_path, capsys):
+    """At a learning rate that leaves the weights of an SFT adapter as they are."""
+    short = ("lora=lora", "n_examples=8", "warmup_steps=0", "export=false")
+    run("sft", *short, "loss=sft", "lr=0.01")
+    for dropout in ("0", "0.3"):
+        same = ("lora.reference=adapter", f"model.archive={tmp_path / 'sft'}", "optimizer=SGD", "lr=1e-12")
+        run(dropout, *short, *same, f"lora.dropout={dropout}")
+
+    of = {split: [read_metrics(tmp_path / dropout, split) for dropout in ("0", "0.3")] for split in ("train", "eval")}
+    assert all(a["loss/eval"] == b["loss/eval"] for a, b in zip(*of["eval"], strict=True))
+    assert all(a["rewards_train/margins"] == 0 for a in of["train"][0])
+    assert all(b["rewards_train/margins"] != 0 for b in of["train"][1])
+    assert (
+        "self-test: was without lora.dropout=0.3, which is on in updates alone and was not checked"
+        in capsys.readouterr().out
+    )
 
 
 GRIDS = {
     "sharded": ("trainer=FSDPTrainer", "world_size=2"),
     "cut": ("trainer=TensorParallelTrainer", "world_size=2"),
     "cut and sharded": ("trainer=TensorParallelTrainer", "world_size=4", "tensor_parallel_size=2"),
-    "hybrid": ("trainer=FSDPTrainer", "world_size=4", "fsdp_shard_size=2"),
-    "four shards": ("trainer=FSDPTrainer", "world_size=4"),
 }
 IN_EIGHTS = ("batch_size=8", "eval_batch_size=8", "n_eval_examples=8", "n_eval_model_samples=8", "n_epochs=null")
-TRAINED = [
-    pytest.param(mesh, reference, marks=[] if (mesh, reference) == ("sharded", "base") else SLOW)
-    for mesh in GRIDS
-    for reference in ("base", "adapter", "model")
-]
-
-
-@pytest.mark.parametrize(("mesh", "reference"), TRAINED)
-def test_several_processes_train_the_adapter_of_one_to_1e5(mesh, reference, run, command, sft, tmp_path):
-    settings = (*with_reference(reference, sft if reference != "base" else None), *IN_EIGHTS, "model.block_name=null")
-    settings += ("n_examples=24", "sample_during_eval=true")
-    run("one", *settings)
-    result = train(*command("many", *settings, *GRIDS[mesh]))
-    assert result.returncode == 0, result.stderr
-    assert_alike(tmp_path / "one", tmp_path / "many")
-    assert "self-test passed: first loss 0.693147" in result.stdout
-
-
-@SLOW
-@pytest.mark.parametrize("mesh", GRIDS)
-def test_a_run_in_several_processes_continues_bit_for_bit_and_with_others_to_1e5(mesh, run, command, sft, tmp_path):
-    settings = (*with_reference("adapter", sft), *IN_EIGHTS, "model.block_name=null", "n_examples=24")
-    for name, n_examples, more in (("whole", 24, ()), ("run", 8, ()), ("run", 24, ("resume=auto",))):
-        result = train(*command(name, *settings, *GRIDS[mesh], f"n_examples={n_examples}", *more))
-        assert result.returncode == 0, result.stderr
-    assert find_differences(tmp_path / "whole", tmp_path / "run") == []
-
-    result = train(*command("mixed", *settings, *GRIDS[mesh], "n_examples=8"))
-    assert result.returncode == 0, result.stderr
-    run("mixed", *settings, "resume=auto")
-    assert_alike(tmp_path / "whole", tmp_path / "mixed")
 
 
 @SLOW

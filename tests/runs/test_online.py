@@ -1,8 +1,7 @@
-"""Online DPO: what is drawn, how it is ranked, that neither layout nor number of processes nor a stop changes it."""
+"""Online DPO: what is drawn, how it is ranked, what scorers may do. (How it is computed: test_invariance.py.)"""
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import random
@@ -15,28 +14,26 @@ import pytest
 import torch
 from support.faults import Run, kill_after_update
 from support.runs import GOLDEN, read_metrics, train
-from test_each_loss import COMMANDS, compose, next_batch, updates
-from test_lora import GRIDS, IN_EIGHTS, SLOW
+from support.trainers import compose, make, next_batch, updates
 
 from benchmarks.soak import WALL_CLOCK, find_differences
 from dpo.checkpoint.files import read_state
 from dpo.errors import InputError
-from dpo.losses import LOSSES
 from dpo.models.pretrained import load_model
 from dpo.models.scoring import ScorerFailed
 from dpo.reporting.anomalies import NonFiniteGuard
 from dpo.reporting.events import Update
 from dpo.reporting.files import FileLogger
-from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
 from dpo.training.batches import Batch
-from trainers import BasicTrainer
 
 ONLINE = (
     "online=online", "online.scorer=shorter", "online.max_new_tokens=8", "optimizer=SGD", "lr=0.3", "warmup_steps=0",
     "n_examples=12", "model.reference_dtype=null", "export=false",
 )  # fmt: skip
-WITH_REFERENCE = [name for name in COMMANDS if LOSSES[name].reference]
+SHARDED = ("trainer=FSDPTrainer", "world_size=2")
+DRAWN = ("online=online", "online.scorer=keyword", "online.keyword=e", "online.max_new_tokens=8", "lr=0.1")
+IN_EIGHTS = ("batch_size=8", "eval_batch_size=8", "n_eval_examples=8")
 
 
 @pytest.fixture
@@ -55,13 +52,6 @@ def seen(monkeypatch) -> list[Update]:
 def write_scorer(folder: Path, body: str, name: str = "rewards.py") -> tuple[str, ...]:
     (folder / name).write_text(f"def score(prompts, completions):\n    {body}\n")
     return ("online.scorer=function", f"online.function={folder / name}:score")
-
-
-def assert_alike(first: Path, second: Path, tolerance: float = 1e-5) -> None:
-    for split in ("train", "eval"):
-        for ours, theirs in zip(read_metrics(first, split), read_metrics(second, split), strict=True):
-            for name in ours.keys() - {"split", *WALL_CLOCK}:
-                assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (split, name)
 
 
 # --- what is drawn -------------------------------------------------------------------------------------------------
@@ -151,7 +141,9 @@ def test_a_batch_of_ties_alone_changes_nothing(loss, run, tmp_path):
 def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
     """With half of a batch left out of it, losses and gradient are those of a batch that has only the other half."""
     for loss in ("dpo", "aot", "beta_dpo"):
-        config = compose(tmp_path, loss, *COMMANDS[loss], "batch_size=4", "gradient_accumulation_steps=2")
+        config = compose(
+            tmp_path, loss, f"loss={loss}", "loss.beta=0.1", "batch_size=4", "gradient_accumulation_steps=2"
+        )
         trainers = [make(config) for _ in range(2)]
         batch = next(trainers[0].train_iterator)
         weights, some = [1.0, 0.0, 1.0, 0.0], batch.examples[::2]
@@ -170,82 +162,7 @@ def test_a_share_of_each_batch_is_pairs_of_the_data(run, seen, tmp_path):
     assert all("online/score" in line for line in read_metrics(tmp_path / "run", "train"))
 
 
-# --- the same, however it is computed ------------------------------------------------------------------------------
-
-
-def make(config: Any, **more: Any) -> BasicTrainer:
-    Path(config.local_run_dir).mkdir(exist_ok=True)
-    policy = load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32)
-    reference = copy.deepcopy(policy) if resolve(config).reference == "model" else None
-    return BasicTrainer(more.get("policy", policy), config, config.seed, config.local_run_dir, reference)
-
-
-DRAWN = ("online=online", "online.scorer=keyword", "online.keyword=e", "online.max_new_tokens=8", "lr=0.1")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("dpo", "aot", "mix") else SLOW) for name in WITH_REFERENCE]
-)
-def test_every_loss_with_a_reference_trains_alike_in_both_layouts_and_in_parts(name, tmp_path):
-    online = (*DRAWN, "online.mix_offline=0.25", "online.ties=skip")
-    whole = updates(make(compose(tmp_path, "whole", *COMMANDS[name], *online)))
-    parts = (*COMMANDS[name], *online, "gradient_accumulation_steps=2", "layout=padded", "eval_batch_size=2")
-    for line, other in zip(whole, updates(make(compose(tmp_path, "parts", *parts))), strict=True):
-        ours, theirs = ({k: v for k, v in of.items() if k not in WALL_CLOCK} for of in (line, other))
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-
-
-PROCESSES = {
-    "all weights": (),
-    "lora": ("lora=lora", "lora.r=4", "lora.alpha=8"),
-    "mixed, a reference that follows": ("online.mix_offline=0.25", "online.sync_reference_every=2"),
-}
-TRAINED = [
-    pytest.param(grid, way, marks=[] if (grid, way) in (("sharded", "lora"), ("cut", "all weights")) else SLOW)
-    for grid in GRIDS
-    for way in PROCESSES
-]
-
-
-@pytest.mark.parametrize(("grid", "way"), TRAINED)
-def test_several_processes_draw_what_one_draws(grid, way, run, seen, command, tmp_path):
-    settings = (*ONLINE, *IN_EIGHTS, "model.block_name=null", "n_examples=24", "ledger=true", *PROCESSES[way])
-    run("one", *settings)
-    result = train(*command("many", *settings, *GRIDS[grid]))
-    assert result.returncode == 0, result.stderr
-    assert_alike(tmp_path / "one", tmp_path / "many")
-    ours, theirs = (sorted(ledger_of(tmp_path / name)) for name in ("one", "many"))
-    assert ours == theirs  # the same texts
-    assert len(ours) > 24
-
-
-def ledger_of(run_dir: Path) -> list[tuple]:
-    from dpo.analysis.ledger_file import read_ledger
-
-    table = read_ledger(run_dir)
-    return list(zip(table["update"].to_pylist(), table["example"].to_pylist(), strict=True))
-
-
 # --- what continues ------------------------------------------------------------------------------------------------
-
-WAYS = {
-    "a reference that follows, offline pairs": ("online.sync_reference_every=2", "online.mix_offline=0.5"),
-    "lora": ("lora=lora", "lora.r=4", "lora.alpha=8"),
-    "accumulation, padded": ("gradient_accumulation_steps=2", "layout=padded", "optimizer=AdamW", "lr=1e-2"),
-    "an averaging loss": ("loss=bco", "online.ties=keep"),
-}
-CORNERS = ("a reference that follows, offline pairs",)
-
-
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way in CORNERS else SLOW) for way in WAYS])
-def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_stop, tmp_path):
-    settings = (*ONLINE, *WAYS[way], "n_examples=24", "ledger=true", "online.temperature=0.8", "online.top_p=0.9")
-    run("whole", *settings)
-    run_and_stop("stopped", *settings)
-    run("stopped", *settings, "resume=auto")
-
-    assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
-
 
 RANDOM = "from random import random; from numpy.random import rand; import torch\n"
 RANDOM += "    return [random() + rand() + torch.rand(1) for c in completions]"
@@ -268,7 +185,7 @@ def test_a_run_with_a_random_scorer_that_is_killed_continues_bit_for_bit(run, co
 def test_a_random_scorer_gives_several_processes_the_scores_of_one(run, command, tmp_path):
     settings = (*ONLINE, *IN_EIGHTS, *write_scorer(tmp_path, RANDOM), "n_examples=24")
     run("one", *settings)
-    result = train(*command("two", *settings, *GRIDS["sharded"]))
+    result = train(*command("two", *settings, *SHARDED))
     assert result.returncode == 0, result.stderr
     one, two = ([line["online/score"] for line in read_metrics(tmp_path / name, "train")] for name in ("one", "two"))
     assert one == two
@@ -441,7 +358,7 @@ def test_a_function_may_turn_gradients_off_and_import_what_is_beside_it(run, tmp
     assert all(line["grad_norm"] > 0 for line in read_metrics(tmp_path / "run", "train"))
 
 
-@pytest.mark.parametrize("grid", [(), pytest.param(GRIDS["sharded"], marks=SLOW)])
+@pytest.mark.parametrize("grid", [(), pytest.param(SHARDED, marks=pytest.mark.slow)])
 def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_there(grid, command, tmp_path):
     """One that fails by itself, as a service would: the same code continues."""
     body = f"""

@@ -1,19 +1,18 @@
-"""Runs with adapters over a 4-bit base: the numbers of one process on two and in both layouts, and what continues."""
+"""Runs with adapters over a 4-bit base: where they begin, and what a checkpoint holds. (How they are computed:
+test_invariance.py.)"""
 
 from __future__ import annotations
 
 import math
-import os
-import signal
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 from support.models import batch_of
-from support.runs import GOLDEN, compose, read_metrics, train
+from support.runs import GOLDEN, compose, read_metrics
 
-from benchmarks.soak import WALL_CLOCK, find_differences
+from benchmarks.soak import WALL_CLOCK
 from dpo.checkpoint.files import read_state
 from dpo.models.adapters import switch
 from dpo.models.export import export
@@ -21,9 +20,7 @@ from dpo.models.loading import load_policy, model_loaders
 from dpo.models.pretrained import load_model
 from dpo.models.quantization import Linear4bit, quantize
 from dpo.models.side_by_side import Choices, load_panel
-from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
-from dpo.system.signals import Stopped
 
 pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
 
@@ -60,41 +57,6 @@ def assert_begins_at_the_reference(run_dir: Path) -> None:
     assert last["loss/train"] != pytest.approx(math.log(2), abs=1e-4)
 
 
-WAYS = {
-    "padded": ("layout=padded",),
-    "accumulation": ("gradient_accumulation_steps=2",),
-    "activation checkpointing": ("activation_checkpointing=true",),
-    "references cached": ("cache_reference_logps=all",),
-    "two models": ("lora.reference=model", "model.reference_dtype=null"),
-}
-
-
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == "padded" else pytest.mark.slow) for way in WAYS])
-def test_each_way_to_compute_gives_the_same_run(way, run, tmp_path):
-    run("plain", *QLORA)
-    run(way, *QLORA, *WAYS[way])
-    assert_begins_at_the_reference(tmp_path / "plain")
-    assert_alike(tmp_path / "plain", tmp_path / way)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
-def test_two_processes_compute_as_one(layout, run, command, tmp_path):
-    settings = (
-        *QLORA,
-        f"layout={layout}",
-        "sample_during_eval=true",
-        "n_eval_model_samples=4",
-        "do_first_sampling=true",
-    )
-    run("one", *settings)
-    result = train(*command("two", *settings, "trainer=FSDPTrainer", "world_size=2"))
-    assert result.returncode == 0, result.stderr
-    assert_begins_at_the_reference(tmp_path / "two")
-    assert_alike(tmp_path / "one", tmp_path / "two")
-    assert all(len((tmp_path / name / "samples.jsonl").read_text().splitlines()) == 12 for name in ("one", "two"))
-
-
 def test_dpo_begins_at_the_adapter_of_sft(run, tmp_path):
     run("sft", *QLORA, "loss=sft")
     for reference in ("adapter", "model"):
@@ -102,25 +64,6 @@ def test_dpo_begins_at_the_adapter_of_sft(run, tmp_path):
         run(reference, *QLORA, *start, *["model.reference_dtype=null"] * (reference == "model"))
     assert_begins_at_the_reference(tmp_path / "adapter")
     assert_alike(tmp_path / "adapter", tmp_path / "model")
-
-
-def test_stopped_and_continued_is_never_stopped_bit_for_bit(run, monkeypatch, tmp_path, capsys):
-    log = FileLogger.on_update
-
-    def log_and_stop(self, update):
-        log(self, update)
-        if update.number == 3:
-            monkeypatch.setattr(FileLogger, "on_update", log)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    settings = (*QLORA, "n_examples=24", "optimizer=AdamW", "lr=1e-3")
-    run("whole", *settings)
-    monkeypatch.setattr(FileLogger, "on_update", log_and_stop)
-    with pytest.raises(Stopped):
-        run("stopped", *settings)
-    run("stopped", *settings, "resume=auto")
-    assert f"continuing from {tmp_path}/stopped/step-12" in capsys.readouterr().out
-    assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
 
 
 def test_a_checkpoint_is_an_adapter_that_peft_loads_and_is_merged_and_asked(run, config_of, tmp_path):

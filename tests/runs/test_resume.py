@@ -18,29 +18,9 @@ from benchmarks.soak import find_differences, read_log
 from dpo.checkpoint import resume
 from dpo.checkpoint.files import MANIFEST, find_checkpoints, hash_manifest, read_state
 from dpo.errors import InputError, RunError
-from dpo.reporting.files import FileLogger
 from dpo.system.signals import Stopped
 from dpo.training.evaluation import Evaluator
 from trainers import BasicTrainer
-
-
-@pytest.fixture
-def stop_after(monkeypatch):
-    """SIGTERM after so many updates, once."""
-
-    def arm(updates: int, number: int = signal.SIGTERM) -> None:
-        log = FileLogger.on_update
-
-        def log_and_stop(self, update):
-            log(self, update)
-            if update.number == updates:
-                monkeypatch.setattr(FileLogger, "on_update", log)
-                os.kill(os.getpid(), number)
-
-        monkeypatch.setattr(FileLogger, "on_update", log_and_stop)
-
-    return arm
-
 
 WAYS = {
     "in the middle of an epoch": (3, ()),
@@ -49,31 +29,15 @@ WAYS = {
     "at an evaluation": (4, ()),
     "after the last update": (6, ()),
     "after the first update": (1, ("do_first_eval=false",)),
-    "accumulation": (3, ("gradient_accumulation_steps=2",)),
-    "mixed datasets": (4, ("datasets=[hh,more]", "n_examples=48", "eval_every=12")),
-    "sampling": (3, ("sample_during_eval=true", "n_eval_model_samples=4")),
-    "SFT": (3, ("loss=sft",)),
-    "cosine": (3, ("schedule=cosine", "warmup_steps=1")),
-    "linear": (3, ("schedule=linear", "warmup_steps=1", "min_lr_ratio=0.1")),
-    "IPO, AdamW": (3, ("loss=ipo", "loss.beta=0.1", "optimizer=AdamW")),
-    "padded": (3, ("layout=padded",)),
-    "autocast": (3, ("model.autocast=bfloat16",)),
-    "half precision": (3, ("model.policy_dtype=bfloat16",)),
-    "references cached": (7, ("cache_reference_logps=all", "n_examples=44")),
-    "activation checkpointing": (3, ("activation_checkpointing=true",)),
-    "random weights": (3, ("model.random_init=true", "seed=3")),
-    "an adapter with dropout": (3, ("lora=lora", "lora.dropout=0.1")),
 }
-QUICK = ("in the third epoch", "accumulation", "mixed datasets", "sampling", "autocast", "references cached")
+QUICK = ("in the third epoch",)
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.slow) for w in WAYS])
-def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, stop_after, tmp_path, capsys):
+def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_stop, tmp_path, capsys):
     updates, settings = WAYS[way]
     run("whole", *settings)
-    stop_after(updates)
-    with pytest.raises(Stopped):
-        run("stopped", *settings)
+    run_and_stop("stopped", *settings, after=updates)
     assert find_checkpoints(tmp_path / "stopped")[0].name == f"step-{4 * updates}"
 
     run("stopped", *settings, "resume=auto")
@@ -271,12 +235,10 @@ def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, tmp_path):
 
 
 def test_a_run_that_continues_elsewhere_and_dies_at_once_goes_on_with_the_same_command(
-    run, stop_after, tmp_path, capsys
+    run, run_and_stop, tmp_path, capsys
 ):
     run("whole")
-    stop_after(3)
-    with pytest.raises(Stopped):
-        run("fork", f"resume={tmp_path}/whole/step-8", "save_every=40")
+    run_and_stop("fork", f"resume={tmp_path}/whole/step-8", "save_every=40")
     shutil.rmtree(tmp_path / "fork" / "step-12")  # as if it had been killed
 
     run("fork", f"resume={tmp_path}/whole/step-8")
@@ -451,53 +413,3 @@ def test_auto_needs_a_directory_that_stays(command):
     result = train(*overrides)
     assert result.returncode == 2
     assert "resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR" in result.stderr
-
-
-# --- in several processes ------------------------------------------------------------------------------------------
-
-GRIDS = {
-    "sharded": ("trainer=FSDPTrainer", "world_size=2"),
-    "cut": ("trainer=TensorParallelTrainer", "world_size=2"),
-    "cut and sharded": ("trainer=TensorParallelTrainer", "world_size=4", "tensor_parallel_size=2"),
-    "hybrid": ("trainer=FSDPTrainer", "world_size=4", "fsdp_shard_size=2"),
-    "one process, sharded": ("trainer=FSDPTrainer", "world_size=1"),
-    "cut by the package": (
-        "trainer=TensorParallelTrainer",
-        "tensor_parallel.backend=tensor_parallel",
-        "tensor_parallel_size=2",
-    ),
-}
-CORNERS = ("sharded",)  # what `make test` runs; `make test-all` runs all
-
-
-@pytest.mark.parametrize("mesh", [pytest.param(g, marks=[] if g in CORNERS else [pytest.mark.slow]) for g in GRIDS])
-def test_a_run_in_several_processes_continues_bit_for_bit(mesh, command, tmp_path):
-    settings = (*GRIDS[mesh], "n_examples=16", "eval_batch_size=8", "n_eval_examples=8", "optimizer=AdamW")
-    if "package" not in mesh:
-        settings += ("sample_during_eval=true", "n_eval_model_samples=8")
-    whole = train(*command("whole", *settings))
-    assert whole.returncode == 0, whole.stderr
-    first = train(*command("run", *settings, "n_examples=8"))
-    assert first.returncode == 0, first.stderr
-    second = train(*command("run", *settings, "resume=auto"))
-    assert second.returncode == 0, second.stderr
-
-    assert f"continuing from {tmp_path}/run/step-8" in second.stdout
-    assert find_differences(tmp_path / "whole", tmp_path / "run") == []
-
-
-def test_a_run_continues_with_other_processes_and_another_trainer_to_rounding(run, command, tmp_path):
-    settings = ("eval_batch_size=8", "n_eval_examples=8", "model.block_name=null")
-    run("whole", *settings)
-    run("run", *settings, "n_examples=8")
-    for n_examples, mesh in ((16, GRIDS["sharded"]), (24, ("trainer=TensorParallelTrainer", "world_size=2"))):
-        result = train(*command("run", *settings, *mesh, f"n_examples={n_examples}", "resume=auto"))
-        assert result.returncode == 0, result.stderr
-
-    logs = [read_metrics(tmp_path / name, "train") for name in ("whole", "run")]
-    assert [line["examples"] for line in logs[1]] == [4, 8, 12, 16, 20, 24]
-    for ours, theirs in zip(*logs, strict=True):
-        for name in ("loss/train", "grad_norm", "logps_train/chosen", "lr"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
-    last = [read_state(tmp_path / name / "step-24" / "policy.pt") for name in ("whole", "run")]
-    assert all(torch.allclose(last[0][name], last[1][name], atol=1e-4) for name in last[0])

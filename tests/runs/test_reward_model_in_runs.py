@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from support.models import save_reward_model
-from support.runs import read_metrics, train
+from support.runs import train
 
 ONLINE = (
     "online=online", "online.scorer=reward_model", "online.max_new_tokens=12", "max_length=44", "n_examples=12",
@@ -20,18 +20,6 @@ ONLINE = (
 @pytest.fixture
 def reward_model(tokenizer, tmp_path) -> str:
     return save_reward_model(tmp_path / "reward", "llama", tokenizer)
-
-
-def test_processes_that_share_a_model_or_rows_agree_on_the_scores(reward_model, command, tmp_path):
-    """A tensor-parallel group sees the same rows; each score is computed on one process."""
-    scores = {}
-    for name, trainer, size in (("one", "BasicTrainer", 1), ("cut", "TensorParallelTrainer", 2)):
-        settings = (*ONLINE, f"online.reward_model={reward_model}", f"trainer={trainer}")
-        result = train(*command(name, *settings), *([f"world_size={size}"] * (size > 1)))
-        assert result.returncode == 0, result.stderr
-        scores[name] = [row["online/score"] for row in read_metrics(tmp_path / name, "train")]
-    assert len(scores["one"]) == 3
-    assert scores["cut"] == pytest.approx(scores["one"], rel=1e-3)
 
 
 def test_a_reward_model_that_fails_ends_the_run_with_one_sentence(reward_model, command, tmp_path):

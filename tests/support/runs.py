@@ -92,6 +92,15 @@ def compose(*overrides: str) -> DictConfig:
         return hydra.compose("config", list(overrides))
 
 
+def run_here(overrides: list[str]) -> None:
+    """Run train.py's `run` in this process."""
+    import train as entry
+
+    config = compose(*overrides)
+    assert entry.find_config_problems(config) == []
+    entry.run(config)
+
+
 def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
     """The overrides of a run of 6 updates with 4 evaluations, which takes a second."""
     settings = {

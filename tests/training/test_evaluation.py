@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from support import trainers
 from support.runs import GOLDEN, compose, small_run, write_rows
 from support.warm import launch
 
+from dpo.losses import find_loss
 from dpo.models.pretrained import load_model
 from trainers import TRAINERS, BasicTrainer
 
@@ -132,3 +135,40 @@ def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, fold
         assert_same(found, expected(loss, n))
         n_sampled = n if "eval_batch_size=3" in way else 0
         assert len(set(found["prompts"])) == len(found["prompts"]) == n_sampled  # none twice
+
+
+# --- losses that compare examples, or keep an average -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["aot", "aot_unpaired", "beta_dpo", "bco"])
+def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
+    """Not on how its examples are cut into batches, nor on the updates before it."""
+    command = (f"loss={name}", "loss.beta=0.5", "n_eval_examples=32")
+    trained = trainers.make(trainers.compose(tmp_path, "trained", *command))
+    trainers.updates(trained)
+    torch.manual_seed(0)
+    for parameter in trained.policy.parameters():  # so that pairs are in another order than by the reference
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    expected = trained.evaluator.metrics().means()
+    for size in (2, 8, 32):
+        other = trainers.make(trainers.compose(tmp_path, f"in {size}", *command, f"eval_batch_size={size}"))
+        other.policy.load_state_dict(trained.policy.state_dict())
+        other.objective.models_are_equal = False
+        found = other.evaluator.metrics().means()
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    at_equal_models = 2 * math.log(2) if name == "bco" else math.log(2)
+    assert expected["loss/eval"] != pytest.approx(at_equal_models, rel=1e-3)
+
+
+def test_an_evaluation_of_beta_dpo_is_that_of_dpo_and_one_of_bco_shifts_by_its_own_mean(tmp_path):
+    found = {}
+    for name in ("beta_dpo", "dpo", "bco"):
+        trainer = trainers.make(trainers.compose(tmp_path, name, "loss=dpo", "loss.beta=0.1"))
+        trainers.updates(trainer)
+        trainer.objective.loss = find_loss(trainers.compose(tmp_path, "other", f"loss={name}", "loss.beta=0.1").loss)
+        found[name] = trainer.evaluator.metrics()
+    assert found["beta_dpo"].means() == found["dpo"].means()
+    chosen, rejected = (found["bco"].examples[f"rewards_eval/{side}"] for side in ("chosen", "rejected"))
+    shift = (chosen.mean() + rejected.mean()) / 2
+    losses = -((chosen - shift).sigmoid().log() + (shift - rejected).sigmoid().log())
+    assert found["bco"].means()["loss/eval"] == pytest.approx(losses.mean().item(), rel=1e-6)

@@ -1,0 +1,298 @@
+"""How a run is computed changes nothing that it trains: one matrix of features and ways.
+
+A feature is what a run trains: a loss, an adapter, online pairs. A way is how: layout, microbatches, processes, stops.
+Metrics, ledger, samples and weights are compared with those of the plain run (one process, all else at its default), to
+TOLERANCE, for another order of summation rounds differently; bit for bit if a run was stopped or killed and resumed in
+the same way. `make test` runs the cells of QUICK, `make test-all` the product.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pytest
+import torch
+from support.faults import Run, kill_after_update
+from support.models import save_reward_model
+from support.runs import read_metrics, run_here, small_run, train
+
+from benchmarks.soak import find_differences, read_log
+from dpo.analysis.ledger_file import PARQUET, read_ledger
+from dpo.checkpoint.files import read_state
+from dpo.losses import LOSSES
+
+TOLERANCE = 1e-5
+# two epochs of two updates, with evaluations at 0, 16 and 32 examples
+BASE = (
+    "batch_size=8 eval_batch_size=8 n_eval_examples=8 n_eval_model_samples=8 n_examples=32 eval_every=16 ledger=true "
+    "export=false model.reference_dtype=null"
+)
+# SGD: others divide a gradient by its size, and so make much of the rounding of one that is nearly 0
+ROUNDED = "optimizer=SGD lr=0.3 warmup_steps=0 max_grad_norm=1"
+EXACT = "optimizer=AdamW lr=1e-3"  # which has a state
+
+# --- what is trained -----------------------------------------------------------------------------------------------
+
+MIX = "loss=mix loss.weights.dpo=0.8 loss.weights.bco=0.2 loss.weights.sft=0.1"
+BY_LOSS = {name: f"loss={name}" for name in LOSSES} | {"ipo": "loss=ipo loss.beta=1", "mix": MIX}
+BY_OPTION = {
+    "sft term": "loss.sft_weight=0.2",
+    "wpo": "loss.wpo=true",
+    "ld": "loss.ld_alpha=0.3",
+    "forward kl": "loss.f_divergence=forward_kl",
+    "all options": "loss.sft_weight=0.2 loss.wpo=true loss.ld_alpha=0.3 loss.f_divergence=alpha loss.f_alpha=0.2",
+}
+LORA = "lora=lora lora.r=4 lora.alpha=8"
+QLORA = "lora=qlora lora.r=4 lora.alpha=8"
+ONLINE = "online=online online.scorer=keyword online.keyword=e online.max_new_tokens=8"
+ONLINE_BY_LOSS = {
+    f"online {name}": f"{ONLINE} {BY_LOSS[name]} online.mix_offline=0.25 online.ties=skip"
+    for name, loss in LOSSES.items()
+    if loss.reference
+}
+FEATURES = {
+    **BY_LOSS,
+    **BY_OPTION,
+    "sampling": "sample_during_eval=true do_first_sampling=true",
+    "mixed datasets": "datasets=[hh,more]",
+    "lora": f"{LORA} lora.reference=base sample_during_eval=true",
+    "lora from an adapter": f"{LORA} lora.reference=adapter model.archive=ADAPTER",
+    "lora and a second model": f"{LORA} lora.reference=model model.archive=ADAPTER",
+    "lora with sft": f"{LORA} loss=sft",
+    "lora with dropout": f"{LORA} lora.dropout=0.3",
+    "lora with dropout, aot": f"{LORA} lora.dropout=0.3 loss=aot",  # which scores a batch before its microbatches
+    "qlora": f"{QLORA} sample_during_eval=true",
+    "qlora and a second model": f"{QLORA} lora.reference=model",
+    "online": ONLINE,
+    "online lora": f"{ONLINE} {LORA} online.temperature=0.8 online.top_p=0.9",
+    "online a following reference": f"{ONLINE} online.mix_offline=0.25 online.sync_reference_every=3",
+    "online a reward model": f"{ONLINE} online.scorer=reward_model online.reward_model=REWARD_MODEL",
+    **ONLINE_BY_LOSS,
+}
+# where rounding is coarse, and what concerns resuming alone
+RESUMED_ONLY = {
+    "autocast": "model.autocast=bfloat16",
+    "half precision": "model.policy_dtype=bfloat16",
+    "lora, autocast": f"{LORA} model.autocast=bfloat16",
+    "lora, half precision": f"{LORA} model.policy_dtype=bfloat16",
+    "lora in some layers": f"{LORA} lora.target_modules=[q_proj,v_proj]",
+    "padded": "layout=padded",
+    "padded, RMSprop": "layout=padded optimizer=RMSprop",
+    "accumulation": "gradient_accumulation_steps=2",
+    "recomputed": "activation_checkpointing=true",
+    "references first": "cache_reference_logps=all",
+    "references first, lora": f"cache_reference_logps=all {LORA}",
+    "online, padded, in parts": f"{ONLINE} layout=padded gradient_accumulation_steps=2",
+    "random weights": "model.random_init=true seed=3",
+    "cosine": "schedule=cosine warmup_steps=1",
+    "linear": "schedule=linear warmup_steps=1 min_lr_ratio=0.1",
+}
+
+# --- how it is computed --------------------------------------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    settings: str = ""
+    first: str | None = None  # settings of a run of half as many examples that this one resumes
+    killed: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        return self.first == self.settings
+
+
+SHARDED = "trainer=FSDPTrainer world_size=2"
+CUT = "trainer=TensorParallelTrainer world_size=2"
+BOTH = "trainer=TensorParallelTrainer world_size=4 tensor_parallel_size=2"
+HYBRID = "trainer=FSDPTrainer world_size=4 fsdp_shard_size=2"
+ONE_SHARD = "trainer=FSDPTrainer world_size=1"
+PACKAGE = "trainer=TensorParallelTrainer tensor_parallel.backend=tensor_parallel tensor_parallel_size=2"
+IN_PARTS = "layout=padded gradient_accumulation_steps=4 eval_batch_size=4"
+WAYS = {
+    "padded, in parts": Way(IN_PARTS),
+    "in parts": Way("gradient_accumulation_steps=2 eval_batch_size=2"),
+    "recomputed": Way("activation_checkpointing=true"),
+    "references first": Way("cache_reference_logps=all"),
+    "eager": Way("model.attn_implementation=eager"),
+    "one shard": Way(ONE_SHARD),
+    "sharded": Way(SHARDED),
+    "sharded, padded, in parts": Way(f"{SHARDED} {IN_PARTS} activation_checkpointing=true"),
+    "cut": Way(CUT),
+    "cut and sharded": Way(BOTH),
+    "hybrid": Way(HYBRID),
+    "in the package's threads": Way(PACKAGE),
+    "resumed": Way(first=""),
+    "killed, resumed": Way(first="", killed=True),
+    "one shard, resumed": Way(ONE_SHARD, first=ONE_SHARD),
+    "sharded, resumed": Way(SHARDED, first=SHARDED),
+    "cut, resumed": Way(CUT, first=CUT),
+    "cut and sharded, resumed": Way(BOTH, first=BOTH),
+    "hybrid, resumed": Way(HYBRID, first=HYBRID),
+    "in the package's threads, resumed": Way(PACKAGE, first=PACKAGE),
+    "resumed sharded": Way(SHARDED, first=""),
+    "cut, resumed alone": Way(first=CUT),
+}
+QUICK = {
+    "padded, in parts": (
+        "dpo, orpo, cal_dpo, beta_dpo, aot, mix, all options, lora, lora with dropout, qlora, online dpo, online aot, "
+        "online mix"
+    ),
+    "in parts": "sft, lora with sft",
+    "recomputed": "lora and a second model",
+    "references first": "ipo, lora from an adapter",
+    "eager": "simpo",
+    "one shard": "mixed datasets",
+    "sharded": "lora",
+    "sharded, padded, in parts": "all options",
+    "cut": "online a reward model",
+    "resumed": (
+        "sampling, mixed datasets, beta_dpo, accumulation, autocast, references first, lora from an adapter, qlora, "
+        "online a following reference"
+    ),
+    "killed, resumed": "bco, online lora",
+    "sharded, resumed": "dpo",
+    "resumed sharded": "dpo",
+    "cut, resumed alone": "dpo",
+}
+# a loss or an option by itself is not trained in every way, but those of each kind of loss are
+KINDS = ("dpo", "sft", "ipo", "aot", "beta_dpo", "bco", "simpo", "mix", "all options")
+IN_FEW_WAYS = {*BY_LOSS, *BY_OPTION, *ONLINE_BY_LOSS} - {*KINDS}
+FEW_WAYS = ("padded, in parts", "sharded, padded, in parts", "resumed")
+
+
+def is_trained(feature: str, settings: str, name: str) -> bool:
+    """Whether a feature is trained in a way: it is not refused, has an effect, and stands for others of its kind."""
+    if feature in RESUMED_ONLY:
+        return name == "resumed"
+    if feature in IN_FEW_WAYS:
+        return name in FEW_WAYS
+    if name == "references first":
+        return "online" not in settings and feature not in ("sft", "simpo", "lora with sft")
+    if "package" in name:
+        return not any(part in settings for part in ("online", "lora", "sample_during_eval"))
+    if "cut" in name:
+        return "qlora" not in settings
+    return True
+
+
+def list_cells() -> Iterator[Any]:
+    for feature, settings in {**FEATURES, **RESUMED_ONLY}.items():
+        for name, way in WAYS.items():
+            if is_trained(feature, settings, name):
+                quick = feature in QUICK.get(name, "").split(", ")
+                yield pytest.param(feature, way, id=f"{feature}: {name}", marks=[] if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("feature", "way"), list_cells())
+def test_how_a_run_is_computed_changes_nothing(feature, way, settings_of, whole, command, run_and_stop, tmp_path):
+    if "qlora" in feature:
+        pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
+    settings = f"{EXACT if way.is_exact else ROUNDED} {settings_of(feature)}"
+    expected, found = whole(f"{settings} {way.settings}" if way.is_exact else settings), tmp_path / "run"
+
+    overrides = [*BASE.split(), *settings.split()]
+    if way.killed:  # in its last update, with the checkpoint of the second
+        dying = Run(command("run", *overrides), tmp_path / "log", kill_after_update, 3)
+        assert dying.wait() == -signal.SIGKILL
+    elif way.first == "":  # by a signal in its third update, in the middle of an epoch
+        run_and_stop("run", *overrides)
+    elif way.first is not None:
+        start(command("run", *overrides, *way.first.split(), "n_examples=16"))
+    start(command("run", *overrides, *way.settings.split(), "resume=auto"))
+
+    if way.is_exact:
+        assert_identical(expected, found)
+    else:
+        assert_alike(expected, found)
+
+
+@pytest.mark.parametrize(
+    "option", [pytest.param(name, marks=[] if name == "all options" else pytest.mark.slow) for name in BY_OPTION]
+)
+def test_an_option_changes_what_is_trained(option, whole):
+    plain, other = (read_metrics(whole(f"{ROUNDED} {FEATURES[name]}"), "train") for name in ("dpo", option))
+    assert other[1]["loss/train"] != pytest.approx(plain[1]["loss/train"], rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def whole(rows, tmp_path_factory) -> Callable[[str], Path]:
+    """The directory of an uninterrupted run with these settings, which is made once."""
+
+    @cache
+    def run_once(settings: str) -> Path:
+        run_dir = tmp_path_factory.mktemp("whole") / "run"
+        start(small_run(rows, run_dir, *BASE.split(), *settings.split()))
+        return run_dir
+
+    return run_once
+
+
+@pytest.fixture(scope="module")
+def settings_of(whole, tokenizer, tmp_path_factory) -> Callable[[str], str]:
+    """A feature's settings, with paths for ADAPTER and REWARD_MODEL."""
+    makers = {
+        "=ADAPTER": lambda: whole(f"{ROUNDED} {FEATURES['lora with sft']}"),
+        "=REWARD_MODEL": lambda: save_reward_model(tmp_path_factory.mktemp("reward") / "model", "llama", tokenizer),
+    }
+
+    @cache
+    def find(feature: str) -> str:
+        settings = {**FEATURES, **RESUMED_ONLY}[feature]
+        for what, make in makers.items():
+            settings = settings.replace(what, f"={make()}") if what in settings else settings
+        return settings
+
+    return find
+
+
+def start(overrides: list[str]) -> None:
+    """Run in this process, or with another trainer in processes of its own."""
+    if any(override.startswith("trainer=") for override in overrides):
+        result = train(*overrides)
+        assert result.returncode == 0, result.stderr
+    else:
+        run_here(overrides)
+
+
+def assert_identical(expected: Path, found: Path) -> None:
+    assert find_differences(expected, found) == []
+    for name in (PARQUET, "LATEST/adapter_model.safetensors"):
+        ours, theirs = (
+            path.read_bytes() if (path := run_dir / name).exists() else None for run_dir in (found, expected)
+        )
+        assert ours == theirs, name
+
+
+def assert_alike(expected: Path, found: Path) -> None:
+    close = {"rel": TOLERANCE, "abs": TOLERANCE}
+    lines, ours = read_log(expected), read_log(found)
+    assert lines[0]["logps_eval/chosen"] != pytest.approx(lines[-1]["logps_eval/chosen"], rel=1e-4)  # it trains
+    for line, other in zip(ours, lines, strict=True):
+        assert line.pop("split") == other.pop("split")
+        assert line == pytest.approx(other, **close)
+
+    ledger, other = read_ledger(found), read_ledger(expected)
+    assert ledger.schema == other.schema
+    for name, values in zip(ledger.column_names, ledger.columns, strict=True):
+        if pa.types.is_floating(values.type):
+            values, others = (column.fill_null(1e9).to_pylist() for column in (values, other[name]))
+            assert values == pytest.approx(others, **close), name
+        else:
+            assert values.to_pylist() == other[name].to_pylist(), name
+
+    weights, others = (read_state(run_dir / "LATEST" / "policy.pt") for run_dir in (found, expected))
+    torch.testing.assert_close(weights, others, rtol=TOLERANCE, atol=TOLERANCE)
+    prompts, others = (list_prompts(run_dir) for run_dir in (found, expected))
+    assert prompts == others  # an answer in an evaluation depends on those beside it in a batch
+
+
+def list_prompts(run_dir: Path) -> list[str]:
+    """The prompts of the samples in a run's directory, if it has any."""
+    file = run_dir / "samples.jsonl"
+    return [json.loads(line)["prompt"] for line in file.read_text().splitlines()] if file.exists() else []
