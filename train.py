@@ -173,7 +173,7 @@ def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any]
             from dpo.checkpoint.resume import open_run
             from dpo.reporting.table import LOGS
 
-            find_trainer(plan)
+            find_trainer(plan)  # imported here, with the rest
         if models is None:  # given models would not be freed if reference cycles hold them
             never_collect_imports()
         run = open_run(plan, LOGS) if rank == 0 else None

@@ -300,7 +300,7 @@ def _drift(table: pa.Table) -> list[Period]:
     # visits before the first update, and ties, are neither right nor wrong
     undecided = np.isnan(columns["margin"]) | (updates == _is_train(table)) | _is_tie(table)
     columns["right"] = np.where(undecided, np.nan, columns["margin"] > 0)
-    names = {name: _dictionary(table, name).dictionary.to_pylist() for name in ("dataset", "split")}
+    names = {name: _take_dictionary(table, name).dictionary.to_pylist() for name in ("dataset", "split")}
     found = []
     for number, (dataset, split, _) in enumerate(groups.T):
         rows = (group.ravel() == number).nonzero()[0]
@@ -322,10 +322,10 @@ def _numbers(table: pa.Table, name: str) -> np.ndarray:
 
 
 def _codes(table: pa.Table, name: str) -> np.ndarray:
-    return _dictionary(table, name).indices.to_numpy().astype(np.int64)
+    return _take_dictionary(table, name).indices.to_numpy().astype(np.int64)
 
 
-def _dictionary(table: pa.Table, name: str) -> pa.DictionaryArray:
+def _take_dictionary(table: pa.Table, name: str) -> pa.DictionaryArray:
     return table[name].chunk(0)
 
 

@@ -284,7 +284,7 @@ class MarginParts(NamedTuple):
 
 
 def length_part(chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens: Any) -> Any:
-    """The second term of `MarginParts.length`."""
+    """Margin due to length: mean reward per token times the extra tokens."""
     per_token = chosen / chosen_tokens + rejected / rejected_tokens
     return per_token / 2 * (chosen_tokens - rejected_tokens)
 

@@ -355,8 +355,8 @@ def _is_completion(answer: Any) -> bool:
     )
 
 
-def ranked(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """(rank, answer) for the answers in a record of `Run.drawn`: best, another, worst."""
+def rank_answers(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The answers in a record of `Run.drawn` with their ranks, best first: best, another, worst."""
     answers, names = record["completions"], {record["worst"]: "worst", record["best"]: "best"}
     others = [place for place in range(len(answers)) if place not in names]
     places = dict.fromkeys((record["best"], *others, record["worst"]))

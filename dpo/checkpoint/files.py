@@ -246,7 +246,7 @@ class BackgroundWriter:
         self._running: Future[None] | None = None
 
     def start(self, write: Callable[[], None]) -> None:
-        """Begin a write once the previous one has ended."""
+        """Wait for the previous write, then begin this one."""
         self.wait()
         self._running = self._pool.submit(write)
 

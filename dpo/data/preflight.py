@@ -375,9 +375,9 @@ def build_table(
 
 
 def make_key(
-    options: DatasetOptions, tokenizer: Any, get_dataset: GetDataset, identify: Identify, cache_dir: Any
-) -> Any:
-    """The name of the table of these datasets, which changes with all that it is made from; None if that is unknown."""
+    options: DatasetOptions, tokenizer: Any, get_dataset: GetDataset, identify: Identify, cache_dir: str | None
+) -> str | None:
+    """Name of a table, by everything that it is made from; None if a source cannot be identified."""
     datasets = [identify(name, cache_dir, options.dataset_sources) for name in options.names]
     encodes = identify_tokenizer(tokenizer)
     if None in datasets or encodes is None or not inspect.isfunction(inspect.unwrap(get_dataset)):

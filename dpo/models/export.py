@@ -144,7 +144,7 @@ def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: 
 
 
 def _read_weights(origin: Origin, structure: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights of the model, or of the base under its adapter, mapped if their file allows it."""
+    """Read the weights of the model, or of an adapter's base; they are mapped where the file can be."""
     if origin.weights is not None:
         return read_archive(str(origin.weights), structure, key="")
     source, model = find_source(origin.plan), origin.plan.model

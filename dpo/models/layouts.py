@@ -280,7 +280,7 @@ def _sum_padded(model: Any, rows: PaddedRows) -> torch.Tensor:
 
 
 def _sum_scored(model: Any, rows: PaddedRows) -> torch.Tensor:
-    """Like `_sum_padded`, but with logits only of scored tokens, as those of whole long rows take much memory."""
+    """Sum as `_sum_padded` does, from logits of scored tokens alone."""
     return run_as_forward(model, _scored_logps, rows).unflatten(0, (rows.sides, -1))
 
 

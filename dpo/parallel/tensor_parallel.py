@@ -76,7 +76,7 @@ def _added(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
     return _convert(y, mesh, SUMMED, WHOLE)
 
 
-def _gathered(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+def _gather_columns(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
     return _convert(y, mesh, LAST, WHOLE, width=width)
 
 
@@ -90,7 +90,7 @@ def _keep_own_heads(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tens
 STYLES = {
     "colwise": Style("out", _copied),
     "rowwise": Style("in", None, _added),
-    "colwise_gather_output": Style("out", _copied, _gathered),
+    "colwise_gather_output": Style("out", _copied, _gather_columns),
     "rowwise_split_input": Style("in", _sliced, _added),
     "fused_qkv": Style("out", _copied, _keep_own_heads),
     "embedding_rowwise": Style("rows", None, _added),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dpo.analysis.runs import ranked
+from dpo.analysis.runs import rank_answers
 from dpo.models.answers import Drawn
 from dpo.numbers import count
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
@@ -190,7 +190,7 @@ def _as_record(drawn: Drawn) -> dict[str, Any]:
 def _as_lines(record: Mapping[str, Any]) -> Iterator[str]:
     """A record of drawn answers as readable lines, the best answer first."""
     yield record["prompt"].strip()
-    for name, answer in ranked(record):
+    for name, answer in rank_answers(record):
         cut_off = "" if answer["ended"] else ", cut off"
         yield f"--- {name}: score {answer['score']:.6g}, {count(answer['tokens'], 'token')}{cut_off} ---"
         yield answer["text"].strip()

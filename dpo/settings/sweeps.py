@@ -85,7 +85,7 @@ def summarize(job: Job) -> dict[str, Any]:
         "examples": None,
         "directory": str(job.directory),
     }
-    lines = _evaluations(job.directory / "metrics.jsonl") if job.directory else []
+    lines = _read_evaluations(job.directory / "metrics.jsonl") if job.directory else []
     for metric, better in QUALITIES:
         measured = [line for line in lines if line.get(metric) is not None]
         if measured:
@@ -95,7 +95,7 @@ def summarize(job: Job) -> dict[str, Any]:
     return summary
 
 
-def _evaluations(log: Path) -> list[dict[str, Any]]:
+def _read_evaluations(log: Path) -> list[dict[str, Any]]:
     if not log.is_file():
         return []
     whole = (line for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n"))

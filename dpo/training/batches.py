@@ -100,7 +100,7 @@ class Batches:
         return prefetch(itertools.islice(batches, skip, None), prepare, workers=plan.data.num_workers)
 
     def test(self) -> Iterator[Batch]:
-        """Evaluation batches, one microbatch per process: each example is in one only, and the last may be partial."""
+        """Evaluation batches, one microbatch per process; each example comes once, and the last may be partial."""
         return self._iterate_test(partial(self._prepare, self.data.test, self._first_numbers[1], n_microbatches=1))
 
     def test_sizes(self) -> list[int]:
