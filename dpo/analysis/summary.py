@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dpo.analysis.findings import WARNING, Finding
 from dpo.analysis.measures import Cost, MarginParts, first_tenth, is_inconclusive, n_evaluated
-from dpo.analysis.runs import Run, number, ranked
+from dpo.analysis.runs import Run, number, rank_answers
 from dpo.losses import LOSSES
 from dpo.numbers import count, duration, figure, hours, large, percent, shortened, signed
 from dpo.settings.files import dotted, load_defaults
@@ -274,7 +274,7 @@ def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
         for record in newest[:MOST_DRAWN]:
             whose = f"{run.name}, " if len(runs) > 1 else ""
             texts = []
-            for name, answer in ranked(record):
+            for name, answer in rank_answers(record):
                 tokens = f"{count(answer['tokens'], 'token')}{'' if answer['ended'] else ', cut off'}"
                 role = {"best": "chosen", "worst": "rejected"}.get(name, "other")
                 label = f"{whose}{name}: score {figure(answer['score'])}, {tokens}"
