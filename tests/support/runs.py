@@ -97,7 +97,8 @@ def run_here(overrides: list[str]) -> None:
     import train as entry
 
     config = compose(*overrides)
-    assert entry.find_config_problems(config) == []
+    problems = entry.find_config_problems(config)
+    assert not problems, problems
     entry.run(config)
 
 
