@@ -55,7 +55,7 @@ def extract_anthropic_prompt(prompt_and_response: str) -> str:
 
 
 def strings_match_up_to_spaces(str_a: str, str_b: str) -> bool:
-    """Whether two texts are equal except for spaces, up to the length of the shorter one."""
+    """Return whether two texts are equal except for spaces, up to the length of the shorter one."""
     shorter, longer = sorted((text.replace(" ", "") for text in (str_a, str_b)), key=len)
     return longer.startswith(shorter)
 

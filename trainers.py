@@ -83,7 +83,7 @@ class Trainer:
         plan = self.plan = resolve(config, trainer=self.spec, world_size=world_size)
         self.loss = plan.loss
         if plan.reference == "model" and reference_model is None:
-            raise InputError(f"loss={plan.loss_options['name']} needs a reference model")
+            raise InputError(f"loss={plan.loss.name} needs a reference model")
         mesh = self.mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
         data = self.data = data or load_data(plan, silent=rank != 0)
         progress = self.progress = Progress.of(plan, silent=rank != 0)
@@ -409,7 +409,7 @@ class FSDPTrainer(BasicTrainer):
     spec = choices.FSDP
 
     def notes(self) -> list[str]:
-        chosen = self.plan.values["model.fsdp_policy_mp"] or self.plan.model.autocast
+        chosen = self.plan.model.fsdp_policy_mp or self.plan.model.autocast
         shards = self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
         if chosen or not shards or self.plan.compute_dtype != "float32":
             return super().notes()

@@ -68,7 +68,10 @@ def run_python(
     every: float = 0.05,
     **environment: str,
 ) -> str:
-    """What a fresh Python prints. Raises Failed. `watch` gets its id now and then, and ends it by returning True."""
+    """Run a fresh Python and return its output. Raises Failed.
+
+    `watch` gets its id now and then, and ends it by returning True.
+    """
     own = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ} if python == sys.executable else os.environ  # as train.py does
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -91,15 +94,15 @@ def run_python(
 
 
 def measure_afresh(function: str, *arguments: Any, **options: Any) -> Any:
-    """What `module:function` of the benchmarks returns in a fresh process, through JSON. Raises Failed."""
+    """Call `module:function` of the benchmarks in a fresh process; results pass as JSON. Raises Failed."""
     said = run_python("-m", "benchmarks.harness", function, json.dumps(arguments, default=str), **options)
     return json.loads(said.splitlines()[-1])
 
 
 def measure_on_ranks(function: str, overrides: Sequence[str], *arguments: Any) -> list[Any]:
-    """What `module:function` returns on each rank that these overrides of train.py start; to be run in a fresh process.
+    """Call `module:function` on each rank that overrides of train.py start, and return all results.
 
-    It is given its rank, the number of ranks, the config, and the arguments.
+    To be run in a fresh process. The function is given its rank, the number of ranks, the config, and the arguments.
     """
     with tempfile.TemporaryDirectory() as folder:
         config = compose([f"local_run_dir={folder}/run", f"local_dirs=[{folder}]", *overrides])

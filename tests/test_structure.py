@@ -139,6 +139,10 @@ def test_functions_are_named_after_what_they_do_and_docstrings_say_it_first():
     documented = (ast.FunctionDef, ast.ClassDef, ast.Module)
     for name, tree in TREES.items():
         for node in (node for node in ast.walk(tree) if isinstance(node, documented)):
-            assert not (isinstance(node, ast.FunctionDef) and node.name.endswith("_of")), f"{name}: {node.name}"
+            assert not (isinstance(node, ast.FunctionDef) and re.search("_of$|^_?of_|(?<!out)_of_", node.name)), (
+                f"{name}: {node.name}"
+            )
             first = (ast.get_docstring(node) or "-").split()[0]
-            assert first not in ("Of", "What"), f"{name}: {getattr(node, 'name', name)} begins with {first!r}"
+            assert first not in ("Of", "What", "Whether"), (
+                f"{name}: {getattr(node, 'name', name)} begins with {first!r}"
+            )

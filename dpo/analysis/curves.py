@@ -111,7 +111,7 @@ def charts_for(runs: Sequence[Run]) -> list[Chart]:
     Different losses get separate pictures."""
     losses = list(dict.fromkeys(run.loss for run in runs))
 
-    def of_each(name: str, title: str, *metrics: str) -> list[Chart]:
+    def chart_each(name: str, title: str, *metrics: str) -> list[Chart]:
         if len(losses) == 1:
             return [Chart(name, title, metrics)]
         files = [re.sub(r"\W", "_", loss) or "_" for loss in losses]
@@ -121,11 +121,11 @@ def charts_for(runs: Sequence[Run]) -> list[Chart]:
         ]
 
     return [
-        *of_each("loss", "Loss", "loss/SPLIT"),
+        *chart_each("loss", "Loss", "loss/SPLIT"),
         Chart("accuracy", "Reward accuracy", ("rewards_SPLIT/accuracies",), share=True, level=0.5),
         Chart("margin", "Reward margin", ("rewards_SPLIT/margins",), level=0.0),
         Chart("rewards", "Rewards", tuple(f"rewards_SPLIT/{side}" for side in SIDES), level=0.0),
-        *of_each("logps", "Log-probabilities", *(f"logps_SPLIT/{side}" for side in SIDES)),
+        *chart_each("logps", "Log-probabilities", *(f"logps_SPLIT/{side}" for side in SIDES)),
         Chart("grad_norm", "Gradient norm", ("grad_norm",), log_scale=True),
         Chart("lr", "Learning rate", ("lr",), log_scale=True, smooth=False),
         Chart("online_score", "Scores of answers", ("online/score_best", "online/score", "online/score_worst")),
@@ -298,7 +298,7 @@ def _dress(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
 
 
 def _spans_decades(lines: Sequence[Line]) -> bool:
-    """Whether all values are above 0 and span a wide range."""
+    """Return whether all values are above 0 and span a wide range."""
     values = [line.run.train.points(line.metric)[1] for line in lines]
     usual = [float(np.median(v)) for v in values]
     peaks = max(float(v.max()) for v in values) / min(usual) if min(usual) > 0 else 0.0

@@ -35,7 +35,7 @@ from dpo.analysis.measures import (
     mean_and_bound,
     mean_near,
     n_evaluated,
-    seconds_of_updates,
+    update_seconds,
     wilson_interval,
 )
 from dpo.analysis.runs import Run, number
@@ -278,7 +278,7 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
 
 
 def _accuracy_rose(run: Run, since: float) -> bool:
-    """Whether held-out accuracy is at least that at `since`.
+    """Return whether held-out accuracy is at least that at `since`.
 
     False without pairs, and before the first update."""
     examples, values = run.eval.points(EVAL_ACCURACY)
@@ -340,7 +340,7 @@ def margin_sides(run: Run) -> Iterator[Finding]:
 
 
 def _sees_the_difference_alone(run: Run) -> bool:
-    """Whether nothing in the loss holds chosen responses where they are."""
+    """Return whether nothing in the loss holds chosen responses where they are."""
     if run.objective is None:
         return False
     weights = run.setting("loss.weights", {})
@@ -461,7 +461,7 @@ def empty_samples(run: Run) -> Iterator[Finding]:
     )
 
 
-def lengths_of_samples(run: Run) -> Iterator[Finding]:
+def sample_lengths(run: Run) -> Iterator[Finding]:
     """Samples much longer or shorter than the others, empty ones aside."""
     pairs = pair_samples(run)
     if not run.has_pairs or pairs is None:
@@ -632,7 +632,7 @@ def scores(run: Run) -> Iterator[Finding]:
     )
 
 
-def length_of_scores(run: Run) -> Iterator[Finding]:
+def score_length_correlation(run: Run) -> Iterator[Finding]:
     """Scores that rise with the length of answers."""
     by_update = np.stack([run.train[name] for name in ("online/score", "online/length")])
     by_update = by_update[:, np.isfinite(by_update).all(0)]
@@ -676,7 +676,7 @@ def divergence(run: Run) -> Iterator[Finding]:
 
 def time_to_draw(run: Run) -> Iterator[Finding]:
     """Share of the time that drawing the pairs takes."""
-    seconds = seconds_of_updates(run)
+    seconds = update_seconds(run)
     parts = {name: run.train[f"online/{name}_share"] for name in ("sampling", "scoring")}
     known = np.isfinite(seconds) & np.isfinite(parts["sampling"])
     if not known.any():
@@ -697,7 +697,7 @@ def time_to_draw(run: Run) -> Iterator[Finding]:
 Rule = Callable[[Run], Iterator[Finding]]
 
 ANY_RUN: tuple[Rule, ...] = (
-    *(skipped_updates, collapse, best_checkpoint, spikes, empty_samples, lengths_of_samples),
+    *(skipped_updates, collapse, best_checkpoint, spikes, empty_samples, sample_lengths),
     *(learning_rate, clipping, data_counts),
 )
 OFFLINE: tuple[Rule, ...] = (  # drawn pairs change with the policy, and follow the scorer rather than held-out labels
@@ -705,7 +705,7 @@ OFFLINE: tuple[Rule, ...] = (  # drawn pairs change with the policy, and follow 
     *(accuracy_gap, slowing),
 )
 ONLINE: tuple[Rule, ...] = (
-    *(online_accuracies, unfinished_answers, ties, scores, length_of_scores, divergence, time_to_draw),
+    *(online_accuracies, unfinished_answers, ties, scores, score_length_correlation, divergence, time_to_draw),
 )
 
 

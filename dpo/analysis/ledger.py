@@ -334,7 +334,7 @@ def _is_train(table: pa.Table) -> np.ndarray:
 
 
 def _is_tie(table: pa.Table) -> np.ndarray:
-    """Whether the scorer left each row's pair undecided, (rows,)."""
+    """Return whether the scorer left each row's pair undecided, (rows,)."""
     if "tie" not in table.schema.names:
         return np.zeros(len(table), dtype=bool)
     return pc.fill_null(table["tie"], False).to_numpy()

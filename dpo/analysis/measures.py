@@ -39,7 +39,7 @@ def wilson_interval(share: float, n: float) -> Interval:
 
 
 def is_inconclusive(accuracy: float, n: float) -> bool:
-    """Whether n pairs cannot tell a useful accuracy from chance."""
+    """Return whether n pairs cannot tell a useful accuracy from chance."""
     low, high = wilson_interval(accuracy, n)
     return low <= 0.5 and high >= USEFUL
 
@@ -158,7 +158,7 @@ def find_collapse(losses: Sequence[float], margins: Sequence[float], start: Mean
 
 
 def is_collapsed(evaluation: Means, start: Means) -> bool:
-    """Whether an evaluation shows a collapse, even one of few pairs."""
+    """Return whether an evaluation shows a collapse, even one of few pairs."""
     return evaluation.loss > _times(start.loss, HUGE_EVALUATED) and evaluation.margin <= start.margin
 
 
@@ -385,7 +385,7 @@ class Cost(NamedTuple):
 
     @property
     def updates_alone(self) -> bool:
-        """Whether `secs` is the time in updates alone, because nothing more is known."""
+        """Return whether `secs` is the time in updates alone, because nothing more is known."""
         return not self.elapsed_secs >= self.updating_secs
 
     @property
@@ -395,7 +395,7 @@ class Cost(NamedTuple):
 
 def measure_cost(run: Run) -> Cost:
     """Measure the cost of a run so far."""
-    seconds = seconds_of_updates(run)
+    seconds = update_seconds(run)
     tokens = seconds * run.train["tokens_per_second"]
     gpus = run.env.get("gpus")
     n_gpus = len(gpus) if isinstance(gpus, list) else 0
@@ -407,7 +407,7 @@ def measure_cost(run: Run) -> Cost:
     return Cost(_total(seconds), _elapsed(run), _total(tokens), devices, kind)
 
 
-def seconds_of_updates(run: Run) -> np.ndarray:
+def update_seconds(run: Run) -> np.ndarray:
     """Seconds that each update took, (updates,); NaN where unknown."""
     examples = np.diff(run.train.examples, prepend=0.0)
     speed = run.train["examples_per_second"]

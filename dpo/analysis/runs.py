@@ -135,17 +135,17 @@ class Run:
 
     @property
     def has_reference(self) -> bool:
-        """Whether rewards are relative to a reference, as far as is known."""
+        """Return whether rewards are relative to a reference, as far as is known."""
         return self.objective is not None and self.objective.reference
 
     @property
     def has_pairs(self) -> bool:
-        """Whether chosen and rejected responses were compared."""
+        """Return whether chosen and rejected responses were compared."""
         return any("rewards_" in name for log in (self.train, self.eval) for name in names_in(log))
 
     @property
     def online(self) -> bool:
-        """Whether pairs were drawn from the policy."""
+        """Return whether pairs were drawn from the policy."""
         return self.setting("online.name") == "online" or "online/score" in names_in(self.train)
 
     @property
@@ -329,7 +329,7 @@ def _read_ledger(run: Run) -> Any:
 
 
 def _is_sample(line: Mapping[str, Any]) -> bool:
-    """Whether a line is a `Sample` with the number of examples trained on before it."""
+    """Return whether a line is a `Sample` with the number of examples trained on before it."""
     texts = isinstance(line.get("prompt"), str) and isinstance(line.get("policy"), str)
     return (
         texts and isinstance(line.get("reference"), (str, type(None))) and math.isfinite(number(line.get("examples")))
@@ -337,7 +337,7 @@ def _is_sample(line: Mapping[str, Any]) -> bool:
 
 
 def _is_drawn(line: Mapping[str, Any]) -> bool:
-    """Whether a line is a prompt with the answers drawn by an update."""
+    """Return whether a line is a prompt with the answers drawn by an update."""
     answers = line.get("completions")
     if not isinstance(line.get("prompt"), str) or not math.isfinite(number(line.get("examples"))):
         return False

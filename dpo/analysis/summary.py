@@ -116,7 +116,7 @@ def _drawn(run: Run) -> list[Tile]:
 
 
 def _estimator(run: Run) -> str:
-    """Whether online/kl estimates the policy's KL without bias, in words."""
+    """Return whether online/kl estimates the policy's KL without bias, in words."""
     if number(run.setting("online.n_samples")) > 2:
         return "nats, biased: of best and worst"
     if any(number(run.setting(f"online.{key}", 1)) != 1 for key in ("temperature", "top_p")):

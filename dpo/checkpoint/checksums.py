@@ -101,7 +101,7 @@ class Part(NamedTuple):
     sha256: str
 
     def is_right(self) -> bool:
-        """Whether the part is complete and its checksum matches."""
+        """Return whether the part is complete and its checksum matches."""
         digest, left = hashlib.sha256(), self.n_bytes
         buffer = memoryview(bytearray(min(left, 2**20)))
         with self.path.open("rb", buffering=0) as file:

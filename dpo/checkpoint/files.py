@@ -220,7 +220,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
 
 
 def _can_be_mapped(path: Path) -> bool:
-    """Whether tensors are stored uncompressed and can be mapped, unlike in torch's format before 1.6."""
+    """Return whether tensors are stored uncompressed and can be mapped, unlike in torch's format before 1.6."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as file:

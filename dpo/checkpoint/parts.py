@@ -208,7 +208,7 @@ def _numbered(groups: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any
 
 
 def _alike(ours: Any, theirs: Any) -> bool:
-    """Whether two settings have the same type; numbers all match, and None, lists and tuples match anything."""
+    """Return whether two settings have the same type; numbers all match, and None, lists and tuples match anything."""
     if _is_number(ours):
         return _is_number(theirs)
     return ours is None or theirs is None or isinstance(theirs, type(ours)) or isinstance(ours, (list, tuple))
@@ -229,7 +229,7 @@ def _list_state_keys(kind: Callable[..., torch.optim.Optimizer], ndim: int) -> s
 
 
 def _spreads_to(shape: torch.Size, whole: torch.Size) -> bool:
-    """Whether a shape broadcasts to a parameter's: the same, one value in all, or one per row or column."""
+    """Return whether a shape broadcasts to a parameter's: the same, one value in all, or one per row or column."""
     return len(shape) <= len(whole) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))
 
 

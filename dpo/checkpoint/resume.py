@@ -59,7 +59,7 @@ class Run(NamedTuple):
         return None if self.found is None else self.found.path
 
     def is_finished(self, updates: int) -> bool:
-        """Whether the checkpoint comes after the last of `updates` and includes the final evaluation."""
+        """Return whether the checkpoint comes after the last of `updates` and includes the final evaluation."""
         if self.found is None:
             return False
         return self.found.manifest["updates"] >= updates and self.found.manifest["evaluated"]
@@ -146,12 +146,12 @@ def _real(path: str) -> Path:
 
 
 def _belongs_to(source: Path, run_dir: Path) -> bool:
-    """Whether a source is the run in this directory or one of its checkpoints."""
+    """Return whether a source is the run in this directory or one of its checkpoints."""
     return source == run_dir or (_is_named(source) and source.parent == run_dir)
 
 
 def _is_named(source: Path) -> bool:
-    """Whether a path names a single checkpoint, not a run's directory."""
+    """Return whether a path names a single checkpoint, not a run's directory."""
     return STEP.fullmatch(source.name) is not None
 
 
@@ -183,7 +183,7 @@ def _find_whole(source: Path, plan: Plan) -> ResumePoint | None:
 
 
 def _is_begun(run_dir: Path, found: ResumePoint) -> bool:
-    """Whether the directory holds a run that resumed, or began to resume, from this checkpoint."""
+    """Return whether the directory holds a run that resumed, or began to resume, from this checkpoint."""
     origin = run_dir / ORIGIN
     check_writable(origin)
     return origin.exists() and origin.read_bytes() == found.manifest["sha256"].encode()

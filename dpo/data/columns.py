@@ -76,7 +76,7 @@ def _begins_with_prompt(value: Any) -> bool:
 
 
 def _is_prose(value: Any) -> bool:
-    """Whether a value is messages or words; an id, number, date or label lacks letters or spaces."""
+    """Return whether a value is messages or words; an id, number, date or label lacks letters or spaces."""
     if isinstance(value, str):
         return any(map(str.isalpha, value)) and (len(value.split()) > 1 or not value.isascii())
     return is_message(value) or (isinstance(value, list) and any(map(is_message, value)))

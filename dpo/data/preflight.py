@@ -185,17 +185,17 @@ def _count_joined(report: SplitReport, prompt: Prompt, examples: Sequence[dict[s
     """Count the examples in which the prompt's last word and a response's first run together.
 
     Prompts rendered by a chat template, and scripts without spaces, do not count."""
-    if prompt.rendered or not _is_of_word(prompt.text[-1:]):
+    if prompt.rendered or not _joins_words(prompt.text[-1:]):
         return
     for texts in examples:
-        joined = [text for text in texts.values() if _is_of_word(text[:1])]
+        joined = [text for text in texts.values() if _joins_words(text[:1])]
         report.joined_words += bool(joined)
         if joined and not report.joined_example:
             report.joined_example = prompt.text[-40:] + joined[0][:40]
 
 
-def _is_of_word(character: str) -> bool:
-    """Whether a prompt ending with this character, or a response beginning with it, needs a space there."""
+def _joins_words(character: str) -> bool:
+    """Return whether a prompt ending with this character, or a response beginning with it, needs a space there."""
     return bool(character) and not character.isspace() and unicodedata.east_asian_width(character) not in "WF"
 
 

@@ -70,12 +70,12 @@ class PreferenceData(dict[str, Entry]):
 
 
 def is_message(value: Any) -> bool:
-    """Whether a value is a chat message, in either form."""
+    """Return whether a value is a chat message, in either form."""
     return isinstance(value, Mapping) and ("role" in value or is_sharegpt(value))
 
 
 def is_sharegpt(message: Any) -> bool:
-    """Whether a chat message has ShareGPT's fields in place of role and content."""
+    """Return whether a chat message has ShareGPT's fields in place of role and content."""
     return isinstance(message, Mapping) and {"from", "value"} <= message.keys() and "role" not in message
 
 

@@ -194,7 +194,7 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
 
 
 def _is_records(value: Any) -> bool:
-    """Whether a value is a list of records and not a chat."""
+    """Return whether a value is a list of records and not a chat."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -203,7 +203,7 @@ def _is_records(value: Any) -> bool:
 
 
 def _is_columnar(content: Mapping[str, Any]) -> bool:
-    """Whether an object has all values by column, as lists or under the records' numbers."""
+    """Return whether an object has all values by column, as lists or under the records' numbers."""
     values = list(content.values())
     lists = all(isinstance(value, list) and not any(isinstance(item, Mapping) for item in value) for value in values)
     return any(values) and (lists or all(isinstance(value, Mapping) and "0" in value for value in values))

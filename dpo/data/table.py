@@ -205,7 +205,7 @@ def read_facts(place: Path) -> dict[str, Any]:
 
 
 def is_whole(place: Path) -> bool:
-    """Whether a table is there and has its checksums."""
+    """Return whether a table is there and has its checksums."""
     try:
         files = read_facts(place)["files"]
         return all(_hash(place / name) == digest for name, digest in files.items())

@@ -51,17 +51,17 @@ class Loss:
 
     @property
     def can_be_mixed(self) -> bool:
-        """Whether it may be part of a mix: each example's loss depends on that example alone."""
+        """Return whether it may be part of a mix: each example's loss depends on that example alone."""
         return self.batch_statistic is None
 
     @property
     def needs_tails(self) -> bool:
-        """Whether policy and reference must also compute the tails of `Scores`."""
+        """Return whether policy and reference must also compute the tails of `Scores`."""
         return self.common.get("ld_alpha", 1) != 1
 
     @property
     def needs_squares(self) -> bool:
-        """Whether the policy must also compute the squares of `Scores`."""
+        """Return whether the policy must also compute the squares of `Scores`."""
         return bool(self.common.get("wpo"))
 
     def bind(self, name: str, options: Mapping[str, Any], common: Mapping[str, Any]) -> Loss:
@@ -146,7 +146,7 @@ LOSSES = {
     "dpo_norm": Loss(formulas.dpo_norm, per_token=True),
     "exo": Loss(formulas.exo, needs_label_smoothing=True),
     "discopop": Loss(formulas.discopop),
-    "beta_dpo": Loss(formulas.beta_dpo, batch_statistic=formulas.beta_of_batch, running_statistic=formulas.mean_gap),
+    "beta_dpo": Loss(formulas.beta_dpo, batch_statistic=formulas.find_batch_beta, running_statistic=formulas.mean_gap),
     "simpo": Loss(formulas.simpo, reference=False, per_token=True),
     "orpo": Loss(formulas.orpo, reference=False, per_token=True, margin_only=False),
     "apo_zero": Loss(formulas.apo_zero, margin_only=False),

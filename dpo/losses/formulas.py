@@ -257,7 +257,7 @@ def mean_gap(chosen: float, rejected: float, beta: float) -> float:
 # --- losses of the whole global batch: `Scores.batch_statistic` is constant for the gradient -------------------------
 
 
-def beta_of_batch(scores: Scores, *, beta: float, alpha: float, momentum: float, **_: Any) -> Tensor:
+def find_batch_beta(scores: Scores, *, beta: float, alpha: float, momentum: float, **_: Any) -> Tensor:
     """Beta of a batch, (B, 1): section 4 of arXiv 2407.08639, with M in nats, without beta, as in its code."""
     u_w, u_l = scores.log_ratios()
     mean = (u_w - u_l).detach().mean()
@@ -269,7 +269,7 @@ def beta_dpo(scores: Scores, *, beta: float, alpha: float, momentum: float) -> L
     """beta-DPO (arXiv 2407.08639): DPO whose beta follows the batch's gap; without the filter of examples."""
     constants = scores.batch_statistic
     if constants is None:
-        constants = beta_of_batch(scores, beta=beta, alpha=alpha, momentum=momentum)
+        constants = find_batch_beta(scores, beta=beta, alpha=alpha, momentum=momentum)
     u_w, u_l = scores.log_ratios()
     return with_rewards(_minus_log_sigmoid(constants[:, 0] * (u_w - u_l)), u_w, u_l, beta)
 

@@ -16,7 +16,7 @@ import transformers
 
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
-from dpo.models.generation import attention_of_generation
+from dpo.models.generation import generating_with_sdpa
 from dpo.models.layouts import Padded
 from dpo.system.arithmetic import for_generation
 
@@ -56,7 +56,7 @@ class Drawn(NamedTuple):
 
     @property
     def is_tie(self) -> bool:
-        """Whether best and worst have the same score or the same tokens."""
+        """Return whether best and worst have the same score or the same tokens."""
         best, worst = self.pair
         return best.score == worst.score or best.tokens == worst.tokens
 
@@ -128,7 +128,7 @@ def _plain_generation(model: Any) -> Iterator[None]:
     own = model.generation_config
     model.generation_config = transformers.GenerationConfig()
     try:
-        with for_generation(), attention_of_generation(model):
+        with for_generation(), generating_with_sdpa(model):
             yield
     finally:
         model.generation_config = own

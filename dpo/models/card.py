@@ -125,7 +125,7 @@ def write_card(
     plan = origin.plan
     values = redact(plan.values) | {"model.trust_remote_code": origin.had_own_code} if origin.run_dir else {}
     base, name = plan.model.name_or_path, values.get("exp_name")
-    loss: Any = plan.loss_options.get("name")
+    loss: Any = plan.values.get("loss.name")
     sources = [(name, _find_dataset_source(plan, name)) for name in values.get("datasets", ())]
     form = find_prompt_format(origin) if origin.run_dir else None
     metrics = saved["metrics"] if isinstance(saved.get("metrics"), Mapping) else {}

@@ -224,7 +224,7 @@ def find_additions(stored: StoredAdapter, structure: torch.nn.Module) -> dict[st
 
 
 def _is_targeted(layer: str, config: Any) -> bool:
-    """Whether PEFT would adapt a layer. A regular expression is not tried: a foreign one may never finish."""
+    """Return whether PEFT would adapt a layer. A regular expression is not tried: a foreign one may never finish."""
     if isinstance(config.target_modules, str) or config.layers_pattern or isinstance(config.exclude_modules, str):
         return True
     from peft.tuners.tuners_utils import check_target_module_exists

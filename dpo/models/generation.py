@@ -29,7 +29,7 @@ def sample(
     """
     prompt_ids = batch["prompt_input_ids"]
     devices = range(torch.cuda.device_count())
-    with torch.random.fork_rng(devices=devices), for_generation(), attention_of_generation(model):
+    with torch.random.fork_rng(devices=devices), for_generation(), generating_with_sdpa(model):
         torch.manual_seed(seed)
         ids = model.generate(
             prompt_ids,
@@ -45,7 +45,7 @@ def sample(
 
 
 @contextmanager
-def attention_of_generation(model: Any) -> Iterator[None]:
+def generating_with_sdpa(model: Any) -> Iterator[None]:
     """Inside, SDPA replaces FlexAttention, which is fast only if compiled, and generation is not compiled."""
     if model.config._attn_implementation != "flex_attention":
         yield

@@ -202,7 +202,7 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         return f"has layers of another kind ({', '.join(sorted(unknown))})"
-    if kind := _rope_of_length(config, max_length):
+    if kind := _find_length_dependent_rope(config, max_length):
         return f"has rotary frequencies that depend on a batch's longest row ({kind})"
     row = 2 * row_tokens(max_length)
     for key in COUNTS_COLUMNS:
@@ -224,11 +224,11 @@ COUNTS_COLUMNS = ("window_size", "attention_window_size", "attention_chunk_size"
 
 
 def _is_mask(buffer: torch.Tensor) -> bool:
-    """Whether a buffer is square, with an entry for each pair of columns, like GPT-Neo's causal mask."""
+    """Return whether a buffer is square, with an entry for each pair of columns, like GPT-Neo's causal mask."""
     return buffer.ndim >= 2 and buffer.shape[-1] == buffer.shape[-2] > 1 and buffer.numel() == buffer.shape[-1] ** 2
 
 
-def _rope_of_length(config: Any, max_length: int) -> str | None:
+def _find_length_dependent_rope(config: Any, max_length: int) -> str | None:
     """The kind of rotary positions, if their frequencies change beyond the length of pretraining; else None."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]

@@ -62,7 +62,7 @@ def find_origin(
     if not path.exists():
         raise InputError(f"{path} does not exist: give a run's directory, one of its step-N, or a model's directory")
     if adapter := find_adapter(path):
-        return _of_adapter(adapter.resolve(), model, trust_remote_code, alone)
+        return _find_adapter_origin(adapter.resolve(), model, trust_remote_code, alone)
     weights = find_archive(str(path), key="").resolve()
     places = [place for place in (weights.parent, weights.parent.parent) if (place / CONFIG).is_file()]
     if not places:
@@ -92,7 +92,7 @@ def _find_problem(base: Base, adapter: Path, run_dir: Path | None) -> str | None
     return None if run_dir else f"{adapter} names no base"
 
 
-def _of_adapter(adapter: Path, model: str | None, trust_remote_code: bool, alone: bool) -> Origin:
+def _find_adapter_origin(adapter: Path, model: str | None, trust_remote_code: bool, alone: bool) -> Origin:
     """The origin of an adapter, from a run or another program, on the base that it names, or on `model`."""
     places = [adapter, adapter.parent] if (adapter / POLICY_FILE).is_file() else []
     run_dir = next((place for place in places if (place / CONFIG).is_file()), None)

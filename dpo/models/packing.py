@@ -191,7 +191,7 @@ def _int64(values: list[int]) -> np.ndarray:
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
-    """Whether a token (second to last dim) sees another, (R, 1, L, L) bool.
+    """Return whether a token (second to last dim) sees another, (R, 1, L, L) bool.
 
     It sees the tokens of its prompt and of its own response that are not later and, with a sliding window, are fewer
     than `window` positions back. Padding sees padding.

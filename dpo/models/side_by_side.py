@@ -236,7 +236,7 @@ def _identity(origin: Origin, dtype: str | None) -> Hashable:
 def _find_beginning(origin: Origin) -> tuple[Origin, str]:
     """The model that a run started from: its loss's reference, or else the policy before training; and its dtype."""
     model, plan = origin.plan.model, origin.plan
-    loss = LOSSES.get(origin.plan.loss_options.get("name"))
+    loss = LOSSES.get(origin.plan.values.get("loss.name"))
     dtype = plan.reference_dtype if loss and loss.reference else model.policy_dtype
     try:
         weights, adapter = Weights.of(model.archive)
@@ -274,7 +274,7 @@ def _load_policy(origin: Origin, number: int, beta: float | None, bases: dict[Ha
     autocast = origin.plan.model.autocast
     side = _load("policy" if number == 1 else f"policy_{number}", origin, _policy_dtype(origin), bases)
     return side._replace(
-        beta=beta or origin.plan.loss_options.get("beta"), autocast=DTYPES[autocast] if autocast else None
+        beta=beta or origin.plan.values.get("loss.beta"), autocast=DTYPES[autocast] if autocast else None
     )
 
 

@@ -53,7 +53,7 @@ class Mesh:
         return values
 
     def any(self, here: bool) -> bool:
-        """Whether `here` is true on any process."""
+        """Return whether `here` is true on any process."""
         if self.world_size == 1:
             return here
         answer = torch.tensor(int(here), device=self.device)
@@ -78,7 +78,7 @@ class Mesh:
 
 
 def is_rank_0() -> bool:
-    """Whether this process is rank 0 or alone."""
+    """Return whether this process is rank 0 or alone."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

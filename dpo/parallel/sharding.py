@@ -167,7 +167,7 @@ def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
 
 
 def _fits(model: torch.nn.Module) -> bool:
-    """Whether the gathered weights take at most half of the free memory of every process's device."""
+    """Return whether the gathered weights take at most half of the free memory of every process's device."""
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that the allocator caches does not count as free

@@ -18,7 +18,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hold_the_same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], mesh: Mesh) -> bool:
-    """Whether all weights of `ours` equal `theirs`, in order, compared in the dtype of `theirs`.
+    """Return whether all weights of `ours` equal `theirs`, in order, compared in the dtype of `theirs`.
 
     Every process compares its own shards.
     """
@@ -65,7 +65,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | Non
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def is_sent_alone(i: int, value: Any) -> bool:
-        """Whether a value is as large as its sharded parameter, so that it is sent and sharded by itself."""
+        """Return whether a value is as large as its sharded parameter, so that it is sent and sharded by itself."""
         return isinstance(parameters[i], DTensor) and torch.is_tensor(value) and value.shape == parameters[i].shape
 
     own = {} if state is None else state["state"]

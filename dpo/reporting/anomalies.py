@@ -42,7 +42,7 @@ class NonFiniteGuard(Callback):
         return True
 
     def allows(self, update: Update) -> bool:
-        """Whether losses and gradient are finite.
+        """Return whether losses and gradient are finite.
 
         Raises NonFinite if not, unless `nan_policy` is skip and at most MAX_SKIPPED updates were skipped.
         """

@@ -71,14 +71,14 @@ class Callback:
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        """Whether this process gets such a callback; most run on rank 0 only."""
+        """Return whether this process gets such a callback; most run on rank 0 only."""
         return context.rank == 0
 
     def on_start(self) -> None:
         """The run starts, or continues from the state given to `load_state_dict`."""
 
     def allows(self, update: Update) -> bool:
-        """Whether the optimizer may apply an update, whose gradient is computed. All ranks must return the same."""
+        """Return whether the optimizer may apply an update; its gradient is computed. All ranks must agree."""
         return True
 
     def on_update(self, update: Update) -> None:
@@ -120,7 +120,7 @@ class Callbacks:
             getattr(callback, f"on_{event}")(*details)
 
     def allow(self, update: Update) -> bool:
-        """Whether all callbacks allow an update."""
+        """Return whether all callbacks allow an update."""
         answers = [callback.allows(update) for callback in self.callbacks.values()]  # every one is asked
         return all(answers)
 

@@ -64,7 +64,7 @@ class ReportWriter(Callback):
             self._warn(str(error))
 
     def _has_ended(self) -> bool:
-        """Whether no report is being written. Warns once if the last one failed."""
+        """Return whether no report is being written. Warns once if the last one failed."""
         if self._process is None:
             return True
         status = self._process.poll()

@@ -33,7 +33,7 @@ def table(title: str, metrics: Mapping[str, float]) -> str:
 
 
 def _shows_bars() -> bool:
-    """Whether output goes to a terminal with rows; without rows, as in some recorders, tqdm draws nothing."""
+    """Return whether output goes to a terminal with rows; without rows, as in some recorders, tqdm draws nothing."""
     if not sys.stdout.isatty():
         return False
     try:
@@ -67,7 +67,7 @@ class Task:
         return "" if seconds is None else f"{clock_time(seconds)} left"
 
     def is_due(self) -> bool:
-        """Whether a log file should get a line, the first as soon as the task turns out to be long."""
+        """Return whether a log file should get a line, the first as soon as the task turns out to be long."""
         now = time.monotonic()
         if self.said is None and now - self.began - self.elsewhere < QUIET_SECS:
             return now - self.began - self.elsewhere >= SOON_SECS and (self.seconds_left() or 0) >= QUIET_SECS

@@ -73,7 +73,7 @@ class CommandLine(NamedTuple):
 
     @property
     def only_shows(self) -> bool:
-        """Whether nothing runs: help, completion, information."""
+        """Return whether nothing runs: help, completion, information."""
         return any(option.split("=")[0] in SHOWING for option in self.options)
 
     @property
@@ -85,7 +85,7 @@ class CommandLine(NamedTuple):
         """Arguments for Hydra: its options first; for a sweep, also the keys that are the same in all jobs."""
         if not self.is_sweep:
             return [*self.options, *self.overrides, *self.search]
-        fixed = [override for override in self.overrides if _parts_of_sweep(override) is None]
+        fixed = [override for override in self.overrides if _split_sweep(override) is None]
         shared = f"{SAME_IN_ALL}={[*map(parse_key, fixed)]!r}".replace(" ", "")
         swept = tuple(f"{parse_key(override)}." for override in self.overrides if override not in fixed)
         # Hydra tries fixed overrides without swept ones: with `-m loss=dpo,ipo`, an option of the loss on the default
@@ -201,7 +201,7 @@ def _find_problems(line: CommandLine, own_configs: Path) -> list[str]:
             problems = [*_find_unusable_files(line, Path(line.config_dir), own_configs)]
         if problems or line.only_shows:
             return problems
-        overrides = [_first_of_sweep(o) for o in line.overrides] if line.is_sweep else line.overrides
+        overrides = [_take_first_job(o) for o in line.overrides] if line.is_sweep else line.overrides
         places = [own_configs, *([] if line.config_dir is None else [Path(line.config_dir)])]
         return _find_refused(overrides, line.search, places)
 
@@ -257,7 +257,7 @@ def _find_unusable_files(line: CommandLine, directory: Path, own_configs: Path) 
             yield str(error)
     for override in line.overrides:
         group, value = parse_key(override).partition("@")[0], override.partition("=")[2]
-        for name in (f"{group}/{part}.yaml" for part in _parts_of_sweep(override) or (value,)):
+        for name in (f"{group}/{part}.yaml" for part in _split_sweep(override) or (value,)):
             if (directory / name).is_file() and (own_configs / name).is_file():
                 yield f"{directory / name} would not be used, as there is a {own_configs.name}/{name}: rename it"
 
@@ -338,13 +338,13 @@ def _explain_place(group: str, value: str) -> str | None:
     return f"model={value}: model names a file of config/model; a directory or Hub id is model.name_or_path={value}"
 
 
-def _first_of_sweep(override: str) -> str:
+def _take_first_job(override: str) -> str:
     """Reduce `loss.beta=0.1,0.5` to `loss.beta=0.1`: keys are checked for a sweep's first job alone."""
-    parts = _parts_of_sweep(override)
+    parts = _split_sweep(override)
     return override if parts is None else f"{override.split('=', 1)[0]}={next(parts)}"
 
 
-def _parts_of_sweep(override: str) -> Iterator[str] | None:
+def _split_sweep(override: str) -> Iterator[str] | None:
     """Yield the values over which an override sweeps; None if it has only one."""
     try:
         parsed = OverridesParser.create().parse_override(override)

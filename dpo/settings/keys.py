@@ -142,7 +142,7 @@ def _read_bounds(bounds: str) -> tuple[Callable[[float], bool], str]:
 
 
 class Resume(Enum):
-    """Whether a resumed run may change a key."""
+    """Return whether a resumed run may change a key."""
 
     KEEP = "no: another value would make it another run"
     CHANGE = "yes: where it runs, how it rounds, how long it trains, what it logs; changes are printed"
@@ -161,7 +161,7 @@ class Key(NamedTuple):
     how_to_set: str = ""  # advice if it has no value; "": give KEY=VALUE
 
 
-def find_key_of_option(default: Any) -> Key:
+def make_option_key(default: Any) -> Key:
     """Key for a loss's option without a row: a value like its default in `config/loss`, or for '???' a number."""
     if isinstance(default, bool):
         return Key("flag", KEEP)

@@ -63,7 +63,7 @@ class Source:
 
     @property
     def has_no_splits(self) -> bool:
-        """Whether it is one file, or one saved dataset, that holds all records."""
+        """Return whether it is one file, or one saved dataset, that holds all records."""
         return self.local is not None and (self.local.is_file() or (self.local / SAVED).is_file())
 
 

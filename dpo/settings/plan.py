@@ -1,7 +1,7 @@
 """The plan of a run: its config as typed values, with what follows from them. Imports no torch.
 
-`resolve` alone makes it. Validation, launch, memory prediction and trainers read it; below `settings` nothing else does
-read the config. Fields have the names of their keys.
+Validation, launch, memory prediction and trainers read it; below `settings` nothing reads the config. Fields have the
+names of their keys.
 """
 
 from __future__ import annotations
@@ -211,7 +211,6 @@ class Plan:
     compute_dtype: str  # of the policy
     reference_dtype: str
     loss: Loss
-    loss_options: Mapping[str, Any]  # the keys of `loss`, its name included
     reference: str | None  # source of its log-probabilities, one of choices.REFERENCES; None: the loss needs none
     launched: bool  # whether torchrun or Slurm started the processes
     gpus: int  # of this machine
@@ -229,7 +228,7 @@ class Plan:
 
     @property
     def quantized(self) -> bool:
-        """Whether the base under the adapter is 4-bit."""
+        """Return whether the base under the adapter is 4-bit."""
         return self.lora is not None and self.lora.name in QUANTIZED
 
     @property
@@ -250,7 +249,7 @@ class Plan:
 
     @property
     def caches_reference_first(self) -> bool:
-        """Whether the reference scores all pairs before the first update, after which its model is freed."""
+        """Return whether the reference scores all pairs before the first update, after which its model is freed."""
         return self.reference is not None and self.training.cache_reference_logps == "all"
 
     def nested_values(self) -> dict[str, Any]:
@@ -296,8 +295,7 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
         tensor_size = size if every_process else _count(values, "tensor_parallel_size") or 1
     gathered_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
     compute_dtype = gathered_dtype or values.get("model.policy_dtype")
-    loss_options, is_adapted = _read_loss_options(values), values.get("lora.name") in ADAPTED
-    loss = _find_loss(loss_options)
+    loss, is_adapted = _find_loss(_read_loss_options(values)), values.get("lora.name") in ADAPTED
     reference = _find_reference(values) if loss.reference else None
     return Plan(
         trainer=trainer,
@@ -305,7 +303,6 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
         compute_dtype=compute_dtype,
         reference_dtype=(values.get("model.reference_dtype") if reference == "model" else None) or compute_dtype,
         loss=loss,
-        loss_options=loss_options,
         reference=reference,
         launched=rank_env is not None,
         gpus=gpus,

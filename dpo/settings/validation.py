@@ -29,7 +29,7 @@ from dpo.settings.choices import (
     explain_unknown,
 )
 from dpo.settings.files import OPTIONAL, UNRESOLVED, dotted, flatten, load_aliases, load_defaults
-from dpo.settings.keys import KEYS, Key, find_key_of_option, read_rule
+from dpo.settings.keys import KEYS, Key, make_option_key, read_rule
 from dpo.settings.places import find_dataset_problems, name_datasets
 from dpo.settings.plan import Plan, resolve
 
@@ -185,9 +185,9 @@ CHECKS = (
           "online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
     Check(lambda v, p: v["online.name"] == "online" and v["cache_reference_logps"] == "all",
           "cache_reference_logps=all needs pairs that are known before: leave it out with online=online"),
-    Check(lambda v, p: v["online.mix_offline"] and not 0 < _count_offline(v) < v["batch_size"],
+    Check(lambda v, p: v["online.mix_offline"] and not 0 < p.n_offline < v["batch_size"],
           lambda v, p: f"online.mix_offline={v['online.mix_offline']} of batch_size={v['batch_size']} gives "
-          f"{_count_offline(v)} pairs of the data per batch; it must leave 1 to {v['batch_size'] - 1}: give another "
+          f"{p.n_offline} pairs of the data per batch; it must leave 1 to {v['batch_size'] - 1}: give another "
           f"share, or 0"),
     Check(lambda v, p: v["online.scorer"] == "reward_model" and v["online.reward_model"] is None,
           "online.scorer=reward_model needs online.reward_model: give online.reward_model=DIR_OR_HUB_ID"),
@@ -205,7 +205,7 @@ CHECKS = (
 
 
 def _is_divided(plan: Plan) -> bool:
-    """Whether the processes form groups of `tensor_parallel_size`."""
+    """Return whether the processes form groups of `tensor_parallel_size`."""
     return plan.dims.world_size % plan.dims.tensor_size == 0
 
 
@@ -233,7 +233,7 @@ def _explain_batches(batch: int, steps: int, data_size: int) -> str:
 
 
 def _is_missing(name: str) -> bool:
-    """Whether the name of a model can only be a path, and there is nothing."""
+    """Return whether the name of a model can only be a path, and there is nothing."""
     return (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).exists()
 
 
@@ -242,13 +242,9 @@ def _explain_missing(key: str, v: Values) -> str:
 
 
 def _may_be_pairwise(key: str) -> bool:
-    """Whether a key is the weight of a loss of pairs, or of none that is known."""
+    """Return whether a key is the weight of a loss of pairs, or of none that is known."""
     loss = LOSSES.get(key.removeprefix(WEIGHTS))
     return key.startswith(WEIGHTS) and (loss is None or loss.pairwise)
-
-
-def _count_offline(v: Values) -> int:
-    return round(v["online.mix_offline"] * v["batch_size"])
 
 
 def _find_script(v: Values) -> Path:
@@ -329,7 +325,7 @@ def _list_keys(values: Values) -> dict[str, Key]:
     """All keys that a config may have, including options of its loss without a row in `KEYS`."""
     name = values.get("loss.name")
     options = dotted({"loss": load_defaults(name)["loss"]} if isinstance(name, str) and name in LOSSES else {})
-    return {key: find_key_of_option(default) for key, default in options} | KEYS
+    return {key: make_option_key(default) for key, default in options} | KEYS
 
 
 def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | None:

@@ -43,7 +43,7 @@ def find_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
 
 
 def is_rank_0() -> bool:
-    """Whether this is the first of the processes that a launcher started; true without a launcher."""
+    """Return whether this is the first of the processes that a launcher started; true without a launcher."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 

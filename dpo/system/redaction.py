@@ -24,7 +24,7 @@ INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # in an override's value
 
 
 def is_secret(name: Any) -> bool:
-    """Whether a key is named like a secret: `api_key`, `authToken`, `db.password`."""
+    """Return whether a key is named like a secret: `api_key`, `authToken`, `db.password`."""
     words = HUMP.sub("_", str(name).rpartition(".")[2])
     return SECRET_KEY.search(words) is not None and TOKENIZER_KEY.search(words) is None
 

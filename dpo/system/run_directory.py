@@ -168,7 +168,7 @@ def lock_run_dir(run_dir: Path) -> IO:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a running process holds the directory's lock. False on file systems without locks."""
+    """Return whether a running process holds the directory's lock. False on file systems without locks."""
     try:
         with (run_dir / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed

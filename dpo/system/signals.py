@@ -139,7 +139,7 @@ def _heeded() -> list[int]:
 
 
 def _speaks() -> bool:
-    """Whether this is the one process of the run that prints: the parent of the others, or rank 0."""
+    """Return whether this is the one process of the run that prints: the parent of the others, or rank 0."""
     return multiprocessing.parent_process() is None and is_rank_0()
 
 

@@ -23,7 +23,7 @@ LONGEST_PAUSE = 0.5  # longest time between two polls of the store, in seconds
 
 
 def is_shared() -> bool:
-    """Whether there are other processes to wait for."""
+    """Return whether there are other processes to wait for."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -22,7 +22,7 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, RunError
 from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter, trained_parameters
 from dpo.models.answers import Sampling, choosing
-from dpo.models.generation import attention_of_generation
+from dpo.models.generation import generating_with_sdpa
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
 from dpo.models.loading import find_policy_structure
 from dpo.models.pretrained import DTYPES, checkpoint_activations
@@ -85,9 +85,9 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
     trained, evaluations = _find_batches(plan, data, layout)
     n_backwards = min(plan.data.gradient_accumulation_steps, 2)  # the second finds gradients of the first
-    update = _peak_of_microbatch(plan, policy, fake, layout, trained, n_backwards=n_backwards)
+    update = _find_microbatch_peak(plan, policy, fake, layout, trained, n_backwards=n_backwards)
     evaluated = (microbatch for batch in evaluations for microbatch in batch.microbatches)
-    scoring = _peak_of_microbatch(plan, policy, fake, layout, evaluated, n_backwards=0)
+    scoring = _find_microbatch_peak(plan, policy, fake, layout, evaluated, n_backwards=0)
     held["process"] = 0 if plan.gpus else resident_memory()  # with what was imported to predict
 
     phases: dict[str, Bytes] = {}
@@ -116,7 +116,7 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
         if reward:  # which sees whole prompts
             longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
             length = min(longest, reward.limit or longest)
-            peak = _peak_of_scoring(reward.model, fake, device, rows=rounds.scored, length=length)
+            peak = _find_scoring_peak(reward.model, fake, device, rows=rounds.scored, length=length)
             phases["scoring"] = between_updates + peak
     if not plan.gpus and plan.dims.world_size == 1:
         for need in phases.values():
@@ -217,7 +217,7 @@ class LongestAnswers(Batches):
         return Batch(examples, [1.0] * len(examples), microbatches, numbers=())
 
 
-def _peak_of_microbatch(
+def _find_microbatch_peak(
     plan: Plan,
     policy: Any,
     fake: FakeTensorMode,
@@ -279,7 +279,7 @@ def _while_sampling(
     with (
         fake,
         torch.no_grad(),
-        attention_of_generation(policy.eval()),
+        generating_with_sdpa(policy.eval()),
         torch.autocast(device.type, dtype=DTYPES.get(autocast), enabled=autocast is not None),
     ):
         choose = choosing(sampling, range(rows), n_prompt=n_prompt)
@@ -313,7 +313,7 @@ def _while_sampling(
     return held + peak
 
 
-def _peak_of_scoring(model: Any, fake: FakeTensorMode, device: str, *, rows: int, length: int) -> Bytes:
+def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, rows: int, length: int) -> Bytes:
     """The peak of a reward model's forward on `rows` texts of `length` tokens; the model has no weights."""
     model.config.get_text_config().pad_token_id = 0
     with fake, torch.no_grad():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.records import CONFIG, evaluation, rewards, sample, update
 
-from dpo.analysis.findings import Finding, find_all, lengths_of_samples
+from dpo.analysis.findings import Finding, find_all, sample_lengths
 from dpo.analysis.measures import USEFUL, MarginParts, find_change, find_spikes, margin_parts, wilson_interval
 from dpo.analysis.runs import Log, Run, State
 
@@ -422,7 +422,7 @@ def test_lengths_of_one_law_are_seldom_called_different_and_twice_the_length_is_
         for _ in range(runs):
             lengths = LAWS[law](rng, (n, 2)) * (times, 1)
             samples = [sample(40, "a " * policy, "a " * other) for policy, other in lengths]
-            found += any("samples have become" in f.title for f in lengths_of_samples(run_of(lines, samples=samples)))
+            found += any("samples have become" in f.title for f in sample_lengths(run_of(lines, samples=samples)))
         return found / runs
 
     false, power = ({n: share_with_a_warning(n, times) for n in (8, 16, 32, 64)} for times in (1, 2))
