@@ -12,18 +12,18 @@ every millisecond.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import preference_datasets
 import train
 from benchmarks.harness import ROOT, measure_afresh, print_row, run_python
+from benchmarks.startup import read_memory
+from dpo.system.host import release_freed_memory
 from trainers import BasicTrainer
 
 COMMON = (
@@ -48,38 +48,28 @@ print(most * 1024)
 """
 
 
-class Sampler:
-    """Recorder of the peak of this process's anonymous memory, from its creation on."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-c", SAMPLER, str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._process.stdout.readline()
-
-    def stop(self) -> int:
-        return int(self._process.communicate()[0])
-
-
 def anonymous_memory() -> int:
     """Bytes in this process's anonymous pages, without freed memory that its allocator keeps."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+    release_freed_memory()
+    return read_memory("/proc/self/status", "RssAnon")["RssAnon"]
 
 
 def measure(rank: int, world_size: int, config: Any) -> dict[str, int]:
     """Load models as a run does, without training, and measure the memory used."""
-    load_data, samplers, found = preference_datasets.load_data, [], {}
+    load_data, found = preference_datasets.load_data, {}
+    command = [sys.executable, "-c", SAMPLER, str(os.getpid())]
+    samplers: list[subprocess.Popen] = []
 
     def load_data_and_watch(*arguments: Any, **options: Any) -> Any:
         data = load_data(*arguments, **options)
         anonymous_memory()
-        samplers.append(Sampler())
+        samplers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        samplers[0].stdout.readline()  # it has begun
         return data
 
     def end(trainer: BasicTrainer) -> None:
-        most, models = samplers[0].stop(), (trainer.policy, trainer.reference_model)
+        most, models = int(samplers[0].communicate()[0]), (trainer.policy, trainer.reference_model)
         larger = max(sum(p.numel() * p.element_size() for p in model.parameters()) for model in models)
         del models
         found.update(most=most, stays=anonymous_memory(), larger=larger)
@@ -103,8 +93,7 @@ def main(overrides: list[str]) -> None:
         }
         for name, trainer in TRAINERS.items():
             for case, given in cases.items():
-                settings = [*common, "n_examples=4", *trainer, *given]
-                facts = measure_afresh("harness:measure_on_ranks", "loading:measure", settings)[0]
+                facts = measure_afresh("loading:measure", [*common, "n_examples=4", *trainer, *given])[0]
                 beyond = facts["most"] - facts["stays"]
                 cells = [f"{n / 1e6:.0f} MB" for n in (facts["most"], facts["stays"], beyond)]
                 print_row(f"{name:28}{case:20}", [*cells, f"{beyond / facts['larger']:.2f}"], first=48, width=10)

@@ -55,12 +55,25 @@ def gb(n_bytes: float) -> str:
     return f"{n_bytes / 1e9:.1f} GB"
 
 
+# --- models, without weights -----------------------------------------------------------------------------------------
+
+
+def build_model(name: str, dtype: Any) -> Any:
+    import transformers
+
+    from dpo.models.pretrained import choose_attention
+
+    config = transformers.AutoConfig.for_model(**MODELS[name])
+    attention = choose_attention(config, "sdpa")
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+
+
 @functools.cache
 def count_parameters(name: str) -> int:
     import torch
 
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in _build(name, torch.float32).parameters())
+        return sum(parameter.numel() for parameter in build_model(name, torch.float32).parameters())
 
 
 @functools.cache
@@ -74,7 +87,7 @@ def measure_pair(name: str, dtype_name: str, *, checkpointing: bool) -> int:
 
     dtype = getattr(torch, dtype_name)
     with FakeTensorMode():
-        model = _build(name, dtype).train()
+        model = build_model(name, dtype).train()
         disable_dropout(model)
         if checkpointing:
             checkpoint_activations(model)
@@ -82,20 +95,13 @@ def measure_pair(name: str, dtype_name: str, *, checkpointing: bool) -> int:
         with MemoryTracker.of(model) as tracker:
             loss = model(ids, attention_mask=mask, labels=ids, use_cache=False).loss  # while it lives, so does the rest
         del loss
-    again = (
-        measure_pair(name, dtype_name, checkpointing=False) // model.config.num_hidden_layers if checkpointing else 0
-    )
-    return tracker.peak.total() + again  # of one layer, computed again in the backward
+    kept = tracker.peak.total()
+    if checkpointing:  # one layer is computed again in the backward
+        kept += measure_pair(name, dtype_name, checkpointing=False) // model.config.num_hidden_layers
+    return kept
 
 
-def _build(name: str, dtype: Any) -> Any:
-    import transformers
-
-    from dpo.models.pretrained import choose_attention
-
-    config = transformers.AutoConfig.for_model(**MODELS[name])
-    attention = choose_attention(config, "sdpa")
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+# --- the recommendation ----------------------------------------------------------------------------------------------
 
 
 def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") -> Advice:
@@ -126,8 +132,7 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
     reasons.append(recommend_adapters(usable, n_gpus=len(gpus), dtype=dtype))
     # on one GPU FSDPTrainer shards nothing but has mixed precision, unlike BasicTrainer
     trainer = "FSDPTrainer" if len(gpus) > 1 or dtype == "bfloat16" else "BasicTrainer"
-    # rank 0 loads one model at a time, the policy in float32, before it is distributed
-    reading = 4 * parameters + 4e9
+    reading = 4 * parameters + 4e9  # rank 0 loads one model at a time, the policy in float32, before it is distributed
     if trainer == "FSDPTrainer" and memory < reading:
         reasons.append(f"rank 0 needs {gb(reading)} of host memory to load the weights; this host has {gb(memory)}")
     reasons.append("then DPO: the same with loss=dpo loss.beta=0.1 exp_name=hh_dpo model.archive=RUN_OF_SFT/LATEST")
@@ -142,22 +147,6 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
     return Advice(trainer, name, dtype, examples, command, reasons)
 
 
-def recommend_adapters(usable: float, *, n_gpus: int, dtype: str = "float32") -> str:
-    """Say how large the base of an adapter may be, with half of the memory for activations."""
-    width = 2 if dtype == "bfloat16" else 4
-    frozen = {"lora": width, "qlora": (1 - NOT_QUANTIZED) * QUANTIZED + NOT_QUANTIZED * width}
-    shards = {"lora": max(1, n_gpus), "qlora": 1}  # every process holds a whole 4-bit base
-    own, found = " model.policy_dtype=bfloat16" if dtype == "bfloat16" else "", []
-    for name, n_bytes in frozen.items():
-        billions = usable / 2 * shards[name] / (n_bytes + ADAPTER) / 1e9
-        found.append(f"lora={name}{own} takes {n_bytes + ADAPTER:.1f}, so up to about {float(f'{billions:.2g}'):g}")
-    install = "" if find_spec("bitsandbytes") else ", after pip install bitsandbytes"
-    return (
-        f"adapters need fewer bytes per parameter, as the frozen base is the reference too, and fit larger models "
-        f"(in billions, with half of the memory for activations): {'; '.join(found)}{install}"
-    )
-
-
 def recommend_small_model(usable: float, *, n_gpus: int) -> Advice:
     """Recommend BasicTrainer and the demo model, with the size of the largest model that fits."""
     reasons = [
@@ -170,6 +159,25 @@ def recommend_small_model(usable: float, *, n_gpus: int) -> Advice:
         reasons.append(recommend_autocast(Path("/proc/cpuinfo").read_text()))
     command = "python train.py loss=sft model=demo datasets=[demo] exp_name=demo_sft trainer=BasicTrainer"
     return Advice("BasicTrainer", "demo", "float32", None, f"{command} batch_size=32 wandb.enabled=false", reasons)
+
+
+def recommend_adapters(usable: float, *, n_gpus: int, dtype: str = "float32") -> str:
+    """Say how large the base of an adapter may be, with half of the memory for activations."""
+    width = 2 if dtype == "bfloat16" else 4
+    own = " model.policy_dtype=bfloat16" if dtype == "bfloat16" else ""
+    found = []
+    for name, frozen, shards in (
+        ("lora", width, max(1, n_gpus)),
+        ("qlora", (1 - NOT_QUANTIZED) * QUANTIZED + NOT_QUANTIZED * width, 1),  # every process holds a whole 4-bit base
+    ):
+        n_bytes = frozen + ADAPTER
+        billions = usable / 2 * shards / n_bytes / 1e9
+        found.append(f"lora={name}{own} takes {n_bytes:.1f}, so up to about {float(f'{billions:.2g}'):g}")
+    install = "" if find_spec("bitsandbytes") else ", after pip install bitsandbytes"
+    return (
+        f"adapters need fewer bytes per parameter, as the frozen base is the reference too, and fit larger models "
+        f"(in billions, with half of the memory for activations): {'; '.join(found)}{install}"
+    )
 
 
 def recommend_autocast(cpuinfo: str) -> str:

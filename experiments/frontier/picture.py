@@ -51,11 +51,10 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
             noise = next(row["label_noise"] for row in rows if row.get("label_noise"))
             title = f"{100 * noise:.0f} % of the labels flipped (dotted: none)"
             axes[1].set_title(title, loc="left", fontsize=10, color=theme.ink)
-            for method in sorted(
-                {name.removesuffix("_noisy") for name in noisy} & set(clean)
-            ):  # faint, to compare with
+            for method in sorted({name.removesuffix("_noisy") for name in noisy} & set(clean)):  # to compare with
                 _draw_method(axes[1], rows, method, theme, faint=True)
-        _add_legend(picture, axes[0], theme)
+        where = {"loc": "outside lower center", "ncols": 4, "frameon": False, "labelcolor": theme.ink}
+        picture.legend(*axes[0].get_legend_handles_labels(), **where)
         file = io.BytesIO()
         picture.savefig(file, format="png", facecolor=theme.background, metadata={"Software": None})
     return file.getvalue()
@@ -104,11 +103,4 @@ def _dress(axis: Any, theme: Theme, furthest: float) -> None:
     axis.grid(True, color=theme.grid, linewidth=0.8)
     axis.set_axisbelow(True)
     axis.tick_params(colors=theme.muted, length=0)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
-
-
-def _add_legend(picture: Figure, axis: Any, theme: Theme) -> None:
-    legend = picture.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    for text in legend.get_texts():
-        text.set_color(theme.ink)
+    axis.spines[:].set_visible(False)

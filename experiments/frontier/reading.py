@@ -134,7 +134,7 @@ def _differences(rows: Sequence[Row]) -> str:
     return _table(lines) if compared else ""
 
 
-def controls_as_text(rows: Sequence[Row]) -> str:
+def format_controls(rows: Sequence[Row]) -> str:
     """Markdown tables: DPO by the least symbols of a response, and reweighted DPO by the factor of its log-ratio."""
     heads = ["symbols at least", "beta", "reward", "KL", "gap to pi*", "symbols", "of the shortest kind"]
     lines = [heads]
@@ -166,7 +166,7 @@ def _lengths(seeds: Sequence[Row]) -> list[str]:
     return [f"{np.mean([row['length'] for row in seeds]):.1f}", f"{shares} %"]
 
 
-def rates_as_text(rows: Sequence[Row], budgets: np.ndarray) -> str:
+def format_rates(rows: Sequence[Row], budgets: np.ndarray) -> str:
     """Markdown table: the score of `within_budget` for each method and learning rate."""
     start = next(row for row in rows if row["method"] == "sft")
     trained = [row for row in rows if row["seed"] is not None]
