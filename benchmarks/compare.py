@@ -126,6 +126,7 @@ def measure(rank: int, world_size: int, config: Any, updates: int) -> dict[str, 
     """Train in this process, and measure each update but the first."""
     torch.backends.cuda.matmul.allow_tf32 = True  # as train.work does
     before = resident_memory() / 1e9
+    config.n_examples = (updates + 2) * config.batch_size  # one warms up, in the last one collectives are counted
     trainer = make_trainer(config, rank, world_size)
     shape = read_shape(trainer.policy)
     trainer.check_and_score_reference()

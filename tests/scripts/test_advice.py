@@ -98,18 +98,10 @@ def test_how_large_the_base_of_an_adapter_may_be_is_said(machine, lora, qlora, m
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [
-        ("gpt2-xl", 1.558),
-        ("pythia28", 2.775),
-        ("qwen3-4b-base", 4.022),
-        ("llama7b", 6.738),
-        pytest.param("gpt2-large", 0.774, marks=pytest.mark.slow),
-        pytest.param("gptj", 6.051, marks=pytest.mark.slow),
-        pytest.param("pythia69", 6.857, marks=pytest.mark.slow),
-        pytest.param("llama3.1-8b", 8.030, marks=pytest.mark.slow),
-        pytest.param("qwen3-8b-base", 8.191, marks=pytest.mark.slow),
-    ],
-)
+    [("gpt2-xl", 1.558), slow("gpt2-large", 0.774), slow("pythia28", 2.775), slow("qwen3-4b-base", 4.022),
+     slow("gptj", 6.051), slow("llama7b", 6.738), slow("pythia69", 6.857), slow("llama3.1-8b", 8.030),
+     slow("qwen3-8b-base", 8.191)],
+)  # fmt: skip
 def test_models_have_their_published_sizes(name, billions):
     assert count_parameters(name) / 1e9 == pytest.approx(billions, rel=1e-3)
 

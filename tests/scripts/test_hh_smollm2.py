@@ -15,7 +15,6 @@ import transformers
 from support.runs import GOLDEN, run_script
 
 from benchmarks import hh_smollm2
-from benchmarks.hh_results import Result, tables
 from benchmarks.preference_scores import (
     Interval,
     balance_over_length,
@@ -45,13 +44,10 @@ def test_an_interval_of_shares_is_that_of_the_binomial_distribution():
     assert bootstrap([0, 1] * 32) == Interval(0.5, 24 / 64, 40 / 64)
 
 
-def test_policies_are_resampled_together():
+def test_policies_are_resampled_together_and_samples_of_a_prompt_are_one_observation():
     values = np.random.default_rng(1).normal(size=20)
     assert bootstrap(values + 1).low == pytest.approx(bootstrap(values).low + 1)
     assert bootstrap(values).low < bootstrap(values, seed=1).high
-
-
-def test_samples_of_a_prompt_are_one_observation():
     samples = [{"prompt": 1, "kl": 4.0}, {"prompt": 0, "kl": 1.0}, {"prompt": 1, "kl": 2.0}]
     assert by_prompt(samples, "kl").tolist() == [1.0, 3.0]
 
@@ -123,31 +119,16 @@ def test_training_pairs_have_their_gap_and_lengths_from_our_ledger_and_from_what
         **{"chosen_tokens": pa.array([4, 9, 1], pa.uint16()), "rejected_tokens": pa.array([7, 2, 1], pa.uint16())},
     }
     pq.write_table(pa.table(rows), tmp_path / "ledger.parquet")
-    ours = hh_smollm2.online_pairs(tmp_path, hh_smollm2.METHODS["dpo 0.1"])
-    assert (ours.gaps.tolist(), ours.longer.tolist()) == ([3.0, -1.0], [-3, 7])
+    gaps, longer = hh_smollm2.online_pairs(tmp_path, "dpo 0.1")
+    assert (gaps.tolist(), longer.tolist()) == ([3.0, -1.0], [-3, 7])
 
     transformers.AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama").save_pretrained(tmp_path / "hf")
     texts = [{"prompt": "a", "chosen": " yes", "rejected": " yes yes yes"}, {"chosen": " no no", "rejected": " no"}]
     (tmp_path / "train.json").write_text(json.dumps(texts))
     (tmp_path / "trl.json").write_text(json.dumps({"margins": [0.3, -0.1]}))
-    theirs = hh_smollm2.online_pairs(tmp_path, hh_smollm2.METHODS["TRL dpo 0.1"])
-    assert theirs.gaps.tolist() == pytest.approx([3.0, -1.0])
-    assert np.sign(theirs.longer).tolist() == [-1, 1]
-
-
-def test_the_tables_have_a_row_for_each_policy():
-    one = Interval(0.5, 0.25, 0.75)
-    values = dict.fromkeys(Result._fields, one) | {"n_pairs": 64, "trl_evaluation": None}
-    unknown = ("accuracy", "balanced", "online_balanced")
-    reference = Result(**values | {"name": "sft", "beta": None} | dict.fromkeys(unknown))
-    lines = tables([reference, Result(**values | {"name": "dpo 0.1", "beta": 0.1})]).splitlines()
-    assert lines[2] == "| sft |  |  |  |  | 50 % | 0 [0, 1] |"
-    assert lines[3].startswith("| dpo 0.1 | 0.50 [0.25, 0.75] | 0.50 [0.25, 0.75] | 0.5 [0.2, 0.8] |")
-    assert lines[5:] == [
-        "| test pairs | accuracy | balanced over length | gap, nats |",
-        "| --- | --- | --- | --- |",
-        "| dpo 0.1 | 0.50 [0.25, 0.75] | 0.50 [0.25, 0.75] | 0.50 [0.25, 0.75] |",
-    ]
+    gaps, longer = hh_smollm2.online_pairs(tmp_path, "TRL dpo 0.1")
+    assert gaps.tolist() == pytest.approx([3.0, -1.0])
+    assert np.sign(longer).tolist() == [-1, 1]
 
 
 def test_a_row_that_there_is_none_of_is_refused(tmp_path):
@@ -169,4 +150,7 @@ def test_it_goes_from_nothing_to_the_table(tmp_path):
     assert "updates of 8 examples will run" not in result.stdout
     assert [row["name"] for row in json.loads((tmp_path / "results.json").read_text())] == ["sft", "dpo 0.1"]
     assert (tmp_path / "hh.png").stat().st_size > 1000
-    assert (tmp_path / "samples.txt").read_text().count("--- dpo 0.1:") == 8
+    table = (tmp_path / "table.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in table] == [
+        *("| ", "| ---", "| sft", "| dpo 0.1", "", "| test pairs", "| ---", "| dpo 0.1")
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support.runs import GOLDEN, make_environment, run_python, run_script, write_rows
+from support.runs import GOLDEN, make_environment, run_python, write_rows
 from support.warm import ROOT, Python
 
 from dpo.data.examples import Example
@@ -27,7 +28,7 @@ from dpo.models.export import export
 from dpo.models.layouts import Padded
 from dpo.models.pretrained import load_model
 from dpo.models.side_by_side import Choices, Panel, Side, load_panel
-from scripts.sample import _converse, main
+from scripts.sample import converse, main
 
 LLAMA = str(GOLDEN / "tiny-llama")
 ASKED = ["Where is the red umbrella?", "Hello!", "Who has seen the old map, and when?", "Is it still here?"]
@@ -414,14 +415,13 @@ def test_odd_options_are_refused_with_what_they_must_be(option, run_dir, capsys)
     assert re.search(r" is not an? |go together", capsys.readouterr().err.splitlines()[-1])
 
 
-def test_it_is_a_conversation_that_ends_with_the_input(run_dir):
-    asked = (
-        "import io, sys; sys.stdin = io.StringIO('Where is it?\\n\\nHello\\n'); sys.argv = ['sample', *sys.argv[1:]]; "
-    )
-    code = asked + "from scripts.sample import main; sys.exit(main())"
-    result = run_script("-c", code, str(run_dir), "--max-new-tokens", "4", PYTHONPATH=str(ROOT))
-    assert (result.returncode, result.stderr) == (0, "")
-    assert [result.stdout.count(f"--- {name}: reward ") for name in ("policy", "reference")] == [2, 2]
+def test_it_is_a_conversation_that_ends_with_the_input(run_dir, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Where is it?\n\nHello\n"))
+    assert main([str(run_dir), "--max-new-tokens", "4"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert shown.out.startswith(r"prompts are asked in the form hh: \n\nHuman: ...\n\nAssistant:")
+    assert [shown.out.count(f"--- {name}: reward ") for name in ("policy", "reference")] == [2, 2]
 
 
 def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_session(panel, monkeypatch, capsys):
@@ -443,10 +443,9 @@ def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_session(panel, monkeypatch,
     for name in ("stdin", "stdout"):
         monkeypatch.setattr(f"sys.{name}.isatty", lambda: True, raising=False)
 
-    assert _converse(panel, Sampling(4)) == 0
+    converse(panel, Sampling(4), "the form")
 
     shown = capsys.readouterr().out
-    assert r"prompts are asked in the form hh: \n\nHuman: ...\n\nAssistant:" in shown
     assert "\nended\n" in shown
     assert shown.count("reward ") == 2  # of the second prompt
 
