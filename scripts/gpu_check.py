@@ -12,19 +12,8 @@ import os
 import sys
 from pathlib import Path
 
-NAMES = (
-    "layouts",
-    "demo",
-    "fsdp",
-    "syncs",
-    "compile",
-    "shapes",
-    "memory",
-    "repeats",
-    "processes",
-    "two_ranks",
-    "speed",
-)
+NAMES = ("layouts", "demo", "fsdp", "syncs", "compile", "shapes", "memory", "repeats", "processes", "two_ranks",
+         "speed")  # fmt: skip
 
 
 def main() -> int:

@@ -82,13 +82,6 @@ def test_the_reward_is_the_sum_that_the_document_says():
     assert TASK.reward(prompt, np.full(3, NONE)) == pytest.approx(-mean / spread)
 
 
-def test_the_reward_of_what_the_demonstrator_writes_has_mean_0_and_deviation_1():
-    rng, prompts = np.random.default_rng(9), np.repeat(Task().train_prompts, 7, axis=0)
-    first, second = (Task().reward(prompts, Task().demonstrate(prompts, rng)) for _ in range(2))
-    assert abs(first.mean()) < 0.04
-    assert np.sqrt(((first - second) ** 2).mean() / 2) == pytest.approx(1, abs=0.03)
-
-
 def chance(margin: float) -> float:
     return 1 / (1 + math.exp(-margin))
 
@@ -176,22 +169,6 @@ def small():
     logits, rewards = rng.normal(size=(3, 5)), rng.normal(size=(3, 5))
     rewards[:, 4] = rewards[:, 1]
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True)), rewards
-
-
-def test_the_optimum_is_what_an_optimizer_finds(small):
-    reference, rewards = (torch.from_numpy(array) for array in small)
-    logits = torch.zeros_like(reference, requires_grad=True)
-    optimizer = torch.optim.LBFGS([logits], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimizer.zero_grad()
-        logps = logits.log_softmax(-1)
-        objective = (logps.exp() * (rewards - 0.4 * (logps - reference))).sum(-1).mean()
-        (-objective).backward()
-        return -objective
-
-    optimizer.step(closure)
-    assert exact.optimum(0.4, *small) == pytest.approx(logits.detach().log_softmax(-1).numpy(), abs=1e-3)
 
 
 def test_no_policy_is_above_the_limit_and_the_optimum_is_on_it(small):
@@ -332,16 +309,6 @@ def test_rewards_at_equal_kl_are_below_the_limit_by_gaps_on_lines_from_the_refer
     assert at_equal_kl(course, made_rows, 1.0).tolist() == pytest.approx([1.5 - 1.5] * 2)
     assert at_equal_kl(course, made_rows, 1.5).tolist() == pytest.approx([1.5 + 0.5 / 6 - 1.25, 1.5 + 0.5 / 6 - 1.15])
     assert np.isnan(at_equal_kl(course, made_rows, 5.0)).all()
-
-
-def test_at_equal_kl_the_optimum_is_itself(small):
-    """Whose frontier is concave, and has few policies here."""
-    rows = [frontier.make_row("sft", None, None, *exact.make_point(small[0], *small))]
-    for beta in np.geomspace(20, 0.1, 60):
-        rows.append(frontier.make_row("pi_star", beta, None, *exact.make_point(exact.optimum(beta, *small), *small)))
-    few = [{**row, "method": "dpo", "seed": 0, "most_reward": row["reward"]} for row in rows[1::15]]
-    kl = few[2]["kl"] * 0.8
-    assert at_equal_kl(describe_course(few, "dpo"), rows, kl) == pytest.approx(exact.most_reward(kl, *small), abs=2e-3)
 
 
 def test_a_budget_is_spent_on_the_best_mixture_within_it(made_rows):

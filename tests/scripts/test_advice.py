@@ -106,6 +106,7 @@ def test_models_have_their_published_sizes(name, billions):
     assert count_parameters(name) / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_pair_takes_what_its_forward_keeps():
     """For gpt2-large, whose tensors saved for the backward are 2.9 and 5.5 GB; the loss takes the rest."""
     plain, wide = (measure_pair("gpt2-large", dtype, checkpointing=False) for dtype in ("bfloat16", "float32"))

@@ -101,12 +101,3 @@ def test_it_asks_no_network_for_the_texts_of_a_ledger(tmp_path):
     text = " ".join((run / "report" / "report.html").read_text(encoding="utf-8").split())
     assert "Texts are not shown: tokenizer &#39;no/such&#39; cannot be loaded" in text
     assert f"python -m scripts.ledger {run} shows texts" in text
-
-
-def test_it_needs_no_torch(tmp_path):
-    script = (
-        "import sys, scripts.report; assert not {'torch', 'transformers', 'datasets', 'hydra'} & sys.modules.keys()"
-    )
-    result = run_python("-c", script)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert run_python("-m", "scripts.report").returncode == 2

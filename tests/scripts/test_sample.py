@@ -321,7 +321,7 @@ def adapted_run(run: Path, seed: int, lora: str = "base", archive: Path | None =
     return run
 
 
-@pytest.mark.parametrize("of", ["base", "adapter", "model"])
+@pytest.mark.parametrize("of", ["base", "adapter", pytest.param("model", marks=pytest.mark.slow)])
 def test_an_adapter_answers_beside_its_reference_as_merged_models_do(of, tmp_path):
     first = adapted_run(tmp_path / "sft", 1) if of == "adapter" else None
     run = adapted_run(tmp_path / "run", 2, of, first)
@@ -335,12 +335,8 @@ def test_an_adapter_answers_beside_its_reference_as_merged_models_do(of, tmp_pat
         assert {**ours, "rewards": None} == {**theirs, "rewards": None}
         assert ours["rewards"] == pytest.approx(theirs["rewards"], abs=1e-4)
     assert max(abs(record["rewards"]["policy"]) for record in records) > 0.1
-
     panel = load_panel([run], Choices())
     assert panel.reference.model is panel.policies[0].model  # one base in memory
-    prompt = panel.encode(ASKED[0], "here", Sampling(12))
-    streamed = panel.stream(prompt, 0, Sampling(12), lambda name, text: None)
-    assert {name: said.text for name, said in streamed.items()} == {n: records[0][n] for n in ("policy", "reference")}
 
 
 def test_checkpoints_and_adapters_from_elsewhere_share_a_base(tmp_path, capsys):
@@ -451,7 +447,7 @@ def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_session(panel, monkeypatch,
 
 
 def test_ctrl_c_ends_it_cleanly(run_dir, tmp_path):
-    file = write_rows(tmp_path / "p.jsonl", [{"prompt": f"Number {n}?"} for n in range(2000)])
+    file = write_rows(tmp_path / "p.jsonl", [{"prompt": f"Number {n}?"} for n in range(300)])
     out = tmp_path / "out.jsonl"
     arguments = ("-m", "scripts.sample", str(run_dir), "--file", str(file), "--out", str(out), "--batch-size", "1")
     process = Python(*arguments, environment=make_environment())
