@@ -1,4 +1,4 @@
-"""Draw docs/speed.svg, the README's picture, from the first table under "Speed and memory" in docs/RESULTS.md.
+"""Draw docs/speed.svg from the first table of docs/RESULTS.md.
 
 python -m benchmarks.chart
 """

@@ -1,4 +1,4 @@
-"""Time and memory of an update in several variants on the same pairs: layouts, TRL, adapters, processes.
+"""Time and memory of an update in variants, on the same pairs.
 
     python -m benchmarks.compare model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR \\
         loss=dpo loss.beta=0.1 batch_size=16 gradient_accumulation_steps=4
@@ -109,7 +109,7 @@ def read_shape(model: Any) -> Shape:
 
 
 def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
-    """Count the FLOPs of a microbatch: policy forward and backward (twice the forward), reference forward.
+    """Count the FLOPs of a microbatch in policy and reference.
 
     2 per parameter and token; attention 4 per token, column, layer and feature; the head only for scored positions.
     Recomputation to save memory is not counted.
@@ -155,7 +155,7 @@ def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:
 
 
 def count_collectives(trainer: Any, batch: Any) -> dict[str, float]:
-    """Count an update's collectives, the elements that they send, and the seconds in them, waiting included."""
+    """Count an update's collectives, elements sent, and seconds, with waiting."""
     with torch.profiler.profile(record_shapes=True) as profile:
         trainer.train_step(batch)
     events = [event for event in profile.events() if event.name.startswith(("gloo:", "nccl:"))]
@@ -170,7 +170,7 @@ def count_collectives(trainer: Any, batch: Any) -> dict[str, float]:
 
 
 def measure_row(overrides: Sequence[str], updates: int) -> dict[str, Any]:
-    """Measure a row in fresh processes: seconds and memory of the process with the most, the rest of rank 0."""
+    """Measure a row in fresh processes: rank 0's values, all processes' memory."""
     memory = [0]
 
     def watch(pid: int) -> None:
@@ -184,7 +184,7 @@ def measure_row(overrides: Sequence[str], updates: int) -> dict[str, Any]:
 
 
 def measure_tree_memory(pid: int) -> int:
-    """Memory of a process and its descendants in bytes, counting shared memory once (PSS)."""
+    """Memory of a process and its descendants, in bytes (PSS)."""
     try:
         fields = dict(line.split(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
         own = int(fields["Pss"].split()[0]) * 1024
@@ -200,7 +200,7 @@ def measure_trl(python: str, folder: Path, settings: dict[str, Any]) -> dict[str
 
 
 def write_pairs(overrides: Sequence[str], updates: int, folder: Path) -> dict[str, Any]:
-    """Write the pairs of our batches as records for TRL, in order. Returns the settings."""
+    """Write the pairs of our batches in order, and return TRL's settings."""
     config = compose([*COMMON, f"local_run_dir={folder}/run", *overrides])
     config.n_examples = (updates + 1) * config.batch_size
     rows = [{"prompt": prompt.text, **texts} for prompt, _, texts in read_pairs(config)]
@@ -288,7 +288,6 @@ SHOWN = {
 
 
 def summarize(name: str, result: dict, peaks: dict[str, float]) -> dict[str, float]:
-    """Values of a row for its columns: medians of times, means of counts."""
     rows = result["rows"]
     found = {key: value for key, value in result.items() if key != "rows"}
     found["seconds"] = median(row["seconds"] for row in rows)
@@ -300,7 +299,6 @@ def summarize(name: str, result: dict, peaks: dict[str, float]) -> dict[str, flo
 
 
 def print_table(results: dict[str, dict], columns: Sequence[str], peaks: dict[str, float]) -> None:
-    """Print a line per result, also relative to the first, and the losses."""
     print()
     print_row("", columns, first=38, width=10)
     first: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Time and memory of an update as batches, texts and pairs per prompt grow: the plain path against ours.
+"""Time and memory of an update as batches, texts and prompts grow.
 
     python -m benchmarks.growth model.name_or_path=DIR [--updates 2] [overrides of train.py ...]
 
@@ -29,7 +29,7 @@ USUAL = {"batch_size": 16, "max_length": 512, "pairs per prompt": 1}
 
 
 def write_pairs(path: Path, n: int, *, tokens: int, pairs_per_prompt: int) -> None:
-    """Write at least `n` records with texts of about these lengths, assuming 2.5 tokens per synthetic word."""
+    """Write records of these lengths, at 2.5 tokens per synthetic word."""
     draw = random.Random(0)
     text = make_text(draw)
 

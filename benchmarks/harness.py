@@ -42,7 +42,7 @@ class Failed(Exception):
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """Compose the config of overrides of train.py, without W&B. Exits if train.py would refuse them."""
+    """Compose overrides of train.py, or exit if it would refuse them."""
     fixed = ["exp_name=benchmark", "wandb.enabled=false", "debug=true", "do_first_eval=false"]
     arguments = check_command_line([*fixed, *overrides])
     with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
@@ -62,7 +62,7 @@ def make_trainer(config: DictConfig, rank: int = 0, world_size: int | None = Non
 
 
 def read_pairs(config: DictConfig, split: str = "train") -> list[tuple[Any, int, dict[str, str]]]:
-    """Read the pairs of a run in their order: prompt, index, and texts by side."""
+    """Read a run's pairs in order: prompt, index, texts by side."""
     train = split == "train"
     prompts = getattr(load_data(resolve(config), silent=True), split)
     n_epochs, n_examples = (config.n_epochs, config.n_examples) if train else (1, config.n_eval_examples)
@@ -119,7 +119,7 @@ def measure_afresh(function: str, overrides: Sequence[str], *arguments: Any, **o
 
 
 def measure_on_ranks(function: str, overrides: Sequence[str], *arguments: Any) -> list[Any]:
-    """Call `module:function` of the benchmarks on each rank of a run, and return all results.
+    """Call `module:function` of the benchmarks on each rank of a run.
 
     It is given its rank, the number of ranks, the config of `overrides`, and the arguments. Results pass as JSON.
     """
@@ -159,7 +159,7 @@ def measure_in_turns(
 
 
 def add_range(values: Sequence[float], form: str = ".2f") -> str:
-    """Format the median, with the range of the values if there are at least three."""
+    """Format the median, with the range of three values or more."""
     text = format(median(values), form)
     return text if len(values) < 3 else f"{text} [{min(values):{form}}, {max(values):{form}}]"
 

@@ -1,4 +1,4 @@
-"""SFT, then DPO and IPO of a real model on real preferences, by this project and by TRL: held-out pairs, KL, samples.
+"""SFT, DPO and IPO of a real model, by us and by TRL.
 
     python -m benchmarks.hh_smollm2 --model SMOLLM2 --data HH --out DIR
     python -m benchmarks.hh_smollm2 --model SMOLLM2 --data HH --out DIR --trl VENV/bin/python --only "TRL dpo 0.1"
@@ -83,7 +83,6 @@ def find_policy(out: Path, name: str) -> Path:
 
 
 def train_ours(out: Path, name: str, model: str, overrides: Sequence[str]) -> None:
-    """Train with train.py."""
     folder = find_folder(out, name)
     start = model if name == SFT else find_policy(out, SFT)
     places = (f"model.name_or_path={start}", f"local_run_dir={folder}", f"local_dirs=[{out / 'cache'}]")
@@ -117,7 +116,7 @@ def train_with_trl(out: Path, name: str, python: str, config: Any) -> None:
 
 
 def run(command: list[str], made: Path) -> None:
-    """Run a command unless its result `made` exists; if it fails, exit with its status."""
+    """Run a command unless its result exists; exit if it fails."""
     if made.exists():
         print(f"{made} is there", flush=True)
         return
@@ -137,7 +136,7 @@ def load(path: Path) -> Any:
 
 
 def score(out: Path, names: Sequence[str], config: Any, n_samples: int, sampling: Sampling) -> None:
-    """Write DIR/NAME/scores.json of every policy without one, or with one of other settings or an older policy."""
+    """Write DIR/NAME/scores.json of every policy, unless it is there."""
     data = load_data(resolve(config), silent=True)
     lengths = {"max_length": config.max_length, "max_prompt_length": config.max_prompt_length}
     pairs = encode_examples(read_pairs(config, "test"), data.encode, **lengths)
@@ -166,12 +165,14 @@ def read_scores(out: Path, name: str) -> dict[str, Any]:
 
 
 def log_ratios(out: Path, name: str) -> np.ndarray:
-    """Log-ratios log pi - log ref of chosen and rejected responses of the test pairs, (n, 2)."""
+    """log pi - log ref of the test pairs' responses, (n, 2)."""
     return np.array(read_scores(out, name)["logps"]) - np.array(read_scores(out, SFT)["logps"])
 
 
 def online_pairs(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Training pairs in order, from a run's ledger or TRL's logs, each before its update: gaps and extra tokens, (n,).
+    """Gaps and extra tokens of the training pairs in order, (n,) each.
+
+    From a run's ledger or TRL's logs: each pair before its update.
 
     A gap is the log-ratio of chosen minus that of rejected; extra tokens are those of chosen minus those of rejected.
     The gaps of TRL's per-token IPO are sums too: its rewards are beta times log-ratios, whatever the loss.
@@ -199,7 +200,7 @@ def seconds_per_pair(folder: Path, name: str) -> float:
 
 
 def make_result(out: Path, name: str) -> Result:
-    """Measurements of one policy; the reference is SFT's, so what compares SFT with it is None."""
+    """Measurements of one policy; what compares SFT with itself is None."""
     folder = find_folder(out, name)
     own, ratios = read_scores(out, name), log_ratios(out, name)
     drawn = [{**sample, "empty": not sample["text"].strip()} for sample in own["samples"]]
@@ -255,7 +256,6 @@ PANELS = (  # title, a line to compare with, values
 
 
 def format_tables(results: Sequence[Result]) -> str:
-    """Two Markdown tables, the second on the test pairs; brackets are 95 % intervals."""
     tables = []
     for columns, rows in ((COLUMNS, results), (TEST_COLUMNS, [r for r in results if r["accuracy"]])):
         lines = [[*columns], ["---"] * len(columns), *([show(row) for show in columns.values()] for row in rows)]
@@ -264,7 +264,7 @@ def format_tables(results: Sequence[Result]) -> str:
 
 
 def compare_rankings(out: Path, names: Sequence[str]) -> list[str]:
-    """Compare the rankings of each TRL policy and our counterpart, if there is one, on test pairs."""
+    """Compare how each TRL policy and its counterpart rank the test pairs."""
     lines = []
     for name, twin in ((name, name.removeprefix("TRL ")) for name in names if name in TRL):
         if twin in names:
@@ -278,7 +278,6 @@ def compare_rankings(out: Path, names: Sequence[str]) -> list[str]:
 
 
 def draw_picture(results: Sequence[Result], file: Path, *, dark: bool) -> None:
-    """Draw points with intervals, a row per policy: accuracy, gap, change of both sides, KL."""
     theme = DARK if dark else LIGHT
     shown = [result for result in results if result["accuracy"]]
     size = (11, 0.9 + 0.36 * len(shown))

@@ -1,4 +1,4 @@
-"""The cost of the ledger: appending an update, and writing all rows as Parquet.
+"""Cost of the ledger: appending an update, and writing the Parquet file.
 
     python -m benchmarks.ledger [--batch-size 64] [--updates 2000]
 

@@ -1,4 +1,4 @@
-"""Peak host memory of rank 0 while models are loaded, in excess of the memory still in use afterwards.
+"""Peak host memory of rank 0 while models load, beyond what stays.
 
     python -m benchmarks.loading model.name_or_path=DIR [overrides of train.py ...]
 
@@ -49,14 +49,14 @@ print(most * 1024)
 
 
 def anonymous_memory() -> int:
-    """Bytes in this process's anonymous pages, without freed memory that its allocator keeps."""
+    """Bytes in this process's anonymous pages, without freed memory."""
     gc.collect()
     release_freed_memory()
     return read_memory("/proc/self/status", "RssAnon")["RssAnon"]
 
 
 def measure(rank: int, world_size: int, config: Any) -> dict[str, int]:
-    """Load models as a run does, without training, and measure the memory used."""
+    """Load models as a run does, and measure the memory used."""
     load_data, found = preference_datasets.load_data, {}
     command = [sys.executable, "-c", SAMPLER, str(os.getpid())]
     samplers: list[subprocess.Popen] = []

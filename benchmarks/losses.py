@@ -1,4 +1,6 @@
-"""Cost of an update under each loss, relative to DPO: the last columns of the table in docs/losses.md.
+"""Cost of an update under each loss, relative to DPO.
+
+Makes the last columns of the table in docs/losses.md.
 
     OMP_NUM_THREADS=1 python -m benchmarks.losses [LOSS ...]
 
@@ -48,7 +50,7 @@ ROWS = {  # the timed loss, or option of DPO
 
 
 def write_small_llama(folder: Path) -> None:
-    """Write the golden runs' tokenizer, and a config of four layers of 192, without weights."""
+    """Write the golden runs' tokenizer, and the config of a small Llama."""
     shutil.copytree(GOLDEN / "tiny-llama", folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = transformers.AutoConfig.from_pretrained(folder)
     config.update({"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4})
@@ -57,7 +59,7 @@ def write_small_llama(folder: Path) -> None:
 
 
 def measure(folder: Path, overrides: tuple[str, ...]) -> list[float]:
-    """Ratio of an update's CPU time to DPO's, in turn on the same pairs: while the reference scores, and cached."""
+    """Ratios of CPU time to DPO's: while the reference scores, and cached."""
     places = (f"model.name_or_path={folder / 'llama'}", f"local_run_dir={folder / 'run'}", f"local_dirs=[{folder}]")
     trainers: list[Any] = [make_trainer(compose([*SETTINGS, *places, *own])) for own in (DPO, overrides)]
     batches = [list(itertools.islice(trainer.train_iterator, BATCHES)) for trainer in trainers]

@@ -1,4 +1,4 @@
-"""Time in which online DPO draws answers, and that of a bare `model.generate` for the same prompts.
+"""Time in which online DPO draws answers, beside a bare `model.generate`.
 
     python -m benchmarks.online model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR batch_size=8 ...
     python -m benchmarks.online --rounds 5 model=demo datasets=[demo] ...
@@ -32,7 +32,7 @@ DEFAULTS = ("online=online", "online.scorer=shorter", "loss=simpo", "self_test=f
 
 
 def generate_bare(model: Any, tokenizer: Any, prompts: Sequence[Example], plan: Plan) -> None:
-    """Sample with plain `model.generate` from all tokens (no top-k), in batches of prompts of similar length."""
+    """Sample with plain `model.generate` from all tokens (no top-k)."""
     online, size = plan.online, plan.evaluation.eval_batch_size
     by_length = sorted(prompts, key=lambda prompt: len(prompt.prompt))
     for start in range(0, len(by_length), size):

@@ -1,4 +1,4 @@
-"""Scores of a policy against its reference in `benchmarks.hh_smollm2`: pairs, samples, divergence, intervals.
+"""Scores of a policy against its reference, for `benchmarks.hh_smollm2`.
 
 Everything is computed by our own code and in float32, whichever code and dtype the policy was trained with.
 """
@@ -23,7 +23,7 @@ BATCH = 8  # pairs, and four times as many prompts, in a forward
 
 
 class Interval(NamedTuple):
-    """A mean over prompts, with the 2.5th and the 97.5th percentile of resampled means."""
+    """A mean over prompts, with its 95 % interval by resampling."""
 
     mean: float
     low: float
@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 
 def bootstrap(*strata: Sequence[float] | np.ndarray, seed: int = 0) -> Interval:
-    """Mean of (n,) values, one per prompt, and its 95 % interval by the percentile bootstrap.
+    """Mean of values, one per prompt, with its percentile bootstrap.
 
     The same seed draws the same prompts for values of another policy, so that a difference of two policies is the
     mean of the differences. With several strata it is the mean of their means; each is resampled separately.
@@ -48,7 +48,9 @@ def bootstrap(*strata: Sequence[float] | np.ndarray, seed: int = 0) -> Interval:
 
 
 def balance_over_length(right: np.ndarray, longer: np.ndarray) -> Interval | None:
-    """Mean of the accuracies on pairs whose chosen response is shorter and longer; None without pairs of one kind.
+    """Mean of the accuracies where chosen is shorter and where longer.
+
+    None without pairs of one kind.
 
     Ranking by length alone scores 0.5. Pairs of equal lengths do not count.
     """
@@ -69,7 +71,7 @@ def by_prompt(samples: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
 
 @torch.no_grad()
 def pair_logps(model: Any, examples: Sequence[Example], *, max_length: int) -> list[list[float]]:
-    """Score each pair as in training: [log pi(chosen), log pi(rejected)], summed over tokens."""
+    """Score each pair as in training: [log pi(chosen), log pi(rejected)]."""
     layout, _ = layout_by_rules("shared_prefix", model, max_length=max_length)
     found: list[list[float]] = []
     for start in range(0, len(examples), BATCH):
@@ -93,7 +95,10 @@ class Drawn(NamedTuple):
 def draw(
     policy: Any, reference: Any, tokenizer: Any, prompts: Sequence[Tokens], n_samples: int, sampling: Sampling
 ) -> list[Drawn]:
-    """Draw `n_samples` per prompt. Sample k of prompt i has the same random numbers for every policy."""
+    """Draw `n_samples` per prompt.
+
+    Sample k of prompt i has the same random numbers for every policy.
+    """
     asked = [(i, k) for i in range(len(prompts)) for k in range(n_samples)]
     asked.sort(key=lambda ask: len(prompts[ask[0]]))  # neighbours are equally long, so little is padding
     found = []
@@ -109,7 +114,7 @@ def draw(
 
 @torch.no_grad()
 def divergence(policy: Any, reference: Any, prompt: Tokens, response: Tokens) -> tuple[float, float]:
-    """Two unbiased estimates of KL(policy || reference) at this prompt, from a response drawn from the policy.
+    """Two unbiased estimates of KL(policy || reference) from a drawn response.
 
     The log-ratio of the response; and the sum over its tokens of the exact KL of the two distributions of that token
     given the tokens before, which varies less (Rao-Blackwell; arXiv 2504.10637).

@@ -1,4 +1,4 @@
-"""Kills a run repeatedly at random moments until it completes, then compares it with an uninterrupted one.
+"""Kill runs at random moments, and compare them with an uninterrupted one.
 
     python -m benchmarks.soak model.name_or_path=DIR [--kills 50] [--seed 0] [overrides of train.py ...]
 
@@ -44,7 +44,7 @@ def read_log(run_dir: Path) -> list[dict]:
 
 
 def find_differences(whole: Path, other: Path) -> list[str]:
-    """List the differences between two complete runs, bit for bit; empty without any."""
+    """List the bitwise differences between two complete runs."""
     logs = [read_log(run_dir) for run_dir in (whole, other)]
     found = [] if logs[0] == logs[1] else ["metrics.jsonl"]
     for name in ("samples.jsonl", "samples.txt"):
@@ -60,7 +60,10 @@ def find_differences(whole: Path, other: Path) -> list[str]:
 
 
 def _unequal(a: Any, b: Any, where: str = "") -> list[str]:
-    """Places where two nested states differ, except the sizes of logs, which depend on the digits of times."""
+    """Places where two nested states differ.
+
+    The sizes of logs do not count: they depend on the digits of times.
+    """
     if where.endswith(".log_bytes"):
         return []
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
@@ -94,7 +97,10 @@ def start(overrides: list[str], run_dir: Path) -> subprocess.Popen:
 
 
 def kill_at_random(process: subprocess.Popen, run_dir: Path, draw: random.Random) -> str | None:
-    """Kill a run, or one of its ranks, at a random moment. Returns how, or None if it ended before."""
+    """Kill a run or one of its ranks at a random moment.
+
+    Returns how, or None if it ended before.
+    """
 
     def count_lines() -> int:
         log = run_dir / "metrics.jsonl"
@@ -126,7 +132,7 @@ def kill_at_random(process: subprocess.Popen, run_dir: Path, draw: random.Random
 
 
 def soak(whole: Path, run_dir: Path, overrides: list[str], kills: int, draw: random.Random) -> Counter[str]:
-    """Kill a run up to `kills` times, then let it complete and compare it with the uninterrupted run at `whole`."""
+    """Kill a run up to `kills` times, let it complete, and compare."""
     tally = Counter(runs=1)
     process = start(overrides, run_dir)
     while count_kills(tally) < kills and (how := kill_at_random(process, run_dir, draw)):

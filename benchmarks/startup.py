@@ -1,4 +1,4 @@
-"""How long the command line takes to answer, and a run to its first update; the memory that data takes.
+"""Time until answers and the first update; memory of data.
 
     python -m benchmarks.startup --answers [--checkout DIR ...] [--repeats 5]
     python -m benchmarks.startup model.name_or_path=DIR [--pairs 160800] [overrides of train.py ...]
@@ -53,7 +53,7 @@ def make_text(draw: random.Random) -> list[str]:
 
 
 def write_pairs(path: Path, n: int, seed: int) -> None:
-    """Write `n` records of `chosen` and `rejected`, about 1,100 characters each, as compressed JSON lines."""
+    """Write records in HH's format, of about 1,100 characters each."""
     draw = random.Random(seed)
     text = make_text(draw)
 
@@ -82,7 +82,7 @@ TO_FIRST_UPDATE = "golden run to first update"
 
 
 def seconds_to_answer(checkout: Path, name: str) -> float:
-    """Seconds from the start of a command to its end, or of the golden run to its first update."""
+    """Seconds of a command, or until the golden run's first update."""
     if name == TO_FIRST_UPDATE:
         return seconds_to_first_update(checkout)
     completing = {"COMP_LINE": COMPLETED, "COMP_POINT": str(len(COMPLETED))}
@@ -93,7 +93,7 @@ def seconds_to_answer(checkout: Path, name: str) -> float:
 
 
 def seconds_to_first_update(checkout: Path) -> float:
-    """Seconds from the start of the golden run `words-dpo` to the logged line of its first update."""
+    """Seconds until the golden run `words-dpo` logs its first update."""
     settings = json.loads((GOLDEN / "words-dpo.json").read_text())["config"]
     loss = settings.pop("loss")
     overrides = [f"{key}={value}" for key, value in settings.items()]
@@ -115,7 +115,7 @@ def seconds_to_first_update(checkout: Path) -> float:
 
 
 def measure_answers(checkouts: list[Path], repeats: int) -> None:
-    """Print medians, a line per answer and a column per checkout; the first round warms the page cache."""
+    """Print medians, a line per answer and a column per checkout."""
     names = (*ANSWERS, TO_FIRST_UPDATE)
     measures = {
         (name, checkout): lambda _, name=name, checkout=checkout: seconds_to_answer(checkout, name)
@@ -131,7 +131,7 @@ def measure_answers(checkouts: list[Path], repeats: int) -> None:
 
 
 def measure_run(data: Path, overrides: list[str], folder: Path, run: str) -> tuple[float, float]:
-    """Measure the seconds to the first line of `metrics.jsonl`, and the peak of resident memory in GB."""
+    """Seconds to the first line of `metrics.jsonl`, and peak memory in GB."""
     log, first, peak = folder / f"{run}_{data.name}" / "metrics.jsonl", None, 0
     start = time.perf_counter()
 
@@ -148,14 +148,14 @@ def measure_run(data: Path, overrides: list[str], folder: Path, run: str) -> tup
 
 
 def read_memory(file: str, *names: str) -> dict[str, int]:
-    """Read bytes of memory by name from a file of /proc; 0 for a process that has just ended."""
+    """Read sizes in bytes from a file of /proc; 0 if missing."""
     lines = [line.split() for line in Path(file).read_text().splitlines()]
     found = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
     return {name: found.get(name, 0) for name in names}
 
 
 def measure_loading(rank: int, world_size: int, config: Any) -> dict[str, float]:
-    """Load the data in one of several processes, and measure by how many bytes its memory grows."""
+    """Measure by how many bytes loading the data makes this process grow."""
 
     def memory() -> dict[str, int]:  # PSS: shared pages are divided by the number of processes that map them
         return read_memory("/proc/self/smaps_rollup", "Pss_Anon", "Pss_Shmem", "Pss_File")

@@ -1,4 +1,4 @@
-"""Time of an update outside forward, backward and optimizer: data, metrics, logging, the loop itself.
+"""Time of an update outside forward, backward and optimizer.
 
     python -m benchmarks.step_overhead model.name_or_path=DIR dataset_sources.hh=DIR batch_size=16 n_examples=64 ...
 

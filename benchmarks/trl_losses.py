@@ -28,7 +28,7 @@ SIDES = ("chosen", "rejected")
 
 
 def draw() -> dict[str, Any]:
-    """Draw log-probabilities of each token by policy and reference, and log sum_v pi(v)^2 of the policy."""
+    """Draw log-probabilities of tokens, and log sum_v pi(v)^2 of the policy."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(n: int, low: float, high: float) -> list[float]:
@@ -49,7 +49,7 @@ def draw() -> dict[str, Any]:
 
 
 def table(pairs: list[dict], kind: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Values of each token, (2 * pairs, T): all chosen, then all rejected."""
+    """Values of each token, (2 * pairs, T): chosen, then rejected."""
     rows = [pair[side][kind] for side in SIDES for pair in pairs]
     return torch.tensor([row + [0.0] * (T - len(row)) for row in rows], dtype=dtype)
 
@@ -62,7 +62,7 @@ def count_tokens(pairs: list[dict]) -> list[int]:
 
 
 class Model:
-    """A stand-in that returns log-probabilities as a model with TRL's fused head does."""
+    """A stand-in that returns what a model with TRL's head returns."""
 
     training, is_gradient_checkpointing = True, False
 
@@ -104,7 +104,7 @@ def dpo(pairs: list[dict], log_probs: torch.Tensor, **options: Any) -> torch.Ten
 
 
 def cpo(pairs: list[dict], log_probs: torch.Tensor, *, of: str, **options: Any) -> torch.Tensor:
-    """CPO's losses of sums of log-probabilities, of their means over tokens, or of DPO's log-ratios.
+    """CPO's losses of sums or means of log-probabilities, or of log-ratios.
 
     TRL's DPO trainer ignores `label_smoothing` under `sigmoid`; CPO's, which has the same formula, uses it.
     """
@@ -118,7 +118,10 @@ def cpo(pairs: list[dict], log_probs: torch.Tensor, *, of: str, **options: Any) 
 
 
 def orpo(pairs: list[dict], log_probs: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """ORPO with our SFT term, on the response alone; TRL's includes the prompt, and is a mean over the batch."""
+    """ORPO with our SFT term, on the response alone.
+
+    TRL's term includes the prompt, and is a mean over the batch.
+    """
     chosen, rejected = (log_probs.sum(1) / torch.tensor(count_tokens(pairs))).chunk(2)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), beta=beta)
     return (-chosen - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]).mean()
@@ -168,7 +171,7 @@ CASES.append(({"name": "orpo", "beta": 0.2}, partial(orpo, beta=0.2)))
 
 
 def measure(ours: dict[str, Any], loss: partial, pairs: list[dict]) -> dict[str, Any]:
-    """Mean loss of pairs as one batch, and its gradient with respect to each first token, chosen first."""
+    """Mean loss of a batch, and its gradient at first tokens."""
     # float32 is the only dtype that TRL clamps
     dtype = torch.float32 if "f_divergence" in ours else torch.float64
     log_probs = table(pairs, "policy", dtype).requires_grad_()

@@ -49,7 +49,7 @@ class Stopwatch(TrainerCallback):
 
 
 class LikeOurs(DPOTrainer):
-    """TRL's trainer with our order and warm-up, and a record of each update's seconds and pairs' margins."""
+    """TRL's trainer with our order and warm-up, and more in its log."""
 
     watch: Stopwatch
 

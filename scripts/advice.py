@@ -1,4 +1,4 @@
-"""Recommendation for training on given GPUs or the CPU: trainer, dtype, batch size, and a command line."""
+"""Recommendation for training on given GPUs or the CPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ class Gpu(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """Recommended settings. `examples_per_gpu` go through one backward pass; None if no model in the table fits."""
+    """Recommended settings.
+
+    `examples_per_gpu` go through one backward pass; None if no model in the table fits.
+    """
 
     trainer: str
     model: str
@@ -78,7 +81,7 @@ def count_parameters(name: str) -> int:
 
 @functools.cache
 def measure_pair(name: str, dtype_name: str, *, checkpointing: bool) -> int:
-    """Bytes that the forward of a pair keeps for its backward, counted with fake tensors as `dry_run=true` does."""
+    """Bytes that a pair's forward keeps for its backward, by fake tensors."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -105,7 +108,7 @@ def measure_pair(name: str, dtype_name: str, *, checkpointing: bool) -> int:
 
 
 def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") -> Advice:
-    """Recommend how to train `model`, or the largest smaller one that fits. `memory` is the host's, in bytes."""
+    """Recommend how to train `model`, or the largest that fits."""
     usable = 0.9 * min((g.total for g in gpus), default=memory)
     dtype = "bfloat16" if gpus and all(g.bf16 for g in gpus) else "float32"
     names = [*MODELS][: [*MODELS].index(model) + 1]
@@ -148,7 +151,6 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
 
 
 def recommend_small_model(usable: float, *, n_gpus: int) -> Advice:
-    """Recommend BasicTrainer and the demo model, with the size of the largest model that fits."""
     reasons = [
         f"{'the GPUs are small' if n_gpus else 'no GPU'}: models of up to about {usable / 2 / STATE / 1e6:.0f} million "
         f"parameters fit ({STATE} bytes each, and as much for activations, in 90 % of the memory)",
@@ -162,7 +164,7 @@ def recommend_small_model(usable: float, *, n_gpus: int) -> Advice:
 
 
 def recommend_adapters(usable: float, *, n_gpus: int, dtype: str = "float32") -> str:
-    """Say how large the base of an adapter may be, with half of the memory for activations."""
+    """Say how large an adapter's base may be, beside equal activations."""
     width = 2 if dtype == "bfloat16" else 4
     own = " model.policy_dtype=bfloat16" if dtype == "bfloat16" else ""
     found = []

@@ -1,4 +1,4 @@
-"""`make demo`: SFT, then DPO from its checkpoint, on a small model and synthetic dialogues, with the real command line.
+"""`make demo`: SFT, then DPO, of a small model on synthetic dialogues.
 
     python -m scripts.demo [--seed N | --seeds K] [--picture FILE.png]
 
@@ -146,7 +146,7 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
 
 
 def write_page(outcomes: Sequence[Outcome], picture: Path | None) -> Path:
-    """Write the report of all runs, which begins with the picture of DPO's effect, also written to `picture`."""
+    """Write the report of all runs, which the picture opens."""
     from dpo.analysis.page import Lead, write_report  # matplotlib takes a second to import
     from scripts.demo_picture import ALT, describe, draw
 

@@ -1,4 +1,4 @@
-"""First picture of the demo's page: kinds of samples before and after DPO."""
+"""Picture of the demo: kinds of samples before and after DPO."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {"courteous": 2, "curt": 6, "broken": 1}  # a share, and its colour's in
 
 
 def draw(changes: Sequence[Change], *, dark: bool) -> bytes:
-    """Draw a PNG with bars of each run's samples before and after DPO, divided into courteous, curt and broken."""
+    """Draw a PNG with bars of each run's samples, by kind."""
     theme = DARK if dark else LIGHT
     thickness = 0.8 / len(changes)
     with mpl.rc_context({"font.size": 10, "font.family": "sans-serif"}):

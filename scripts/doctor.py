@@ -1,4 +1,4 @@
-"""The first thing to run on a new machine: reports what it has, what is wrong with it, and what to train on it.
+"""Report what a machine has, what is wrong, and what to train.
 
     python -m scripts.doctor
     python -m scripts.doctor --model llama7b    # which trainer, dtype and batch for this model
@@ -79,7 +79,7 @@ class Finding(NamedTuple):
 
 
 def judge(check: str, text: str, value: float, *, ok: float = 1, warning: float = 0, fix: str | None = None) -> Finding:
-    """Judge a value: ok from `ok` upwards, a warning from `warning` upwards, else a problem. True is 1, False 0."""
+    """Judge a value by the least that is ok, or a warning."""
     level = OK if value >= ok else WARNING if value >= warning else PROBLEM
     return Finding(check, level, text, None if level == OK else fix or FIXES[check])
 
@@ -88,7 +88,10 @@ def judge(check: str, text: str, value: float, *, ok: float = 1, warning: float 
 
 
 def check_software(requirements: Path = ROOT / "requirements.txt") -> list[Finding]:
-    """Compare installed packages with the tested ones; a missing one is a problem, another major version a warning."""
+    """Compare installed packages with the tested ones.
+
+    A missing one is a problem, another major version a warning.
+    """
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", requirements.read_text(encoding="utf-8"), re.M))
     pinned = {name: version for name, version in pinned.items() if name.replace("-", "_") not in BACKENDS}
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
@@ -107,7 +110,10 @@ class ChildError(Exception):
 
 
 def ask(*command: str, limit: float = 10) -> str:
-    """Return the output of a command. Raises ChildError; either way the command and its children have ended."""
+    """Return the output of a command; it and its children have ended.
+
+    Raises ChildError.
+    """
     from dpo.system.redaction import redact
 
     pipe = subprocess.PIPE
@@ -132,7 +138,10 @@ def ask(*command: str, limit: float = 10) -> str:
 
 
 def run_probe(call: str, limit: float) -> Any:
-    """Return what a call of a probe in this file gives in a child process. Raises ChildError."""
+    """Return the result of a call in a child process.
+
+    Raises ChildError.
+    """
     code = f"import json; from scripts.doctor import *; print(json.dumps({call}))"
     return json.loads(ask(sys.executable, "-c", code, limit=limit).splitlines()[-1])
 
@@ -157,7 +166,10 @@ def probe_devices() -> list[Gpu]:
 
 
 def find_matmul_error(device: str, dtype: Any) -> str | None:
-    """Compare a product on `device` in `dtype` with float64 on the CPU; None if the error is within rounding."""
+    """Compare a product on `device` with float64 on the CPU.
+
+    None if the error is within rounding.
+    """
     import torch
 
     left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(dtype)  # (512, 512) each
@@ -177,7 +189,7 @@ def probe_all_reduce(backend: str, n: int) -> list[dict[str, float]]:
 
 
 def all_reduce(rank: int, backend: str, n: int, folder: str) -> None:
-    """Write the tensor's bytes, the number of wrong elements on this rank, and the fastest of 5 times in seconds."""
+    """Write bytes, wrong elements, and the fastest of 5 times in seconds."""
     import torch
     import torch.distributed as dist
 
@@ -206,7 +218,7 @@ def all_reduce(rank: int, backend: str, n: int, folder: str) -> None:
 
 @functools.cache
 def visible_gpus() -> tuple[list[Gpu], str | None]:
-    """List the GPUs that torch sees, or return the error of the query."""
+    """List the GPUs that torch sees, or give the query's error."""
     try:
         import torch
 
@@ -275,7 +287,7 @@ def check_all_reduce() -> list[Finding]:
 
 
 def judge_all_reduce(results: Sequence[Mapping[str, float]], backend: str) -> Finding:
-    """Judge the sums of all ranks; the speed is that of the slowest, bytes / time."""
+    """Judge the sums of all ranks, and the speed of the slowest."""
     size, seconds = results[0]["bytes"], max(r["seconds"] for r in results)
     wrong = ", ".join(f"{r['wrong']:.0f} elements on rank {rank}" for rank, r in enumerate(results) if r["wrong"])
     speed = f"{size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {gb(size / seconds)}/s"
@@ -314,14 +326,13 @@ def check_disk() -> list[Finding]:
 
 
 def check_hub() -> list[Finding]:
-    """Check whether the Hub answers, in a child process, because DNS look-ups ignore our timeout."""
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname
     if constants.HF_HUB_OFFLINE:
         return [Finding("hub", OK, "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set: only local and cached files")]
     fetch = "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=4)"
-    try:
+    try:  # in a child process, because DNS look-ups ignore our timeout
         ask(sys.executable, "-P", "-c", fetch, f"{constants.ENDPOINT}/api/models?limit=1", limit=HUB_LIMIT)
         return [Finding("hub", OK, f"{host} answers")]
     except ChildError as error:
@@ -330,7 +341,7 @@ def check_hub() -> list[Finding]:
 
 
 def check_wandb() -> list[Finding]:
-    """Check where W&B would log. Looks for an API key, without showing or trying it."""
+    """Look for an API key of W&B, without showing or trying it."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc.split("@")[-1]
     files = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
     if (mode := os.environ.get("WANDB_MODE")) in ("offline", "disabled"):
@@ -379,7 +390,7 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
 
 
 def examine(checks: Mapping[str, Callable[[], list[Finding]]]) -> list[Finding]:
-    """Run all checks. An unexpected exception in one becomes a finding, and the others still run."""
+    """Run all checks; an exception in one becomes a finding."""
     findings = []
     for name, check in checks.items():
         try:

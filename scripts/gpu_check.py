@@ -1,4 +1,6 @@
-"""The acceptance run on a GPU: the tests in `tests/gpu`, each in a process of its own. `make gpu-check` runs it.
+"""The acceptance run on a GPU: the tests in `tests/gpu`.
+
+Each is in a process of its own; `make gpu-check` runs it.
 
     python -m scripts.gpu_check [--quick] [--only NAME,NAME] [options of pytest]
 

@@ -1,4 +1,4 @@
-"""Asks policies and their reference: prompts typed at a terminal or lines of a file, answers side by side with rewards.
+"""Ask policies and their reference, and show answers side by side.
 
     python -m scripts.sample CHECKPOINT_OR_DIR [...]
     python -m scripts.sample CHECKPOINT_OR_DIR [...] --file prompts.jsonl --out answers.jsonl
@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _value(kind: type, spec: str) -> Callable[[str], Any]:
-    """Parser of an option's value for argparse, by a spec like those of the config's keys."""
+    """Parser of an option's value, by a spec like a config key's."""
     rule = read_rule(spec)
 
     def parse_value(text: str) -> Any:
@@ -132,7 +132,7 @@ def sample(asked: argparse.Namespace) -> None:
 
 
 def read_prompts(file: Path, out: Path) -> list[Any]:
-    """Read the prompts of a file, and check that answers can be written."""
+    """Read a file's prompts, and check that answers can be written."""
     from dpo.data.schema import get_field
     from dpo.data.sources import load_rows
     from dpo.settings.places import Source
@@ -152,7 +152,7 @@ def read_prompts(file: Path, out: Path) -> list[Any]:
 def answer_all(
     panel: Panel, sampling: Sampling, records: list[Any], prompts: list[Tokens], asked: argparse.Namespace
 ) -> None:
-    """Write a line for each record: its prompt, answers, rewards, and numbers of tokens."""
+    """Write each record's answers, with rewards and numbers of tokens."""
     from tqdm import tqdm
 
     finite: dict[str, list[float]] = {}  # rewards; JSON lacks NaN and infinity, which become null

@@ -1,4 +1,4 @@
-"""Verifies checkpoints: reads every byte of every file and compares it with the checksums in the manifest.
+"""Verify checkpoints: compare every byte with the manifest's checksums.
 
     python -m scripts.verify RUN_OR_CHECKPOINT [...] [--json]
 
@@ -19,7 +19,7 @@ from dpo.checkpoint.files import MANIFEST, STEP, DamagedCheckpoint, check_comple
 
 
 def list_checkpoints(path: Path) -> list[Path]:
-    """List the checkpoint that a path or link names, or all of the run whose directory it is."""
+    """List the checkpoint that a path names, or all of a run."""
     path = path.expanduser().resolve()
     if path.is_dir() and (STEP.fullmatch(path.name) or (path / MANIFEST).exists()):
         return [path]

@@ -1,4 +1,6 @@
-"""The frontier of reward against KL, as in figure 2 (left) of the DPO paper, on a task whose optimum is known exactly.
+"""The frontier of reward against KL, where the optimum is known.
+
+As in figure 2 (left) of the DPO paper:
 
     python -m experiments.frontier [--quick] [--out DIR] [OVERRIDES OF train.py ...]
 
@@ -81,7 +83,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs from one reference: model, data and runs in `root`, and overrides of train.py for all of them."""
+    """Runs from one reference, with their directory and common overrides."""
 
     root: Path
     task: Task
@@ -89,7 +91,7 @@ class Sweep:
     overrides: Sequence[str]
 
     def train_reference(self) -> None:
-        """Run SFT on a demonstrator's texts; its policy is the start and the reference of every method."""
+        """Run SFT on a demonstrator's texts, from which all methods start."""
         root, task, rng = self.root, self.task, np.random.default_rng([self.task.seed, 5])
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True)
@@ -119,7 +121,7 @@ class Sweep:
         return exact.Limit(exact.leaf_logps(self.reference, self.task, prompts), rewards)
 
     def write_preferences(self, wanted: Sequence[Run]) -> None:
-        """Write labelled pairs of the reference's responses for each seed, the same pairs for each noise."""
+        """Write labelled pairs of each seed, the same for each noise."""
         for run in {run.data: run for run in wanted}.values():
             rng = np.random.default_rng([self.task.seed, 6, run.seed])
             write = partial(exact.draw, self.reference, self.task, rng=rng)
@@ -130,7 +132,7 @@ class Sweep:
             runs.write_pairs(self.root / "data" / run.data, self.task, train, test)
 
     def make_job(self, run: Run) -> Job:
-        """Make a run's job, with as many labels and updates as the others; online pairs are new, so seen once."""
+        """Make a run's job, with as many labels and updates as others."""
         method, n = METHODS[run.method], self.size.epochs
         epochs, batch_size = (1, BATCH // n) if method.once else (n, BATCH)
         online = {"scorer": runs.write_scorer(self.root, self.task, run.seed), "longest": self.task.response_length}
@@ -143,7 +145,7 @@ class Sweep:
         return Job(self.root / "runs" / run.name, overrides)
 
     def judge(self, job: Job) -> None:
-        """Write the reward and KL of a run's policy, and the other values of its row, to `point.json`."""
+        """Write the values of a run's row to `point.json`."""
         model = runs.load_policy(self.root, job.directory / "LATEST" / "policy.pt")
         found = exact.measure(exact.leaf_logps(model, self.task, self.task.test_prompts), self.task, self.limit)
         metrics = (job.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -166,7 +168,7 @@ class Sweep:
         return [rows[run] for run in wanted]
 
     def list_known(self) -> list[dict[str, Any]]:
-        """Rows of policies known without a run: the reference, pi*, best-of-N, the law of the chosen responses."""
+        """Rows of policies that are known without a run."""
 
         def known(method: str, logps: np.ndarray, beta: float | None = None, **more: Any) -> dict[str, Any]:
             measured = exact.measure(logps, self.task, self.limit, optimal=method == "pi_star")
@@ -183,7 +185,7 @@ class Sweep:
 def make_row(
     method: str, beta: float | None, seed: int | None, reward: float, kl: float, **more: Any
 ) -> dict[str, Any]:
-    """Make a row. Reward and KL are exact, so their standard errors are 0; rows of seeds show the spread."""
+    """Make a row of exact values, whose standard errors are 0."""
     exactly = {"reward": reward, "reward_se": 0.0, "kl": kl, "kl_se": 0.0}
     return {"method": method, "beta": beta, "seed": seed, **exactly, **more}
 
@@ -205,7 +207,7 @@ def wanted_runs(size: Size, noise: float) -> list[Run]:
 
 
 def rates_to_try() -> list[Run]:
-    """Runs of --tune, the same for each method: every learning rate with every second beta."""
+    """Runs of --tune: every learning rate with every second beta."""
     methods = {name: method for name, method in METHODS.items() if not method.noisy}
     return [
         Run(name, beta, TUNED_ON, lr) for name, method in methods.items() for lr in RATES for beta in method.betas[::2]
@@ -217,7 +219,6 @@ def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def run_sweep(sweep: Sweep, out: Path, wanted: Sequence[Run], *, tune: bool = False) -> None:
-    """Run everything, and write the results. Raises InputError and RunError as train.py does."""
     from experiments.frontier.picture import draw
     from experiments.frontier.reading import format_rates, tables
 
@@ -235,7 +236,6 @@ def run_sweep(sweep: Sweep, out: Path, wanted: Sequence[Run], *, tune: bool = Fa
 
 
 def run_controls(sweep: Sweep, out: Path) -> None:
-    """Run the controls; write and print their rows."""
     from experiments.frontier.controls import run_all
     from experiments.frontier.reading import format_controls
 
@@ -250,7 +250,10 @@ def run_controls(sweep: Sweep, out: Path) -> None:
 
 
 def read_rows(files: Sequence[Path]) -> str:
-    """Format the tables of a sweep's file, a controls' file, or both, with reweighted DPO in the sweep's tables."""
+    """Format the tables of a sweep's file, a controls' file, or both.
+
+    With both, reweighted DPO is in the sweep's tables.
+    """
     from experiments.frontier.reading import format_controls, tables
 
     rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]

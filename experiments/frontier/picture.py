@@ -1,4 +1,4 @@
-"""Picture of `experiments.frontier`: expected true reward against KL, as in figure 2 (left) of the DPO paper."""
+"""Picture of `experiments.frontier`: expected true reward against KL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH, HEIGHT = 4.9, 4.9  # inches of a panel
 
 
 def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
-    """Draw a PNG: a dot per run, lines through the means over seeds; beside it the same with flipped labels."""
+    """Draw a PNG: a dot per run, lines through means over seeds."""
     theme = DARK if dark else LIGHT
     noisy = [method for method in methods_in(rows) if METHODS[method].noisy]
     clean = [method for method in methods_in(rows) if not METHODS[method].noisy]
@@ -61,7 +61,7 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
 
 
 def _heights(rows: Sequence[Row]) -> tuple[float, float]:
-    """Range of rewards in the picture: from below the lowest run to above pi* near the largest KL."""
+    """Range of rewards in the picture."""
     furthest = max(row["kl"] for row in rows if row["seed"] is not None)
     lowest = min(row["reward"] for row in rows if row["seed"] is not None or row["method"] == "sft")
     highest = max(row["reward"] for row in rows if row["kl"] <= 1.1 * furthest)
@@ -69,7 +69,6 @@ def _heights(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def _draw_known(axis: Any, rows: Sequence[Row], theme: Theme, furthest: float) -> None:
-    """Draw pi*, which no policy exceeds, best-of-N, and the reference, where all methods start."""
     [start] = [row for row in rows if row["method"] == "sft"]
     limit = sorted((row for row in rows if row["method"] == "pi_star"), key=lambda row: row["kl"])
     kls, rewards = ([start[key], *(row[key] for row in limit)] for key in ("kl", "reward"))

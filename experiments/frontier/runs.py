@@ -1,4 +1,4 @@
-"""Runs of `experiments.frontier`: model, tokenizer and data, and `train.py` in processes that share the cores.
+"""Runs of `experiments.frontier`: model, tokenizer, data, and processes.
 
 Every policy is trained by the command line of users, in a process forked from one with all imports done, and judged by
 `exact.py` in the process that trained it.
@@ -71,7 +71,7 @@ def import_all() -> None:
 
 
 def write_model(directory: Path, task: Task) -> None:
-    """Write a small Llama without weights, with the symbols and EOS as vocabulary."""
+    """Write a small Llama without weights, and its tokenizer."""
     import tokenizers
     import transformers
 
@@ -99,7 +99,7 @@ def write_pairs(directory: Path, task: Task, train: Pairs, test: Pairs) -> None:
 
 
 def write_scorer(root: Path, task: Task, seed: int) -> str:
-    """Write a file for `online.function`. Returns its path with the name of its function."""
+    """Write a file for `online.function`, and return its name."""
     file = root / "scorers" / f"seed_{seed}.py"
     file.parent.mkdir(exist_ok=True)
     made = f"from experiments.frontier.task import Task, noisy_scorer\n\nscore = noisy_scorer({task}, seed={seed})\n"
@@ -130,7 +130,9 @@ def load_policy(root: Path, archive: Path) -> Any:
 
 
 def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int) -> Iterator[Job]:
-    """Run jobs, and yield each when it is done; `finish` is called in the process that trained.
+    """Run jobs, and yield each when it is done.
+
+    `finish` is called in the process that trained.
 
     Raises InputError if train.py refuses its input, RunError if a run fails otherwise.
     """

@@ -115,7 +115,7 @@ def test_the_two_responses_of_a_pair_differ(model):
 
 
 def test_the_leaves_are_what_the_trainer_scores(model, model_dir, logps):
-    """Tokenized and cut by the trainer's rule, and scored by its plain path."""
+    """Tokenized and cut by the trainer's rule, scored by its plain path."""
     encode = TextEncoder(load_tokenizer(str(model_dir)))
     texts, examples = [TASK.text(leaf) for leaf in TASK.leaves], []
     for text in texts:
@@ -164,7 +164,7 @@ def test_draw_draws_from_the_model(model, logps):
 
 @pytest.fixture
 def small():
-    """A reference of 3 prompts with 5 responses each, and rewards, two of them tied."""
+    """A reference of 3 prompts with 5 responses each; two rewards tie."""
     rng = np.random.default_rng(0)
     logits, rewards = rng.normal(size=(3, 5)), rng.normal(size=(3, 5))
     rewards[:, 4] = rewards[:, 1]
@@ -302,7 +302,7 @@ def made_rows():
 
 
 def test_rewards_at_equal_kl_are_below_the_limit_by_gaps_on_lines_from_the_reference(made_rows):
-    """The gaps are 1.5 at KL 1 (which `made_row` puts at a limit of 2), and 1 and 0.8 at KL 2."""
+    """The gaps are 1.5 at KL 1, 1 and 0.8 at 2."""
     course = describe_course(made_rows, "dpo")
     assert course.betas == [1.0, 0.1, 0.01]  # in the order of KL
     assert np.isnan(at_equal_kl(course, made_rows, 0.5)).all()
@@ -312,7 +312,7 @@ def test_rewards_at_equal_kl_are_below_the_limit_by_gaps_on_lines_from_the_refer
 
 
 def test_a_budget_is_spent_on_the_best_mixture_within_it(made_rows):
-    """The first seed's best are mixtures of the reference and the policy at KL 2, which is also best beyond."""
+    """Mixtures of the reference and the policy at KL 2 are best."""
     found = within_budget(describe_course(made_rows, "dpo"), made_rows[0], np.array([0.0, 1.0, 2.0, 5.0]))
     assert found.tolist() == pytest.approx([(0 + 0.5 + 1 + 1) / 4, (0 + 0.6 + 1.2 + 1.2) / 4])
 

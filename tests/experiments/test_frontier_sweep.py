@@ -1,4 +1,4 @@
-"""`experiments.frontier` as it is run: a row is where its policy is, and a run has the labels and settings it names."""
+"""`experiments.frontier` as it is run: its rows and its runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Sweep(NamedTuple):
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """One beta of three methods; their policies, which the command deletes, are kept."""
+    """One beta of three methods, whose policies are kept."""
     out, judge, printed = tmp_path_factory.mktemp("sweep"), frontier.Sweep.judge, io.StringIO()
 
     def keep_and_judge(self, job):
@@ -72,7 +72,7 @@ def sweep(tmp_path_factory):
 
 
 def logps_of(sweep, archive):
-    """Of every response to every held-out prompt, (prompts, leaves), by the trainer's plain path."""
+    """Every response to every held-out prompt, by the trainer's plain path."""
     model = load_model(str(sweep.root / "model"), dtype=torch.float32, archive=str(archive), random_init=True).eval()
     eos, examples = TASK.symbols, []
     for prompt in TASK.test_prompts.tolist():
@@ -95,7 +95,7 @@ def rewards():
 
 
 def assert_is_a_frontier(rows):
-    """Of the issue: the keys, one row for each method, beta and seed, and no point above pi* by more than its error."""
+    """All keys, distinct rows, and no point above pi*."""
     assert all(set(row) >= KEYS for row in rows)
     assert len({(row["method"], row["beta"], row["seed"]) for row in rows}) == len(rows)
     optima = [row for row in rows if row["method"] == "pi_star"]
@@ -137,7 +137,7 @@ def test_a_row_is_where_its_policy_is(method, sweep, reference, rewards):
 
 
 def test_the_most_reward_is_the_least_of_what_the_dual_allows(sweep, reference, rewards):
-    """By Lagrange, at most min over beta of beta (KL + mean log Z), where Z = sum of reference exp(reward / beta)."""
+    """Lagrange's bound: min over beta of beta (KL + mean log Z)."""
     betas = np.geomspace(1e-5, 1e4, 2001)
     log_z = np.array([np.logaddexp.reduce(reference + rewards / beta, axis=-1).mean() for beta in betas])
     for row in sweep.rows:

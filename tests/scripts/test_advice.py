@@ -1,4 +1,4 @@
-"""What the doctor recommends for machines made up here, and the table of models that it computes with."""
+"""Recommendations for machines made up here."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_models_have_their_published_sizes(name, billions):
 
 @pytest.mark.slow
 def test_a_pair_takes_what_its_forward_keeps():
-    """For gpt2-large, whose tensors saved for the backward are 2.9 and 5.5 GB; the loss takes the rest."""
+    """Tensors saved for gpt2-large's backward are 2.9 and 5.5 GB."""
     plain, wide = (measure_pair("gpt2-large", dtype, checkpointing=False) for dtype in ("bfloat16", "float32"))
     assert (plain, wide) == pytest.approx((3.2e9, 5.8e9), rel=0.1)
     assert measure_pair("gpt2-large", "bfloat16", checkpointing=True) < plain / 4

@@ -1,4 +1,4 @@
-"""Every benchmark runs, on a tiny model, and counts what it says it counts."""
+"""Every benchmark runs on a tiny model, and counts correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make demo` says what its runs came to, and writes a page that opens with it."""
+"""`make demo` prints the shares, and writes a page about them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def write_run(run_dir: Path, dialogues: list, metrics: list[dict], share_courteous: float) -> None:
-    """A completed run that evaluated twice: at first the texts are noise under SFT, half courteous under DPO."""
+    """A completed run that evaluated twice; SFT begins with noise."""
     sft = run_dir.name == "sft"
     rows = []
     for examples, share in ((0, None if sft else 0.5), (32, share_courteous)):

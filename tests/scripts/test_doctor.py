@@ -1,4 +1,4 @@
-"""The doctor: what it says about this machine, and about machines made up here; nothing hangs, nothing leaks."""
+"""The doctor, on this machine and on machines made up here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.hh_smollm2` computes from pairs and samples, against numbers worked by hand, and that it runs."""
+"""Scores of `benchmarks.hh_smollm2` against numbers worked by hand."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence_and_status_2(tmp_path, c
 
 @pytest.mark.slow
 def test_it_asks_no_network_for_the_texts_of_a_ledger(tmp_path):
-    """Data and tokenizer are on the Hub, and not on this machine; whatever looked up an address would be told."""
+    """Data and tokenizer are on the Hub, and not on this machine."""
     config = {"datasets": ["mine"], "dataset_sources": {"mine": "no/such"}, "model": {"name_or_path": "no/such"}}
     wrong = [row("bad", n, "train", -9.0, 9.0, (5, 5)) | {"dataset": "mine"} for n in (2, 3)]
     run = with_ledger(tmp_path, wrong)

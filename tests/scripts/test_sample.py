@@ -1,4 +1,4 @@
-"""`python -m scripts.sample` answers as the models do, with the rewards that the trainer's loss gives those answers."""
+"""`python -m scripts.sample` answers as the models do, with the loss's rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A directory from elsewhere runs no code of its own, whatever its config says: only the command line gives trust."""
+"""A directory runs its code only if the command line says so."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def change(file: Path, **changes: object) -> None:
 
 @pytest.fixture(scope="module")
 def elsewhere(rows, tmp_path_factory) -> Path:
-    """A run, one of an adapter, and the model of both, whose code touches `proof`; trained by who trusts it."""
+    """A run, an adapter's run and their model, whose code touches `proof`."""
     folder = tmp_path_factory.mktemp("elsewhere")
     home = shutil.copytree(GOLDEN / "tiny-llama", folder / "model")
     (home / "own.py").write_text(CODE.format(proof=str(folder / "proof")))

@@ -1,4 +1,4 @@
-"""`python -m scripts.verify` says of each checkpoint whether it is whole, and why not."""
+"""`python -m scripts.verify` says of each checkpoint whether it is whole."""
 
 from __future__ import annotations
 
