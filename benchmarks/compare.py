@@ -326,7 +326,6 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=4, help="number of counted updates")
     parser.add_argument("--only", help="names of rows, separated by semicolons")
     parser.add_argument("--trl", metavar="PYTHON", help="the Python of an environment with TRL")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements to this file")
     asked, overrides = parser.parse_known_args()
     rows = [*TABLES[asked.table], *TRL]
     if unknown := set(asked.only.split(";") if asked.only else ()) - {*rows}:
@@ -339,8 +338,6 @@ def main() -> None:
             except Failed as error:
                 results[name] = {"failed": str(error)}
             print(f"measured {name}", flush=True)
-            if asked.json:  # after every row: the next may fail
-                asked.json.write_text(json.dumps(results, indent=2))
     peaks = {name: measure_peak(getattr(torch, name)) for name in ("float32", "bfloat16")}
     print(", ".join(f"{name} peak {peak / 1e9:,.0f} GFLOP/s" for name, peak in peaks.items()))
     print_table(results, SHOWN[asked.table], peaks)

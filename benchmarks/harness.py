@@ -83,32 +83,28 @@ def read_pairs(config: DictConfig, split: str = "train") -> list[tuple[Any, int,
 def run_python(
     *arguments: str,
     python: str = sys.executable,
-    watch: Callable[[int], object] = lambda pid: None,
+    watch: Callable[[int], None] = lambda pid: None,
     every: float = 0.05,
     **environment: str,
 ) -> str:
     """Run a fresh Python and return its output. Raises Failed.
 
-    `watch` gets its id now and then, and ends it by returning True.
+    `watch` gets its id every `every` seconds.
     """
     own = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ} if python == sys.executable else os.environ  # as train.py does
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [python, *arguments], cwd=ROOT, env={**own, **environment}, stdout=out, stderr=errors
         )
-        stopped = False
-        while process.poll() is None and not stopped:
-            stopped = watch(process.pid) is True
+        while process.poll() is None:
+            watch(process.pid)
             time.sleep(every)
-        if stopped:
-            process.kill()
-        status = process.wait()
         out.seek(0)
         errors.seek(0)
         said, wrong = out.read(), errors.read()
-    if status and not stopped:
+    if process.returncode:
         words = (wrong.strip() or said.strip() or "no output").splitlines()[-1]
-        raise Failed(f"status {status} (-9: out of memory): {words[:200]}")
+        raise Failed(f"status {process.returncode} (-9: out of memory): {words[:200]}")
     return said
 
 

@@ -4,8 +4,8 @@
     python -m benchmarks.startup model.name_or_path=DIR [--pairs 160800] [overrides of train.py ...]
     python -m benchmarks.startup model.name_or_path=DIR --processes 2,4 [--pairs 160800] [overrides of train.py ...]
 
-`--answers` prints median times that a user waits: for a refused config, `--help`, `--cfg job`, completion, and the
-first update of the golden run `words-dpo`; with `--checkout`, also for other checkouts of this project, in turns.
+`--answers` prints median times that a user waits for a refused config, `--help`, `--cfg job` and completion; with
+`--checkout`, also for other checkouts of this project, in turns.
 
 Otherwise it writes synthetic pairs in HH's format and lengths (dialogues of one to four turns, log-normal numbers of
 words), and runs the command line on all of them and on a thousandth of them, in fresh processes, twice, for a few
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 import preference_datasets
-from benchmarks.harness import GOLDEN, ROOT, add_range, measure_afresh, measure_in_turns, print_row, run_python
+from benchmarks.harness import ROOT, add_range, measure_afresh, measure_in_turns, print_row, run_python
 from dpo.settings.plan import resolve
 from dpo.system.host import release_freed_memory
 
@@ -78,13 +78,9 @@ ANSWERS = {
     "--cfg job": ("--cfg", "job"),
     "completion": ("-sc", "query=bash"),
 }
-TO_FIRST_UPDATE = "golden run to first update"
 
 
 def seconds_to_answer(checkout: Path, name: str) -> float:
-    """Seconds of a command, or until the golden run's first update."""
-    if name == TO_FIRST_UPDATE:
-        return seconds_to_first_update(checkout)
     completing = {"COMP_LINE": COMPLETED, "COMP_POINT": str(len(COMPLETED))}
     command = [sys.executable, str(checkout / "train.py"), *ANSWERS[name]]
     start = time.perf_counter()
@@ -92,38 +88,15 @@ def seconds_to_answer(checkout: Path, name: str) -> float:
     return time.perf_counter() - start
 
 
-def seconds_to_first_update(checkout: Path) -> float:
-    """Seconds until the golden run `words-dpo` logs its first update."""
-    settings = json.loads((GOLDEN / "words-dpo.json").read_text())["config"]
-    loss = settings.pop("loss")
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    overrides += [f"loss={loss.pop('name')}", *(f"loss.{key}={value}" for key, value in loss.items())]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "run" / "metrics.jsonl"
-        own = ("exp_name=startup", "datasets=[hh]", f"dataset_sources.hh={GOLDEN / 'words'}", "wandb.enabled=false",
-               f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.reference_dtype=float32",
-               "sample_during_eval=false", f"local_run_dir={log.parent}", f"local_dirs=[{folder}]")  # fmt: skip
-        start = end = time.perf_counter()
-
-        def has_begun(pid: int) -> bool:
-            nonlocal end
-            end = time.perf_counter()
-            return log.exists() and '"train"' in log.read_text()
-
-        run_python(str(checkout / "train.py"), *overrides, *own, watch=has_begun, every=0.01)
-    return end - start
-
-
 def measure_answers(checkouts: list[Path], repeats: int) -> None:
     """Print medians, a line per answer and a column per checkout."""
-    names = (*ANSWERS, TO_FIRST_UPDATE)
     measures = {
         (name, checkout): lambda _, name=name, checkout=checkout: seconds_to_answer(checkout, name)
-        for name in names
+        for name in ANSWERS
         for checkout in checkouts
     }
-    taken = measure_in_turns(measures, repeats, warm_up=True)
-    for name in names:
+    taken = measure_in_turns(measures, repeats, warm_up=True)  # of the page cache
+    for name in ANSWERS:
         print_row(name, [f"{add_range(taken[name, checkout])} s" for checkout in checkouts], first=28, width=24)
 
 
@@ -174,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--pairs", type=int, default=160_800)
     parser.add_argument("--processes", type=lambda text: [*map(int, text.split(","))], help="only load the data")
-    parser.add_argument("--answers", action="store_true", help="of the command line, and the golden run's first update")
+    parser.add_argument("--answers", action="store_true", help="times of the command line")
     parser.add_argument("--checkout", type=Path, action="append", default=[], help="of this project, to compare with")
     parser.add_argument("--repeats", type=int, default=5)
     arguments, overrides = parser.parse_known_args()

@@ -43,7 +43,7 @@ def slow(*values: object):
         slow("compare", (*TINY, "--updates=1", "--table=processes", "batch_size=4"), "TensorParallelTrainer"),
         slow("compare", (*TINY, "--updates=1", "--table=adapters", "batch_size=4"), "lora.reference=adapter"),
         slow("growth", (*LLAMA, "--updates=1", "--only=pairs per prompt"), "of padded"),
-        slow("startup", ("--answers", "--repeats=1"), "golden run to first update"),
+        slow("startup", ("--answers", "--repeats=1"), "refused config"),
         slow("startup", (*LLAMA, "--pairs=200", "batch_size=4"), "200 pairs, second run:"),
         slow("startup", (*LLAMA, "--pairs=200", "batch_size=4", "--processes=2"), "second run, rank 1: own"),
         slow("loading", LLAMA[:1], "FSDPTrainer, 2 processes    resumed"),

@@ -21,22 +21,7 @@ from benchmarks.preference_scores import (
     bootstrap,
     by_prompt,
     divergence,
-    draw,
-    pair_logps,
 )
-from dpo.data.examples import Example
-from dpo.models.answers import Sampling
-
-PAIRS = [
-    Example((5, 6, 7, 8), ((10, 11, 2), (12, 2))),
-    Example((9,), ((13, 14, 15, 16, 2), (17, 18, 2))),
-    Example((5, 6), ((2,), (19, 20, 21, 2))),
-]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / "tiny-llama", dtype=torch.float32).eval()
 
 
 def test_an_interval_of_shares_is_that_of_the_binomial_distribution():
@@ -76,28 +61,6 @@ def test_both_estimates_of_kl_have_its_value_for_mean():
     assert mean == pytest.approx([float(exact)] * 2, rel=1e-5)
     variance = square - mean**2
     assert variance[1] < variance[0]  # the exact KL of each token varies less than the log-ratio
-
-
-def test_log_probabilities_of_pairs_are_sums_over_their_responses(model):
-    found = pair_logps(model, PAIRS, max_length=16)
-    for example, sides in zip(PAIRS, found, strict=True):
-        for response, logp in zip(example.responses, sides, strict=True):
-            ids = torch.tensor([[*example.prompt, *response]])
-            with torch.no_grad():
-                logps = model(ids).logits[0, :-1].log_softmax(-1)[range(ids.shape[1] - 1), ids[0, 1:]]
-            assert logp == pytest.approx(float(logps[-len(response) :].sum()), abs=1e-4)
-
-
-def test_samples_do_not_depend_on_the_policies_beside_them_and_a_policy_has_no_kl_to_itself(model):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    prompts = [example.prompt for example in PAIRS]
-    drawn = draw(model, model, tokenizer, prompts, 2, Sampling(4))
-    assert [one.prompt for one in drawn] == [0, 0, 1, 1, 2, 2]
-    assert {one.kl for one in drawn} == {one.log_ratio for one in drawn} == {0.0}
-    assert all(one.tokens == 4 or one.ended for one in drawn)
-    alone = draw(model, model, tokenizer, prompts[:1], 2, Sampling(4))
-    assert [one.text for one in alone] == [one.text for one in drawn[:2]]
 
 
 def test_ranking_by_length_alone_is_at_chance_when_lengths_are_balanced():
