@@ -217,11 +217,11 @@ def write_pairs(overrides: Sequence[str], updates: int, folder: Path) -> dict[st
 
 def train_adapter(overrides: Sequence[str], folder: Path) -> Path:
     """Train an SFT adapter for one update, from which `lora.reference=adapter` starts."""
-    own = [o for o in overrides if not o.startswith(("loss", "trainer", "world_size", "lora", "n_examples"))]
+    own = [override for override in overrides if not override.startswith(("loss", "trainer", "world_size", "lora"))]
     fixed = ("exp_name=sft", "wandb.enabled=false", "do_first_eval=false", "export=false", "loss=sft", "lora=lora")
-    common = [setting for setting in COMMON if not setting.startswith("n_examples")]
+    update = ("n_examples=2", "batch_size=2", "gradient_accumulation_steps=1")
     places = (f"local_run_dir={folder / 'sft'}", f"local_dirs=[{folder}]")
-    run_python(str(ROOT / "train.py"), *common, *own, *fixed, *places, "n_examples=2", "batch_size=2")
+    run_python(str(ROOT / "train.py"), *COMMON, *own, *fixed, *places, *update)
     return folder / "sft" / "LATEST"
 
 
