@@ -177,6 +177,7 @@ def measure_row(overrides: Sequence[str], updates: int) -> dict[str, Any]:
         memory.append(measure_tree_memory(pid))
 
     settings = [*COMMON, *overrides]
+    # not more often: the kernel stops a process while it counts its pages
     found = measure_afresh("compare:measure", settings, updates, watch=watch, every=0.2)
     largest = {key: max(rank[key] for rank in found) for key in ("memory_gb", "grown_gb")}
     return {**found[0], **largest, "cpu": max(median(row["cpu"] for row in rank["rows"]) for rank in found),

@@ -31,6 +31,7 @@ from preference_datasets import load_data
 
 ROOT = CONFIG_DIR.parent
 GOLDEN = ROOT / "tests" / "golden"
+# updates and little else, on as many examples as a benchmark asks for
 COMMON = ("model.reference_dtype=float32", "eval_batch_size=4", "n_eval_examples=4", "sample_during_eval=false",
           "warmup_steps=0", "n_epochs=null", "n_examples=1000000")  # fmt: skip
 Name = TypeVar("Name")
@@ -92,6 +93,7 @@ def run_python(
     `watch` gets its id every `every` seconds.
     """
     own = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ} if python == sys.executable else os.environ  # as train.py does
+    # files, because a pipe that nobody reads while `watch` is called would fill and block
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [python, *arguments], cwd=ROOT, env={**own, **environment}, stdout=out, stderr=errors
@@ -144,6 +146,7 @@ def measure_in_turns(
     """
     found: dict[Name, list[Result]] = {name: [] for name in measures}
     for number in range(0 if warm_up else 1, rounds + 1):
+        # a machine that slows down or speeds up does so for each alike
         for name in measures if number % 2 else [*reversed([*measures])]:
             result = measures[name](number)
             if number:

@@ -115,7 +115,7 @@ def kill_at_random(process: subprocess.Popen, run_dir: Path, draw: random.Random
     wait = {"update": draw.uniform(0, 2), "save": 0, "start": draw.uniform(0, 8)}[way]
     due = {"update": lambda: count_lines() != before, "save": lambda: count_saved() >= n_files, "start": lambda: True}
     while process.poll() is None and not due[way]():
-        time.sleep(0.002)
+        time.sleep(0.002)  # a save of a tiny model is short
     time.sleep(wait)
     if process.poll() is not None:
         return None

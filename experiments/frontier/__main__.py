@@ -134,7 +134,7 @@ class Sweep:
     def make_job(self, run: Run) -> Job:
         """Make a run's job, with as many labels and updates as others."""
         method, n = METHODS[run.method], self.size.epochs
-        epochs, batch_size = (1, BATCH // n) if method.once else (n, BATCH)
+        epochs, batch_size = (1, BATCH // n) if method.once else (n, BATCH)  # the same number of updates
         online = {"scorer": runs.write_scorer(self.root, self.task, run.seed), "longest": self.task.response_length}
         overrides = (
             *runs.list_overrides(self.root, self.task, data=run.data),
@@ -157,6 +157,7 @@ class Sweep:
         """Train all runs. Returns their rows, in the same order."""
         jobs = {self.make_job(run): run for run in wanted}
         rows, began = {}, time.perf_counter()
+        # `judge` runs in the job's process, so that rows of all cores' runs are computed at the same time
         for job in runs.run_all([*jobs], self.judge, at_once=len(os.sched_getaffinity(0))):
             run, point = jobs[job], json.loads((job.directory / "point.json").read_text(encoding="utf-8"))
             row = make_row(run.method, run.beta, run.seed, **point, label_noise=run.label_noise, lr=run.lr)

@@ -141,6 +141,7 @@ def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int)
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
+                # forked: a fresh interpreter would import for longer than it trains
                 process = get_context("fork").Process(target=_work, args=(job, finish))
                 process.start()
                 running[process.sentinel] = job, process
