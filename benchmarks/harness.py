@@ -21,7 +21,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 import train
-from dpo.data.examples import iterate_examples, read_examples
+from dpo.data.examples import TextExample, iterate_examples, read_examples
 from dpo.models.loading import model_loaders
 from dpo.settings.command_line import check_command_line
 from dpo.settings.files import CONFIG_DIR
@@ -62,8 +62,8 @@ def make_trainer(config: DictConfig, rank: int = 0, world_size: int | None = Non
     return train.find_trainer(plan)(policy, config, config.seed, config.local_run_dir, reference, *place)
 
 
-def read_pairs(config: DictConfig, split: str = "train") -> list[tuple[Any, int, dict[str, str]]]:
-    """Read a run's pairs in order: prompt, index, texts by side."""
+def read_pairs(config: DictConfig, split: str = "train") -> list[TextExample]:
+    """Read a run's pairs in order."""
     train = split == "train"
     prompts = getattr(load_data(resolve(config), silent=True), split)
     n_epochs, n_examples = (config.n_epochs, config.n_examples) if train else (1, config.n_eval_examples)

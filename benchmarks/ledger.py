@@ -32,7 +32,7 @@ COLUMNS = ("logps_train/chosen", "logps_train/rejected", "reference/chosen", "re
 def make_update(number: int, n: int) -> Update:
     """Make an update of pairs of the usual length."""
     names = (hashlib.blake2b(f"{number} {i}".encode(), digest_size=16).hexdigest() for i in range(n))
-    examples = [Example((1,) * 100, ((2,) * 80, (3,) * 70), (0, 0), "hh", name) for name in names]
+    examples = [Example((1,) * 100, ((2,) * 80, (3,) * 70), id=(0, 0), dataset="hh", digest=name) for name in names]
     return Update(number, number * n, examples, {name: torch.randn(n) for name in COLUMNS}, {})
 
 

@@ -109,12 +109,12 @@ def collect_samples(run_dir: Path, which: int) -> list[tuple[str, str]]:
 
 def read_outcome(seed: int) -> Outcome:
     sft, dpo = (find_directory(seed) / name for name in STAGES)
-    shares = (judge(collect_samples(run, which)) for run, which in ((sft, 0), (dpo, 0), (dpo, -1)))
+    untrained, before, after = (judge(collect_samples(run, which)) for run, which in ((sft, 0), (dpo, 0), (dpo, -1)))
     losses, accuracies = (
         [line[key] for line in read(run, "metrics.jsonl") if line["split"] == "eval"]
         for run, key in ((sft, "loss/eval"), (dpo, "rewards_eval/accuracies"))
     )
-    return Outcome(seed, *shares, (losses[0], losses[-1]), (accuracies[0], accuracies[-1]))
+    return Outcome(seed, untrained, before, after, (losses[0], losses[-1]), (accuracies[0], accuracies[-1]))
 
 
 def print_samples(seed: int) -> None:
