@@ -54,7 +54,7 @@ PURPOSES = (
     "process",  # Python, libraries and data, in host memory
 )
 TEMPORARY = ("gradients", "optimizer", "activations", "logits", "kv_cache")  # allocated while training
-# share of TEMPORARY that a single process on a CPU loses to fragmentation, as it keeps freed memory; measured on SmolLM2
+# share of TEMPORARY lost to fragmentation in a single process on a CPU, which keeps freed memory; measured on SmolLM2
 KEPT = 0.2
 REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)
 ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU

@@ -87,7 +87,7 @@ class OnlineBatches(Batches):
         return self._iterate_train(self.read_prompts, [1] * len(self.data.train), skip=skip)
 
     def draw(self, item: Sequence[Prompt], *, update: int) -> Batch:
-        """Draw the batch of an update, a pair per prompt, on every process.
+        """Draw the pairs of an update, one per prompt, on every process.
 
         `n_offline` prompts get a pair from the data in place of answers. Raises ScorerFailed on every process.
         """
@@ -124,9 +124,9 @@ class OnlineBatches(Batches):
         )
 
     def _offline(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
-        """Draw a pair from the data for `n_offline` places of a batch.
+        """Choose `n_offline` places of a batch for pairs from the data.
 
-        A pair is any of its prompt's.
+        Each gets a random pair of its prompt.
         """
         rng = np.random.default_rng([self.seed, update, OFFLINE])
         places = sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist())

@@ -24,7 +24,7 @@ from dpo.parallel.state import local_tensor
 from dpo.system.plain_files import check_readable, replacing
 from dpo.training.batches import Batch
 
-TOLERANCE = 1e-2  # relative error of a stored log-probability: more than half-precision rounding, less than training
+TOLERANCE = 1e-2  # relative error of a stored log-probability: allows half-precision rounding, not another model
 
 
 def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
