@@ -1,4 +1,4 @@
-"""Prompts asked outside of training, in the form of a model's training."""
+"""Prompts asked outside of training, in the form used in training."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def tokenize_batch_element(
     max_length: int,
     max_prompt_length: int,
 ) -> dict[str, Any]:
-    """Tokenize one pair, by the reference's name for it.
+    """Tokenize one pair; the name is the reference's.
 
     Returns texts, and lists of ids, masks and labels (see `PaddedBatch`). Prompt and responses are tokenized
     separately, without special tokens; EOS is appended to each response; prompt tokens are labelled -100. Raises
@@ -155,10 +155,7 @@ def find_pad_token(tokenizer: Any) -> int:
 
 
 def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], PaddedBatch]:
-    """Make a function from tokenized rows to a `PaddedBatch`.
-
-    The name is the reference's.
-    """
+    """Make a function from tokenized rows to a `PaddedBatch`; the reference's name."""
     return partial(collate, pad_token_id=find_pad_token(tokenizer))
 
 

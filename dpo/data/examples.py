@@ -37,7 +37,7 @@ class Example(NamedTuple):
     roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
     id: tuple[int, int] | None = None  # (index of the prompt in its split, index of the example in its prompt)
     dataset: str = ""
-    digest: str = ""  # `text_digest`, by which the ledgers of several runs agree
+    digest: str = ""  # `text_digest`, which is the same in every run
     truncated: bool = False  # prompt or response
 
     @property
@@ -96,7 +96,7 @@ def iterate_examples(
     of an epoch is dropped, but its examples count towards `n_examples`. With fewer examples than `batch_size`, or
     without any limit, it never ends: callers check that.
     """
-    order = array("I", range(len(counts)))  # shuffles as a list does, in an eighth of its memory
+    order = array("I", range(len(counts)))  # 4 bytes a prompt, and shuffled like a list
     epoch_seeds = np.random.RandomState(seed)
     epoch = seen = 0
     while n_epochs is None or epoch < n_epochs:

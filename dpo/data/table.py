@@ -82,7 +82,7 @@ def iterate_prompts(
         if notes is not None:
             notes += data.notes
         for text, responses, examples in data.take(trains_on):
-            messages = data.messages.pop(text, None)  # removed, as `take` removes the prompt: memory shrinks meanwhile
+            messages = data.messages.pop(text, None)  # removed like the prompt, to free memory
             yield Prompt(
                 text,
                 responses,

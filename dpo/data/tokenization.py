@@ -78,9 +78,10 @@ def truncate(
 def append_eos(
     prompt: str, responses: Sequence[str], ids: Mapping[str, list[int]], tokenizer: Any, *, rendered: bool = False
 ) -> tuple[list[int], list[list[int]]]:
-    """Look up the `ids` of a prompt and its responses; append EOS to responses.
+    """Append EOS to the token ids of responses.
 
-    Raises InputError if a text contains EOS, unless a chat template has `rendered` it: there EOS ends a turn.
+    Returns the `ids` of the prompt, and those of each response with EOS. Raises InputError if a text contains EOS,
+    unless a chat template has `rendered` it: there EOS ends a turn.
     """
     eos = tokenizer.eos_token_id
     if eos is None:
