@@ -104,7 +104,8 @@ def get_hh(
         data.add_pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
     if diverged:
         data.notes.append(
-            f"HH {split}: the rejected dialogue leaves the chosen one's prompt in {diverged} rows; cut like the others"
+            f"HH {split}: in {diverged} rows the rejected dialogue does not begin with the chosen one's prompt; it is "
+            f"cut like the others"
         )
     return data
 
@@ -112,9 +113,9 @@ def get_hh(
 def get_shp(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["shp"])
 ) -> PreferenceData:
-    """Stanford Human Preferences: pairs of replies.
+    """Stanford Human Preferences: pairs of replies whose scores differ at least twofold.
 
-    Their scores differ at least twofold. A prompt's SFT target is the reply with the highest score.
+    A prompt's SFT target is the reply with the highest score.
     """
     data = PreferenceData(truncation_mode="keep_start")
     scores: dict[str, dict[str, float]] = defaultdict(dict)
@@ -214,17 +215,18 @@ def get_dataset(
 ) -> PreferenceData:
     """Load a split of a dataset as `{prompt: {responses, pairs, sft_target}}`.
 
-    With responses [str], pairs [(better, worse)] as indices into them, and the target str. `dataset_sources[name]`
-    redirects a built-in dataset and is required for any other name. `tokenizer` renders the user's own data if it has
-    chat messages; such data needs the columns of what a loss `trains_on`. A source without splits, such as one file, is
-    split by prompt: a tenth, at least one, drawn with seed 42, is the test split. Raises InputError for an unknown
-    name, a missing split, a row without a field, and empty data.
+    Per prompt: responses, a list of str; pairs (better, worse) of indices into it; and the SFT target, a str.
+
+    `dataset_sources[name]` redirects a built-in dataset and is required for any other name. `tokenizer` renders the
+    user's own data if it has chat messages; such data needs the columns of what a loss `trains_on`. A source without
+    splits, such as one file, is split by prompt: a tenth, at least one, drawn with seed 42, is the test split. Raises
+    InputError for an unknown name, a missing split, a row without a field, and empty data.
     """
     value = (dataset_sources or {}).get(name)
     if name == "demo":
         if value is not None:
             raise InputError(
-                f"dataset_sources.demo={value}: the demo data is made on the spot; name your own otherwise"
+                f"dataset_sources.demo={value}: the demo data is generated; choose another name for your own data"
             )
         return get_demo(split)
     if value is None and name not in HUB_IDS:
@@ -232,7 +234,9 @@ def get_dataset(
         raise InputError(f"dataset {name!r} is not one of {known}; for own data give dataset_sources.{name}=PATH_OR_ID")
     source = Source.parse(name, HUB_IDS[name] if value is None else value)
     if source.columns and name in LOADERS:
-        raise InputError(f"dataset_sources.{name} renames columns, and {name} has its own; name your data otherwise")
+        raise InputError(
+            f"dataset_sources.{name} renames columns, but {name} has its own; choose another name for your data"
+        )
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
@@ -273,7 +277,7 @@ def get_dataset(
 def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[str, Any]) -> Any:
     """A JSON value that changes with a dataset's content.
 
-    None where that is not known, as for loaders of others.
+    None if that is not known, as for loaders that are not ours.
     """
     if LOADERS.get(name, get_own).__module__ not in (__name__, get_own.__module__):
         return None

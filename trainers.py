@@ -227,7 +227,7 @@ class Trainer:
         reduced = objective.reduce(metrics, len(batch.examples), context.numbers, scalars)
         self.stop.is_agreed = reduced.scalars.pop("stop") > 0
         [lr] = self.scheduler.get_last_lr()
-        counters = self.state.count(len(batch.examples))
+        counters = self.state.count(len(batch.examples))  # before any veto: skipped updates count
         means = reduced.means(batch.examples, batch.weights)
         update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
         if self.callbacks.allow(update) and any(batch.weights):  # if all are ties, momentum would still move weights
@@ -269,9 +269,9 @@ class Trainer:
     # --- before, between and after updates ---------------------------------------------------------------------------
 
     def check_and_score_reference(self) -> None:
-        """Run the self-test, and score all pairs with the reference, if configured.
+        """Run the self-test, then score all pairs with the reference.
 
-        The self-test runs before the first update, scoring with `cache_reference_logps=all`.
+        The self-test runs only before the first update, the scoring only with `cache_reference_logps=all`.
         """
         # the self-test expects equal models: after an update the policy differs from the reference
         if self.state.batch_counter == 0 and self.plan.training.self_test:
@@ -280,6 +280,7 @@ class Trainer:
             self._predict_evaluation(time.perf_counter() - start)
         if self.plan.caches_reference_first:
             path = self.reference.logps.find_path(self.plan.run.local_dir, self.reference.digest)
+            # all batches of the run, also those that a resumed run has trained on: the file is the same
             batches = itertools.chain(self.eval_batches, self.batches.train())
             total = len(self.eval_batches) + self.data.report.updates
             self.progress.line(self.objective.score_all(self.progress.over(batches, total=total, what="score"), path))
@@ -305,7 +306,7 @@ class Trainer:
 
     @contextmanager
     def _ending_in_order(self) -> Iterator[None]:
-        """Handle stop signals inside; on any ending save and inform callbacks."""
+        """Handle stop signals inside; at any end, save and inform callbacks."""
         with on_stop_signals(self._note_signal):
             try:
                 yield
@@ -348,7 +349,7 @@ class Trainer:
             counters = state.batch_counter, state.example_counter
             evaluation = Evaluation(*counters, metrics, samples, examples, evaluated.examples)
             self.callbacks.emit("evaluation", evaluation)
-            state.evaluated_at, state.saved_at = state.example_counter, -1  # -1: save again, with the metrics
+            state.evaluated_at, state.saved_at = state.example_counter, -1  # so that it is saved, with these metrics
         save_every = self.plan.run.save_every or self.plan.eval_interval
         if self._has_unsaved() and (last or state.example_counter % save_every == 0):
             self.save(metrics=metrics)
@@ -405,9 +406,9 @@ class BasicTrainer(Trainer):
         return model
 
     def concatenated_forward(self, model: torch.nn.Module, batch: PaddedBatch) -> tuple[torch.Tensor, ...]:
-        """(chosen, rejected) log-probabilities of this process's batch, each (B,).
+        """Log-probabilities of this process's batch: (chosen, rejected), each (B,).
 
-        Under SFT (chosen,).
+        Under SFT only (chosen,).
         """
         columns = self.objective.forward(model, self._make_microbatch(batch))
         return tuple(columns[role] for role in ROLES if role in columns and f"{role}_input_ids" in batch)
@@ -439,10 +440,7 @@ class BasicTrainer(Trainer):
 
 
 class FSDPTrainer(BasicTrainer):
-    """Parameters, gradients and optimizer state sharded over the processes.
-
-    Policy and reference alike.
-    """
+    """Sharded parameters, gradients and optimizer state, for policy and reference alike."""
 
     spec = choices.FSDP
 
@@ -465,7 +463,7 @@ class FSDPTrainer(BasicTrainer):
 class TensorParallelTrainer(FSDPTrainer):
     """Layers sliced over `tensor_parallel_size` processes, with FSDP across such groups.
 
-    null slices them over all processes.
+    With null, a layer is sliced over all processes.
     """
 
     spec = choices.TENSOR_PARALLEL
@@ -474,7 +472,7 @@ class TensorParallelTrainer(FSDPTrainer):
 class PackageTensorParallelTrainer(BasicTrainer):
     """One process, with layers split by the package `tensor_parallel`.
 
-    They are spread over its devices, as in the reference implementation.
+    A layer is spread over the process's devices, as in the reference implementation.
     """
 
     spec = choices.PACKAGE

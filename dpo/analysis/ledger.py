@@ -110,7 +110,7 @@ class Table(NamedTuple):
 class LedgerSummary:
     """Summary of a ledger.
 
-    Lists of pairs hold at most the number asked for; numbers `n_` count all.
+    Lists of pairs are cut to the number asked for; `n_` fields count all.
     """
 
     rows: int
@@ -157,7 +157,7 @@ class LedgerSummary:
     def lists(self) -> list[PairList]:
         """Lists of pairs.
 
-        None without pairs, or without a visit after the first update.
+        Empty without pairs, or if none was visited after the first update.
         """
         if not self.lengths:
             return []
@@ -222,7 +222,7 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 class _Pairs:
     """Pairs of both splits, without ties, as arrays.
 
-    They are in order of their first visit after the first update.
+    Ordered by their first visit after the first update.
     """
 
     def __init__(self, table: pa.Table) -> None:
@@ -330,7 +330,7 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def _numbers(table: pa.Table, name: str) -> np.ndarray:
-    """A column, with NaN where it has no value."""
+    """A column as an array, NaN for nulls."""
     return table[name].to_numpy()
 
 

@@ -181,9 +181,9 @@ def _batches(stream: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
-    """Yield whole appends of a stream, each with its end.
+    """Yield each whole append of a stream, with its end.
 
-    The first is the schema, as None.
+    The first item is None, with the end of the schema.
     """
     with stream.open("rb") as file:
         with _explaining(stream):

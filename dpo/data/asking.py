@@ -38,9 +38,9 @@ def find_format(prompt: str, *, rendered: bool) -> str:
 
 
 def common_format(formats: Mapping[str, str | None], datasets: Iterable[str]) -> str | None:
-    """The form that a run's datasets share; None if none or unknown.
+    """The form shared by a run's datasets; None if they differ.
 
-    `formats` has the forms of the user's own data, as the preflight recorded them.
+    None too if one is unknown. `formats` has the forms of the user's own data, as the preflight recorded them.
     """
     found = {HH if name in IN_HH_FORM else formats.get(name) for name in datasets}
     return found.pop() if len(found) == 1 else None
@@ -49,8 +49,8 @@ def common_format(formats: Mapping[str, str | None], datasets: Iterable[str]) ->
 def choose_form(form: str, trained_on: str | None, tokenizer: Any) -> str:
     """Resolve `auto` to a form.
 
-    The one that the model was trained on, if known; else `chat` if the tokenizer has a template; else `raw`. Raises
-    InputError for `chat` if it has none.
+    If known, it is the one that the model was trained on; else `chat` if the tokenizer has a template; else `raw`.
+    Raises InputError for `chat` without a template.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if form == CHAT and not has_template:
@@ -65,8 +65,8 @@ def choose_form(form: str, trained_on: str | None, tokenizer: Any) -> str:
 def render(asked: Asked, form: str, tokenizer: Any, where: str) -> str:
     """Render a prompt as the text that the model is fed.
 
-    It is a string or chat messages `{role, content}`. A string is the human's turn, except in `raw`, and in `hh` if it
-    is a dialogue already: then it is fed as it is. Raises InputError that names `where` the prompt is from.
+    The prompt is a string or chat messages `{role, content}`. A string is the human's turn, except in `raw`, and in
+    `hh` if it is a dialogue already: then it is fed as it is. Raises InputError that names `where` the prompt is from.
     """
     if isinstance(asked, str):
         if not asked.strip():

@@ -126,7 +126,7 @@ def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, to
 def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
     """Pad rows of token lists to a batch of int64 tensors.
 
-    They are on the CPU. Values of other keys are collected in lists.
+    The tensors are on the CPU. Values of other keys are collected in lists.
     """
     pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
     batch: Any = {}

@@ -1,4 +1,4 @@
-"""Texts to token ids: many at a time, EOS, truncation.
+"""Conversion of texts to token ids, with EOS and truncation.
 
 Independent of datasets and processes.
 """

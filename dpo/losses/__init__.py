@@ -50,7 +50,7 @@ class Loss:
     # (mean chosen reward, mean rejected reward, beta) -> value, averaged over updates
     running_statistic: Callable[[float, float, float], float] | None = None
     needs_label_smoothing: bool = False  # is infinite at label_smoothing=0
-    per_token: bool | str = False  # rewards are means over tokens, not sums; or the option that makes them so
+    per_token: bool | str = False  # rewards are means over tokens, not sums; or the name of the option that decides
     # from `bind`: the loss's name, its own options, and those that all losses share
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)

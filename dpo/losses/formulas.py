@@ -50,7 +50,7 @@ def preference_loss(
     fraction eps of the pairs is flipped (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036,
     without `label_smoothing`. `reference_free` treats the reference as uniform in the loss; the rewards still use it.
     """
-    from torch.nn.functional import logsigmoid  # here: validation reads LOSSES, and needs no torch
+    from torch.nn.functional import logsigmoid  # imported here, as validation reads LOSSES without torch
 
     h = policy_chosen_logps - policy_rejected_logps
     if not reference_free:
@@ -348,7 +348,7 @@ def aot_partners(scores: Scores, **_: Any) -> Tensor:
 def aot(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     """AOT for pairs (arXiv 2406.05882).
 
-    The policy's margins, sorted, shall exceed the reference's, sorted.
+    The policy's sorted margins should exceed the reference's, rank by rank.
     """
     partners = aot_partners(scores) if scores.batch_statistic is None else scores.batch_statistic
     losses = _smoothed(beta * (scores.chosen - scores.rejected - partners[:, 0]), label_smoothing)
@@ -366,7 +366,7 @@ def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
 def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     """AOT for unpaired responses (arXiv 2406.05882).
 
-    Log-ratios of all chosen responses, sorted, shall exceed those of all rejected ones, sorted.
+    The sorted log-ratios of all chosen responses should exceed those of all rejected ones, rank by rank.
     """
     partners = aot_unpaired_partners(scores) if scores.batch_statistic is None else scores.batch_statistic
     u_w, u_l = scores.log_ratios()

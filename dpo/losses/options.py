@@ -43,7 +43,7 @@ def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
 def with_divergence(scores: Scores, divergence: str, alpha: float) -> Scores:
     """Replace log-ratios by f' of the ratios, for another divergence."""
     u_w, u_l = (f_derivative(u, divergence, alpha) for u in scores.log_ratios())
-    none = u_w.detach() * 0  # the ratio is now in the policy's part, and the losses still subtract the reference's
+    none = u_w.detach() * 0  # losses subtract the reference's part, which f' already contains
     return scores._replace(chosen=u_w, rejected=u_l, reference_chosen=none, reference_rejected=none)
 
 

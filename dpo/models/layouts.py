@@ -80,9 +80,9 @@ class Microbatch(NamedTuple):
         return Microbatch(change(self.indices), change(self.lengths), change(self.roles), self.inputs.map(change))
 
     def by_role(self, values: torch.Tensor, roles: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Select values of responses, (sides, B), by role as (B,).
+        """Split values of responses, (sides, B), by role into (B,).
 
-        An example without a response of that role has 0.
+        0 where an example has no response of that role.
         """
         return {role: values.where(self.roles == ROLES.index(role), 0).sum(0) for role in roles}
 
@@ -149,7 +149,7 @@ class SharedPrefix:
 
 
 def row_tokens(max_length: int) -> int:
-    """The most tokens in a prompt's tree.
+    """The largest number of tokens in a prompt's tree.
 
     A prompt with two responses always fits. Rows are at most twice as long (`pack`).
     """
@@ -170,7 +170,7 @@ class Longest(NamedTuple):
     def of(cls, example: int, n_examples: int, max_length: int) -> Longest:
         """Bounds for microbatches of up to `n_examples` examples.
 
-        The longest has `example` tokens.
+        The longest example has `example` tokens.
         """
         return cls(example, min(2 * n_examples * example, 2 * row_tokens(max_length)))
 
@@ -193,7 +193,7 @@ def choose_layout(
     if isinstance(layout, SharedPrefix):
         longest = longest or Longest(max_length, 2 * row_tokens(max_length))
         reason = _find_difference(model, layout, longest, TOLERANCES.get(compute_dtype, HALF_PRECISION))
-        if vetoed(reason is not None):
+        if vetoed(reason is not None):  # processes that share the model must agree: their collectives follow the layout
             layout, reason = Padded(), reason or "differs on another process"
     return layout, reason and f"layout=padded: {type(model).__name__} {reason}"
 
@@ -215,7 +215,7 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     """The window of each kind of attention layer, in tokens.
 
-    None for all tokens. Returns a reason in its place if the model rules the layout out.
+    None stands for all tokens. Returns a reason instead if the model rules the layout out.
     """
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no positions"
@@ -257,9 +257,9 @@ def _is_mask(buffer: torch.Tensor) -> bool:
 
 
 def _find_length_dependent_rope(config: Any, max_length: int) -> str | None:
-    """The kind of rotary positions if their frequencies depend on length.
+    """Name the kind of rotary positions whose frequencies depend on length.
 
-    That is, if they change beyond the length of pretraining; else None.
+    They change once a row exceeds the length of pretraining. None for other kinds.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]
@@ -279,7 +279,7 @@ HALF_PRECISION = 0.02  # the same for other dtypes
 def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, tolerance: float) -> str | None:
     """Compare log-probabilities of both layouts; return the difference, or None.
 
-    On short pairs, and on rows as long as the run's longest.
+    The pairs are short, and then as long as the run's longest.
     """
     vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
     beyond = max((window or 0 for window in layout.windows.values()), default=0)  # prompts that exceed every window
@@ -300,7 +300,7 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
                 if not (difference <= tolerance * expected.abs()).all():  # true for NaN too
                     off = (difference / expected.abs()).max().item()
                     return f"gives log-probabilities with shared prefixes that are off by {off:.2g}"
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # a RuntimeError, but no fault of the layout
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # from unsuitable models
         return f"refuses shared prefixes: {one_sentence(error)}"

@@ -35,7 +35,7 @@ def sequence_logps(
 ) -> TokenLogps:
     """Score the labelled tokens of (B, T) inputs.
 
-    They are contiguous in each row. The softmax is in float32 or higher.
+    Labelled tokens are contiguous in each row. The softmax is in float32 or higher.
     """
     logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     logps = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -103,7 +103,7 @@ def _masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dic
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Mask to add to attention scores: 0, or the dtype's minimum.
 
-    On a CPU it is faster than a bool mask.
+    0 where a token is seen. On a CPU it is faster than a bool mask.
     """
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 

@@ -26,10 +26,10 @@ NONE = -1  # tree index of padding, branch index of a prompt
 
 @dataclass
 class Packed:
-    """R rows of L tokens, and where responses have their log-probabilities.
+    """R packed rows of L tokens, and the places of scored tokens.
 
-    A row has several trees. All tensors are int64. N is the number of scored tokens, U that of responses, T the largest
-    number of tokens in one response, B the number of examples.
+    A row has several trees. All tensors are int64. N is the number of scored tokens, U the number of responses, T the
+    largest number of tokens in one response, B the number of examples.
     """
 
     input_ids: torch.Tensor  # (R, L)
@@ -66,8 +66,8 @@ def count_tokens(example: Example) -> int:
 def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
     """Split examples into `parts` lists with about equally many fed tokens.
 
-    Returns indices. Long examples come first; the last lists are empty if there are fewer examples than lists. Examples
-    of a prompt stay together, so that few prompts are fed in two lists.
+    Returns their indices. Long examples come first; the last lists are empty if there are fewer examples than lists.
+    Examples of a prompt stay together, so that few prompts are fed in two lists.
     """
     longest: dict[tuple, tuple[int, int]] = {}  # by prompt, with an index that tells equally long prompts apart
     for i, example in enumerate(examples):
@@ -102,8 +102,8 @@ class _Tree(NamedTuple):
 def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, length: int | None = None) -> Packed:
     """Pack the trees of the examples into rows.
 
-    Their length is a multiple of `alignment`: at least `length`, or, if that is None, the cheapest, up to twice
-    `row_tokens`. A prompt with more responses than fit with it in `row_tokens` is repeated.
+    The row length is `length` or, if None, the cheapest one up to twice `row_tokens`, rounded up to a multiple of
+    `alignment`. A prompt is repeated if its responses do not all fit into `row_tokens` with it.
     """
     indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> response -> index
     count = 0
@@ -116,6 +116,7 @@ def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, le
     response_index = [[indices[p][response] for response in responses] for p, responses, *_ in examples]
     trees = [tree for prompt, known in indices.items() for tree in _trees(prompt, known, row_tokens)]
     trees.sort(key=lambda tree: -tree.length)  # first-fit-decreasing wastes little room
+    # longer rows waste less room but cost more attention, so try several lengths
     lengths = _row_lengths(trees, alignment) if length is None else [-(-length // alignment) * alignment]
     rows, length = min((_fill_rows(trees, length) for length in lengths), key=_cost)
     longest = max(len(response) for known in indices.values() for response in known)
@@ -140,7 +141,7 @@ def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[
 def _row_lengths(trees: list[_Tree], alignment: int) -> list[int]:
     """Row lengths to try, from the longest tree's to twice that.
 
-    They are at most the sum of all trees, and rounded up to `alignment`.
+    At most the sum of all trees, rounded up to multiples of `alignment`.
     """
     longest = max(1, trees[0].length)
     most = max(longest, min(2 * longest, sum(tree.length for tree in trees)))
@@ -197,6 +198,7 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
                 targets += ids[first:]
                 slots += range(response * shape[1] + first, response * shape[1] + len(ids))
                 at = end
+    # in the order of Packed's fields
     tensors = (input_ids, position_ids, tree_of, branch_of, *map(_int64, (scored, targets, slots)), response_index)
     return Packed(*(torch.from_numpy(np.ascontiguousarray(t)) for t in tensors), shape=shape)
 
@@ -213,6 +215,7 @@ def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
     """
     tree, branch, position = packed.tree, packed.branch, packed.position_ids
     seen = tree[:, :, None] == tree[:, None, :]
+    # in place, as masks are (R, L, L)
     seen &= (branch[:, None, :] == NONE) | (branch[:, :, None] == branch[:, None, :])
     seen &= torch.ones(tree.shape[1], tree.shape[1], dtype=torch.bool, device=tree.device).tril()
     if window is not None:

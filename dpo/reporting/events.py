@@ -22,7 +22,7 @@ from dpo.settings.plan import Plan
 class Update(NamedTuple):
     """A global batch, trained on or skipped.
 
-    An update is skipped if a callback does not allow it; all counts include it.
+    It is skipped if a callback does not allow it; counts include it all the same.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Update(NamedTuple):
 class Sample(NamedTuple):
     """A prompt with continuations by policy and reference.
 
-    The latter is None if there is no reference, or none any more.
+    The reference's is None if the run has no reference, or has freed it.
     """
 
     prompt: str
@@ -124,7 +124,7 @@ class Callback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`.
 
-        It is empty if the checkpoint has none of this callback.
+        The state is empty if the checkpoint has none for this callback.
         """
 
 

@@ -1,6 +1,6 @@
 """`ledger.parquet`: values of each example at each visit.
 
-Columns and files are in `dpo/analysis/ledger_file.py`. Only runs with a ledger import pyarrow for it.
+Columns and files are in `dpo/analysis/ledger_file.py`, which only runs with a ledger import.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ GROWTH = 2  # factor by which rows grow before an evaluation writes ledger.parqu
 class Ledger(Appender):
     """Callback that records the examples of each update and evaluation.
 
-    Skipped updates too. An append is one write of some kilobytes. All rows are read and written as Parquet at the
-    start, at an evaluation if they have doubled, and at the end: together at most three times the cost at the end.
+    It records skipped updates too. An append is one write of some kilobytes. All rows are read and written as Parquet
+    at the start, at an evaluation if they have doubled, and at the end: together at most three times the cost at the
+    end.
     """
 
     files, derived = (STREAM,), (PARQUET,)

@@ -68,8 +68,8 @@ class Evaluator:
     def samples(self, *, n_examples: int) -> list[Sample]:
         """Sample continuations of the first `n_eval_model_samples` evaluation prompts.
 
-        They are sampled in whole batches, at least one, and there are fewer if the evaluation data has fewer prompts.
-        `n_examples`, the number of examples the policy was trained on, is part of the random seed.
+        Whole batches are sampled, at least one; fewer prompts if the data has fewer. `n_examples`, the number of
+        examples the policy was trained on, is part of the random seed.
         """
         at_most = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
         examples = [batch.examples for batch in self.batches[:at_most]]

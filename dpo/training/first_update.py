@@ -80,7 +80,7 @@ def _count_samples(plan: Plan, data: TrainingData, sizes: Sequence[int]) -> tupl
 def _count_trained(plan: Plan, data: TrainingData) -> int:
     """Tokens that a run trains on, with the cost of online samples.
 
-    A prompt counts once for its responses.
+    A prompt counts once, however many responses it has.
     """
     train = data.report.train
     per_example = train.mean_prompt_tokens + train.mean_chosen_tokens + (train.mean_rejected_tokens or 0)

@@ -65,7 +65,7 @@ def reduce_metrics(
     """Combine the metrics of all microbatches and processes.
 
     Takes one collective and one copy to the host, which waits for the device. `add` sums a tensor over the processes;
-    each holds zeros for the examples of others. Among processes that see the same examples only one has `counts`.
+    each holds zeros for the examples of others. Where several processes see the same examples, `counts` is true on one.
     `scalars` are summed too.
     """
     names = list(metrics[0][1])

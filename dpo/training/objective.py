@@ -121,7 +121,7 @@ class Objective:
     def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False) -> Columns:
         """Run a model on a microbatch and sum its log-probabilities.
 
-        The microbatch is on the device. Returns `sum_tokens`.
+        Returns the columns of `sum_tokens`. The microbatch is on the device.
         """
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             tokens = self.layout.forward(model, microbatch.inputs, with_squares=with_squares)
@@ -164,7 +164,7 @@ class Objective:
                 ranked_right = (chosen > rejected) & (not self.models_are_equal)
                 metrics[f"rewards_{split}/accuracies"] = ranked_right.to(chosen)
             metrics[f"rewards_{split}/margins"] = chosen - rejected
-        for role in reversed([*found.rewards] or ["chosen"]):
+        for role in reversed([*found.rewards] or ["chosen"]):  # the reference logs rejected first
             metrics[f"logps_{split}/{role}"] = getattr(scores, role).detach()
         metrics |= {f"{name}/{split}": values for name, values in found.metrics.items()}
         return metrics | reference | {f"loss/{split}": found.losses.detach()}
@@ -172,9 +172,9 @@ class Objective:
     def _score(
         self, microbatch: Microbatch, cached: torch.Tensor | None, *, with_reference: bool
     ) -> tuple[Scores, Columns]:
-        """Score a microbatch with policy and reference, as a loss's input.
+        """Score a microbatch with policy and reference.
 
-        Also returns the reference's log-probabilities, under REFERENCE.
+        Returns a loss's input, and the reference's part of it under REFERENCE.
         """
         reference: Columns = {}
         if with_reference and cached is not None:
@@ -197,6 +197,7 @@ class Objective:
         """
         weights = torch.tensor(batch.weights)
         given = self._to_device(weights), sum(batch.weights) or 1.0
+        # a loss that sees the whole batch at once computes its statistic itself
         is_whole = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if self.loss.batch_statistic is None or is_whole:
             cached = self.cached_reference(batch)
@@ -204,6 +205,7 @@ class Objective:
         whole, _ = self._score_all([batch], update=update)
         statistic, counts = None, weights > 0
         if any(batch.weights):
+            # ties are left out of the statistic, as they are of the loss
             scores = Scores(*(values[counts] if torch.is_tensor(values) else values for values in whole))
             found = self.loss.find_batch_statistic(scores._replace(average=self.average.value))
             statistic = found.new_zeros(len(counts), found.shape[1])

@@ -174,7 +174,10 @@ class OnlineBatches(Batches):
             return _in_groups(answer(policy, tokenizer, prompts, numbers, self.sampling, in_step=in_step), n)
 
     def _score(self, answered: Sequence[Answered], update: int) -> list[list[float]]:
-        """Score all answers on every process; subtract the penalty if cut off."""
+        """Score all answers, on every process.
+
+        The penalty is subtracted from the score of an answer without EOS.
+        """
         if self.scorer.in_parallel:
             own = np.array_split(np.arange(len(answered)), self.mesh.world_size)[self.mesh.rank]
             outcomes = self.mesh.gather_all(self._outcome([answered[i] for i in own], update))

@@ -71,7 +71,7 @@ class ReferenceLogps:
     def find(self, numbers: Sequence[int]) -> torch.Tensor | None:
         """The rows of these examples, in float64.
 
-        None for no examples, or unless all are known.
+        None if any is unknown, or if there are no examples.
         """
         rows = self._known[numbers] if len(numbers) else None
         return None if rows is None or np.isnan(rows).any() else torch.from_numpy(rows)
@@ -90,7 +90,7 @@ class ReferenceLogps:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict()`, unless it is of other data.
 
-        Another test split, for example, leaves nothing known.
+        Other data is, for example, another test split.
         """
         logps = state["logps"].numpy()
         if state["identity"] == self.identity and logps.shape == self._known.shape:
@@ -183,7 +183,7 @@ class Reference:
         self.logps.clear()
 
     def free(self) -> None:
-        """Free the model's memory, unless the policy is the model."""
+        """Free the model, unless it is the policy itself."""
         if self.in_use is not nullcontext:
             return
         self.model = None

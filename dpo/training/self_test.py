@@ -22,7 +22,7 @@ ULPS = 8  # largest relative difference between two forwards of the same inputs,
 def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> list[str]:
     """Run `check_models` on the first two examples per process.
 
-    The adapter's dropout is off, which is among the messages returned.
+    The adapter's dropout is off, and a message says so.
     """
     mesh = objective.mesh
     few = list(examples[: 2 * mesh.data_size])
@@ -62,8 +62,8 @@ def check_models(
 
     `forward` returns the policy's log-probabilities as `Objective.forward` does, `reference_forward` the reference's;
     it is None if the loss needs none. `lengths` are the numbers of scored tokens by role. `other_dtype` is the policy's
-    dtype if the reference computes in another: then rewards need not be 0. `repeats_to` is the dtype to whose rounding
-    repeated forwards agree, if not to that of the log-probabilities.
+    dtype if the reference computes in another: then rewards need not be 0. `repeats_to` is the dtype whose rounding is
+    allowed between forwards, if not that of the log-probabilities.
     """
     in_train, of_reference, scale = _check_forwards(policy, forward, reference_forward, repeats_to)
     if reference_forward is None:

@@ -1,4 +1,4 @@
-"""Stopping all processes together once any received a signal."""
+"""Stop all processes together once one has received a signal."""
 
 from __future__ import annotations
 
