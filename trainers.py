@@ -200,7 +200,7 @@ class Trainer:
                 batch = self.batches.draw(item, update=self.state.batch_counter)
                 update = self.train_step(batch)
                 self.callbacks.emit("update", update)
-                self.checkpoints.check()
+                self.checkpoints.check()  # a checkpoint that cannot be written ends the run now, not at the next save
                 self.stop.raise_if_agreed()
             self.evaluate_and_save_if_due(last=True)
         found, (name, sign) = self.checkpoints, self.loss.best
@@ -217,9 +217,9 @@ class Trainer:
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
             accumulate(self.policy, last=i == len(batch.microbatches))  # reduce over replicas once per update
-            metrics.append(self._backward(microbatch, context))
+            metrics.append(self._backward(microbatch, context))  # tensors on the device, so the host runs ahead
             self.progress.part(i, len(batch.microbatches), "microbatch")
-        release_gathered(self.reference_model)
+        release_gathered(self.reference_model)  # it has no backward pass that would do it
         norm, stop = self.clip_gradient(), bool(self.stop.signals)
         # scalars are summed over the ranks: rank 0 alone adds the norm, equal on all; every rank adds whether to stop
         scalars = {"grad_norm": norm if self.rank == 0 else torch.zeros_like(norm), "stop": torch.full_like(norm, stop)}
@@ -236,7 +236,7 @@ class Trainer:
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
         self.optimizer.zero_grad()
-        seconds = time.perf_counter() - start + sum(batch.seconds.values())
+        seconds = time.perf_counter() - start + sum(batch.seconds.values())  # with sampling and scoring
         own = {
             "lr": lr,
             **batch.metrics,

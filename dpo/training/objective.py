@@ -225,7 +225,7 @@ class Objective:
         if self.loss.running_statistic and options["momentum"] < 1:
             chosen, rejected = (found.rewards[role].mean().item() for role in ("chosen", "rejected"))
             average = self.loss.running_statistic(chosen, rejected, options["beta"])
-            found = self.loss(scores._replace(average=average))
+            found = self.loss(scores._replace(average=average))  # rewards do not depend on the average
         return Reduced(self._metrics(scores, reference, found, split="eval"), {})
 
     def _score_all(self, batches: Iterable[Batch], *, update: int | None = None) -> tuple[Scores, Columns]:
@@ -243,7 +243,7 @@ class Objective:
                 columns = {name: values.double() for name, values in (columns | reference).items()}
                 table.append((microbatch.indices + n_examples, columns))
             n_examples, numbers = n_examples + len(batch.examples), [*numbers, *batch.numbers]
-            is_cached &= cached is not None or not self.loss.reference
+            is_cached &= cached is not None or not self.loss.reference  # then there is nothing to cache
         whole = self.reduce(table, n_examples, [] if is_cached else numbers).examples
         reference = {name: values for name, values in whole.items() if name.startswith(REFERENCE)}
         return Scores(**{name: values for name, values in whole.items() if name not in reference}), reference
@@ -279,6 +279,7 @@ class Objective:
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor to the device asynchronously."""
+        # from pinned memory neither host nor device waits
         return values.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else values
 
     def reduce(
@@ -319,7 +320,7 @@ class Objective:
         """
         logps = self.reference.logps
         stored = read_logps(path, logps.shape) if self.mesh.rank == 0 and path.exists() else None
-        stored, seed = from_rank_0((stored, secrets.randbits(32)))
+        stored, seed = from_rank_0((stored, secrets.randbits(32)))  # all processes must score the same batches
         n_scored = logps.score_all(batches, self.score, stored, path=path, seed=seed)
         if self.mesh.rank == 0:
             logps.save(path)
@@ -358,7 +359,7 @@ def make_objective(
                 longest=Longest.of(longest, max(plan.data.batch_size, plan.data.eval_batch_size), plan.data.max_length),
                 vetoed=mesh.any,
             )
-        release_gathered(model)
+        release_gathered(model)  # no backward pass has done it
         if note:
             log(note)
             break

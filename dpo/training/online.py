@@ -145,10 +145,10 @@ class OnlineBatches(Batches):
         batches = _in_groups(places, max(1, self.plan.data.eval_batch_size // self.size))
         answers: list[tuple[int, list[Answer]]] = []
         policy = self.objective.policy.eval()
-        with gathered_weights(policy):
+        with gathered_weights(policy):  # once for all tokens, where memory allows
             for batch in self.progress.over(batches, total=len(batches), what="sample"):
                 answers += zip(batch, self._answer_batch(policy, asked, batch, update), strict=True)
-        return dict(self.mesh.gather_list(answers[: len(own)]))
+        return dict(self.mesh.gather_list(answers[: len(own)]))  # without the repeated prompt
 
     def _answer_batch(
         self, policy: Any, asked: Mapping[int, Example], places: Sequence[int], update: int
@@ -170,6 +170,7 @@ class OnlineBatches(Batches):
             before_each_forward(policy, before_token),
             torch.autocast(self.objective.device.type, dtype=autocast, enabled=autocast is not None),
         ):
+            # in step, as each forward gathers shards from all processes
             tokenizer, in_step = self.data.tokenizer, self.mesh.world_size > 1
             return _in_groups(answer(policy, tokenizer, prompts, numbers, self.sampling, in_step=in_step), n)
 
@@ -178,7 +179,7 @@ class OnlineBatches(Batches):
 
         The penalty is subtracted from the score of an answer without EOS.
         """
-        if self.scorer.in_parallel:
+        if self.scorer.in_parallel:  # otherwise rank 0 scores all answers: only it has loaded the user's function
             own = np.array_split(np.arange(len(answered)), self.mesh.world_size)[self.mesh.rank]
             outcomes = self.mesh.gather_all(self._outcome([answered[i] for i in own], update))
         else:
@@ -229,7 +230,7 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
 def _choose_pair(prompt: Prompt, answers: Sequence[Answer], scores: Sequence[float]) -> Drawn:
     """Choose the best and the worst of a prompt's answers.
 
-    Among equal scores these are the first best and the last worst.
+    Among equal scores these are the first best and the last worst, so that a tie has two answers too.
     """
     scored = [one._replace(score=score) for one, score in zip(answers, scores, strict=True)]
     return Drawn(prompt.text, scored, int(np.argmax(scores)), len(scores) - 1 - int(np.argmin(scores[::-1])))
