@@ -63,7 +63,7 @@ class PreferenceData(dict[str, Entry]):
     def take(self, trains_on: str) -> Iterator[tuple[str, list[str], list[dict[str, int]]]]:
         """Remove each prompt; yield its text, responses and examples.
 
-        The examples are of the kind that a loss `trains_on`; each has an index into the responses for each role. SFT
+        Examples are of the kind `trains_on` (a key of `TRAINS_ON`), and map roles to indices into the responses. SFT
         trains on a prompt's target, or on all responses if there are no pairs.
         """
         for prompt in list(self):  # removed one by one, as a second copy of all texts might not fit into memory

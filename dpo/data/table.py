@@ -74,7 +74,7 @@ def iterate_prompts(
 ) -> Iterator[Prompt]:
     """Yield the prompts of several datasets, one dataset after another.
 
-    Their examples are of the kind that a loss `trains_on`. The loaders' notes are added to `notes`.
+    Examples are of the kind `trains_on` (a key of `TRAINS_ON`). The loaders' notes are added to `notes`.
     """
     numbers = count()
     for name in names:

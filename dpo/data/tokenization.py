@@ -80,8 +80,8 @@ def append_eos(
 ) -> tuple[list[int], list[list[int]]]:
     """Append EOS to the token ids of responses.
 
-    Returns the `ids` of the prompt, and those of each response with EOS. Raises InputError if a text contains EOS,
-    unless a chat template has `rendered` it: there EOS ends a turn.
+    Returns the prompt's ids, and each response's with EOS. Raises InputError if a text contains EOS, unless a chat
+    template has `rendered` it: there EOS ends a turn.
     """
     eos = tokenizer.eos_token_id
     if eos is None:

@@ -1,6 +1,6 @@
 """Options of pairwise losses, applied to scores and losses.
 
-Their keys are in `config/loss/options/`. Pure tensor functions, like those of `formulas.py`.
+Pure tensor functions, as in `formulas.py`. The options' keys are in `config/loss/options/`.
 """
 
 from __future__ import annotations

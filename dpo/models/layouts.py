@@ -93,7 +93,7 @@ class Padded:
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         """Split a global batch into `parts` microbatches per process.
 
-        Returns those of process `rank` of `size`: numbers `rank`, `rank + size`, ...
+        Returns the microbatches of process `rank` among `size`: numbers `rank`, `rank + size`, ...
         """
         length = max(len(e.prompt) + len(response) for e in examples for response in e.responses)
         shares = np.array_split(np.arange(len(examples)), parts * size)[rank::size]  # the last may be empty
@@ -332,7 +332,7 @@ def _scored_logps(model: Any, rows: PaddedRows) -> torch.Tensor:
 def _two_pairs(vocabulary: int, *lengths: tuple[int, int, int]) -> list[Example]:
     """Make pairs of random tokens.
 
-    `lengths` are those of prompt, chosen and rejected response.
+    `lengths` has the tokens of prompt, chosen and rejected response for each.
     """
     generator = torch.Generator().manual_seed(0)
 

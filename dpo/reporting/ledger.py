@@ -90,7 +90,7 @@ class Ledger(Appender):
         tokens = [dict(zip(example.roles, example.n_scored, strict=True)) for example in examples]
 
         def pick(metric: str, role: str) -> list[float | None] | None:
-            """Values of a metric; None where an example has no response of this role."""
+            """Values of a metric, None for examples without this role."""
             if metric not in table:
                 return None
             rows = zip(table[metric].tolist(), examples, strict=True)

@@ -28,7 +28,7 @@ class FirstUpdate(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, data: TrainingData, sizes: Sequence[int]) -> FirstUpdate:
-        """Count the work; `sizes` are those of the evaluation batches."""
+        """Count the work, given the sizes of the evaluation batches."""
         parts, warnings, evaluation, draws_samples = [], [], plan.evaluation, False
         n_trained = data.report.updates * plan.data.batch_size
         if tested := min(2 * plan.dims.data_size, sizes[0]) if plan.training.self_test else 0:

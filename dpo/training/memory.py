@@ -138,7 +138,7 @@ def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _count_held(plan: Plan, policy: Any) -> Bytes:
     """Memory held throughout training.
 
-    That is everything but activations and the freed memory that the allocator keeps.
+    Everything but activations and the freed memory that the allocator keeps.
     """
     dims, buffers = plan.dims, _count_bytes(policy.buffers())  # buffers are not sharded
     shards = dims.shard_size * dims.tensor_size
@@ -240,7 +240,7 @@ def _find_microbatch_peak(
 ) -> Bytes:
     """Peak of activations and logits on the largest microbatch.
 
-    With `n_backwards=0` it is that of a forward pass in evaluation.
+    With `n_backwards=0` there is no backward pass, as in evaluation.
     """
     largest, device = max(microbatches, key=lambda microbatch: microbatch.n_tokens), policy.device.type
     policy.train(n_backwards > 0)

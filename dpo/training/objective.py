@@ -174,7 +174,7 @@ class Objective:
     ) -> tuple[Scores, Columns]:
         """Score a microbatch with policy and reference.
 
-        Returns a loss's input, and the reference's part of it under REFERENCE.
+        Returns a loss's input, and the reference's log-probabilities under REFERENCE.
         """
         reference: Columns = {}
         if with_reference and cached is not None:
@@ -251,7 +251,7 @@ class Objective:
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Update running values after a step of the optimizer.
 
-        `metrics` are those of the global batch.
+        `metrics` are the means over the global batch.
         """
         self.models_are_equal = False
         if self.loss.running_statistic:

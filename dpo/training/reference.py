@@ -88,9 +88,9 @@ class ReferenceLogps:
         return {"logps": torch.from_numpy(self._known.copy()), "identity": self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`, unless it is of other data.
+        """Restore a `state_dict()`; ignore one of other data.
 
-        Other data is, for example, another test split.
+        Another test split, for example, makes other data.
         """
         logps = state["logps"].numpy()
         if state["identity"] == self.identity and logps.shape == self._known.shape:
