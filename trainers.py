@@ -280,7 +280,7 @@ class Trainer:
             self._predict_evaluation(time.perf_counter() - start)
         if self.plan.caches_reference_first:
             path = self.reference.logps.find_path(self.plan.run.local_dir, self.reference.digest)
-            # all batches of the run, also those that a resumed run has trained on: the file is the same
+            # all batches of the run, with those that a resumed run has trained on: its file is the same
             batches = itertools.chain(self.eval_batches, self.batches.train())
             total = len(self.eval_batches) + self.data.report.updates
             self.progress.line(self.objective.score_all(self.progress.over(batches, total=total, what="score"), path))

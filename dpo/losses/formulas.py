@@ -331,7 +331,7 @@ def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
-    """Replace each value by the one of `others` with its rank.
+    """For each value, take the entry of `others` with its rank.
 
     (B,), detached.
     """

@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     examples: list[Example]
     weights: Sequence[float]  # per example, in the means of loss and metrics; 0 for a tie
     microbatches: list[Microbatch]
-    numbers: Sequence[int]  # per example, counted over both splits; empty if the reference's part is not cached
+    numbers: Sequence[int]  # per example, over both splits, for the reference's cache; empty to bypass it
     # the last three are for online pairs
     drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by place in the batch
     metrics: Mapping[str, float] = MappingProxyType({})

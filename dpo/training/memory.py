@@ -205,7 +205,7 @@ def _find_batches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[list[
 
 
 class LongestAnswers(Batches):
-    """Batches of an online run in which all sequences are longest.
+    """Batches of an online run with the longest possible sequences.
 
     Answers have `max_new_tokens`, and pairs from the data are the longest of their prompts.
     """
