@@ -1,4 +1,4 @@
-"""Commands, links, files, tests and make targets that the documents name are there."""
+"""Commands, links, files, tests and make targets in the documents exist."""
 
 from __future__ import annotations
 
@@ -178,5 +178,5 @@ def test_every_test_that_is_named_is_there(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
 def test_lines_are_at_most_120_columns_wide(page):
-    """Rows of tables that a program prints are as wide as their numbers."""
+    """Rows of printed tables are as wide as their numbers."""
     assert [line for line in TEXTS[page].splitlines() if len(line) > 120 and not line.startswith("| ")] == []
