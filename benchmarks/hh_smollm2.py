@@ -1,4 +1,4 @@
-"""SFT, DPO and IPO of a real model, by us and by TRL.
+"""SFT, DPO and IPO of a real model, ours and TRL's.
 
     python -m benchmarks.hh_smollm2 --model SMOLLM2 --data HH --out DIR
     python -m benchmarks.hh_smollm2 --model SMOLLM2 --data HH --out DIR --trl VENV/bin/python --only "TRL dpo 0.1"

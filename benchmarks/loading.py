@@ -73,7 +73,7 @@ def measure(rank: int, world_size: int, config: Any, marker: str) -> dict[str, i
 
 
 def measure_case(settings: list[str], marker: Path) -> tuple[int, dict[str, int]]:
-    """Peak of rank 0's anonymous memory while models load, and what it measured."""
+    """Peak of rank 0's anonymous memory, and what it measured."""
     most = 0
 
     def watch(pid: int) -> None:
