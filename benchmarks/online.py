@@ -33,7 +33,7 @@ DEFAULTS = ("online=online", "online.scorer=shorter", "loss=simpo", "self_test=f
 
 def generate_bare(model: Any, tokenizer: Any, prompts: Sequence[Example], plan: Plan) -> None:
     """Sample with plain `model.generate` from all tokens (no top-k)."""
-    online, size = plan.online, plan.evaluation.eval_batch_size
+    online, size = plan.online, plan.data.eval_batch_size
     by_length = sorted(prompts, key=lambda prompt: len(prompt.prompt))
     for start in range(0, len(by_length), size):
         rows = [prompt for prompt in by_length[start : start + size] for _ in range(online.n_samples)]
