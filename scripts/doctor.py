@@ -110,10 +110,7 @@ class ChildError(Exception):
 
 
 def ask(*command: str, limit: float = 10) -> str:
-    """Return the output of a command; it and its children have ended.
-
-    Raises ChildError.
-    """
+    """Return a command's output, or raise ChildError; its children have ended."""
     from dpo.system.redaction import redact
 
     pipe = subprocess.PIPE
@@ -138,10 +135,7 @@ def ask(*command: str, limit: float = 10) -> str:
 
 
 def run_probe(call: str, limit: float) -> Any:
-    """Return the result of a call in a child process.
-
-    Raises ChildError.
-    """
+    """Call a probe in a child process; raises ChildError."""
     code = f"import json; from scripts.doctor import *; print(json.dumps({call}))"
     return json.loads(ask(sys.executable, "-c", code, limit=limit).splitlines()[-1])
 
@@ -166,10 +160,7 @@ def probe_devices() -> list[Gpu]:
 
 
 def find_matmul_error(device: str, dtype: Any) -> str | None:
-    """Compare a product on `device` with float64 on the CPU.
-
-    None if the error is within rounding.
-    """
+    """Say how far a product on `device` is off, if beyond rounding."""
     import torch
 
     left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(dtype)  # (512, 512) each
