@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Model(NamedTuple):
-    """Parameters, and bytes that the forward of a pair keeps for its backward.
+    """Parameters, and bytes that a pair's forward keeps for its backward.
 
     A pair is 2 rows of 512 tokens. `kept` and `checkpointed` are in bfloat16 and in float32, counted with fake tensors
     as `dry_run=true` does.
