@@ -71,7 +71,7 @@ def load_model(
     name: str,
     *,
     dtype: torch.dtype,
-    archive: str | None = None,
+    archive: str | Path | None = None,
     attn_implementation: str = "eager",
     random_init: bool = False,
     seed: int = 0,
@@ -85,69 +85,65 @@ def load_model(
     weights from the seed.
     Raises InputError if the model cannot be loaded, lacks weights, or does not fit the archive.
     """
-    found = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
-    config = load_config(name, **found)
-    made = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
+    source = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
+    config = load_config(name, **source)
+    options = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
     with explaining_load_errors("model", name):
         if random_init:
-            model = _random_model(config, **made, seed=seed, trust_remote_code=trust_remote_code)
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                # drawn in float32, so that models of one seed are equal up to rounding
+                drawn: Any = transformers.AutoModelForCausalLM.from_config(
+                    config, **{**options, "dtype": torch.float32}, trust_remote_code=trust_remote_code
+                )
+            model = drawn.to(dtype)
             model.to(device_map[""] if isinstance(device_map, dict) else "cuda" if device_map else "cpu")
             if archive is not None:
                 load_archive(model, archive)
         elif archive is not None:
-            model = _load_from_archive(name, archive, found, **made, device_map=device_map)
+            model = _load_from_archive(name, archive, source, {**options, "device_map": device_map})
         else:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                name, **found, **made, device_map=device_map, output_loading_info=True
+                name, **source, **options, device_map=device_map, output_loading_info=True
             )
             model, loading = loaded
-            _refuse_gaps(name, loading)
+            refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
     disable_dropout(model)
     return model
 
 
-def _random_model(config: Any, *, dtype: torch.dtype, seed: int, **made: Any) -> transformers.PreTrainedModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **made).to(dtype)
-
-
 def _load_from_archive(
-    name: str, archive: str, found: Mapping[str, Any], *, device_map: str | dict | None, **made: Any
+    name: str, archive: str | Path, source: Mapping[str, Any], options: Mapping[str, Any]
 ) -> transformers.PreTrainedModel:
     """Load a model with the archive's weights instead of its own, which are not read.
 
     transformers casts and places the weights one by one, so that there is no second copy.
     """
-    structure = load_structure(name, **found, **made)
+    structure = load_structure(name, dtype=options["dtype"], **source)
     weights = read_archive(archive, structure)
     in_file = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
     kind: Any = type(structure)
     model, loading = kind.from_pretrained(
-        None,
-        config=load_config(name, **found),
-        state_dict=weights,
-        **made,
-        device_map=device_map,
-        output_loading_info=True,
+        None, config=load_config(name, **source), state_dict=weights, **options, output_loading_info=True
     )
     del weights
-    _refuse_gaps(name, loading)
+    refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
     for tensor in (*model.parameters(), *model.buffers()):  # tensors that were neither cast nor moved are still mapped
         if tensor.untyped_storage().data_ptr() in in_file:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
     model.name_or_path = model.config.name_or_path = name
     model.adjust_generation_fn(  # like from_pretrained at its end
         None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None, revision=None,
-        subfolder="", **found,
+        subfolder="", **source,
     )  # fmt: skip
     return model
 
 
-def _refuse_gaps(name: str, loading: Mapping[str, Any]) -> None:
-    if loading["missing_keys"]:  # transformers would initialize these randomly and continue
+def refuse_gaps(loading: Mapping[str, Any], what: str, advice: str) -> None:
+    """Raises InputError if weights are missing, which transformers would draw at random and continue."""
+    if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:5])
-        raise InputError(f"model {name!r} has no weights for {missing}; were they saved with another class?")
+        raise InputError(f"{what} has no weights for {missing}: {advice}")
 
 
 def check_positions(model: Any, max_length: int) -> None:

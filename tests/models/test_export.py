@@ -234,7 +234,7 @@ def test_a_model_that_is_no_checkpoint_is_refused(tmp_path):
         export(tmp_path / "nowhere", tmp_path / "out")
     archive(tmp_path / "policy.pt", {})
     (tmp_path / "config.yaml").write_text("model: {name_or_path: ../moved/away}")
-    with pytest.raises(InputError, match=r"\.\./moved/away, the base model of .* is not there: give --model"):
+    with pytest.raises(InputError, match=r"\.\./moved/away, the base of .* is not there: give --model"):
         export(tmp_path, tmp_path / "out")
 
 
