@@ -46,10 +46,8 @@ FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
 
 
 class ParameterCount(NamedTuple):
-    """The numbers of trained parameters and of all parameters of a policy, a reference adapter's included."""
-
     trainable: int
-    total: int
+    total: int  # with those of a reference's adapter
 
 
 class StoredAdapter(NamedTuple):
@@ -67,15 +65,14 @@ class StoredAdapter(NamedTuple):
 
 
 def _import_peft() -> Any:
-    """Import PEFT late: it takes a second, and most runs have no adapter."""
     silence_bitsandbytes()
-    import peft
+    import peft  # late: it takes a second, and most runs have no adapter
 
     return peft
 
 
 def find_adapter(path: str | Path | None) -> Path | None:
-    """The directory in PEFT's format for a path: the path itself, its LATEST, or the parent of a `policy.pt`."""
+    """A directory in PEFT's format: the path, its LATEST, or its parent."""
     if path is None:
         return None
     path = Path(path).expanduser()
@@ -84,7 +81,10 @@ def find_adapter(path: str | Path | None) -> Path | None:
 
 
 def read_adapter(directory: Path) -> StoredAdapter:
-    """Read an adapter in PEFT's format. Raises InputError if it is damaged, or of an unsupported kind."""
+    """Read an adapter in PEFT's format.
+
+    Raises InputError if it is damaged, or of an unsupported kind.
+    """
     config = directory / CONFIG
     with _explaining(directory):
         check_readable(directory / WEIGHTS)
@@ -118,7 +118,7 @@ def read_adapter(directory: Path) -> StoredAdapter:
 
 
 def read_base(directory: Path) -> str | None:
-    """The base that an adapter in PEFT's format names: a Hub id or a path, which may be gone; in ours also a file."""
+    """The base that an adapter names, a Hub id or a path."""
     with _explaining(directory):
         base = _read_config(directory).get("base_model_name_or_path")
     if not isinstance(base, str | None):
@@ -133,7 +133,6 @@ def _explaining(directory: Path) -> AbstractContextManager[None]:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    """PEFT's config of an adapter."""
     written = read_json(directory / CONFIG)
     if not isinstance(written, dict):
         raise InputError(f"{directory / CONFIG} holds no mapping, as PEFT writes it")
@@ -149,11 +148,12 @@ def add_adapter(
     seed: int = 0,
     targets: str = "lora.target_modules",
 ) -> None:
-    """Freeze a model, add an adapter to it in float32, and activate it; all but the reference's is trained.
+    """Freeze a model and add an adapter in float32, which becomes active.
 
-    As drawn from the seed by PEFT, it changes nothing: B is 0. On the meta device it takes no memory. Its dropout is
-    off until `AdapterDropout` turns it on. Raises InputError if the config names no layer of the model, or one that
-    cannot be adapted; `targets` says where the layers are named.
+    The policy's is trained, any other is not. As PEFT draws it from the seed it changes nothing: B is 0. On the meta
+    device it takes no memory. Its dropout is off until `AdapterDropout` turns it on.
+    Raises InputError if the config names no layer of the model, or one that cannot be adapted; `targets` says where the
+    layers are named.
     """
     config = copy.deepcopy(config)
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
@@ -172,9 +172,8 @@ def add_adapter(
 
 
 def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) -> None:
-    """Have PEFT put an adapter into a model, drawn from the seed alone."""
+    """Let PEFT put an adapter into a model, drawn from the seed."""
     peft = _import_peft()
-
     on_meta = next(model.parameters()).is_meta
     device = torch.device("meta") if on_meta else nullcontext()  # or PEFT makes the factors in memory first
     # None would warn about several GPUs
@@ -191,7 +190,7 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
 
 
 def _prepare(layer: Any, name: str, dropout: float, targets: str) -> None:
-    """Replace the dropout and factors of a layer adapted by PEFT. Raises InputError if it is not linear."""
+    """Replace PEFT's dropout and factors in an adapted layer."""
     if name in layer.lora_embedding_A:
         kind = type(layer.get_base_layer()).__name__
         raise InputError(f"{targets} names a layer of class {kind}: only linear layers can be adapted")
@@ -204,33 +203,37 @@ def _prepare(layer: Any, name: str, dropout: float, targets: str) -> None:
 
 
 class Factor(torch.nn.Linear):
-    """A matrix of an adapter: in float32, multiplied in the dtype of its input; the converted copy is small."""
+    """A matrix of an adapter, in float32, multiplied in its input's dtype."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight = torch.nn.Parameter(layer.weight.detach().float(), requires_grad=layer.weight.requires_grad)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(input, self.weight.to(input.dtype))
+        return torch.nn.functional.linear(input, self.weight.to(input.dtype))  # a small copy
 
 
 def make_adapter_config(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:
-    """PEFT's config of a new adapter; `target_modules` `auto`: every linear layer but the head."""
-    peft = _import_peft()
-
-    targets = "all-linear" if target_modules == "auto" else list(target_modules)
-    return peft.LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+    """PEFT's config of a new adapter."""
+    targets = "all-linear" if target_modules == "auto" else list(target_modules)  # all but the head
+    return _import_peft().LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
 
 
 def add_stored_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
-    """Put a stored adapter into a model. Raises InputError if it does not fit."""
+    """Put a stored adapter into a model.
+
+    Raises InputError if it does not fit.
+    """
     config = make_adapter_config(stored.r, stored.alpha, stored.layers)
     add_adapter(model, config, name=name, targets=str(stored.directory))
     load_adapter(model, stored, name)
 
 
 def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
-    """Copy a stored adapter's weights into the model's adapter of that name. Raises InputError if they do not fit."""
+    """Copy a stored adapter's weights into the adapter of that name.
+
+    Raises InputError if they do not fit.
+    """
     into = adapter_weights(model, name)
     odd = sorted(into.keys() ^ stored.weights.keys())
     odd += sorted(key for key in into.keys() & stored.weights.keys() if into[key].shape != stored.weights[key].shape)
@@ -248,7 +251,7 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
 
 
 def _names_to_give(model: Any, into: Iterable[str], stored: StoredAdapter) -> list[str]:
-    """The `lora.target_modules` of a stored adapter, if it adapts other layers than the model's; else none.
+    """The `lora.target_modules` of a stored adapter that adapts other layers.
 
     These are the last parts of the layers' names, or whole names if not all layers with such a last part are adapted.
     """
@@ -261,7 +264,7 @@ def _names_to_give(model: Any, into: Iterable[str], stored: StoredAdapter) -> li
 
 
 def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
-    """The parameters of an adapter, by name without the adapter's own; empty if the model has no such adapter."""
+    """The parameters of an adapter, by name without the adapter's own."""
     return {
         key.replace(f".{name}.", "."): parameter
         for key, parameter in model.named_parameters()
@@ -270,7 +273,7 @@ def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 def base_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The state dict of a model without its adapters, under the names of the plain model."""
+    """The state dict of a model's base, with the plain model's names."""
     return {
         key.replace(".base_layer.", "."): tensor
         for key, tensor in model.state_dict().items()
@@ -292,7 +295,7 @@ def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None =
 
 
 def weights_in_use(model: Any) -> list[torch.Tensor]:
-    """The weights that a model computes with: its base's, and its active adapter's unless that adds nothing."""
+    """The base's weights, and the active adapter's unless it adds nothing."""
     [name] = {name for layer in _adapted_layers(model) for name in layer.active_adapters} or {None}
     adapter = {} if name is None else adapter_weights(model, name)
     adds = any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key)
@@ -319,7 +322,7 @@ def _activate(layers: Iterable[Any], name: str | None) -> None:
 
 
 def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[None]]:
-    """Make a context in which a policy computes with the adapter `name` instead of its own; None: with its base.
+    """Make a context in which a policy has another adapter, or none.
 
     The layers are found once, as an update enters the context for every microbatch.
     """
@@ -337,12 +340,11 @@ def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The trained parameters: all of a model's, or its adapter's if it has one."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Count parameters over all processes, however the model is sharded; packed weights count one by one."""
+    """Count the parameters of all processes; 4-bit weights count one by one."""
     trainable, total = (sum(p.numel() for p in chosen) for chosen in (trained_parameters(model), model.parameters()))
     linear = (layer for layer in model.modules() if isinstance(layer, torch.nn.Linear))
     packed = (layer for layer in linear if not isinstance(layer.weight, torch.nn.Parameter))
@@ -350,12 +352,11 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
 
 
 def policy_part(model: torch.nn.Module) -> ModelPart:
-    """The part of a checkpoint with a policy's trained weights."""
     return (AdapterPart if adapter_weights(model, POLICY) else ModelPart)("policy", model)
 
 
 class AdapterPart(ModelPart):
-    """The part of a checkpoint for a policy with an adapter: the adapter alone, also in PEFT's format."""
+    """A policy's adapter in a checkpoint, also in PEFT's format."""
 
     @property
     def n_bytes(self) -> int:
@@ -365,7 +366,6 @@ class AdapterPart(ModelPart):
         return full_state({PREFIX + key: p for key, p in adapter_weights(self.source, POLICY).items()}, copy=copy)
 
     def convert(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-        """PEFT's files."""
         config = self.source.peft_config[POLICY].to_dict() | {"inference_mode": True}
         as_lists = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         tensors = {key: tensor.contiguous() for key, tensor in state.items()}

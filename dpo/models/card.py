@@ -1,4 +1,4 @@
-"""The model card of an exported policy: training data, settings, evaluation and licence."""
+"""The model card of an export: data, settings, evaluation, licence."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bn
 
 
 def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: StoredAdapter | None = None) -> None:
-    """Write `README.md` from the run's records: for a `model` in the folder, or for its `adapter` alone."""
+    """Write `README.md` for a `model` in a folder, or an `adapter` alone."""
     plan, saved = origin.plan, read_file(origin.policy) if origin.policy else {}
     values = redact(plan.values) | {"model.trust_remote_code": origin.had_own_code} if origin.run_dir else {}
     base, name, loss = plan.model.name_or_path, values.get("exp_name"), plan.values.get("loss.name")
@@ -93,7 +93,6 @@ def _make_table(header: str, rows: Mapping[str, str], otherwise: str) -> str:
 
 
 def _describe(model: Any, adapter: StoredAdapter | None) -> str:
-    """A description of the folder's content."""
     whole = f"Class: `{type(model).__name__}`, weights in {str(model.dtype).removeprefix('torch.')}." if model else ""
     if adapter is None:
         return whole
@@ -105,12 +104,10 @@ def _describe(model: Any, adapter: StoredAdapter | None) -> str:
 
 
 def _show_loading(base: Plan | None, *, runs_code: bool) -> str:
-    """Code that loads the model; for an adapter, its `base` so that it computes as in training.
-
-    Without these options transformers would take another dtype, from the base's own config.
-    """
+    """Code that loads the model; `base` is that of an adapter."""
     code = ", trust_remote_code=True" if runs_code else ""
     in_4_bits = base is not None and base.quantized
+    # without options transformers would give the base another dtype than in training, from its own config
     options = f', dtype="{base.compute_dtype}"' if base else ""
     options += f", quantization_config={IN_4_BITS}" if in_4_bits else ""
     return f"""```python
@@ -122,7 +119,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH_OR_HUB_ID"{code})
 
 
 def _find_dataset_source(plan: Plan, name: str) -> str:
-    """The source of a dataset: its Hub id, or the name of a local file without its private directory."""
+    """A dataset's Hub id, or its file's name without the private directory."""
     value = plan.data.dataset_sources.get(name)
     if value is None:
         return HUB_IDS.get(name, "made by the training code")
@@ -131,7 +128,7 @@ def _find_dataset_source(plan: Plan, name: str) -> str:
 
 
 def _format_cell(value: Any) -> str:
-    """A value as code in a table's cell; only the last part of a path."""
+    """A value as code in a table, or a path's last part."""
     text = value if isinstance(value, str) else json.dumps(value)
     text = Path(text).name if text.startswith(("/", "~", "./", "../")) else text
     return " ".join(text.replace("|", "\\|").replace("`", "'").split())
@@ -162,17 +159,17 @@ def _describe_licence(licence: Mapping[str, str]) -> str:
 
 
 def _find_licence(base: str, cache_dir: str | None) -> dict[str, str]:
-    """The licence in the base model's card, if that is on this machine; a link to one of its files is left out."""
+    """The licence in the base model's card, if on this machine."""
     data = read_metadata(base, cache_dir)
     found = {key: data.get(key) for key in ("license", "license_name", "license_link")}
     found = {key: value for key, value in found.items() if isinstance(value, str) and value}
-    if not found.get("license_link", "https://").startswith(("https://", "http://")):
+    if not found.get("license_link", "https://").startswith(("https://", "http://")):  # a file beside that card
         del found["license_link"]
     return {"license": OTHER if found.keys() - {"license_link"} else UNKNOWN} | found
 
 
 def find_prompt_format(origin: Origin) -> str | None:
-    """The form of the prompts a model was trained on, from its run or from the card of one of our exports."""
+    """The form of training prompts, from the run or an export's card."""
     if origin.run_dir is not None:
         train = _as_mapping(_read_record(origin.run_dir, "preflight.json").get("train"))
         formats = _as_mapping(train.get("prompt_formats"))
@@ -185,17 +182,16 @@ def find_prompt_format(origin: Origin) -> str | None:
 
 
 def _check_form(form: Any) -> str | None:
-    """A form of prompts, if a foreign file has named one that is known."""
+    """The form of prompts that a foreign file names, if it exists."""
     return form if isinstance(form, str) and form in MEANINGS else None
 
 
 def _as_mapping(value: Any) -> Mapping[str, Any]:
-    """A value of a foreign file, empty unless it is a mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _read_record(run_dir: Path | None, name: str) -> Mapping[str, Any]:
-    """A record that the run has written about itself; empty if there is none."""
+    """A run's record about itself, empty if there is none."""
     if run_dir is None or not (run_dir / name).exists():
         return {}
     try:
@@ -205,7 +201,7 @@ def _read_record(run_dir: Path | None, name: str) -> Mapping[str, Any]:
 
 
 def read_metadata(model: str, cache_dir: str | None, *, ask_hub: bool = False) -> Mapping[str, Any]:
-    """The metadata of a model's card, in its directory or the cache; {} without a readable card."""
+    """The metadata of a model's card, empty without a readable one."""
     folder = Path(model).expanduser()
     try:
         if folder.exists():

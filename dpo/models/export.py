@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a model of transformers, or of an adapter in PEFT's format or merged into its base.
+"""Export of a checkpoint as a model of transformers, or an adapter.
 
 A model consists of config, safetensors, tokenizer, generation config and model card. Weights that stay as they are in
 their file are mapped from it and written shard by shard; merged or converted ones are in memory once.
@@ -42,11 +42,11 @@ def export(
     verify: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write a directory for `AutoModelForCausalLM.from_pretrained(out)`, whole or not at all. Returns `out`.
+    """Write a directory for `AutoModelForCausalLM.from_pretrained`, and return it.
 
-    `checkpoint` and `model` are as for `find_origin`; `dtype` None keeps that of the weights. For an adapter, writes
-    the adapter, which names its base, or, with `merge`, the sum of both. With `verify` a checkpoint of ours is first
-    compared with its checksums.
+    It is written whole or not at all. `checkpoint` and `model` are as for `find_origin`; `dtype` None keeps that of the
+    weights. For an adapter, writes the adapter, which names its base, or, with `merge`, the sum of both. With `verify`
+    a checkpoint of ours is first compared with its checksums.
     Raises InputError if the checkpoint cannot be exported or `out` is taken, RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
@@ -76,7 +76,7 @@ def export(
 
 
 def _check(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: bool) -> None:
-    """Raises InputError if there is nothing to export, or it cannot be exported in this form."""
+    """Raise InputError if this checkpoint cannot be exported in this form."""
     if origin.weights == Weights():
         raise InputError(f"{checkpoint} is a model's directory, which transformers loads as it is: give a checkpoint")
     if merge and origin.weights.adapter is None:
@@ -91,7 +91,7 @@ def _check(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: boo
 
 
 def _find_base_for_peft(origin: Origin) -> str:
-    """The base for PEFT to load under an adapter. Raises InputError if PEFT cannot load it."""
+    """The base for PEFT to load under an adapter, or InputError."""
     archive, adapter = origin.weights.archive, origin.weights.adapter
     if archive is not None:
         exported = archive.parent / EXPORTED
@@ -136,7 +136,10 @@ def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: 
 
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
-    """Load the weights to write into a model without weights; those that stay as they are in their file are mapped."""
+    """Load the weights to write into a model without weights.
+
+    Those that stay as they are in their file are mapped.
+    """
     state = read_archive(origin.weights.archive, model, key="") if adapter is None else _merge(origin, adapter, dtype)
     named = model.state_dict(keep_vars=True)
     stored = {id(named[name]): name for name in reversed(named) if name in state}  # tied weights are one object
@@ -148,7 +151,7 @@ def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dty
 
 
 def _merge(origin: Origin, adapter: StoredAdapter, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The weights of an adapter's base, as its run rounded them, with the adapter merged into them."""
+    """The base's weights as the run rounded them, plus the adapter."""
     plan, has_run = origin.plan, origin.run_dir is not None
     base_dtype = DTYPES[plan.model.policy_dtype] if has_run else None
     base = load_base(plan, base_dtype, origin.weights.archive, attn_implementation="eager")
@@ -159,7 +162,7 @@ def _merge(origin: Origin, adapter: StoredAdapter, dtype: torch.dtype | None) ->
 
 
 def _write_tokenizer(folder: Path, origin: Origin) -> None:
-    """Write the tokenizer as it was published, without the pad token that training adds."""
+    """Write the tokenizer as it was published, without training's pad token."""
     source = find_source(origin.plan) | {"name": origin.plan.model.tokenizer}
     with explaining_load_errors("tokenizer", source["name"]):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.pop("name"), **source)

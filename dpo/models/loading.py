@@ -1,8 +1,11 @@
-"""Loading of a plan's models, one at a time, so that no host holds two before they are distributed."""
+"""Loading of a plan's policy and reference.
+
+One at a time: a host holds at most one whole model before it is distributed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,34 +37,28 @@ FOLLOWING = "reference"  # the part of a checkpoint with a reference that follow
 
 
 def find_source(plan: Plan) -> dict[str, Any]:
-    """The arguments of `load_config`, `load_model` and so on that say where the model comes from."""
+    """The arguments of `load_config` and `load_model` that name the model."""
     model = plan.model
-    return {
-        "name": model.name_or_path,
-        "cache_dir": plan.run.cache_dir,
-        "trust_remote_code": model.trust_remote_code,
-    }
+    return {"name": model.name_or_path, "cache_dir": plan.run.cache_dir, "trust_remote_code": model.trust_remote_code}
 
 
 def resolve_place(name: str) -> str:
-    """A Hub id unchanged, or a path made absolute, without links, as LATEST will point elsewhere later."""
+    """A Hub id unchanged, or an absolute path."""
     path = Path(name).expanduser()
-    return str(path.resolve()) if path.exists() else name
+    return str(path.resolve()) if path.exists() else name  # without links: LATEST will point elsewhere later
 
 
 def find_model_config(plan: Plan) -> Any:
-    """The model's transformers config. Raises InputError if it cannot be loaded."""
     return load_config(**find_source(plan))
 
 
 def find_structure(plan: Plan, dtype: str) -> Any:
-    """The model without its weights."""
     attention = plan.model.attn_implementation
     return load_structure(**find_source(plan), dtype=DTYPES[dtype], attn_implementation=attention)
 
 
 def find_policy_structure(plan: Plan, dtype: str) -> Any:
-    """The policy without its weights, quantized if the plan says so, with its adapters in float32."""
+    """The policy without its weights, but quantized and with its adapters."""
     policy = find_structure(plan, dtype)
     if plan.quantized:
         quantize(policy)
@@ -71,7 +68,10 @@ def find_policy_structure(plan: Plan, dtype: str) -> Any:
 
 
 def find_weights(plan: Plan) -> Weights:
-    """The weights that `model.archive` names. Raises InputError if it and the `lora` keys do not match."""
+    """The weights that `model.archive` names.
+
+    Raises InputError if there are none, or the `lora` keys do not match.
+    """
     archive = plan.model.archive
     if archive is None:
         return Weights()
@@ -97,7 +97,7 @@ def find_weights(plan: Plan) -> Weights:
 
 
 def notes_on_base(plan: Plan) -> list[str]:
-    """A warning if the adapter of `model.archive` names another base than the model, maybe a copy of it."""
+    """A warning if the adapter of `model.archive` names another base."""
     adapter, name = find_adapter(plan.model.archive), plan.model.name_or_path
     base = adapter and locate_weights(adapter).base
     if base is None or resolve_place(base) == resolve_place(name):
@@ -106,7 +106,7 @@ def notes_on_base(plan: Plan) -> list[str]:
 
 
 def find_following(plan: Plan, resume_from: Path | None) -> Path | None:
-    """The file with a resumed run's reference, if that follows the policy; else None."""
+    """The file with a resumed run's reference, if that follows the policy."""
     return resume_from / f"{FOLLOWING}.pt" if resume_from is not None and plan.follow_every else None
 
 
@@ -114,14 +114,14 @@ def find_following(plan: Plan, resume_from: Path | None) -> Path | None:
 
 
 def check_model(plan: Plan) -> Weights:
-    """`find_weights`. Raises InputError for a model that cannot be loaded, or whose layers cannot be sharded."""
+    """`find_weights`, and InputError for a model that cannot be cut."""
     weights = find_weights(plan)
     check_tensor_parallel(find_model_config(plan), plan.dims.tensor_size)
     return weights
 
 
 def check_parts(plan: Plan) -> None:
-    """Raises the InputErrors of loading, as far as possible without reading the model's own weights."""
+    """Raise the InputErrors of loading, without reading the model's own weights."""
     weights = check_model(plan)
     structure = find_structure(plan, plan.model.policy_dtype)
     if plan.model.block_name:
@@ -167,7 +167,7 @@ def load_base(
     attn_implementation: str | None = None,
     device_map: str | dict | None = None,
 ) -> Any:
-    """Load a plan's model on one process, without adapters: its own weights, the archive's, or those of the seed.
+    """Load a plan's model in one process, without adapters.
 
     `dtype` None is that of the model's own config; `attn_implementation` None, the plan's.
     """
@@ -184,10 +184,11 @@ def load_base(
 
 
 def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None) -> tuple[Any, str | None]:
-    """The policy, given or loaded by a function, with the plan's adapters and compiled blocks, and a digest.
+    """The policy, ready for training except for its distribution, and a digest.
 
-    The digest is that of the frozen weights in it: the reference, or its base if there is none. It is None without an
-    adapter, if the reference is a separate model, and on ranks other than 0.
+    `policy` is a model or a function that loads it. The digest is that of the frozen weights in it: the reference, or
+    its base if there is none. It is None without an adapter, if the reference is a separate model, and on ranks other
+    than 0.
     """
     if plan.lora is None:
         return _prepare(policy, plan, {}, rank=rank), None
@@ -203,9 +204,9 @@ def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None)
 
 
 def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
-    """The reference, given or loaded by a function, and on rank 0 its digest unless it follows the policy.
+    """A separate reference, and on rank 0 its digest.
 
-    The digest costs a pass over its weights.
+    There is no digest of one that follows the policy.
     """
     adapter = find_weights(plan).adapter
     name = None if adapter is None else REFERENCE
@@ -214,7 +215,7 @@ def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | Non
 
 
 def digest_reference(model: Any, plan: Plan, adapter: str | None) -> str:
-    """`model_digest` of the weights that a run's reference computes with, in the dtype that it computes in."""
+    """The digest of a run's reference, which reads all its weights."""
     return model_digest(model, plan.model.autocast or plan.reference_dtype, adapter)
 
 
@@ -225,11 +226,12 @@ def unwrap(model: Any) -> Any:
     return model
 
 
-def _prepare(model: Any, plan: Plan, adapters: Mapping[str, Path | None], *, rank: int) -> Any:
-    """A model, given or loaded by a function, quantized, adapted and compiled as the plan says.
+def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: int) -> Any:
+    """Quantize, adapt and compile a model as the plan says.
 
-    `adapters` maps names to directories in PEFT's format, or to None for a new adapter; only rank 0 reads them. Raises
-    InputError if there is no block of the class that the plan names, even if blocks are not needed.
+    `model` may be a function that loads it. `adapters` maps names to directories in PEFT's format, or to None for a new
+    adapter; only rank 0 reads them. Raises InputError if there is no block of the class that the plan names, even if
+    blocks are not needed.
     """
     model = unwrap(model) if isinstance(model, torch.nn.Module) else model()
     if plan.quantized:
@@ -245,7 +247,7 @@ def _prepare(model: Any, plan: Plan, adapters: Mapping[str, Path | None], *, ran
     return model
 
 
-def _add_adapters(model: Any, plan: Plan, adapters: Mapping[str, Path | None]) -> None:
+def _add_adapters(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> None:
     """Add adapters, of which the first becomes the active one.
 
     Raises InputError if one in a directory does not fit, or has another r or alpha than the plan.
@@ -263,7 +265,7 @@ def _add_adapters(model: Any, plan: Plan, adapters: Mapping[str, Path | None]) -
 
 
 def _name_base(plan: Plan, weights: Weights) -> str | None:
-    """A lasting name for the base of an adapter: a Hub id or an absolute path; None if drawn from the seed."""
+    """A lasting name for an adapter's base, unless drawn from a seed."""
     if weights.archive is not None:
         return resolve_place(str(weights.archive))
     return None if plan.model.random_init else resolve_place(plan.model.name_or_path)

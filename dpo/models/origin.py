@@ -1,4 +1,4 @@
-"""The model that a path on a command line names: a checkpoint with its run's config, an adapter, a directory."""
+"""The model that a path on a command line names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MATTERS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datasets
 
 
 class Origin(NamedTuple):
-    """A model that a path names: architecture and tokenizer are those of `plan.model`."""
+    """A model that a path names, with the architecture of `plan.model`."""
 
     plan: Plan  # of the run; without a run, of the known values and defaults
     weights: Weights = Weights()
@@ -83,7 +83,7 @@ def find_origin(
 
 
 def _find_problem(weights: Weights, base: str | None) -> str | None:
-    """Why a model cannot be loaded with these weights on this base, if so."""
+    """The reason why weights and base give no model, if any."""
     subject = weights.adapter or weights.archive
     if weights.archive is not None and not weights.archive.is_file():
         return f"{weights.archive}, the base of {subject}, is not there"

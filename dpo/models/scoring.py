@@ -1,4 +1,4 @@
-"""Scorers of the policy's answers in training, by name, and the check of their scores."""
+"""Scorers of the policy's answers in training, and checks of their scores."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dpo.checkpoint.parts import random_state, set_random_state
 from dpo.data.table import Prompt
 from dpo.errors import InputError, RunError, one_sentence
 from dpo.models.answers import Answer
@@ -34,7 +35,7 @@ LARGEST = 3.4e38  # largest float32
 
 
 class ScorerFailed(RunError):
-    """A scorer raised an error, or did not return a finite number for each answer."""
+    """An error of a scorer, or an invalid score."""
 
 
 class Scorer(NamedTuple):
@@ -49,7 +50,7 @@ class Scorer(NamedTuple):
     file: Path | None = None  # the user's code, whose line is named in errors
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """The scores, as floats. Raises ScorerFailed, which names the scorer, for any error in it."""
+        """The scores, or ScorerFailed for any error of the scorer."""
 
         def compute() -> list[float]:
             given = self.score(prompts, answers)
@@ -69,25 +70,22 @@ class Scorer(NamedTuple):
 
 @contextmanager
 def seeded_generators(*numbers: int) -> Iterator[None]:
-    """Inside, Python's, numpy's and torch's global generators are seeded with these numbers; restores them."""
-    before, numpy_before = random.getstate(), np.random.get_state()
-    seeds = np.random.SeedSequence(numbers).generate_state(4)
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        random.seed(seeds.tobytes())
-        np.random.seed(seeds)
-        torch.manual_seed(int(seeds.view(np.uint64)[0]))
-        try:
-            yield
-        finally:
-            random.setstate(before)
-            np.random.set_state(numpy_before)
+    """Seed Python's, numpy's and torch's generators inside."""
+    before = random_state()
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)
 
 
 def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, file: Path | None) -> T:
-    """Return `code()`, run without gradients; raise its errors as one sentence with the line of `file`.
+    """Run code without gradients, and explain its errors.
 
-    Gradients are switched back afterwards, even if the code has switched them. Not a `@contextmanager`, which would
-    take an error raised from a StopIteration for its own, and let the StopIteration through.
+    Not a `@contextmanager`, which would take an error raised from a StopIteration for its own, and let the
+    StopIteration through.
     """
     try:
         with torch.no_grad(), RaisingExit():
@@ -99,7 +97,10 @@ def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, fil
 
 
 class RaisingExit:
-    """A context in which `os._exit` of this process raises: an unfinished run must not end with status 0."""
+    """A context in which `os._exit` raises.
+
+    An unfinished run must not end with status 0.
+    """
 
     modules = os, sys.modules[os.name]  # the modules that have it: os and posix
 
@@ -130,22 +131,21 @@ def _tell(error: BaseException, file: Path | None) -> str:
 
 
 def _parse_file(place: str) -> Path:
-    """The file in `FILE.py:NAME`, the place of a function."""
+    """The file of `FILE.py:NAME`."""
     return Path(place.rpartition(":")[0]).expanduser().resolve()
 
 
 def shorter(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-    """Score answers by their number of tokens, negated."""
     return [-len(answer.tokens) for answer in answers]
 
 
 def count_keyword(keyword: str) -> Score:
-    """Make a score that counts a text in the answer, without overlaps."""
+    """Make a score that counts a text in the answer."""
     return lambda prompts, answers: [answer.text.count(keyword) for answer in answers]
 
 
 def load_function(place: str) -> Score:
-    """Load the function `FILE.py:NAME`, which gets two lists of texts: prompts and answers.
+    """Load the function `FILE.py:NAME` of lists of prompts and answers.
 
     Runs the file's code, which may import modules beside it. Raises InputError if it fails, or has no such function.
     """
@@ -168,9 +168,9 @@ def load_function(place: str) -> Score:
 
 
 def load_scorer(plan: Plan, device: torch.device, *, rows: int) -> Scorer:
-    """Load the scorer that `plan.online` names; a reward model on `device`, for `rows` answers at a time.
+    """Load the scorer that `plan.online` names.
 
-    Raises InputError if it cannot be loaded.
+    A reward model is loaded on `device`, for `rows` answers at a time. Raises InputError if that fails.
     """
     online = plan.online
     if online.scorer == "reward_model":
@@ -189,9 +189,9 @@ def load_scorer(plan: Plan, device: torch.device, *, rows: int) -> Scorer:
 
 
 def check_scorer(plan: Plan) -> tuple[str, ...]:
-    """Notes on the scorer that `plan.online` names; no reward model's weights are read.
+    """Notes on a plan's scorer, and the InputErrors of `load_scorer`.
 
-    Raises InputError as `load_scorer` does.
+    No reward model's weights are read.
     """
     if plan.online.scorer == "reward_model":
         return notes_on(find_reward_structure(plan), plan)

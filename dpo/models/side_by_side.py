@@ -1,4 +1,4 @@
-"""Policies and their reference, answering the same prompts side by side, with the answers' implicit rewards."""
+"""Policies and their reference, which answer the same prompts, with implicit rewards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Rewards = dict[str, float | None]
 
 
 class Side(NamedTuple):
-    """A model that answers; sides may share a model, with different adapters or none."""
+    """A model that answers; sides may share one, with different adapters."""
 
     name: str  # policy, policy_2, ..., or REFERENCE
     model: Any
@@ -43,18 +43,16 @@ class Side(NamedTuple):
     adapter: str | None = None  # the model's adapter that it computes with
 
     def answer(self, tokenizer: Any, *asked: Any, **more: Any) -> list[Answer]:
-        """Call `answers.answer` with this side's model."""
         with switch(self.model, self.adapter)():
             return answer(self.model, tokenizer, *asked, **more)
 
     def log_probabilities(self, *said: Any) -> list[float]:
-        """Call `answers.log_probabilities` with this side's model."""
         with switch(self.model, self.adapter)():
             return log_probabilities(self.model, *said)
 
 
 class Panel:
-    """Models that answer the same prompts: the policies, then the reference, if any."""
+    """Models that answer the same prompts: policies, then the reference."""
 
     def __init__(self, sides: Sequence[Side], tokenizer: Any, form: str) -> None:
         self.sides, self.tokenizer, self.form = sides, tokenizer, form
@@ -62,7 +60,7 @@ class Panel:
         self.reference = next((side for side in sides if side.name == REFERENCE), None)
 
     def encode(self, asked: Asked, where: str, sampling: Sampling) -> Tokens:
-        """Encode a prompt as in training, without adding special tokens. Raises InputError if it does not fit."""
+        """Encode a prompt as in training, or raise InputError."""
         text = render(asked, self.form, self.tokenizer, where)
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
@@ -79,13 +77,13 @@ class Panel:
         return ids
 
     def answer(self, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling) -> list[Answers]:
-        """The answers of all sides to each prompt; its number is mixed into the seed."""
+        """All sides' answers to prompts, whose numbers are mixed into the seed."""
         by_side = [side.answer(self.tokenizer, prompts, numbers, sampling) for side in self.sides]
         names = [side.name for side in self.sides]
         return [dict(zip(names, of_prompt, strict=True)) for of_prompt in zip(*by_side, strict=True)]
 
     def stream(self, prompt: Tokens, number: int, sampling: Sampling, show: Callable[[str, str], None]) -> Answers:
-        """The answers of all sides to a prompt, generated at the same time.
+        """All sides' answers to a prompt, generated at the same time.
 
         Sides that share a model answer one after the other. `show` gets (name of a side, its text so far), from one
         thread at a time. KeyboardInterrupt ends all.
@@ -114,10 +112,10 @@ class Panel:
         return {side.name: made[side.name] for side in self.sides}
 
     def rewards(self, prompts: Sequence[Tokens], answers: Sequence[Answers]) -> list[Rewards]:
-        """The implicit reward beta * (log pi - log ref) of each answer, None without a reference or beta.
+        """The implicit rewards beta * (log pi - log ref) of answers.
 
-        Log-probabilities are summed over tokens, whatever the loss. pi is the policy that gave the answer; for the
-        reference's answers, the first policy.
+        They are None without a reference or beta. Log-probabilities are summed over tokens, whatever the loss. pi is
+        the policy that gave the answer; for the reference's answers, the first policy.
         """
         found: list[Rewards] = [dict.fromkeys(of_prompt) for of_prompt in answers]
         for side in self.sides if self.reference else ():
@@ -148,9 +146,10 @@ class Choices(NamedTuple):
 
 
 def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[str], None] = print) -> Panel:
-    """Load the policies at these paths and their reference, one after the other; `log` gets notes and warnings.
+    """Load policies and their reference, one after the other.
 
-    Raises InputError if one cannot be loaded, or if they have different tokenizers or references.
+    `log` gets notes and warnings. Raises InputError if one cannot be loaded, or if they have different tokenizers or
+    references.
     """
     known: dict[str, Any] = {"trust_remote_code": choices.trust_remote_code, "hub": True}
     origins = [find_origin(path, model=choices.model, **known, alone=len(paths) == 1) for path in paths]
@@ -184,17 +183,16 @@ def _load_tokenizer(origin: Origin) -> Any:
 
 
 def _check_tokenizer(tokenizer: Any, origin: Origin) -> None:
-    """Raises InputError if a model has another tokenizer. A local directory may lack one."""
     name = origin.plan.model.tokenizer
     folder = Path(name).expanduser()
-    if folder.is_dir() and not list(folder.glob("tokenizer*")):
+    if folder.is_dir() and not list(folder.glob("tokenizer*")):  # it has none of its own
         return
     if _load_tokenizer(origin).get_vocab() != tokenizer.get_vocab():
         raise InputError(f"{name} has another tokenizer than the first model: they cannot be compared token by token")
 
 
 def _find_reference(origins: Sequence[Origin]) -> Origin | None:
-    """The model that the policies' runs started from, or the base of adapters without a run; None if not known."""
+    """The model that all policies started from; None if not known."""
     found = [_find_beginning(origin) for origin in origins if origin.run_dir is not None]
     found = found or [_remove_adapter(origin) for origin in origins if origin.weights.adapter is not None]
     if len(set(map(_identify, found))) > 1:
@@ -203,7 +201,7 @@ def _find_reference(origins: Sequence[Origin]) -> Origin | None:
 
 
 def _find_beginning(origin: Origin) -> Origin:
-    """The model that a run started from, in the dtype of its loss's reference, or else of the policy."""
+    """The model that a run started from, in its reference's dtype."""
     plan = origin.plan
     with explaining(InputError, lambda why: InputError(f"the reference: {why}; {OTHERWISE}")):
         begun = locate_weights(plan.model.archive) if plan.model.archive else Weights()
@@ -221,13 +219,13 @@ def _remove_adapter(origin: Origin) -> Origin:
 
 
 def _find_dtype(origin: Origin) -> torch.dtype | None:
-    """The dtype that the run had the model in; None without a checkpoint: that of the model's own config."""
+    """The dtype of the run's model; None: that of its own config."""
     known = origin.run_dir is not None or origin.weights.archive is not None
     return DTYPES[origin.plan.model.policy_dtype] if known else None
 
 
 def _identify(origin: Origin) -> Hashable:
-    """A key that is the same for the same weights in the same dtype."""
+    """A key of a model's weights and dtype."""
     plan, weights = origin.plan, origin.weights
     drawn = plan.run.seed if plan.model.random_init else None
     place = resolve_place(plan.model.name_or_path)
@@ -235,7 +233,7 @@ def _identify(origin: Origin) -> Hashable:
 
 
 def _find_trained_otherwise(origins: Sequence[Origin], reference: Side) -> Path | None:
-    """The first checkpoint whose run recorded another reference than this; None if there is none."""
+    """The first checkpoint whose run recorded another reference, if any."""
     for origin in origins:
         record = origin.policy and origin.policy.with_name("trainer.pt")
         if origin.run_dir is None or record is None or not record.is_file():
@@ -255,7 +253,7 @@ def _load_policy(origin: Origin, number: int, beta: float | None, bases: dict[Ha
 
 
 def _load(name: str, origin: Origin, bases: dict[Hashable, Any]) -> Side:
-    """Load a side, on one of the `bases` if that is its own too, else on a new base that is added to them."""
+    """Load a side, on its base in `bases` or a new one."""
     plan, weights = origin.plan, origin.weights
     key = _identify(_remove_adapter(origin)), plan.model.attn_implementation
     if key not in bases:

@@ -1,6 +1,6 @@
-"""Where a model's weights are; strict loading of a `policy.pt`, as data that is never executed; digests of models.
+"""Files with a model's weights, loaded as data; digests of models.
 
-The file may be ours or the reference implementation's.
+A `policy.pt` may be ours or the reference implementation's. Nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head
 
 
 class Weights(NamedTuple):
-    """Files with a model's weights, which replace those of the model's own directory or Hub id."""
+    """Files with weights, in place of those that a model has itself."""
 
     archive: Path | None = None  # a policy.pt; under an adapter, with the weights of its base
     adapter: Path | None = None  # a directory in PEFT's format
@@ -32,9 +32,10 @@ class Weights(NamedTuple):
 
 
 def locate_weights(path: str | Path, *, key: str = "model.archive=") -> Weights:
-    """The weights that a path names: an adapter, on the base that it names, or a `policy.pt`.
+    """The weights that a path names, a `policy.pt` or an adapter.
 
-    A base is not looked for. Raises InputError, which puts the `key` that gave the path before it, if there is neither.
+    Whether the base exists is not checked. Raises InputError, which puts the `key` that gave the path before it, if
+    there are no weights.
     """
     adapter = find_adapter(path)
     if adapter is None:
@@ -46,7 +47,7 @@ def locate_weights(path: str | Path, *, key: str = "model.archive=") -> Weights:
 
 
 def find_archive(archive: str | Path, *, key: str = "model.archive=") -> Path:
-    """The `policy.pt` that a path names: the file, its directory, or a run's directory (its LATEST)."""
+    """The `policy.pt` that a path names: the file, its directory, or LATEST."""
     path = Path(archive).expanduser()
     for candidate in (path, path / "policy.pt", path / "LATEST" / "policy.pt"):
         if candidate.is_file():
@@ -59,10 +60,10 @@ def find_archive(archive: str | Path, *, key: str = "model.archive=") -> Path:
 def read_archive(
     archive: str | Path, model: torch.nn.Module, *, key: str = "model.archive="
 ) -> dict[str, torch.Tensor]:
-    """Read the weights in a `policy.pt`, ours or the reference implementation's, under their current names.
+    """Read the weights in a `policy.pt`, under their current names.
 
-    Only names and shapes of `model`, for which they are, are used.
-    Raises InputError if the file is missing, is not a `policy.pt`, or is of another architecture.
+    `model`, for which they are, gives only names and shapes. Raises InputError if the file is missing, is not a
+    `policy.pt`, or is for another architecture.
     """
     path = find_archive(archive, key=key)
     try:
@@ -94,7 +95,7 @@ def read_archive(
 
 
 def load_archive(model: torch.nn.Module, archive: str | Path) -> None:
-    """Copy the weights in a `policy.pt` into a model, strictly. Raises InputError as `read_archive` does."""
+    """Copy the weights in a `policy.pt` into a model, as `read_archive` allows."""
     expected = model.state_dict()
     with torch.no_grad():
         for name, tensor in read_archive(archive, model).items():
@@ -102,9 +103,10 @@ def load_archive(model: torch.nn.Module, archive: str | Path) -> None:
 
 
 def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
-    """A digest of a model's weights, architecture and compute dtype, which determine its log-probabilities.
+    """A digest of all that determines a model's log-probabilities.
 
-    `adapter` names the adapter that the model computes with; without one, the digest is that of the base alone.
+    These are weights, architecture and compute `dtype`. `adapter` names the adapter that the model computes with; None:
+    the digest is that of the base alone.
     """
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
