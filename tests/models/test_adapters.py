@@ -1,4 +1,4 @@
-"""Adapters are PEFT's: those of others are read or refused, and PEFT gives the same logits with ours."""
+"""Adapters are PEFT's: both ways the logits are the same."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IDS = torch.arange(20).view(2, 10)
 
 
 def save_with_peft(folder: Path, family: str = "llama", **settings) -> torch.Tensor:
-    """Save an adapter as PEFT does; returns the logits that PEFT gives with it."""
+    """Save an adapter with PEFT; returns the logits with it."""
     settings = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", "init_lora_weights": False} | settings
     torch.manual_seed(1)
     model = peft.get_peft_model(build(family), peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
@@ -53,7 +53,7 @@ def made_by_peft(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def edited(made_by_peft, tmp_path) -> Callable[..., Path]:
-    """Make a copy of an adapter of PEFT with other values in its config."""
+    """Make a copy of an adapter with other values in its config."""
 
     def edit(**changes: object) -> Path:
         folder = shutil.copytree(made_by_peft, tmp_path / "edited")

@@ -1,4 +1,4 @@
-"""An exported checkpoint is, for transformers, the model that was trained: bit for bit, with all that belongs to it."""
+"""An exported checkpoint is the model that was trained, bit for bit."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_models_own_code_goes_with_it_if_it_may_run(base, tmp_path):
 
 
 def test_code_that_is_left_out_is_not_named(base, tmp_path):
-    """Phi-3 names code of its own for older transformers, which have no class for it."""
+    """Phi-3 names code of its own for older transformers."""
     home, model = base(FAMILIES["llama"]()), build("llama").eval()
     for name in ("config.json", "tokenizer_config.json"):
         content = json.loads((home / name).read_text())
@@ -242,7 +242,7 @@ def test_a_model_that_is_no_checkpoint_is_refused(tmp_path):
 
 
 def adapter(folder: Path, family: str, base: Path | str, **settings) -> tuple[Path, torch.Tensor, torch.Tensor]:
-    """An adapter that PEFT has made for a family's model, the logits with it, and those of PEFT's own merge."""
+    """An adapter that PEFT made, its logits, and those of PEFT's merge."""
     settings = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", "init_lora_weights": False} | settings
     torch.manual_seed(1)
     model = peft.get_peft_model(build(family), peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
@@ -254,7 +254,7 @@ def adapter(folder: Path, family: str, base: Path | str, **settings) -> tuple[Pa
 
 
 def adapter_of_run(run: Path, family: str, base: Path, keys: str = "", **settings) -> torch.Tensor:
-    """A run whose LATEST holds an adapter for the base, a model's directory or a policy.pt; the logits with it."""
+    """Make a run whose LATEST holds an adapter; returns the logits with it."""
     home = base if base.is_dir() else base.parent / "base"
     folder, logits, _ = adapter(run / "step-8", family, base, **settings)
     weights = load_file(folder / "adapter_model.safetensors")

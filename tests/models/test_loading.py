@@ -1,4 +1,4 @@
-"""Weights that `model.archive` names: a policy, or an adapter, which is taken if it fits and else refused."""
+"""Weights that `model.archive` names, of a policy or an adapter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def base():
 
 @pytest.fixture
 def adapter(base, tmp_path):
-    """Make a run's directory, whose LATEST holds an adapter as PEFT writes it."""
+    """Make a run whose LATEST is an adapter that PEFT wrote."""
 
     def make(**settings: Any) -> Path:
         plain = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -50,7 +50,7 @@ def adapter(base, tmp_path):
 
 @pytest.fixture
 def check(command):
-    """Check the models of a run as a dry run does; returns the config and the plan."""
+    """Check models as a dry run does; returns config and plan."""
 
     def check(*overrides: str) -> tuple[Any, Any]:
         config = compose(*command("run", *overrides))
@@ -152,6 +152,11 @@ def test_a_checkpoint_names_its_base_by_a_path_that_stays(command, tmp_path):
         plan = resolve(compose(*command("run", "lora=lora", f"model.archive={archive}")))
         model, _ = load_policy(build("llama"), plan, rank=0, resume_from=None)
         assert json.loads(policy_part(model).convert({})[CONFIG])["base_model_name_or_path"] == str(base)
+
+
+def test_a_block_name_that_the_model_lacks_is_refused_even_if_blocks_are_not_needed(check):
+    with pytest.raises(InputError, match=r"GPTNeoXLayer is not a module class of LlamaForCausalLM.*LlamaDecoderLayer"):
+        check("model.block_name=GPTNeoXLayer")
 
 
 @pytest.mark.parametrize(

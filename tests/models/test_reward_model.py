@@ -1,4 +1,4 @@
-"""A reward model scores each answer as it would alone, in the form of its own tokenizer."""
+"""A reward model scores each answer as it would alone."""
 
 from __future__ import annotations
 
@@ -110,13 +110,14 @@ def test_of_what_is_too_long_the_end_is_scored(family, words, tmp_path):
     assert scorer_of(folder, most=8).notes == ()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_it_computes_in_the_dtype_that_it_is_stored_in(dtype, tokenizer, tmp_path):
+def test_it_computes_in_the_dtype_that_it_is_stored_in(tokenizer, tmp_path):
     folder = save_reward_model(tmp_path, "llama", tokenizer)
-    transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+    transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(
+        folder
+    )
 
     scorer = scorer_of(folder)
-    assert model_of(scorer).dtype == getattr(torch, dtype)
+    assert model_of(scorer).dtype == torch.bfloat16
     assert len(scorer(PROMPTS, ANSWERS)) == len(ANSWERS)
 
 
