@@ -88,7 +88,7 @@ def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, fil
     StopIteration through.
     """
     try:
-        with torch.no_grad(), RaisingExit():
+        with torch.no_grad(), raising_exit():
             return code()
     except (PressedAgain, Stopped, kind):
         raise
@@ -96,28 +96,24 @@ def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, fil
         raise kind(f"{what}: {_tell(error, file)}") from error
 
 
-class RaisingExit:
-    """A context in which `os._exit` raises.
+@contextmanager
+def raising_exit() -> Iterator[None]:
+    """Let `os._exit` raise inside: no unfinished run may end with status 0."""
+    modules = os, sys.modules[os.name]  # both have it
+    leave, own = os._exit, os.getpid()
 
-    An unfinished run must not end with status 0.
-    """
+    def raise_exit(status: int) -> NoReturn:
+        if os.getpid() != own:  # a process that the code has forked
+            leave(status)
+        raise SystemExit(f"os._exit({status})")
 
-    modules = os, sys.modules[os.name]  # the modules that have it: os and posix
-
-    def __enter__(self) -> None:
-        self.exit, own = os._exit, os.getpid()
-
-        def leave(status: int) -> NoReturn:
-            if os.getpid() != own:  # a process that the code has forked
-                self.exit(status)
-            raise SystemExit(f"os._exit({status})")
-
-        for module in self.modules:
+    try:
+        for module in modules:
+            module._exit = raise_exit
+        yield
+    finally:
+        for module in modules:
             module._exit = leave
-
-    def __exit__(self, *_: object) -> None:
-        for module in self.modules:
-            module._exit = self.exit
 
 
 def _tell(error: BaseException, file: Path | None) -> str:

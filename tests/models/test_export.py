@@ -206,15 +206,6 @@ def test_exports_at_once_leave_each_other_alone_and_killed_ones_are_tidied(base,
     assert set(tmp_path.glob(".out.*")) == {running, elsewhere}
 
 
-def test_nothing_that_is_there_is_written_over(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "mine").touch()
-    for out in ("file", "folder"):
-        with pytest.raises(InputError, match=f"{out} exists already"):
-            export(archive(tmp_path / "policy.pt", {}), tmp_path / out, model="anything")
-
-
 def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     states = {part: {"a": torch.arange(50.0)} for part in PARTS}
     write_checkpoint(tmp_path / "step-8", states.items(), step_idx=8, metrics=None, facts={})
@@ -254,7 +245,7 @@ def adapter(folder: Path, family: str, base: Path | str, **settings) -> tuple[Pa
 
 
 def adapter_of_run(run: Path, family: str, base: Path, keys: str = "", **settings) -> torch.Tensor:
-    """Make a run whose LATEST holds an adapter; returns the logits with it."""
+    """Make a run with an adapter; returns the logits with it."""
     home = base if base.is_dir() else base.parent / "base"
     folder, logits, _ = adapter(run / "step-8", family, base, **settings)
     weights = load_file(folder / "adapter_model.safetensors")

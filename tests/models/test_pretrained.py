@@ -153,22 +153,15 @@ def test_random_init_draws_the_same_weights_for_the_same_seed(tiny_llama):
     assert torch.equal(weights(3, torch.bfloat16), first.bfloat16())
 
 
-def tokenizer_without(tmp_path, *names: str) -> str:
+def test_a_tokenizer_without_eos_is_refused(tmp_path):
     folder = shutil.copytree(TINY_LLAMA, tmp_path / "tokenizer")
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         settings = json.loads((folder / file).read_text())
-        (folder / file).write_text(json.dumps({k: v for k, v in settings.items() if k not in names}))
-    return str(folder)
-
-
-def test_a_tokenizer_without_pad_token_pads_with_eos(tmp_path):
-    tokenizer = load_tokenizer(tokenizer_without(tmp_path, "pad_token"))
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
-
-
-def test_a_tokenizer_without_eos_is_refused(tmp_path):
+        (folder / file).write_text(
+            json.dumps({k: v for k, v in settings.items() if k not in ("pad_token", "eos_token")})
+        )
     with pytest.raises(InputError, match="has no EOS token"):
-        load_tokenizer(tokenizer_without(tmp_path, "pad_token", "eos_token"))
+        load_tokenizer(str(folder))
 
 
 def test_learned_positions_limit_the_length_and_rotary_ones_do_not(tiny_llama):

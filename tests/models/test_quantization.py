@@ -156,26 +156,19 @@ def test_a_compiled_layer_computes_the_same() -> None:
     torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(inputs), layer(inputs))
 
 
-def test_without_bitsandbytes_or_its_kernels_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_quantized_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from bitsandbytes import cextension
 
+    quantized, empty = build("llama"), build("llama")
+    quantized.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(InputError, match="is quantized already: give the model that it was made from"):
+        quantize(quantized)
+    empty.model.layers = torch.nn.ModuleList()
+    with pytest.raises(InputError, match="LlamaForCausalLM has no linear layers that could be 4-bit"):
+        quantize(empty)
     monkeypatch.setattr(cextension, "lib", cextension.ErrorHandlerMockBNBNativeLibrary("none"))
     with pytest.raises(InputError, match="needs kernels that bitsandbytes does not have for this machine"):
         quantize(build("llama"))
     monkeypatch.setitem(sys.modules, "bitsandbytes.cextension", None)
     with pytest.raises(InputError, match="pip install bitsandbytes"):
         quantize(build("llama"))
-
-
-def test_a_model_without_linear_layers_is_refused() -> None:
-    model = build("llama")
-    model.model.layers = torch.nn.ModuleList()
-    with pytest.raises(InputError, match="LlamaForCausalLM has no linear layers that could be 4-bit"):
-        quantize(model)
-
-
-def test_a_model_that_is_quantized_already_is_refused() -> None:
-    model = build("llama")
-    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    with pytest.raises(InputError, match="is quantized already: give the model that it was made from"):
-        quantize(model)
