@@ -155,7 +155,7 @@ def add_adapter(
     Raises InputError if the config names no layer of the model, or one that cannot be adapted; `targets` says where the
     layers are named.
     """
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(config)  # PEFT keeps and changes it
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
     _inject(model, config, name, seed, targets)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -165,7 +165,7 @@ def add_adapter(
         )
     for layer in _adapted_layers(model):
         _prepare(layer, name, dropout, targets)
-    model.requires_grad_(False)
+    model.requires_grad_(False)  # PEFT has left the new factors trainable, a reference's too
     for weight in adapter_weights(model, POLICY).values():
         weight.requires_grad_(True)
     _activate(_adapted_layers(model), name)
@@ -299,6 +299,7 @@ def weights_in_use(model: Any) -> list[torch.Tensor]:
     [name] = {name for layer in _adapted_layers(model) for name in layer.active_adapters} or {None}
     adapter = {} if name is None else adapter_weights(model, name)
     adds = any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key)
+    # parameters alone: a 4-bit base is in buffers, and never changes
     base = [parameter for key, parameter in model.named_parameters() if not _is_adapter_weight(key)]
     return [*base, *(adapter.values() if adds else ())]
 

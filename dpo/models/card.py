@@ -36,6 +36,7 @@ IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bn
 def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: StoredAdapter | None = None) -> None:
     """Write `README.md` for a `model` in a folder, or an `adapter` alone."""
     plan, saved = origin.plan, read_file(origin.policy) if origin.policy else {}
+    # the plan has the decision of who exports, and the card shows the run's
     values = redact(plan.values) | {"model.trust_remote_code": origin.had_own_code} if origin.run_dir else {}
     base, name, loss = plan.model.name_or_path, values.get("exp_name"), plan.values.get("loss.name")
     on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None

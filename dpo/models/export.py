@@ -56,7 +56,7 @@ def export(
     _check(origin, checkpoint, dtype, merge)
     if verify:
         for policy in {origin.policy, origin.weights.archive if merge else None} - {None}:
-            if (policy.parent / MANIFEST).exists():
+            if (policy.parent / MANIFEST).exists():  # not an archive of the published reference
                 check_complete(policy.parent, only={policy.name, CONFIG, WEIGHTS})
     after = "nothing of it was left there"
     with explaining((OSError, SafetensorError), lambda why: RunError(f"{out} could not be written ({why}); {after}")):
@@ -124,7 +124,7 @@ def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: 
     model.config = config = load_config(**source)  # the structure's has dropout set to 0
     if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers has the class: code is left out
         del config.auto_map
-    model.generation_config = transformers.GenerationConfig()
+    model.generation_config = transformers.GenerationConfig()  # the base's own is written below
     model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=False)
     try:
         generation = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])

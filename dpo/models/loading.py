@@ -153,7 +153,7 @@ def model_loaders(
             return find_structure(plan, dtype)
         return load_base(plan, DTYPES[dtype], archive, device_map=device_map)
 
-    resumes = resume_from is not None and plan.lora is None
+    resumes = resume_from is not None and plan.lora is None  # an adapter continues on the same base
     policy = partial(load, plan.model.policy_dtype, resume_from if resumes else archive)
     reference = partial(load, plan.reference_dtype, find_following(plan, resume_from) or archive)
     return policy, reference if plan.reference == "model" else None

@@ -119,7 +119,7 @@ def _load_from_archive(
 
     transformers casts and places the weights one by one, so that there is no second copy.
     """
-    structure = load_structure(name, dtype=options["dtype"], **source)
+    structure = load_structure(name, dtype=options["dtype"], **source)  # the archive is checked before anything is made
     weights = read_archive(archive, structure)
     in_file = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
     kind: Any = type(structure)

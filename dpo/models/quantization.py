@@ -101,7 +101,7 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
         weight = _straight(layer.weight.detach(), layer)
         weight = weight.to(device) if device is not None and not weight.is_meta else weight
         model.set_submodule(name, Linear4bit(weight, layer.bias))
-    release_freed_memory()
+    release_freed_memory()  # of the weights that were quantized
     return model
 
 

@@ -56,7 +56,7 @@ class Scorer(NamedTuple):
             given = self.score(prompts, answers)
             if isinstance(given, (str, bytes, Mapping)):
                 raise TypeError(f"a number for each answer is expected, in a list, and not {given!r:.80}")
-            return [float(score) for score in itertools.islice(given, len(answers) + 1)]
+            return [float(score) for score in itertools.islice(given, len(answers) + 1)]  # it may be endless
 
         scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
@@ -149,7 +149,7 @@ def load_function(place: str) -> Score:
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # for dataclasses and pickle
-    if str(path.parent) not in sys.path:
+    if str(path.parent) not in sys.path:  # for imports of modules beside it
         sys.path.append(str(path.parent))
     what = f"online.function={place}: {path} cannot be run"
     _run_users_code(lambda: spec.loader.exec_module(module), InputError, what, path)

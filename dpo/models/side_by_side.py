@@ -65,6 +65,7 @@ class Panel:
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             raise InputError(f"{where}: the prompt has no tokens")
+        # each side: a model given by --reference may have another vocabulary or fewer positions
         for side in self.sides:
             if max(ids) >= (n := side.model.get_input_embeddings().num_embeddings):
                 raise InputError(f"{where}: the {side.name} has {n} embeddings, and none for token id {max(ids)}")
@@ -239,7 +240,7 @@ def _find_trained_otherwise(origins: Sequence[Origin], reference: Side) -> Path 
         if origin.run_dir is None or record is None or not record.is_file():
             continue
         adapter = reference.adapter if origin.plan.reference else None  # else the record is that of the base alone
-        recorded = read_state(record).get("reference")
+        recorded = read_state(record).get("reference")  # its digest
         if recorded and recorded != digest_reference(reference.model, origin.plan, adapter):
             return record.parent
     return None

@@ -108,6 +108,7 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
     These are weights, architecture and compute `dtype`. `adapter` names the adapter that the model computes with; None:
     the digest is that of the base alone.
     """
+    # without what differs between copies of one model
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
     weights = base_weights(model)

@@ -68,15 +68,6 @@ def test_what_is_kept_is_scaled_up_and_so_is_its_gradient(dtype):
     torch.testing.assert_close(x.grad, mask / torch.tensor(1 - P, dtype=dtype))
 
 
-def test_a_slice_of_the_features_has_its_part_of_the_mask():
-    """As a process has it under tensor parallelism."""
-    layer, x = Dropout(P, 32), torch.ones(16, 12, 32)
-    with AdapterDropout(layer, seed=0).on(ROWS, update=0):
-        expected = layer(x)[..., 16:]
-        layer.first_feature = 16
-        assert torch.equal(layer(x[..., 16:]), expected)
-
-
 def test_layouts_and_microbatches_drop_alike_and_so_do_activations_that_are_computed_again():
     model, layout = build_adapted(), SharedPrefix({"full_attention": None}, max_length=32)
     expected, without = train_on(model, Padded()), train_on(build_adapted(0), Padded())

@@ -16,7 +16,7 @@ from support.runs import GOLDEN
 from dpo.data.table import Prompt
 from dpo.errors import InputError
 from dpo.models.answers import Answer
-from dpo.models.scoring import ScorerFailed, check_scorer, load_scorer
+from dpo.models.scoring import check_scorer, load_scorer
 from dpo.settings.plan import resolve
 
 DIALOGUE = Prompt("\n\nHuman: Good morning.\n\nAssistant:", [], [], "keep_end", False)
@@ -174,11 +174,3 @@ def test_other_weights_another_template_and_another_vocabulary_have_another_dige
     digests.append(scorer_of(str(tmp_path / "same")).digest)
     assert digests[0] == digests[1]
     assert len({*digests}) == 4
-
-
-def test_a_score_that_is_not_finite_is_named(tokenizer, tmp_path):
-    folder = save_reward_model(tmp_path, "llama", tokenizer)
-    scorer = scorer_of(folder)
-    model_of(scorer).score.weight.fill_(torch.nan)
-    with pytest.raises(ScorerFailed, match=rf"^online\.reward_model={folder} gave the score nan to the answer"):
-        scorer(PROMPTS, ANSWERS)
