@@ -164,10 +164,11 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
     for other in (*origins[1:], *([reference] if reference and choices.reference else [])):
         _check_tokenizer(tokenizer, other)
     bases: dict[Hashable, Any] = {}
-    sides = [_load_policy(origin, number, choices.beta, bases) for number, origin in enumerate(origins, start=1)]
+    names = ["policy", *(f"policy_{number}" for number in range(2, len(origins) + 1))]
+    sides = [_load(name, origin, choices.beta, bases) for name, origin in zip(names, origins, strict=True)]
     if reference:
         try:
-            sides.append(_load(REFERENCE, reference, bases))
+            sides.append(_load(REFERENCE, reference, None, bases))
         except InputError as error:
             raise InputError(f"the reference: {error}; {OTHERWISE}") from error
         if choices.reference is None and (checkpoint := _find_trained_otherwise(origins, sides[-1])):
@@ -246,14 +247,7 @@ def _find_trained_otherwise(origins: Sequence[Origin], reference: Side) -> Path 
     return None
 
 
-def _load_policy(origin: Origin, number: int, beta: float | None, bases: dict[Hashable, Any]) -> Side:
-    autocast = origin.plan.model.autocast
-    side = _load("policy" if number == 1 else f"policy_{number}", origin, bases)
-    beta = beta or origin.plan.values.get("loss.beta")
-    return side._replace(beta=beta, autocast=DTYPES[autocast] if autocast else None)
-
-
-def _load(name: str, origin: Origin, bases: dict[Hashable, Any]) -> Side:
+def _load(name: str, origin: Origin, beta: float | None, bases: dict[Hashable, Any]) -> Side:
     """Load a side, on its base in `bases` or a new one."""
     plan, weights = origin.plan, origin.weights
     key = _identify(_remove_adapter(origin)), plan.model.attn_implementation
@@ -264,7 +258,8 @@ def _load(name: str, origin: Origin, bases: dict[Hashable, Any]) -> Side:
             plan, _find_dtype(origin), weights.archive, attn_implementation=attention, device_map=device_map
         )
         bases[key] = (quantize(base) if plan.quantized else base).eval()
-    if weights.adapter is None:
-        return Side(name, bases[key], None, None)
-    add_stored_adapter(bases[key], read_adapter(weights.adapter), name)
-    return Side(name, bases[key], None, None, name)
+    adapter, autocast = None, plan.model.autocast
+    if weights.adapter is not None:
+        add_stored_adapter(bases[key], read_adapter(weights.adapter), adapter := name)
+    beta = beta or plan.values.get("loss.beta")
+    return Side(name, bases[key], beta, DTYPES[autocast] if autocast else None, adapter)
