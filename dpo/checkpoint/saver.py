@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dpo.checkpoint.files import WRONG_FORM, BackgroundWriter, DamagedCheckpoint, point, prune, write_checkpoint
+from dpo.checkpoint.files import WRONG_FORM, DamagedCheckpoint, point, prune, write_checkpoint
 from dpo.checkpoint.parts import Part
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh
@@ -21,10 +22,11 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None]) -> None:
         self.run_dir, self.mesh, self.keep, self.log = run_dir, mesh, keep, log
-        self.best_at = -1  # number of examples
+        self.best_at: int | None = None  # number of examples
         self.best = -math.inf  # quality of BEST
         self.latest = math.nan  # quality of LATEST, if it was evaluated
-        self._writer = BackgroundWriter()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
         self._n_meetings = 0
 
     def save(
@@ -42,7 +44,7 @@ class Checkpoints:
         The directory is `step-N`, which becomes LATEST, and BEST if its quality is the highest; or `elsewhere`, without
         such links.
         """
-        self._writer.wait()  # hold at most one copy in memory
+        self.wait()  # hold at most one copy in memory
         links = []
         if elsewhere is None:
             links, self.latest = ["LATEST"], math.nan if quality is None else quality
@@ -58,18 +60,13 @@ class Checkpoints:
             return
         directory = elsewhere or self.run_dir / f"step-{step_idx}"
         content = {"step_idx": step_idx, "metrics": metrics, "facts": {**facts(), "best_at": self.best_at}}
-        write = partial(self._commit, directory, links=links, **content)
+        write = partial(self._write, directory, links=links, **content)
         if background:
-            self._writer.start(partial(write, list(states)))
+            self._writing = self._thread.submit(write, list(states))
             if elsewhere:  # the caller may read it at once
-                self._writer.wait()
+                self.wait()
         else:
             write(states)
-
-    def _meet(self) -> None:
-        """Wait for rank 0, which may be writing."""
-        self._n_meetings += 1
-        meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
 
     def _gather(self, parts: Sequence[Part], *, copy: bool) -> Iterator[tuple[str, Any]]:
         for part in parts:
@@ -78,6 +75,19 @@ class Checkpoints:
             yield part.name, state
             if self.mesh.rank == 0:
                 yield from part.convert(state).items()
+
+    def _meet(self) -> None:
+        """Wait for rank 0, which may be writing."""
+        self._n_meetings += 1
+        meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
+
+    def _write(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
+        write_checkpoint(directory, states, progress=report_progress, **content)
+        for link in links:
+            point(self.run_dir / link, directory)
+        if self.keep is not None:
+            prune(self.run_dir, self.keep)
+        self.log(f"saved {directory}")
 
     def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:
         """Continue with the parts as they were saved; every process must call it.
@@ -94,14 +104,6 @@ class Checkpoints:
                 what = f"{type(error).__name__} {error}"
                 raise DamagedCheckpoint(f"{file} does not hold the state of a run: {what}") from error
 
-    def _commit(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
-        write_checkpoint(directory, states, progress=report_progress, **content)
-        for link in links:
-            point(self.run_dir / link, directory)
-        if self.keep is not None:
-            prune(self.run_dir, self.keep)
-        self.log(f"saved {directory}")
-
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_at": self.best_at}
 
@@ -111,12 +113,15 @@ class Checkpoints:
             self.best, self.best_at = state["best"], state["best_at"]
 
     def check(self) -> None:
-        """Raise the error of the background write, if any."""
-        self._writer.check()
+        """Raise the error of the background write, if it has ended with one."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
 
     def wait(self) -> None:
-        """Wait until this process is not writing."""
-        self._writer.wait()
+        """Wait until this process is not writing; raise the error of the background write, if any."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def finish(self) -> None:
         """Wait on every process until none is writing."""

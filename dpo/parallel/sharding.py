@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -56,13 +55,9 @@ def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype:
         done |= within
     if sharded:
         model.compute_dtype = compute_dtype
-        model.apply_to_itself = MethodType(_apply, model)
+        model.apply_to_itself = lambda function, *args: function(model, *args)
         register_fsdp_forward_method(model, "apply_to_itself")
     return model
-
-
-def _apply(model: Any, function: Callable, *args: Any) -> Any:
-    return function(model, *args)
 
 
 def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
@@ -110,19 +105,21 @@ def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple],
                     continue
                 if tensor not in received:
                     shape, dtype = specs[f"{prefix}.{key}".lstrip(".")]
-                    received[tensor] = _from_rank_0(tensor, shape, dtype, mesh)
+                    data = broadcast(tensor, shape, dtype, mesh)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        data = torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
+                    received[tensor] = data
                 kind[key] = received[tensor]
 
 
-def _from_rank_0(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, mesh: Mesh) -> torch.Tensor:
+def broadcast(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, mesh: Mesh) -> torch.Tensor:
+    """Rank 0's tensor, which others may not have, on this process's device."""
     if mesh.rank == 0:
         data = tensor.detach().to(mesh.device).contiguous()
     else:
         data = torch.empty(shape, dtype=dtype, device=mesh.device)
     if mesh.world_size > 1:
         dist.broadcast(data, src=0)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
     return data
 
 
@@ -184,15 +181,15 @@ def gathered_size(model: Any) -> int:
 
     Only this process's slice counts for parameters that are sharded along `tensor`.
     """
-    return sum(p.numel() // _n_slices(p) for p in model.parameters()) * model.compute_dtype.itemsize
-
-
-def _n_slices(parameter: torch.Tensor) -> int:
-    """The number of slices of a parameter along `tensor`; its numel is that of the whole."""
-    if not isinstance(parameter, DTensor):  # its unit is gathered
-        return 1
-    axes = zip(parameter.device_mesh.mesh_dim_names, parameter.device_mesh.shape, parameter.placements, strict=True)
-    return next((size for axis, size, placement in axes if axis == "tensor" and placement.is_shard()), 1)
+    n_elements = 0
+    for parameter in model.parameters():
+        n_slices = 1
+        if isinstance(parameter, DTensor):  # else its unit is gathered
+            mesh = parameter.device_mesh
+            for axis, size, placement in zip(mesh.mesh_dim_names, mesh.shape, parameter.placements, strict=True):
+                n_slices *= size if axis == "tensor" and placement.is_shard() else 1
+        n_elements += parameter.numel() // n_slices
+    return n_elements * model.compute_dtype.itemsize
 
 
 def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) -> type[torch.nn.Module]:

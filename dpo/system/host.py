@@ -20,6 +20,12 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # NVIDIA's driver, the same under WSL, AMD's driver
 
+
+def is_rank_0() -> bool:
+    """Return whether this is the first of the processes that a launcher started; true without a launcher."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
 # --- standard streams and logs -------------------------------------------------------------------------------------
 
 
@@ -148,25 +154,19 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
     """The machine's memory, or the tightest limit among the cgroups (version 2) of this process."""
     lines = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
     total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    limits = list(_limits(proc, cgroups))
-    return HostMemory(min([total, *(a for a, _ in limits)]), min([available, *(b for _, b in limits)]))
-
-
-def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit, remaining bytes) of each cgroup that has a limit.
-
-    The file cache counts as used there, but is reclaimable.
-    """
-    paths = [line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")]
-    own = [cgroups / path.strip("/") for path in paths]
-    for group in (directory for path in own for directory in (path, *path.parents)):
-        if not group.is_relative_to(cgroups) or not (group / "memory.max").exists():
-            continue  # the root cgroup has no limit
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        if not line.startswith("0::"):
+            continue
+        own = cgroups / line[3:].strip("/")
+        for group in (own, *own.parents):
+            limit = group / "memory.max"  # the root cgroup has none
+            if not limit.exists() or (text := limit.read_text().strip()) == "max":
+                continue
             used = int((group / "memory.current").read_text())
-            cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            yield int(limit), max(0, int(limit) - used + int(cached["inactive_file"]))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used -= int(stat["inactive_file"])  # the file cache counts as used, but is reclaimable
+            total, available = min(total, int(text)), min(available, max(0, int(text) - used))
+    return HostMemory(total, available)
 
 
 def resident_memory() -> int:
