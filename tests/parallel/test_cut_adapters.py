@@ -112,8 +112,7 @@ def logps_of(model: Any, examples: Any, name: str | None) -> torch.Tensor:
 def compare_families(rank: int, world_size: int, sizes: dict, families: list[str]) -> None:
     mesh = Mesh(rank, ParallelDims.of(world_size, **sizes))
     for family in families:
-        compare_with_one_process(family, mesh)
-    compare_with_one_process(families[0], mesh, checkpointing=True)
+        compare_with_one_process(family, mesh, checkpointing=family == families[0])
     hold_shards_alone(mesh)
 
 

@@ -23,7 +23,7 @@ from dpo.training.objective import Objective
 from dpo.training.reference import Reference, ReferenceLogps
 
 FIRST, LAST = torch.device("cpu:0"), torch.device("cpu:1")
-FAMILIES = ["llama", "llama, tied", "gpt-neox", "gpt2, tied"]
+FAMILIES = ["gpt-neox", "gpt2, tied"]
 LAYOUTS = {"padded": Padded(), "shared_prefix": SharedPrefix({"full_attention": None}, max_length=32)}
 DPO = {"name": "dpo", "beta": 0.1, "label_smoothing": 0.0, "reference_free": False}
 

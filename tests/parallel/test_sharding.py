@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +23,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo.data.examples import Example
+from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import model_loaders
 from dpo.parallel import sharding
 from dpo.parallel.mesh import Mesh
-from dpo.parallel.sharding import distribute
+from dpo.parallel.sharding import distribute, find_blocks
 from dpo.parallel.state import full_state, full_tensor
 from dpo.settings.choices import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
@@ -187,19 +187,6 @@ def hold_shards_alone(rank: int, world_size: int, sizes: dict) -> None:
 @pytest.mark.parametrize("mesh", ["sharded", "cut"])
 def test_a_process_keeps_its_shards_alone_and_counts_what_sampling_gathers(mesh):
     launch(hold_shards_alone, 2, GRIDS[mesh][1], process_group=True, timeout_secs=77)
-
-
-def test_what_the_gpus_allocator_keeps_counts_as_free(monkeypatch):
-    calls = []
-    answer = torch.ones(())
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: calls.append("mem_get_info") or (1000, 2000))
-    monkeypatch.setattr(sharding, "gathered_size", lambda model: 500)
-    monkeypatch.setattr(dist, "all_reduce", lambda *arguments, **options: None)
-    monkeypatch.setattr(torch, "tensor", lambda value, device: answer * value)
-    model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
-    assert sharding._fits(model)
-    assert calls == ["empty_cache", "mem_get_info"]
 
 
 def resident_memory(field: str) -> int:
@@ -482,23 +469,9 @@ def test_two_nodes_are_one_run(tmp_path):
         assert {k: mine[k] for k in values} == pytest.approx(values, rel=2e-3, abs=1e-4)
 
 
-@SLOW  # torchrun ends the others; without it test_a_rank_of_another_machine_that_fails_is_named
-def test_a_node_that_fails_ends_the_others(tmp_path):
-    port = get_open_port()
-    wrong = ("trainer=FSDPTrainer", "model.block_name=GPT2Block")
-    nodes = [start_node(r, port, *TINY, *wrong, f"local_run_dir={tmp_path}/node{r}") for r in (0, 1)]
-    output = [node.communicate(timeout=120)[0] for node in nodes]
-    assert all(node.returncode for node in nodes)
-    assert "error: model.block_name=GPT2Block is not a module class" in output[0]
-
-
-@SLOW
-def test_the_whole_model_is_no_block(tmp_path):
-    result = train(*TINY, *TWO, "model.block_name=LlamaForCausalLM", f"local_run_dir={tmp_path / 'run'}")
-    assert result.returncode == 2
-    assert result.stderr == (
-        "error: model.block_name=LlamaForCausalLM is the whole model; null uses the blocks it declares itself\n"
-    )
+def test_the_whole_model_is_no_block():
+    with pytest.raises(InputError, match="block_name=LlamaForCausalLM is the whole model; null uses the blocks"):
+        find_blocks(build("llama"), "LlamaForCausalLM")
 
 
 def test_a_sweep_under_a_launcher_is_refused(tmp_path):
