@@ -101,7 +101,7 @@ def open_run(plan: Plan, logs: Sequence[str]) -> Run:
         found = _find_own(source, plan)
         if found is None:
             for log in (run.directory / name for name in logs if (run.directory / name).exists()):
-                aside = move_aside(log, f"{log.name}.old").name
+                aside = move_aside(log).name
                 print(f"{run.directory} holds no checkpoint, so the run starts over; {log.name} becomes {aside}")
             return run
         for newer in find_checkpoints(run.directory):
@@ -125,7 +125,7 @@ def _claim(plan: Plan, logs: Sequence[str], *, continued: bool) -> Run:
 def _find_source(plan: Plan, run_dir: Path) -> tuple[Path, ResumePoint | None]:
     """The run or checkpoint to continue; if it is not of this directory, also the checkpoint found there."""
     resume = plan.run.resume
-    source = run_dir if resume == "auto" else _real(os.path.expanduser(resume))
+    source = run_dir if resume in (None, "auto") else _real(os.path.expanduser(resume))
     if source == run_dir or (_is_named(source) and source.parent == run_dir):
         return source, None
     found = _find_whole(source, plan)

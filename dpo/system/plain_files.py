@@ -102,10 +102,13 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def move_aside(path: Path, word: str = "old") -> Path:
-    """Rename a file or directory to NAME.WORD, or NAME.WORD.1 and so on where that is taken. Returns the new path."""
-    names = (path.with_name(f"{path.name}.{word}" + f".{n}" * (n > 0)) for n in itertools.count())
-    return path.rename(next(name for name in names if not os.path.lexists(name)))
+def move_aside(path: Path, name: str | None = None) -> Path:
+    """Rename a file or directory, by default to PATH.old.
+
+    Where the name is taken, .1 and so on is added. Returns the new path.
+    """
+    paths = (path.with_name((name or f"{path.name}.old") + f".{n}" * (n > 0)) for n in itertools.count())
+    return path.rename(next(path for path in paths if not os.path.lexists(path)))
 
 
 @contextmanager

@@ -28,17 +28,7 @@ STREAM, PARQUET = "ledger.arrows", "ledger.parquet"  # with ledger=true
 REPORT = Path("report", "report.html")  # with report=true
 SWEEP = "sweep.json"  # in the directory of a sweep, which contains those of its jobs
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN)
-PACKAGES = (
-    "torch",
-    "transformers",
-    "datasets",
-    "tokenizers",
-    "hydra-core",
-    "omegaconf",
-    "wandb",
-    "numpy",
-    "accelerate",
-)
+PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"
 
 
 def get_local_dir(prefixes: Sequence[str]) -> str:
@@ -61,34 +51,6 @@ def get_cache_dir(local_dirs: Sequence[str]) -> str | None:
 def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
     """`LOCAL_DIR/EXP_NAME_TIMESTAMP`, to the microsecond so that quick sweeps don't collide. Creates nothing."""
     return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
-
-
-def _git(*arguments: str) -> str:
-    """Git's output for our own checkout; empty without git or outside a checkout."""
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:
-        return ""
-
-
-def environment(processes: int = 1) -> dict[str, Any]:
-    """Facts for repeating the run: versions, devices, the git commit. No environment variables."""
-    import torch  # here, as the report needs this module without torch
-
-    commit = _git("rev-parse", "HEAD")
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES},
-        "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "cpus": os.cpu_count(),
-        "processes": processes,
-        "started": now(),
-        "git_commit": commit or None,
-        "git_uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
-    }
 
 
 def check_free(path: str | Path) -> None:
@@ -127,11 +89,34 @@ def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = Fal
 
 
 def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -> None:
-    """Write `config.yaml` and `env.json`, for a run of `processes`."""
-    facts = environment(processes)
+    """Write `config.yaml`, and `env.json` with facts for repeating the run; no environment variables."""
+    import torch  # here, as the report needs this module without torch
+
+    commit = _git("rev-parse", "HEAD")
+    facts = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES.split()},
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cpus": os.cpu_count(),
+        "processes": processes,
+        "started": now(),
+        "git_commit": commit or None,
+        "git_uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
+    }
     with _explaining(run_dir):
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
         (run_dir / "env.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _git(*arguments: str) -> str:
+    """Git's output for our own checkout; empty without git or outside a checkout."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def add_to_record(run_dir: Path, **more: Any) -> None:
