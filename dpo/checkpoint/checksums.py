@@ -1,7 +1,7 @@
-"""Checksums of files: computed while a file is written, so that it is not read again, and verified in parallel.
+"""Checksums of files, computed while writing and verified in parallel.
 
-The SHA-256 of a whole file, as printed by `sha256sum`, can only be computed sequentially. So each block of BLOCK bytes
-has its own checksum, and all cores verify blocks in parallel.
+A file is not read again for its checksums. The SHA-256 of a whole file, as printed by `sha256sum`, can only be computed
+sequentially. So each block of BLOCK bytes has its own checksum, and all cores verify blocks in parallel.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class HashedFile:
         self._file.flush()
 
     def sync(self) -> tuple[dict[str, Any], list[str]]:
-        """Sync the file to the disk. Returns its checksum and size, and the checksums of its blocks."""
+        """Sync to the disk; return checksum and size, and the blocks' checksums."""
         self.flush()
         os.fsync(self._file.fileno())
         rest = [self._block.hexdigest()] * (self._n_bytes % BLOCK > 0)
@@ -104,7 +104,10 @@ class Block(NamedTuple):
 
 
 def split_into_blocks(path: Path, n_bytes: int, checksums: Sequence[str]) -> list[Block]:
-    """The blocks of a file of `n_bytes`. Raises ValueError unless there is one checksum for each."""
+    """The blocks of a file of `n_bytes`.
+
+    Raises ValueError unless there is one checksum for each.
+    """
     if len(checksums) != math.ceil(n_bytes / BLOCK):
         raise ValueError(f"{len(checksums)} checksums for {n_bytes} bytes")
     starts = range(0, n_bytes, BLOCK)
@@ -112,7 +115,7 @@ def split_into_blocks(path: Path, n_bytes: int, checksums: Sequence[str]) -> lis
 
 
 def find_wrong(blocks: Sequence[Block], progress: Callable[[], None] = lambda: None) -> Block | None:
-    """The first block whose checksum does not match, None if all match; several threads read at a time."""
+    """The first block whose checksum does not match, if any."""
     threads = ThreadPoolExecutor(thread_name_prefix="verify")
     try:
         for block, is_right in zip(blocks, threads.map(Block.is_right, blocks), strict=True):

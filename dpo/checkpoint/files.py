@@ -1,4 +1,4 @@
-"""The files of a checkpoint: complete or absent, checked against their manifest, pruned.
+"""The files of a checkpoint: written, verified, pruned.
 
 A checkpoint is a directory `step-EXAMPLES` with a file `NAME.pt` for each part of a run (`dpo.checkpoint.parts`), such
 as the reference's `policy.pt`, `optimizer.pt` and `scheduler.pt`, and files in other formats, such as PEFT's. Each
@@ -47,12 +47,12 @@ def write_checkpoint(
     facts: Mapping,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a checkpoint into a temporary directory that is renamed at the end.
+    """Write a checkpoint, complete or not at all.
 
-    Writes `NAME.pt` for each (name, state), or a file NAME if the state is bytes, and the manifest. Each file is synced
-    before the manifest is written, and each state freed before the next is requested; `progress` is called after every
-    block of a file. Raises RunError if writing fails; then no partial checkpoint remains, and an earlier one at the
-    same step is kept.
+    Writes `NAME.pt` for each (name, state), or a file NAME if the state is bytes, and the manifest, into a temporary
+    directory that is renamed at the end. Each file is synced before the manifest is written, and each state freed
+    before the next is requested; `progress` is called after every block of a file. Raises RunError if writing fails;
+    then no partial checkpoint remains, and an earlier one at the same step is kept.
     """
     temporary, former = (directory.with_name(f".{directory.name}.{kind}") for kind in ("tmp", "former"))
     try:
@@ -111,7 +111,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def point(link: Path, target: Path) -> None:
-    """Make `link` (LATEST, BEST) a symbolic link to `target`, a sibling directory, atomically."""
+    """Make a link (LATEST, BEST) to a sibling directory, atomically."""
     check_link(link)  # it is a directory if the run was copied with links followed
     with replacing(link) as beside:
         beside.symlink_to(target.name, target_is_directory=True)
@@ -130,7 +130,7 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Remove all checkpoints except the `keep` newest (at least two) and those that BEST and LATEST name."""
+    """Remove all but the `keep` newest checkpoints, BEST and LATEST."""
     named = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
     for directory in find_checkpoints(run_dir)[max(keep, ALWAYS_KEPT) :]:
         if os.path.realpath(directory) not in named:
@@ -141,7 +141,10 @@ def prune(run_dir: Path, keep: int) -> None:
 
 
 def tidy(run_dir: Path) -> None:
-    """Clean up after a run that was killed while writing, and restore a checkpoint that it was replacing."""
+    """Clean up after a run that was killed while writing.
+
+    Restores a checkpoint that it was replacing.
+    """
     for former in run_dir.glob(".step-*.former"):
         directory = run_dir / former.name.removeprefix(".").removesuffix(".former")
         if not os.path.lexists(directory):
@@ -154,7 +157,7 @@ def tidy(run_dir: Path) -> None:
 def check_complete(
     directory: Path, progress: Callable[[], None] = lambda: None, *, only: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Verify every byte of a checkpoint, in several threads, and return its manifest.
+    """Verify every byte of a checkpoint; return its manifest.
 
     `progress` is called after every block. `only` names the files to verify, None: all. Raises DamagedCheckpoint if the
     checkpoint is not intact.
@@ -196,10 +199,10 @@ def read_state(path: Path) -> Any:
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
-    """Read a checkpoint's file, `state` and more, as data. Raises DamagedCheckpoint if it holds anything else.
+    """Read a checkpoint's file, `state` and more, as data.
 
     Tensors are memory-mapped: the system reads pages on demand and drops them when memory is short. The caller must
-    copy tensors that it keeps, as the file may be deleted.
+    copy tensors that it keeps, as the file may be deleted. Raises DamagedCheckpoint if it holds anything else.
     """
     try:
         check_readable(path)

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint: what each saves of a run, and how it continues from that."""
+"""The parts of a checkpoint, and how a run continues from each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class Stateful(Protocol):
 
 
 class Part:
-    """The whole state of `source`, in a file NAME.pt of rank 0. Every process must call `gather` and `restore`."""
+    """The whole state of `source`, in a file NAME.pt.
+
+    Every process must call `gather` and `restore`; rank 0 has the file.
+    """
 
     n_bytes = 0  # taken by a copy of the state; 0: little
 
@@ -34,11 +37,14 @@ class Part:
         self.name, self.source = name, source
 
     def gather(self, *, copy: bool) -> Any:
-        """The whole state on rank 0. With `copy` it does not change while training continues."""
+        """The whole state, on rank 0.
+
+        With `copy` it does not change while training continues.
+        """
         return full_state(self.source.state_dict(), copy=copy)
 
     def convert(self, state: Any) -> Mapping[str, bytes]:
-        """Other formats of a gathered state that are saved too: the content of files by name."""
+        """The content of further files, by name, made of a gathered state."""
         return {}
 
     def restore(self, file: Path) -> None:
@@ -69,7 +75,10 @@ class OptimizerPart(Part):
         return sum(tensor.nbytes for state in self.source.state.values() for tensor in state.values())
 
     def restore(self, file: Path) -> None:
-        """Load the shards of this process. Raises DamagedCheckpoint if the state does not fit."""
+        """Load this process's shards.
+
+        Raises DamagedCheckpoint if the state does not fit.
+        """
         state = None
         if is_rank_0():
             state = read_state(file)
@@ -81,7 +90,10 @@ class OptimizerPart(Part):
 
 
 class RandomPart(Part):
-    """The random states of all processes; another number of processes continues without them."""
+    """The random states of all processes.
+
+    A run with another number of processes continues without them.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__("random", None)
@@ -97,7 +109,7 @@ class RandomPart(Part):
 
 
 def random_state() -> dict[str, Any]:
-    """The random states of Python, numpy and torch in this process, in types allowed in a checkpoint."""
+    """The random states of Python, numpy and torch, as plain data."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -125,7 +137,7 @@ class ReferenceState(Protocol):
 
 
 class RunState:
-    """The counters of a run, the cached reference log-probabilities, and the states of other parts.
+    """The counters of a run, and the states of other parts.
 
     Without a reference, `frozen` is, on rank 0, the digest of the base under an adapter, which is not saved either.
     """
@@ -166,7 +178,7 @@ class RunState:
 
 
 def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    """Why a state of the right form does not fit this optimizer; None if it does."""
+    """The reason why a state does not fit this optimizer, if any."""
     # that of the whole model, even if devices hold slices
     ours, theirs = ([list(group["params"]) for group in s["param_groups"]] for s in (optimizer.state_dict(), state))
     if ours != theirs:
@@ -186,7 +198,7 @@ def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> s
 
 @cache
 def _list_state_keys(kind: Callable[..., torch.optim.Optimizer], ndim: int) -> set[str]:
-    """The keys of an optimizer class's state per parameter, found by updating one."""
+    """The keys of an optimizer's state per parameter, found by an update."""
     parameter = torch.nn.Parameter(torch.zeros((2,) * ndim))
     parameter.grad = torch.zeros_like(parameter)
     probe = kind([parameter], lr=1.0)
@@ -195,5 +207,5 @@ def _list_state_keys(kind: Callable[..., torch.optim.Optimizer], ndim: int) -> s
 
 
 def _spreads_to(shape: torch.Size, whole: torch.Size) -> bool:
-    """Return whether a shape broadcasts to a parameter's: the same, one value in all, or one per row or column."""
+    """Return whether a shape broadcasts to a parameter's."""
     return len(shape) <= len(whole) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))

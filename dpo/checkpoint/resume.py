@@ -1,4 +1,4 @@
-"""Resuming a run: its directory, the checkpoint to continue from, and the check that config and data are unchanged."""
+"""Resuming a run: its directory, its checkpoint, and what must be unchanged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ResumePoint(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run's directory, locked by this process, and the checkpoint in it from which the run resumes."""
+    """A run's directory, locked by this process, and its resume point."""
 
     directory: Path
     lock: IO
@@ -59,14 +59,17 @@ class Run(NamedTuple):
         return None if self.found is None else self.found.path
 
     def is_finished(self, updates: int) -> bool:
-        """Return whether the checkpoint comes after the last of `updates` and includes the final evaluation."""
+        """Return whether all updates and the final evaluation are done."""
         if self.found is None:
             return False
         return self.found.manifest["updates"] >= updates and self.found.manifest["evaluated"]
 
 
 def look_at_run(plan: Plan) -> ResumePoint | None:
-    """The checkpoint that `open_run` would continue from. Raises the same InputErrors, and writes nothing."""
+    """The checkpoint that `open_run` would continue from.
+
+    Raises the same InputErrors, and writes nothing.
+    """
     path = _real(plan.run.local_run_dir)
     if (path / LOCK).exists():
         lock_run_dir(path).close()
@@ -82,7 +85,7 @@ def look_at_run(plan: Plan) -> ResumePoint | None:
 
 
 def open_run(plan: Plan, logs: Sequence[str]) -> Run:
-    """Create or reopen the directory of a run, and find the checkpoint from which it resumes, if any.
+    """Create or reopen a run's directory, and find its resume point.
 
     A run that resumes in another directory starts with copies of that checkpoint and of the files named `logs`. Raises
     InputError if the directory holds another run or is locked, if a named checkpoint is missing, and if the config is
@@ -123,7 +126,10 @@ def _claim(plan: Plan, logs: Sequence[str], *, continued: bool) -> Run:
 
 
 def _find_source(plan: Plan, run_dir: Path) -> tuple[Path, ResumePoint | None]:
-    """The run or checkpoint to continue; if it is not of this directory, also the checkpoint found there."""
+    """The run or checkpoint to continue.
+
+    If it is not of this directory, also the checkpoint that is found there.
+    """
     resume = plan.run.resume
     source = run_dir if resume in (None, "auto") else _real(os.path.expanduser(resume))
     if source == run_dir or (_is_named(source) and source.parent == run_dir):
@@ -144,9 +150,10 @@ def _is_named(source: Path) -> bool:
 
 
 def _find_whole(source: Path, plan: Plan) -> ResumePoint | None:
-    """A run's newest complete checkpoint, or the named one; None if `auto` finds no checkpoint at all.
+    """A run's newest complete checkpoint, or the named one.
 
-    Raises InputError if checkpoints exist but none is complete, and if the config is not that of the run.
+    None if `auto` finds no checkpoint at all. Raises InputError if checkpoints exist but none is complete, and if the
+    config is not that of the run.
     """
     candidates = [source] if _is_named(source) else find_checkpoints(source)
     reasons = ""
@@ -174,7 +181,7 @@ def _find_whole(source: Path, plan: Plan) -> ResumePoint | None:
 
 
 def _find_own(source: Path, plan: Plan) -> ResumePoint | None:
-    """`_find_whole` in the run's own directory. Raises InputError for a checkpoint that is not the newest."""
+    """`_find_whole` in the run's own directory, where only the newest may continue."""
     found = _find_whole(source, plan)
     newest = find_checkpoints(found.path.parent)[0] if found and _is_named(source) else None
     if newest and newest != found.path:
@@ -186,14 +193,14 @@ def _find_own(source: Path, plan: Plan) -> ResumePoint | None:
 
 
 def _is_begun(run_dir: Path, found: ResumePoint) -> bool:
-    """Return whether the directory holds a run that resumed, or began to resume, from this checkpoint."""
+    """Return whether the directory's run began with this checkpoint."""
     origin = run_dir / ORIGIN
     check_writable(origin)
     return origin.exists() and origin.read_bytes() == found.manifest["sha256"].encode()
 
 
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
-    """Raises InputError that names all changed keys which a resumed run may not change."""
+    """Raises InputError for changed keys that a resumed run must keep."""
     defaults = {key: value for key, value in dotted(load_defaults()) if key in KEYS and key in config}
     was = defaults | manifest["config"]  # where the run's version lacked a key, it behaved as by default
     changed: dict[Resume, list[str]] = defaultdict(list)
@@ -211,7 +218,7 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
 
 
 def check_inputs(found: ResumePoint | None, data: TrainingData, model_config: Any) -> None:
-    """Raises InputError if data, tokenizer or model architecture differ from those the run was trained with."""
+    """Raises InputError if data, tokenizer or model have changed."""
     if found is None:
         return
     was, now = found.manifest, record_inputs(data, model_config)
@@ -238,7 +245,7 @@ def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
 
 
 def model_facts(model_config: Any) -> dict[str, Any]:
-    """The entries of a model's config that affect what is computed: dotted keys, JSON values."""
+    """The entries of a model's config that affect what is computed."""
     facts = dotted(json.loads(model_config.to_json_string(use_diff=False)))
     return {
         key: value
@@ -253,7 +260,7 @@ def record_config(plan: Plan) -> dict[str, Any]:
 
 
 def _begin_with(found: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
-    """Record another run's checkpoint, then copy the run's logs and, whole or not at all, the checkpoint."""
+    """Copy another run's checkpoint, whole or not at all, and its logs."""
     (run_dir / ORIGIN).write_text(found.manifest["sha256"])
     for log in (found.path.parent / name for name in logs):
         if log.exists():
@@ -268,7 +275,7 @@ def _begin_with(found: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Make a hard link, as the file never changes; a copy if the target is on another file system."""
+    """Make a hard link, or a copy on another file system."""
     try:
         os.link(source, target)
     except OSError:

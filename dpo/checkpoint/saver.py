@@ -18,7 +18,10 @@ from dpo.system.waiting import meet_rank_0, report_progress
 
 
 class Checkpoints:
-    """Saves of a run's state, gathered on rank 0, and written in the background if a copy fits in its memory."""
+    """Saves of a run's state, gathered on rank 0.
+
+    They are written in the background if a copy of the state fits in memory.
+    """
 
     def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None]) -> None:
         self.run_dir, self.mesh, self.keep, self.log = run_dir, mesh, keep, log
@@ -90,9 +93,9 @@ class Checkpoints:
         self.log(f"saved {directory}")
 
     def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:
-        """Continue with the parts as they were saved; every process must call it.
+        """Continue with the parts as they were saved.
 
-        Raises DamagedCheckpoint if a file does not hold the state of its part.
+        Every process must call it. Raises DamagedCheckpoint if a file does not hold the state of its part.
         """
         for part in parts:
             file = checkpoint / f"{part.name}.pt"
@@ -108,17 +111,17 @@ class Checkpoints:
         return {"best": self.best, "best_at": self.best_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`. The best checkpoint of a run in another directory does not count here."""
+        """Restore a `state_dict()`, unless BEST is in another directory."""
         if (self.run_dir / f"step-{state['best_at']}").exists():
             self.best, self.best_at = state["best"], state["best_at"]
 
     def check(self) -> None:
-        """Raise the error of the background write, if it has ended with one."""
+        """Raise the error of a background write that has failed."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until this process is not writing; raise the error of the background write, if any."""
+        """Wait until this process is not writing; raise the write's error."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

@@ -65,7 +65,7 @@ class Mesh:
         return values
 
     def gather_list(self, values: list) -> list:
-        """The lists of all data ranks joined, in the order of the batch."""
+        """The lists of all data ranks, joined in the batch's order."""
         return [value for part in self.gather_all(values)[:: self.tensor_size] for value in part]
 
 

@@ -1,7 +1,7 @@
-"""Distribution of a finished model over the processes of a mesh: weights from rank 0, FSDP shards, gathering.
+"""Distribution of a finished model over the processes of a mesh.
 
-The trainers call these functions on a model. With one process every collective is skipped, and transformers'
-`device_map` may spread the model's layers over several GPUs.
+The trainers call these functions on a model: weights come from rank 0, FSDP shards and gathers them. With one process
+every collective is skipped, and transformers' `device_map` may spread the model's layers over several GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpo.system.host import host_memory
 
 
 def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
-    """Distribute a model over the processes of a mesh, one FSDP unit per transformer block.
+    """Distribute a model's weights, one FSDP unit per transformer block.
 
     Rank 0's weights are broadcast; those of other ranks may be on the meta device. Each unit is broadcast, sharded
     along `tensor` and then by FSDP before the next one, so that a process never holds more than its shards and one
@@ -61,12 +61,12 @@ def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype:
 
 
 def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
-    """`function(model, *args)` with the root unit's weights gathered once, as in the model's own forward."""
+    """`function(model, *args)`, with the root unit gathered once."""
     return model.apply_to_itself(function, *args) if isinstance(model, FSDPModule) else function(model, *args)
 
 
 def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
-    """The transformer blocks: the modules of class `block_name`, or those the model declares unsplittable.
+    """The modules of class `block_name`, or those the model declares unsplittable.
 
     Raises InputError for a class that the model does not have.
     """
@@ -80,7 +80,10 @@ def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
 
 
 def _agree_on_tensors(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of rank 0's parameters and buffers, by name; also copies its generation config."""
+    """Shape and dtype of rank 0's parameters and buffers, by name.
+
+    Also copies its generation config.
+    """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}
     sent = [own, getattr(model, "generation_config", None)]
@@ -96,7 +99,7 @@ def _agree_on_tensors(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh) -> None:
-    """Replace parameters and buffers of these modules with rank 0's, on this process's device; tied ones stay tied."""
+    """Replace the modules' parameters and buffers with rank 0's."""
     received: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, module in modules.items():
         for kind in (module._parameters, module._buffers):
@@ -141,9 +144,9 @@ def release_gathered(model: torch.nn.Module | None) -> None:
 
 @contextmanager
 def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
-    """Inside, every process holds all weights, if they fit into its memory. Yields whether they do.
+    """Inside, every process holds all weights, if they fit.
 
-    Sampling runs a forward per token, and each would otherwise gather every block again.
+    Yields whether they do. Sampling runs a forward per token, and each would otherwise gather every block again.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
@@ -164,7 +167,7 @@ def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
 
 
 def _fits(model: torch.nn.Module) -> bool:
-    """Return whether the gathered weights take at most half of the free memory of every process's device."""
+    """Return whether all processes have twice the memory that gathering takes."""
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that the allocator caches does not count as free
@@ -177,10 +180,7 @@ def _fits(model: torch.nn.Module) -> bool:
 
 
 def gathered_size(model: Any) -> int:
-    """Bytes that a process holds when all FSDP shards are gathered, in the compute dtype.
-
-    Only this process's slice counts for parameters that are sharded along `tensor`.
-    """
+    """Bytes that a process holds when all FSDP shards are gathered."""
     n_elements = 0
     for parameter in model.parameters():
         n_slices = 1
@@ -211,15 +211,16 @@ def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) ->
 
 
 def choose_device_map(gpus: int) -> str | dict[str, int] | None:
-    """The `device_map` for loading weights: spread over all GPUs, on the only GPU, or on the CPU."""
+    """The `device_map` for loading weights."""
     return None if gpus == 0 else {"": 0} if gpus == 1 else "balanced"
 
 
 def move_less(model: Any, blocks: list[torch.nn.Module]) -> None:
-    """Keep a spread model's outputs where they are computed, and copy its blocks' shared inputs once per GPU.
+    """Move fewer tensors between the GPUs of a spread model.
 
     accelerate's hooks move each layer's inputs to its GPU. By default they also move the logits of all tokens back to
-    the first GPU, and copy the attention mask to another GPU once for every layer on it.
+    the first GPU, and copy the attention mask to another GPU once for every layer on it. Here outputs stay where they
+    are computed, and inputs that blocks share are copied once per GPU.
     """
     model._hf_hook.io_same_device = False
     copies: Any = WeakTensorKeyDictionary()  # {tensor still in use: {device: copy}}

@@ -1,4 +1,4 @@
-"""Gathering the state of sharded models and optimizers into whole tensors, and sharding it again."""
+"""Whole states of sharded models and optimizers: gathered, and sharded again."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hold_the_same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], mesh: Mesh) -> bool:
-    """Return whether all weights of `ours` equal `theirs`, in order, compared in the dtype of `theirs`.
+    """Return whether two models hold equal weights.
 
-    Every process compares its own shards.
+    Every process compares its own shards, in the dtype of `theirs`.
     """
     mine, others = (list(map(local_tensor, weights)) for weights in (ours, theirs))
     same = len(mine) == len(others) and all(torch.equal(a.to(b), b) for a, b in zip(mine, others, strict=True))
@@ -33,10 +33,10 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_state(state: Any, *, copy: bool = False) -> Any:
-    """A state dict with every sharded tensor gathered, on the CPU; every process must call it.
+    """A state dict with every sharded tensor gathered, on the CPU.
 
-    Gathers one tensor at a time, so that no device holds the whole model; ranks other than 0 drop them. With `copy` the
-    result does not change while training continues; tied tensors stay tied.
+    Every process must call it. Gathers one tensor at a time, so that no device holds the whole model; ranks other than
+    0 drop them. With `copy` the result does not change while training continues; tied tensors stay tied.
     """
     keep = is_rank_0()
     copies: dict[tuple, torch.Tensor] = {}
@@ -61,12 +61,12 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:
-    """Load an optimizer's whole state dict from rank 0 (None on other ranks); each process keeps its shards."""
+    """Load rank 0's whole state dict; each process keeps its shards."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = {} if state is None else state["state"]
 
     def outline(i: int, value: Any) -> Any:
-        """The shape alone of a tensor as large as its sharded parameter: it is sent and sharded by itself."""
+        """The shape alone, if a tensor is sent and sharded by itself."""
         is_cut = isinstance(parameters[i], DTensor) and torch.is_tensor(value) and value.shape == parameters[i].shape
         return value.to("meta") if is_cut else value
 

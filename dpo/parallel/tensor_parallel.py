@@ -1,4 +1,4 @@
-"""Tensor parallelism: every process of a group holds a slice of each large matrix and computes its part of the layer.
+"""Tensor parallelism: every process of a group computes with slices of layers.
 
 A plan maps module names to styles, which say how to shard them; it comes from the model itself or from `PLANS`.
 Parameters become DTensors, so that gradients, clipping, optimizer and checkpoints account for the slices. Inside a
@@ -34,7 +34,7 @@ class Style(NamedTuple):
 
 
 def _convert(x: torch.Tensor, mesh: DeviceMesh, have: Any, want: Any, *, grad: Any = None, width: int = 0) -> Any:
-    """Convert a local tensor from placement `have` to `want`; its gradient has placement `grad`."""
+    """Convert a local tensor between placements; its gradient has placement `grad`."""
     shape = (*x.shape[:-1], width) if width else None  # slices may differ in width by one chunk
     stride = torch.empty(shape, device="meta").stride() if shape else None
     have, want = (Shard(x.ndim - 1) if layout == LAST else layout for layout in (have, want))
@@ -43,12 +43,12 @@ def _convert(x: torch.Tensor, mesh: DeviceMesh, have: Any, want: Any, *, grad: A
 
 
 def _copied(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A whole input, from which processes compute different features, so that its gradients are summed."""
+    """A whole input of different features, whose gradients are summed."""
     return _convert(x, mesh, WHOLE, WHOLE, grad=SUMMED)
 
 
 class _SharedInput:
-    """An input that several modules (queries, keys and values) share and convert only once.
+    """An input that queries, keys and values share and convert once.
 
     Their gradients are summed before the one collective.
     """
@@ -81,7 +81,7 @@ def _gather_columns(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tens
 
 
 def _keep_own_heads(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    """Gather GPT-2's queries, keys and values, side by side in one matrix, and keep this process's heads."""
+    """This process's heads of GPT-2's fused queries, keys and values."""
     y = _convert(y, mesh, LAST, WHOLE, grad=SUMMED, width=width)
     parts = y.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :]  # (..., 3, heads / group * head size)
     return parts.flatten(-2)
@@ -128,7 +128,7 @@ PLANS = {
 
 
 def check_tensor_parallel(config: Any, size: int) -> None:
-    """Raises InputError if attention heads cannot be divided evenly among `size` processes. Needs only the config."""
+    """Raises InputError if `size` processes cannot share the heads evenly."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
@@ -140,7 +140,10 @@ def check_tensor_parallel(config: Any, size: int) -> None:
 
 
 def find_plan(model: Any) -> dict[str, Style]:
-    """The style of each module to shard, by full name. Raises InputError for an unsupported model."""
+    """The style of each module to shard, by full name.
+
+    Raises InputError for an unsupported model.
+    """
     kind = model.config.model_type
     named = PLANS.get(kind) or dict(getattr(model, "_tp_plan", None) or {})
     if not named:
@@ -163,9 +166,9 @@ def find_plan(model: Any) -> dict[str, Style]:
 
 
 def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The styles of PEFT's LoRA layers, W x + B A x, and of their parts.
+    """The styles of PEFT's LoRA layers and of their parts.
 
-    As the sum is linear, the style of W converts input and output once, around the sum.
+    A layer computes W x + B A x. As the sum is linear, the style of W converts input and output once, around the sum.
     """
     found = {}
     for name, module in model.named_modules():
@@ -181,9 +184,9 @@ def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
 
 
 def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> None:
-    """Raises InputError for parameters without a style next to modules whose output is a slice.
+    """Raises InputError if a parameter that may see slices has no style.
 
-    Such parameters may see slices too, and would train on wrong gradients.
+    It would train on wrong gradients.
     """
     slicing = (STYLES["colwise"], STYLES["fused_qkv"])
     beside = {name.rpartition(".")[0] for name, style in plan.items() if style in slicing and name not in ignore}
@@ -198,7 +201,7 @@ def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> Non
 
 
 def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
-    """Shard the modules' own parameters over `mesh`, and make their forwards compute with the slices.
+    """Shard the modules' own parameters, and make forwards compute with slices.
 
     `modules` maps full names to modules with whole parameters; tied ones must be in the same call to stay tied.
     """
@@ -252,7 +255,7 @@ def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
 
 
 def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> torch.nn.Parameter:
-    """This process's slice of a parameter, copied so that the whole can be freed."""
+    """This process's slice, copied so that the whole can be freed."""
     placement = WHOLE if dim is None else Shard(dim)
     whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     local = whole.to_local()
@@ -266,7 +269,7 @@ def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> 
 
 @contextmanager
 def _local_parameters(module: torch.nn.Module, style: Style, rank: int) -> Iterator[None]:
-    """Inside, the module's parameters are plain local tensors, whose gradients flow back to the DTensors."""
+    """Inside, the parameters are local tensors; gradients flow to the DTensors."""
     held = dict(module._parameters)
     for name, parameter in held.items():
         if parameter is None:
@@ -283,7 +286,7 @@ def _local_parameters(module: torch.nn.Module, style: Style, rank: int) -> Itera
 
 
 def _look_up_own_rows(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callable:
-    """Embeddings of the tokens whose rows this process holds, zeros for the others; shifts the padding index."""
+    """Embeddings of the tokens whose rows this process holds, else zeros."""
     lookup, rows = module.forward, module.weight.to_local().shape[0]
     first = mesh.get_local_rank() * -(-module.weight.shape[0] // mesh.size())  # as torch.chunk splits
     padding = module.padding_idx

@@ -1,4 +1,4 @@
-"""Starting the processes of a run, or joining those of torchrun or Slurm, and ending all when one fails.
+"""Starting a run's processes, or joining a launcher's, and ending them together.
 
 torch is imported inside functions: a parent starts its workers first, and imports torch while they do.
 """
@@ -55,13 +55,13 @@ def launch(
     port: int | None = None,
     timeout_secs: float = 1800,
 ) -> None:
-    """Run `worker(rank, world_size, *args)` in `world_size` processes that meet in a process group.
+    """Run `worker(rank, world_size, *args)` in processes that form a group.
 
-    A process that a launcher started (`find_rank_env`) runs its own worker and exits with it. Otherwise the processes
-    are spawned here and meet at `port` (None: a free one): over NCCL with one GPU each, or over gloo on the CPU.
-    Without `process_group` the worker is called in this process. A collective that waits longer than `timeout_secs`
-    fails. Raises InputError for bad input that a worker found, Stopped if the run was asked to stop, and WorkerFailed
-    if a worker did not finish.
+    A process that a launcher started (`find_rank_env`) runs its own worker and exits with it. Otherwise `world_size`
+    processes are spawned here and meet at `port` (None: a free one): over NCCL with one GPU each, or over gloo on the
+    CPU. Without `process_group` the worker is called in this process. A collective that waits longer than
+    `timeout_secs` fails. Raises InputError for bad input that a worker found, Stopped if the run was asked to stop, and
+    WorkerFailed if a worker did not finish.
     """
     raise_open_file_limit()
     rank_env = find_rank_env()
@@ -94,9 +94,9 @@ class RankEnv(NamedTuple):
 
 
 def find_rank_env() -> RankEnv | None:
-    """The rank that torchrun or Slurm (several tasks of one `srun`) assigned; None without such a launcher.
+    """The rank that torchrun or Slurm assigned; None without a launcher.
 
-    Raises InputError for variables that are missing or not numbers.
+    Slurm assigns one if an `srun` has several tasks. Raises InputError for variables that are missing or not numbers.
     """
     number, environ = _read_number, os.environ
     if {"RANK", "WORLD_SIZE"} <= environ.keys():
@@ -138,7 +138,10 @@ def get_open_port() -> int:
 
 
 def _backend(local_rank: int) -> str:
-    """The backend: NCCL with GPUs, else gloo. Raises InputError if this machine has fewer GPUs than processes."""
+    """NCCL with GPUs, else gloo.
+
+    Raises InputError if this machine has fewer GPUs than processes.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -162,10 +165,11 @@ def init_distributed(
     store: dist.Store | None = None,
     local_rank: int | None = None,
 ) -> None:
-    """Join the default process group, through `store` or the environment's `MASTER_ADDR` and `MASTER_PORT`.
+    """Join the default process group, through `store` or the environment.
 
-    `timeout` is the longest wait of a collective; None is torch's default. `local_rank`, by default `rank`, is the rank
-    within the machine, and under NCCL the index of its GPU.
+    Without a store, `MASTER_ADDR` and `MASTER_PORT` say where. `timeout` is the longest wait of a collective; None is
+    torch's default. `local_rank`, by default `rank`, is the rank within the machine, and under NCCL the index of its
+    GPU.
     """
     import torch
     import torch.distributed as dist
@@ -181,7 +185,7 @@ def init_distributed(
 
 
 def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
-    """Join the group, run the worker, leave the group. Returns the exit status and the error message.
+    """Run the worker in the group; return exit status and error message.
 
     Each rank records in the store that it failed, or that it lost contact. A rank that lost contact waits, so that the
     rank that caused it exits first, then reads the records to name it.
@@ -234,7 +238,7 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
 
 
 def _compare_notes(store: dist.Store, rank_env: RankEnv, note: str, timeout_secs: float) -> str:
-    """Record in the store how this rank ended; if it lost contact, wait, then name the ranks that did not."""
+    """Record how this rank ended; say who ended otherwise."""
     import torch.distributed as dist
 
     try:
@@ -322,7 +326,7 @@ class End(Enum):
 
 
 class _Workers:
-    """The spawned processes of a run, by rank: asked to stop together, and named if they fail."""
+    """The spawned processes of a run, by rank."""
 
     def __init__(self, timeout_secs: float) -> None:
         self.timeout_secs = timeout_secs
@@ -357,7 +361,10 @@ class _Workers:
                 os.kill(process.pid, signal.SIGTERM)
 
     def wait(self) -> None:
-        """Wait until all workers are done. Raises for the first that failed, or for those that never exited."""
+        """Wait until all workers are done.
+
+        Raises for the first that failed, or for those that never exited.
+        """
         began, running, deadline = time.monotonic(), dict(enumerate(self.processes)), None
         while running:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -392,7 +399,7 @@ class _Workers:
         return End.FAILED
 
     def _patience(self) -> float:
-        """Seconds that the other workers get to exit, given the outcomes so far."""
+        """Seconds that the other workers now get to exit."""
         ends = self._ends.values()
         if End.FAILED in ends:
             return 1
@@ -404,7 +411,7 @@ class _Workers:
         return self.timeout_secs
 
     def _explain(self, *, stuck: list[int]) -> Exception:
-        """The exception that says why workers did not finish; those `stuck` never exited."""
+        """The exception that says why workers did not finish or exit."""
         statuses = {rank: self.processes[rank].exitcode for rank, end in self._ends.items() if end != End.DONE}
         guilty = [rank for rank in statuses if self._ends[rank] != End.LOST_CONTACT]
         if guilty:
@@ -421,7 +428,7 @@ class _Workers:
 
 
 def _receive(pipe: Any) -> str | None:
-    """The message of a worker that has exited; None if it sent none."""
+    """The message of a worker that has exited, if any."""
     try:
         return pipe.recv() if pipe.poll() else None
     except EOFError:

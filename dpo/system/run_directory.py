@@ -1,4 +1,4 @@
-"""Places on this machine, and the directory of a run: created once, never shared, with config and environment."""
+"""The directory of a run, and other places on this machine."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def check_free(path: str | Path) -> None:
 
 
 def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = False) -> Path:
-    """Create the directory of a run, which will append to the files named `logs`.
+    """Create a run's directory; the run will append to the files `logs`.
 
-    Raises InputError if it already holds a run, unless that run is `continued`, or if something other than a file is
-    in the place of a file of the run.
+    Raises InputError if it already holds a run, unless that run is `continued`, or if something other than a file is in
+    the place of a file of the run.
     """
     if not continued:
         check_free(path)
@@ -89,7 +89,7 @@ def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = Fal
 
 
 def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -> None:
-    """Write `config.yaml`, and `env.json` with facts for repeating the run; no environment variables."""
+    """Write `config.yaml`, and `env.json` with facts for repeating the run."""
     import torch  # here, as the report needs this module without torch
 
     commit = _git("rev-parse", "HEAD")
@@ -111,7 +111,7 @@ def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -
 
 
 def _git(*arguments: str) -> str:
-    """Git's output for our own checkout; empty without git or outside a checkout."""
+    """Git's output for our own checkout, if there is one."""
     try:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -120,7 +120,7 @@ def _git(*arguments: str) -> str:
 
 
 def add_to_record(run_dir: Path, **more: Any) -> None:
-    """Add facts to `env.json`; do nothing if the file is missing or damaged, as only readers need them."""
+    """Add facts to `env.json`, unless it is missing or damaged."""
     path = run_dir / "env.json"
     try:
         facts = json.loads(path.read_bytes())
@@ -136,9 +136,9 @@ def now() -> str:
 
 
 def lock_run_dir(run_dir: Path) -> IO:
-    """Lock the directory for as long as the returned file is open; the system releases the lock when this process ends.
+    """Lock the directory while the returned file is open.
 
-    Raises InputError if another process holds the lock.
+    The system releases the lock when this process ends. Raises InputError if another process holds it.
     """
     with _explaining(run_dir):
         file = (run_dir / LOCK).open("a")
@@ -153,7 +153,7 @@ def lock_run_dir(run_dir: Path) -> IO:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Return whether a running process holds the directory's lock. False on file systems without locks."""
+    """Return whether a running process is known to hold the directory's lock."""
     try:
         with (run_dir / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed

@@ -1,7 +1,8 @@
-"""Stop signals: Ctrl-C, SIGTERM and SIGUSR1 end a run with a checkpoint; a second Ctrl-C ends it without one.
+"""Stop signals: Ctrl-C, SIGTERM and SIGUSR1 end a run with a checkpoint.
 
-While a run starts, they end the process at once, as nothing can be lost. An exception, raised wherever the signal
-arrives, might reach a library that silently goes on, as in an attempted import, or C++ that aborts.
+A second Ctrl-C ends it without one. While a run starts, they end the process at once, as nothing can be lost. An
+exception, raised wherever the signal arrives, might reach a library that silently goes on, as in an attempted import,
+or C++ that aborts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class PressedAgain(KeyboardInterrupt):
 
 
 class Stopped(BaseException):
-    """The run stopped on signal `number`, with training saved in `run_dir`, if that is known.
+    """The run stopped on a signal; `run_dir` may hold a checkpoint.
 
     Not an Exception: libraries catch those and go on.
     """
@@ -72,7 +73,10 @@ def _end_by_signal(run_dir: str | Path | None, number: int, _: object) -> None:
 
 @contextmanager
 def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
-    """Inside, a signal ends this process at once, unless another handler is set; Stopped gets the `run_dir`."""
+    """Inside, a signal ends this process at once, unless handled otherwise.
+
+    Stopped gets the `run_dir`.
+    """
     with handling_signals(partial(_end_by_signal, run_dir)):
         try:
             yield
@@ -83,9 +87,9 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
 
 @contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
-    """Inside, call `act` with the number of a stop signal, and print the message that it returns.
+    """Inside, call `act` on stop signals, and print its message.
 
-    A second Ctrl-C raises PressedAgain. If Ctrl-C was ignored before, it stays ignored.
+    `act` gets the signal's number. A second Ctrl-C raises PressedAgain. If Ctrl-C was ignored before, it stays ignored.
     """
     heard: dict[int, float] = {}  # time when each came first
 
@@ -110,9 +114,9 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
 
 @contextmanager
 def handling_signals(handler: Any, *numbers: int) -> Iterator[None]:
-    """Inside, these signals have this handler, by default all that are heeded. Restores the former handlers.
+    """Inside, these signals have this handler, by default all stop signals.
 
-    No effect in a thread that may not set them.
+    No effect in a thread that may not set them. Restores the former handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -133,7 +137,7 @@ def _heeded() -> list[int]:
 
 
 def _speaks() -> bool:
-    """Return whether this is the one process of the run that prints: the parent of the others, or rank 0."""
+    """Return whether this process prints for the run."""
     return multiprocessing.parent_process() is None and is_rank_0()
 
 

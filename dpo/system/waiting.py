@@ -1,4 +1,4 @@
-"""Waiting, through the store, for work that one rank does alone, such as loading data or writing a checkpoint.
+"""Waiting for work that one rank does alone, such as saving.
 
 A collective would time out whatever progress that rank makes, and would block signals. Instead, the other ranks poll
 the store, and wait as long as that rank sends heartbeats.
@@ -62,7 +62,7 @@ def _heartbeats(rank: int) -> str:
 
 @contextmanager
 def sending_heartbeats(beat_secs: float = BEAT_SECS) -> Iterator[None]:
-    """Inside, a thread tells the ranks that wait for this one that it lives."""
+    """Inside, a thread tells waiting ranks that this one lives."""
     done, store, key = threading.Event(), default_store(), _heartbeats(dist.get_rank())
 
     def beat() -> None:
@@ -80,15 +80,15 @@ def sending_heartbeats(beat_secs: float = BEAT_SECS) -> Iterator[None]:
 
 
 def report_progress() -> None:
-    """Tell the ranks that wait for this one that it has made progress."""
+    """Tell waiting ranks that this one has made progress."""
     if is_shared():
         default_store().add(_heartbeats(dist.get_rank()), 1)
 
 
 def meet_rank_0(place: str) -> None:
-    """Wait until rank 0 has reached `place`, a name used only once; rank 0 does not wait.
+    """Wait until rank 0 has reached `place`, a name used once.
 
-    Raises DistError if rank 0 neither arrives nor makes progress within the collective timeout.
+    Rank 0 does not wait. Raises DistError if it neither arrives nor makes progress within the collective timeout.
     """
     if not is_shared():
         return
@@ -100,7 +100,7 @@ def meet_rank_0(place: str) -> None:
 
 
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
-    """Call `act` on rank 0, with heartbeats, then on the other ranks; return its result."""
+    """Return `act()`, called on rank 0 before the other ranks."""
     if not is_shared() or dist.get_rank() != 0:
         meet_rank_0(place)
         return act()
@@ -111,10 +111,10 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
 
 
 def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
-    """The result of `make()` in the first process of each machine, for all processes of that machine.
+    """The result of `make()`, called in one process of each machine.
 
-    Every process must call it; it returns once all machines are done. Raises DistError if one of the first processes
-    failed, or sent no heartbeat for `silence_secs`.
+    Every process must call this; it returns once all machines are done. Raises DistError if one of the calls failed, or
+    a process that makes one sent no heartbeat for `silence_secs`.
     """
     if not is_shared():
         return make()
@@ -143,6 +143,6 @@ def identify_machine() -> str:
 
 
 def leave_together() -> None:
-    """Wait until every rank is here: rank 0 may serve the store, which waiting ranks still poll."""
+    """Wait for every rank, as rank 0 may serve their store."""
     if is_shared():
         dist.barrier()

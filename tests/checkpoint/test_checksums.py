@@ -1,4 +1,4 @@
-"""Checksums taken while a file is written are those of the file, and every damage to any block of it is found."""
+"""Checksums taken while writing are the file's, and damage is found."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def test_every_damage_to_every_file_is_recognised(damage, tmp_path):
 
 
 def vouch(directory: Path, **changes: Any) -> None:
-    """Change a manifest, and let its own checksum say that it was so written."""
+    """Change a manifest, and its own checksum with it."""
     manifest = json.loads((directory / "manifest.json").read_text()) | changes
     (directory / "manifest.json").write_text(json.dumps({**manifest, "sha256": hash_manifest(manifest)}))
 

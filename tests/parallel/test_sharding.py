@@ -1,5 +1,7 @@
-"""Several real processes on the CPU, through gloo: the numbers, samples and files of one process, whatever their mesh.
-(The golden runs are in test_golden.py, failing processes in test_launching.py.)"""
+"""Several processes, through gloo, give the results of one.
+
+The golden runs are in test_golden.py, failing processes in test_launching.py.
+"""
 
 from __future__ import annotations
 
@@ -231,7 +233,7 @@ GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gat
 
 
 class GatherCount:
-    """How many tensors FSDP gathers, and of how many elements each process's part was."""
+    """The sizes of this process's parts of what FSDP gathers."""
 
     def __enter__(self) -> GatherCount:
         self.sizes, self.gather = [], getattr(dist, GATHER)
@@ -262,7 +264,7 @@ def sample_train_and_save(rank: int, world_size: int, run_dir: Path, overrides: 
 
 @pytest.fixture(scope="module")
 def greedy_model(tmp_path_factory) -> Path:
-    """The tiny Llama, sampling its likeliest token, and many tokens that end a text: lengths differ."""
+    """A tiny Llama that samples greedily texts of different lengths."""
     folder = tmp_path_factory.mktemp("model") / "model"
     shutil.copytree(GOLDEN / "tiny-llama", folder)
     (folder / "generation_config.json").write_text(json.dumps({"top_k": 1, "eos_token_id": list(range(0, 1024, 16))}))
@@ -312,7 +314,7 @@ def test_samples_metrics_and_checkpoints_are_those_of_one_process(mesh, greedy_m
 
 
 class AllReduces(TorchDispatchMode):
-    """How many all-reduces of how many elements are issued, but for single numbers."""
+    """The sizes of all-reduces, but for single numbers."""
 
     def __init__(self) -> None:
         super().__init__()

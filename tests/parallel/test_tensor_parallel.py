@@ -1,5 +1,7 @@
-"""Cutting layers over processes: what each process holds, and which models are refused. (That the numbers are those of
-one process is in test_sharding.py.)"""
+"""Slices of layers: which each process holds, and which models are refused.
+
+That the numbers are those of one process is in test_sharding.py.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,10 @@ def test_a_plan_that_forgets_a_parameter_which_sees_slices_is_refused():
 
 
 class Collectives(TorchDispatchMode):
-    """How many all-reduces are issued. (CommDebugMode's hooks would give every module an input of its own.)"""
+    """The number of all-reduces.
+
+    CommDebugMode's hooks would give every module an input of its own.
+    """
 
     count = 0
 

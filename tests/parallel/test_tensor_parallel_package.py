@@ -1,4 +1,4 @@
-"""The package tensor_parallel over CPU "devices": a split model gives the numbers and the files of the whole one."""
+"""The package tensor_parallel over CPUs gives the whole model's numbers and files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def update(model, optimizer, max_norm: float) -> torch.Tensor:
 
 
 def assert_same(ours: Any, theirs: Any, tolerance: float) -> None:
-    """The same keys, shapes and settings, and values that differ little beside the tensor's largest."""
+    """The same keys, shapes and settings, and nearly the same values."""
     if isinstance(theirs, dict):
         assert list(ours) == list(theirs)
         for key in theirs:

@@ -1,4 +1,4 @@
-"""What is different on a GPU, as far as a CPU can show it: products in TF32, compiled code, determinism."""
+"""Differences of a GPU, as far as a CPU can show them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ def restored():
 
 
 class EmulatedTF32(TorchDispatchMode):
-    """Where `allow_tf32` is set, or `always`, inputs of products are off at random, for what rounds one way in one
-    layout rounds the other way in the other: by more than TF32's 10 bits of mantissa, as it adds up in a deep model.
+    """Inputs of products are off at random, as TF32 rounds them.
+
+    At random, for what rounds one way in one layout rounds the other way in the other; and by more than TF32's 10 bits
+    of mantissa, as it adds up in a deep model. Only where `allow_tf32` is set, unless `always`.
     """
 
     def __init__(self, *, always: bool = False) -> None:
@@ -68,7 +70,7 @@ def test_rounding_of_tf32_does_not_cost_the_layout_and_stays_on_for_training():
 
 
 class CountedBackend:
-    """A backend of torch.compile that runs what was traced as it is, and counts."""
+    """A backend of torch.compile that counts graphs and calls."""
 
     def __init__(self) -> None:
         self.graphs = self.calls = 0
@@ -117,7 +119,7 @@ def test_compiled_blocks_are_trained_compiled_also_after_sampling(make_trainer, 
 
 
 class Stub:
-    """A model that generates its prompts, by an operation that has no deterministic algorithm."""
+    """A model that "generates" by an operation without a deterministic algorithm."""
 
     config = transformers.LlamaConfig(**COMMON)
 

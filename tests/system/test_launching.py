@@ -1,4 +1,4 @@
-"""Worker processes: where they meet, and that none survives the failure of another. All of them are real.
+"""Worker processes meet, and none survives the failure of another.
 
 `launch` spawns its workers, as train.py does; `warm.launch` forks them, where their start is not what is tested.
 """
@@ -92,7 +92,7 @@ def abort_on_rank_1(rank, world_size, folder, secs):
 
 
 def load_on_rank_0(rank, world_size, folder):
-    """Rank 1 waits for the weights where no signal interrupts it, and the launcher is asked to stop."""
+    """A signal comes while rank 1 waits where it cannot hear it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN if rank == 1 else signal.SIG_DFL)  # not what was forked with it
     note_pid(folder, rank)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""A run has a directory of its own, with what is needed to repeat it and nothing that is secret."""
+"""A run's directory is its own, and holds no secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A signal is acknowledged once, in one line, and acted on; while a run starts it ends the process at once."""
+"""A signal is acknowledged once and acted on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The others wait for rank 0, or for one process of each machine, as long as it makes progress, and no longer."""
+"""Ranks wait for one that works alone, while it makes progress."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Interrupted(Exception):
 
 
 def share_a_word(rank: int, world_size: int, folder: Path) -> None:
-    """Calls on one machine, on two, one that a signal breaks off where it is waited for, and one that fails."""
+    """Four calls, of which one is broken off and one fails."""
 
     def make(seconds: float = 0.0) -> str:
         with (folder / "makers").open("a") as file:
