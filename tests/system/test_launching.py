@@ -101,24 +101,6 @@ def load_on_rank_0(rank, world_size, folder):
     hang()
 
 
-class StalledOnArrival:
-    """Keeps the first process that unpickles it from ever joining the others."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __setstate__(self, state: dict) -> None:
-        try:
-            (state["folder"] / "stalled").touch(exist_ok=False)
-        except FileExistsError:
-            return
-        time.sleep(600)
-
-
-def do_nothing(rank, world_size, argument):
-    pass
-
-
 def finish_without_rank_1(rank, world_size, folder):
     note_pid(folder, rank)
     if rank == 1:
@@ -260,12 +242,6 @@ def test_a_signal_while_one_rank_loads_ends_those_that_cannot_hear_it(tmp_path):
     with pytest.raises(Stopped):
         warm.launch(load_on_rank_0, 2, tmp_path, process_group=True, timeout_secs=600, constants={"STOP_SECS": 2})
     assert_all_gone(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_worker_that_never_joins_ends_all_and_is_named(tmp_path):
-    with pytest.raises(WorkerFailed, match=r"rank [01] did not answer within collective_timeout_secs=4"):
-        launch(do_nothing, 2, StalledOnArrival(tmp_path), process_group=True, timeout_secs=4)
 
 
 def test_a_worker_that_hangs_after_the_others_have_finished_is_not_waited_for(tmp_path):
