@@ -100,35 +100,28 @@ class RandomPart(Part):
         self.mesh = mesh
 
     def gather(self, *, copy: bool) -> dict[str, Any]:
-        return {"states": self.mesh.gather_all(random_state())}
+        kind, keys, *rest = np.random.get_state()
+        state = {  # in types allowed in a checkpoint
+            "python": random.getstate(),
+            "numpy": [kind, keys.tolist(), *rest],
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all(),
+        }
+        return {"states": self.mesh.gather_all(state)}
 
     def restore(self, file: Path) -> None:
         states = from_rank_0(read_state(file)["states"] if is_rank_0() else None)
-        if len(states) == self.mesh.world_size:
-            set_random_state(states[self.mesh.rank])
-
-
-def random_state() -> dict[str, Any]:
-    """The random states of Python, numpy and torch, as plain data."""
-    kind, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": [kind, keys.tolist(), *rest],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all(),
-    }
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore a `random_state()`, for as many GPUs as this process has now."""
-    random.setstate(state["python"])
-    kind, keys, place, *rest = state["numpy"]
-    if not 0 <= place <= len(keys):  # numpy would accept it
-        raise ValueError(f"{place} is not an index into {len(keys)} keys")
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, *rest))
-    torch.set_rng_state(state["torch"])
-    for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(gpu_state, device)
+        if len(states) != self.mesh.world_size:
+            return
+        state = states[self.mesh.rank]
+        random.setstate(state["python"])
+        kind, keys, place, *rest = state["numpy"]
+        if not 0 <= place <= len(keys):  # numpy would accept it
+            raise ValueError(f"{place} is not an index into {len(keys)} keys")
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, *rest))
+        torch.set_rng_state(state["torch"])
+        for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):  # there may be fewer now
+            torch.cuda.set_rng_state(gpu_state, device)
 
 
 class ReferenceState(Protocol):

@@ -269,17 +269,12 @@ def _begin_with(found: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
     with replacing(run_dir / found.path.name) as copy:
         copy.mkdir()
         for name in (*found.manifest["files"], MANIFEST):
-            _link(found.path / name, copy / name)
+            try:
+                os.link(found.path / name, copy / name)  # the file never changes
+            except OSError:  # on another file system
+                _copy(found.path / name, copy / name)
         sync_directory(copy)
     sync_directory(run_dir)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Make a hard link, or a copy on another file system."""
-    try:
-        os.link(source, target)
-    except OSError:
-        _copy(source, target)
 
 
 def _copy(source: Path, target: Path) -> None:

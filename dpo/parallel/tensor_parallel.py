@@ -22,29 +22,34 @@ from dpo.errors import InputError
 
 WHOLE, SUMMED, LAST = Replicate(), Partial(), Shard(-1)
 
+# conversions of activations: their placement before and after, and that of the gradient after
+COPIED = (WHOLE, WHOLE, SUMMED)  # a whole input, from which processes compute different features
+SLICED = (WHOLE, LAST, LAST)
+ADDED = (SUMMED, WHOLE, WHOLE)
+JOINED = (LAST, WHOLE, WHOLE)
+OWN_HEADS = (LAST, WHOLE, SUMMED)  # of GPT-2's queries, keys and values, which are side by side in one matrix
+
 
 class Style(NamedTuple):
     """The sharding of one module over the group. Activations are (..., features)."""
 
     cut: str | None  # the sharded dim: "out" features, "in" features, the "rows" of an embedding, or None
-    enter: Callable[[torch.Tensor, DeviceMesh], torch.Tensor] | None = None  # applied to the input of the local forward
-    leave: Callable[[torch.Tensor, DeviceMesh, int], torch.Tensor] | None = None  # to its output; the int: full width
+    enter: tuple | None = None  # the conversion of the input of the local forward
+    leave: tuple | None = None  # that of its output
     grad_is_partial: bool = False  # for a replicated parameter that sees only this process's slice of the activations
     divided: str | None = None  # an attribute that holds a size, to be divided by the group's size
 
 
-def _convert(x: torch.Tensor, mesh: DeviceMesh, have: Any, want: Any, *, grad: Any = None, width: int = 0) -> Any:
-    """Convert a local tensor between placements; its gradient has placement `grad`."""
+def _convert(x: torch.Tensor, mesh: DeviceMesh, conversion: tuple, *, width: int = 0) -> Any:
+    """Convert a local tensor; `width` is that of the whole."""
     shape = (*x.shape[:-1], width) if width else None  # slices may differ in width by one chunk
     stride = torch.empty(shape, device="meta").stride() if shape else None
-    have, want = (Shard(x.ndim - 1) if layout == LAST else layout for layout in (have, want))
+    have, want, grad = (Shard(x.ndim - 1) if placement == LAST else placement for placement in conversion)
     whole = DTensor.from_local(x, mesh, [have], run_check=False, shape=shape, stride=stride)
-    return whole.redistribute(placements=[want]).to_local(grad_placements=[grad or want])
-
-
-def _copied(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A whole input of different features, whose gradients are summed."""
-    return _convert(x, mesh, WHOLE, WHOLE, grad=SUMMED)
+    y = whole.redistribute(placements=[want]).to_local(grad_placements=[grad])
+    if conversion is OWN_HEADS:  # (..., 3 * heads * head size) to (..., 3 * own heads * head size)
+        return y.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
+    return y
 
 
 class _SharedInput:
@@ -61,39 +66,20 @@ class _SharedInput:
 
     def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if self._given is not x:
-            self._given, self._converted, self._left = x, _copied(x, mesh), self.takers
+            self._given, self._converted, self._left = x, _convert(x, mesh, COPIED), self.takers
         converted, self._left = self._converted, self._left - 1
         if self._left == 0:
             self._given = self._converted = None  # frees them
         return converted
 
 
-def _sliced(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    return _convert(x, mesh, WHOLE, LAST)
-
-
-def _added(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    return _convert(y, mesh, SUMMED, WHOLE)
-
-
-def _gather_columns(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    return _convert(y, mesh, LAST, WHOLE, width=width)
-
-
-def _keep_own_heads(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    """This process's heads of GPT-2's fused queries, keys and values."""
-    y = _convert(y, mesh, LAST, WHOLE, grad=SUMMED, width=width)
-    parts = y.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :]  # (..., 3, heads / group * head size)
-    return parts.flatten(-2)
-
-
 STYLES = {
-    "colwise": Style("out", _copied),
-    "rowwise": Style("in", None, _added),
-    "colwise_gather_output": Style("out", _copied, _gather_columns),
-    "rowwise_split_input": Style("in", _sliced, _added),
-    "fused_qkv": Style("out", _copied, _keep_own_heads),
-    "embedding_rowwise": Style("rows", None, _added),
+    "colwise": Style("out", COPIED),
+    "rowwise": Style("in", None, ADDED),
+    "colwise_gather_output": Style("out", COPIED, JOINED),
+    "rowwise_split_input": Style("in", SLICED, ADDED),
+    "fused_qkv": Style("out", COPIED, OWN_HEADS),
+    "embedding_rowwise": Style("rows", None, ADDED),
     "replicated_with_grad_allreduce": Style(None, grad_is_partial=True),
     "replicate": Style(None),
     "gpt2_attention": Style(None, divided="split_size"),
@@ -209,24 +195,23 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
     inputs: dict[str, _SharedInput] = defaultdict(_SharedInput)  # by the parent of the modules that share one
     for name, module in modules.items():
         style = plan.get(name, STYLES["replicate"])
-        if style.enter is _copied:
-            shared = inputs[name.rpartition(".")[0]]
+        shared = inputs[name.rpartition(".")[0]] if style.enter is COPIED else None
+        if shared:
             shared.takers += 1
-            style = style._replace(enter=shared.convert)
         width = getattr(module, "out_features", 0) or getattr(module, "nf", 0)
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in slices:
                 slices[parameter] = _slice(parameter, _cut_dim(module, key, style), mesh)
             module.register_parameter(key, slices[parameter])
         if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
-            _compute_with_slices(module, style, mesh, width)
+            _compute_with_slices(module, style, mesh, width, shared)
         if style.cut == "in" and (n := getattr(module, "n_features", 0)):  # the dropout of A's input
             module.first_feature = mesh.get_local_rank() * -(-n // mesh.size())  # as torch.chunk splits
         if style.divided is not None:
             setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
 
 
-def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, width: int) -> None:
+def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, width: int, shared: _SharedInput | None) -> None:
     forward, rank = module.forward, mesh.get_local_rank()
     if style.cut == "out" and hasattr(module, "nf"):
         module.nf = module.weight.to_local().shape[1]  # the output width of transformers' Conv1D
@@ -235,10 +220,13 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, width: int
 
     def local_forward(*args: Any, **kwargs: Any) -> Any:
         if style.enter:
-            args = (style.enter(args[0], mesh), *args[1:])
+            x = shared.convert(args[0], mesh) if shared else _convert(args[0], mesh, style.enter)
+            args = (x, *args[1:])
         with _local_parameters(module, style, rank):
             y = forward(*args, **kwargs)
-        return style.leave(y, mesh, width) if style.leave else y
+        if style.leave is None:
+            return y
+        return _convert(y, mesh, style.leave, width=width if style.leave[0] == LAST else 0)
 
     module.forward = local_forward
 
