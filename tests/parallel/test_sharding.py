@@ -285,7 +285,7 @@ def flat(state: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, value in items for k, v in flat(value, f"{prefix}/{key}").items()}
 
 
-@pytest.mark.parametrize("mesh", IN_CI)
+@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=[] if mesh == "sharded" else SLOW) for mesh in GRIDS])
 def test_samples_metrics_and_checkpoints_are_those_of_one_process(mesh, greedy_model, of_one_process, tmp_path):
     processes, _, overrides = GRIDS[mesh]
     overrides = (*overrides, f"model.name_or_path={greedy_model}")
