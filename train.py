@@ -36,9 +36,14 @@ from dpo.settings.places import place_datasets
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.sweeps import Sweep
 from dpo.settings.validation import find_config_problems, find_warnings
-from dpo.system.host import never_collect_imports, set_allocators, silence_bitsandbytes, without_collecting_garbage
-from dpo.system.launching import launch
-from dpo.system.rank_env import find_rank_env, is_rank_0
+from dpo.system.host import (
+    is_rank_0,
+    never_collect_imports,
+    set_allocators,
+    silence_bitsandbytes,
+    without_collecting_garbage,
+)
+from dpo.system.launching import find_rank_env, launch
 from dpo.system.redaction import redact
 from dpo.system.run_directory import get_local_run_dir
 

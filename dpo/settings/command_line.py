@@ -29,8 +29,8 @@ from dpo.settings.choices import explain_unknown
 from dpo.settings.files import ABSENT, CONFIG_DIR, dotted, help_text, load_file
 from dpo.settings.keys import KEYS
 from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_config_problems, find_value_problem
+from dpo.system.host import is_rank_0
 from dpo.system.plain_files import check_readable
-from dpo.system.rank_env import is_rank_0
 from dpo.system.redaction import redact, secrets_in
 
 MULTIRUN = ("-m", "--multirun")

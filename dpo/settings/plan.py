@@ -25,7 +25,7 @@ from dpo.settings.choices import (
 )
 from dpo.settings.files import flatten, load_defaults
 from dpo.system.host import count_gpus
-from dpo.system.rank_env import find_rank_env
+from dpo.system.launching import find_rank_env
 from dpo.system.run_directory import get_cache_dir, get_local_dir
 
 
