@@ -52,22 +52,12 @@ class Section(NamedTuple):
     color: str  # CSS variable of its curves' colour
     about: str
     verdict: str
-    tiles: list[summary.Tile]
-    findings: list[Finding]
+    tiles: dict[str, summary.Tile]  # by label
+    warnings: list[Finding]
+    notes: list[Finding]
     margin: summary.Bars | None
     settings: list[summary.Row]
     ledger: LedgerSummary | None
-
-    @property
-    def warnings(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.level == WARNING]
-
-    @property
-    def notes(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.level != WARNING]
-
-    def tile(self, label: str) -> summary.Tile | None:
-        return next((tile for tile in self.tiles if tile.label == label), None)
 
 
 def write_report(
@@ -111,11 +101,11 @@ def render(
     jinja.filters["data_uri"] = lambda image, kind: f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
     jinja.filters["shortened"] = shortened
     costs = [measure_cost(run) for run in runs]
-    sections = [_section(i, run, cost, find_texts) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
+    sections = [_make_section(i, run, cost, find_texts) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
     context: dict[str, Any] = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
         "sections": sections,
-        "columns": dict.fromkeys(tile.label for section in sections for tile in section.tiles),
+        "columns": dict.fromkeys(label for section in sections for label in section.tiles),
         "lead": lead,
         "colors": COLORS,
         "pictures": pictures,
@@ -138,23 +128,24 @@ def render(
         ],
         "made": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         "several": len(runs) > 1,
-        "best": _best(sections),
+        "best": _find_best(sections),
     }
     return jinja.get_template("page.html.jinja").render(context)
 
 
-def _section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) -> Section:
+def _make_section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) -> Section:
     findings = find_all(run)
     return Section(
         run,
-        f"--plot-{i % len(LIGHT.colors)}",
-        summary.about(run),
-        summary.verdict(run, findings),
-        summary.tiles(run, cost),
-        findings,
-        summary.margin_bars(margin_parts(run)),
-        summary.make_rows([summary.list_settings(run)]),
-        summarize_ledger(run, find_texts),
+        color=f"--plot-{i % len(LIGHT.colors)}",
+        about=summary.describe_run(run),
+        verdict=summary.give_verdict(run, findings),
+        tiles={tile.label: tile for tile in summary.make_tiles(run, cost)},
+        warnings=[finding for finding in findings if finding.level == WARNING],
+        notes=[finding for finding in findings if finding.level != WARNING],
+        margin=summary.margin_bars(margin_parts(run)),
+        settings=summary.setting_rows([run], different=False),
+        ledger=summarize_ledger(run, find_texts),
     )
 
 
@@ -164,24 +155,24 @@ def summarize_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerSum
         return None
     from dpo.analysis.ledger import summarize  # needs pyarrow, which most runs do not
 
-    summary = summarize(run.ledger, top=LEDGER_PAIRS)
+    found = summarize(run.ledger, top=LEDGER_PAIRS)
     if find_texts is not None:
-        summary = summary.find_texts(run, find_texts)
-    of_data = [pair for pair in summary.listed if pair.scores is None]
+        found = found.find_texts(run, find_texts)
+    of_data = [pair for pair in found.listed if pair.scores is None]
     if of_data and not any(pair.texts for pair in of_data):
         command = f"python -m scripts.ledger {run.path} shows texts that can be loaded"
-        summary = replace(summary, note="; ".join(filter(None, (summary.note, command))))
-    return summary
+        found = replace(found, note="; ".join(filter(None, (found.note, command))))
+    return found
 
 
-def _best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
+def _find_best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
     """(run, label) of the best tiles among two or more comparable ones."""
-    groups: dict[tuple[str, ...], list[tuple[float, Path]]] = {}
+    groups: dict[tuple[str, str], list[tuple[float, Path]]] = {}
     for section in sections:
-        for tile in section.tiles:
+        for label, tile in section.tiles.items():
             if section.run.config and math.isfinite(tile.worth):
                 settings = [section.run.setting(key) for key in (*MEASURED_ON, *tile.scale)]
-                key = (tile.label, json.dumps(settings, sort_keys=True))
+                key = (label, json.dumps(settings, sort_keys=True))
                 groups.setdefault(key, []).append((tile.worth, section.run.path))
     return {
         (path, label)

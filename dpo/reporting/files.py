@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,27 +49,32 @@ class Appender(Callback):
         found = path.stat().st_size if path.exists() else 0
         if size is None:
             if found:
-                self.context.log(f"warning: no checkpoint knows {path}: it becomes {self._move_aside(path)}")
+                aside = self._move_aside(path)
+                self.context.log(f"warning: no checkpoint knows {path}: it becomes {aside.name}")
             return
         end = self.find_end(path, min(size, found))
         if end < min(size, found):
             aside = self._move_aside(path)
-            with (self.run_dir / aside).open("rb") as damaged:
+            with aside.open("rb") as damaged:
                 path.write_bytes(damaged.read(end))
             self.context.log(
                 f"warning: {path} is damaged after {end:,} of the {size:,} bytes that were logged before the "
-                f"checkpoint: these stay, and the file as it was becomes {aside}"
+                f"checkpoint: these stay, and the file as it was becomes {aside.name}"
             )
         elif end < size:
             self.context.log(f"warning: {path} is missing what was logged before the checkpoint")
-            self._move_aside()
+            self._move_derived_aside()
         elif end < found:
             os.truncate(path, end)
 
-    def _move_aside(self, *files: Path) -> str:
-        """Rename files and those derived from them. Returns the new name of the first."""
-        derived = (self.run_dir / name for name in self.derived)
-        return ", ".join([move_aside(path).name for path in (*files, *derived) if path.exists()][:1])
+    def _move_aside(self, path: Path) -> Path:
+        self._move_derived_aside()
+        return move_aside(path)
+
+    def _move_derived_aside(self) -> None:
+        for name in self.derived:
+            if (self.run_dir / name).exists():
+                move_aside(self.run_dir / name)
 
     def state_dict(self) -> dict[str, Any]:
         """The size of each file, after syncing it to the disk."""
@@ -142,7 +147,7 @@ class FileLogger(LogWriter):
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
         drawn = [*update.drawn.values()][: self.context.plan.evaluation.n_eval_model_samples]
-        self._drawn = [{"examples": update.n_examples, **_as_record(one)} for one in drawn]
+        self._drawn = [_make_record(update.n_examples, one) for one in drawn]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         examples = evaluation.n_examples
@@ -151,15 +156,18 @@ class FileLogger(LogWriter):
         if not records:
             return
         self.append("samples.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
-        lines = []
+        lines, bar, after = [], "=" * 30, f"after {count(examples, 'example')}"
         for sample in evaluation.samples:
-            lines += [f"{'=' * 30} after {count(examples, 'example')} {'=' * 30}", sample.prompt.strip()]
-            lines += ["--- policy ---", sample.policy.strip()]
+            lines += [f"{bar} {after} {bar}", sample.prompt.strip(), "--- policy ---", sample.policy.strip()]
             lines += ["--- reference ---", sample.reference.strip()] if sample.reference is not None else []
             lines.append("")
         for record in self._drawn:
-            lines += [f"{'=' * 30} after {count(examples, 'example')}, drawn by the last update {'=' * 30}"]
-            lines += _as_lines(record)
+            lines += [f"{bar} {after}, drawn by the last update {bar}", record["prompt"].strip()]
+            for name, answer in rank_answers(record):
+                facts = f"score {answer['score']:.6g}, {count(answer['tokens'], 'token')}"
+                lines.append(f"--- {name}: {facts}{'' if answer['ended'] else ', cut off'} ---")
+                lines.append(answer["text"].strip())
+            lines.append("")
         self.append("samples.txt", lines)
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,19 +187,10 @@ class FileLogger(LogWriter):
         self.append("metrics.jsonl", [json.dumps(line)])
 
 
-def _as_record(drawn: Drawn) -> dict[str, Any]:
+def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:
     """A prompt, its answers in the order drawn, and the indices of the pair."""
     answers = [
         {"text": one.text, "score": one.score, "tokens": len(one.tokens), "ended": one.ended} for one in drawn.answers
     ]
-    return {"prompt": drawn.prompt, "completions": answers, "best": drawn.best, "worst": drawn.worst}
-
-
-def _as_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """A record of drawn answers as readable lines, the best answer first."""
-    yield record["prompt"].strip()
-    for name, answer in rank_answers(record):
-        cut_off = "" if answer["ended"] else ", cut off"
-        yield f"--- {name}: score {answer['score']:.6g}, {count(answer['tokens'], 'token')}{cut_off} ---"
-        yield answer["text"].strip()
-    yield ""
+    pair = {"best": drawn.best, "worst": drawn.worst}
+    return {"examples": n_examples, "prompt": drawn.prompt, "completions": answers, **pair}

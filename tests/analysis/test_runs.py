@@ -13,7 +13,6 @@ from dpo.analysis.measures import measure_cost
 from dpo.analysis.runs import read_run, read_runs
 from dpo.analysis.summary import machine_rows
 from dpo.errors import InputError
-from dpo.numbers import duration, hours
 
 LINES = [evaluation(0, 0.69), update(1), update(2), evaluation(2, 0.6)]
 
@@ -155,13 +154,6 @@ def test_without_a_known_end_time_is_that_of_the_updates_whenever_files_were_wri
     cost = measure_cost(run)
     assert (cost.secs, cost.updates_alone) == (4, True)
     assert dict(machine_rows([run], [cost]))["CPU-hours"] == ["0.0022 (2 CPUs, updates alone)"]
-
-
-def test_times_of_two_short_runs_can_be_told_apart():
-    assert [duration(s) for s in (8.41, 59.97, 75, 725, 732, 7500)] == [
-        *("8.41 s", "1 min", "1 min 15 s", "12 min 5 s", "12 min 12 s", "2 h 5 min")
-    ]
-    assert [hours(s / 3600) for s in (20, 31, 3600)] == ["0.0056", "0.0086", "1.00"]
 
 
 def test_a_run_that_trains_has_taken_the_time_till_now(tmp_path):

@@ -18,7 +18,6 @@ from dpo.errors import RunError
 from dpo.models.answers import Answer, Drawn
 from dpo.reporting.events import Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
-from dpo.reporting.terminal import Progress
 from dpo.settings.plan import make_plan
 from dpo.training.objective import Objective
 
@@ -146,11 +145,6 @@ def test_samples_ledger_and_logs_of_a_run_hold_what_was_drawn(run, tmp_path):
     assert (found.online, len(found.drawn), found.samples, found.problems) == (True, 6, [], [])
 
 
-def test_without_online_the_ledger_has_the_columns_that_it_had(run, tmp_path):
-    run("run", "ledger=true", "n_examples=4", "do_first_eval=false")
-    assert pq.read_table(tmp_path / "run" / PARQUET).schema.names == SCHEMA.names
-
-
 def test_a_drawn_batch_that_is_not_finite_is_kept_and_can_be_replayed(run, tmp_path, monkeypatch):
     losses_of = Objective.losses
 
@@ -172,14 +166,3 @@ def test_a_drawn_batch_that_is_not_finite_is_kept_and_can_be_replayed(run, tmp_p
         assert row["score_chosen"] == row["chosen"].count("e") >= row["score_rejected"] == row["rejected"].count("e")
     source = f"++dataset_sources.bad={tmp_path}/run/nonfinite-1"
     run("replay", "datasets=[bad]", source, "n_examples=4", "eval_batch_size=4")
-
-
-# --- the terminal -----------------------------------------------------------------------------------------------------
-
-
-def test_the_line_of_an_update_shows_the_mean_score(capsys):
-    progress = Progress(interval=0, silent=False)
-    metrics = {"loss/train": 0.6931, "online/score": -12.25, "examples_per_second": 30.0}
-    for _ in progress.updates([0], total=2, done=0):
-        progress.on_update(Update(1, 4, [], {}, metrics))
-    assert capsys.readouterr().out.startswith("update 1/2  loss 0.6931  score -12.2  30 ex/s")
