@@ -1,4 +1,6 @@
-"""Spikes and collapse, found update by update: in a run while it trains, and in its report.
+"""Spikes and collapse, found update by update.
+
+A run warns of them while it trains, and its report tells them; docs/metrics.md has the rules.
 
 docs/metrics.md has the rules.
 """
@@ -26,7 +28,7 @@ WHAT_TO_TRY = (
 
 
 def updates_at_start(reference: bool) -> int:
-    """Number of first updates that give the start of a run without a first evaluation."""
+    """Number of updates that stand for an evaluation before the first."""
     return 1 if reference else FIRST
 
 
@@ -38,7 +40,7 @@ class Means(NamedTuple):
 
 
 class Course:
-    """The last losses, margins and gradient norms of a run, and its start.
+    """A run's start and its last losses, margins and gradient norms.
 
     Where policy and reference are equal, every loss has the value of having learned nothing (docs/metrics.md). The
     first evaluation or update of a run shows that value under all of its options: later losses are compared with it.
@@ -52,7 +54,10 @@ class Course:
         self._window: deque[Means] = deque(maxlen=self._width)
 
     def find_spike(self, name: str, value: float) -> float | None:
-        """Add a gradient norm or loss. Returns the ratio to its median before if that is a spike."""
+        """Add a gradient norm or loss.
+
+        Returns its ratio to the median before if it is a spike.
+        """
         before, found = self._before[name], None
         if len(before) == 20:
             self.first.setdefault(name, fmean(before))
@@ -67,12 +72,14 @@ class Course:
         return found
 
     def begin_with(self, n: int) -> None:
-        """Take the first `n` updates as the start, unless an evaluation gave it or one of them is missing."""
+        """Take the first `n` updates as the start, unless it is known."""
         if self.start is None and len(self._window) == n:
             self.start = Means(*map(fmean, zip(*self._window, strict=True)))
 
     def find_collapse(self, now: Means) -> tuple[Means, int] | None:
-        """Add an update. Returns the means over the last updates, and their number, if they show a collapse.
+        """Add an update.
+
+        Returns the means over the last updates, and their number, if they show a collapse.
 
         In a collapse the mean loss of a window is above twice its start by `SURE` standard errors, or half of the last
         `FEW` losses are above `HUGE` times it; and the mean margin is not above its start.
@@ -106,6 +113,6 @@ class Course:
         )
 
     def _times_start(self, factor: float) -> float:
-        """`factor` times the loss at the start, or as far above a start near 0."""
+        """`factor` times the start's loss, or as far above one near 0."""
         assert self.start is not None
         return self.start.loss + (factor - 1) * max(abs(self.start.loss), LEAST)

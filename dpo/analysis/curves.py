@@ -1,4 +1,4 @@
-"""Curves of runs, each as one SVG for light and dark pages and a PNG.
+"""Curves of runs, as SVG for light and dark pages, and PNG.
 
 Every update is a thin line under the running mean, evaluations are dots. Drawn with matplotlib's own canvas: no window,
 no state of pyplot.
@@ -31,7 +31,7 @@ MOST_POINTS = 500  # of a line: more than a picture's width shows
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a page; those of lines are Okabe and Ito's, which colour-blind readers tell apart."""
+    """Colours of a page."""
 
     background: str
     ink: str
@@ -45,6 +45,7 @@ class Theme:
         return {"--card": self.background, "--ink": self.ink, "--muted": self.muted, "--grid": self.grid, **named}
 
 
+# lines have the colours of Okabe and Ito, which colour-blind readers tell apart
 LIGHT = Theme(
     "#ffffff",
     "#1b1f24",
@@ -68,7 +69,7 @@ COLORS = f":root{{{_light}}}@media(prefers-color-scheme:dark){{:root{{{_dark}}}}
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of one metric, or of one metric for both sides of pairs."""
+    """A picture of one metric, perhaps for both sides of pairs."""
 
     name: str  # of the file
     title: str
@@ -101,14 +102,15 @@ class Line(NamedTuple):
     label: str
 
     def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
-        """(examples, values) of evaluations, without an accuracy of equal models, where every pair is a tie."""
+        """(examples, values) of evaluations."""
         examples, values = self.run.eval.points(self.metric.replace("SPLIT", "eval"))
+        # equal models have an accuracy of 0, as every pair is a tie
         ties = (examples == 0) & (values == 0) & self.metric.endswith("accuracies")
         return examples[~ties], values[~ties]
 
 
 def list_charts(runs: Sequence[Run]) -> list[Chart]:
-    """List the charts that runs may have, in the page's order. Different losses get separate pictures."""
+    """List the charts that runs may have, in the page's order."""
     charts = [
         Chart("loss", "Loss", ("loss/SPLIT",)),
         Chart("accuracy", "Reward accuracy", ("rewards_SPLIT/accuracies",), share=True, level=0.5),
@@ -148,7 +150,7 @@ def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
 
 
 def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
-    """Make the lines of a chart: a colour per run, or per side of one."""
+    """Make a chart's lines: a colour per run, or per side of one."""
     several, found = len(runs) > 1, []
     for i, run in enumerate(runs):
         if chart.loss is not None and chart.loss != run.loss:
@@ -162,7 +164,9 @@ def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
 
 
 def smooth(values: np.ndarray, *, width: int | None = None, robust: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Running mean, or median if `robust`. Returns at most MOST_POINTS indices, and the values there.
+    """Running mean, or median if `robust`.
+
+    Returns at most MOST_POINTS indices, and the values there.
 
     Each is of the `width` values around an index, by default a fifteenth of all, odd, at least 5. There are fewer at
     the ends; NaN does not count.
@@ -177,7 +181,7 @@ def smooth(values: np.ndarray, *, width: int | None = None, robust: bool = False
 
 
 def find_extremes(values: np.ndarray) -> np.ndarray:
-    """Indices of values to draw: of a long run, both extremes of each part."""
+    """Indices of values to draw: both extremes of each part of a long run."""
     if len(values) <= 2 * MOST_POINTS:
         return np.arange(len(values))
     found = []
@@ -196,7 +200,7 @@ STYLE = {
 
 
 def draw(chart: Chart, lines: Sequence[Line], *, several: bool) -> tuple[bytes, bytes]:
-    """Draw a chart as SVG, for light and dark pages, and as PNG."""
+    """Draw a chart as SVG and as PNG."""
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in a script that the font lacks
         picture = Figure(figsize=SIZE, dpi=DPI, facecolor=LIGHT.background, layout="constrained")

@@ -1,4 +1,4 @@
-"""Findings on how a run trained: rules, each a function of a `Run` that yields findings.
+"""Findings on how a run trained: rules that yield them.
 
 A finding gives a fact, the metric's value, and its meaning. A warning is a finding that looks like a fault.
 docs/metrics.md has every rule.
@@ -156,7 +156,7 @@ def best_checkpoint(run: Run) -> Iterator[Finding]:
 
 
 def saturation(run: Run) -> Iterator[Finding]:
-    """Training pairs that are nearly all ranked right, and how much is left to learn, by gradient norms."""
+    """Training pairs that are nearly all ranked right."""
     examples, values = run.train.points(TRAIN_ACCURACY)
     now, held_out = run.ends(TRAIN_ACCURACY)[1], run.tail("eval", EVAL_ACCURACY)
     if len(values) < 5 or not now.mean() >= SATURATED:
@@ -262,7 +262,7 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
 
 
 def _accuracy_rose(run: Run, since: float) -> bool:
-    """Return whether held-out accuracy is at least that at `since`; False without pairs."""
+    """Return whether held-out accuracy has not fallen since then; False without pairs."""
     examples, values = run.eval.points(EVAL_ACCURACY)
     then = values[(examples == since) & (examples > 0)]  # equal models have an accuracy of 0
     return bool(len(then)) and bool(values[-1] >= then[0])
@@ -283,7 +283,7 @@ def accuracy_gap(run: Run) -> Iterator[Finding]:
 
 
 def margin_sides(run: Run) -> Iterator[Finding]:
-    """The side that moved, and why chosen responses may have become less likely."""
+    """The side that moved, and why chosen responses became less likely."""
     parts = margin_parts(run)
     if parts is None:
         return
@@ -397,7 +397,10 @@ def lengths_in_data(run: Run) -> Iterator[Finding]:
 
 
 def _pair_samples(run: Run) -> tuple[list[tuple[str, str]], str]:
-    """The policy's newest samples, each with the reference's or else its first one, and whose these are."""
+    """The policy's newest samples, each beside another, and whose these are.
+
+    They are the reference's or, without it, the policy's first.
+    """
     first, newest = run.samples_at(0), run.samples_at(-1)
     with_reference = [(s["policy"], s["reference"]) for s in newest if s["reference"] is not None]
     if with_reference or first == newest:
@@ -612,7 +615,7 @@ def score_length_correlation(run: Run) -> Iterator[Finding]:
 
 
 def divergence(run: Run) -> Iterator[Finding]:
-    """A policy far from the reference; a fault if its answers became worse."""
+    """A policy far from the reference, perhaps with worse answers."""
     nats, tokens = run.tail("train", "online/kl"), run.tail("train", "online/length")
     if not nats > 10:  # e^10 is 22,000
         return

@@ -1,4 +1,4 @@
-"""Numbers derived from a run: chance, the start of a metric, the parts of a margin, cost."""
+"""Numbers derived from a run: chance, start, margins, cost."""
 
 from __future__ import annotations
 
@@ -63,19 +63,21 @@ def mean_and_bound(differences: np.ndarray) -> tuple[float, float]:
 
 
 def binomial_tail(heads: int, tosses: int) -> float:
-    """Probability that a fair coin shows at least `heads` heads in `tosses` tosses."""
+    """Probability of at least `heads` heads in `tosses` of a fair coin."""
     return sum(math.comb(tosses, k) for k in range(heads, tosses + 1)) / 2**tosses
 
 
 def n_evaluated(run: Run) -> float:
-    """Number of different examples in an evaluation, at most those of the test split."""
+    """Number of different examples in an evaluation."""
     n, available = number(run.setting("n_eval_examples", 256)), run.count("test.examples")
     n = n if n > 0 else 256.0
     return min(n, available) if available > 0 else n
 
 
 def evaluation_loss_error(run: Run) -> float:
-    """Two standard errors of `loss/eval`; 0 if unknown, after fewer than 20 updates.
+    """Two standard errors of `loss/eval`.
+
+    0 if unknown, after fewer than 20 updates.
 
     They come from the widest spread of an example's loss during training, estimated from batches: at the end, training
     examples may be learned.
@@ -92,7 +94,7 @@ def evaluation_loss_error(run: Run) -> float:
 
 
 def find_start(run: Run) -> Means | None:
-    """Loss and margin before the first update, else, without an evaluation then, of the first updates."""
+    """Mean loss and margin before, or else in, the first updates."""
     for split, log, n in (("eval", run.eval, 1), ("train", run.train, updates_at_start(run.has_reference))):
         values = np.stack([log[f"loss/{split}"], log[f"rewards_{split}/margins"]])[:, :n]
         first = log.updates[:n]
@@ -102,7 +104,7 @@ def find_start(run: Run) -> Means | None:
 
 
 def mean_near(run: Run, name: str, examples: float) -> float:
-    """Mean of a training metric over a tenth of the updates, at least 10, up to a number of examples."""
+    """Mean over the tenth of the updates that ends at `examples`."""
     places, values = run.train.points(name)
     up_to = values[places <= examples][-max(10, len(values) // 10) :]
     up_to = up_to if len(up_to) else first_tenth(values)
@@ -127,7 +129,10 @@ class Change(NamedTuple):
 
 
 def find_change(run: Run, stem: str = "logps") -> Change | None:
-    """Change from the first evaluation to the last; without two, from the first updates to the last."""
+    """Change from the first evaluation to the last.
+
+    Without two, from the first updates to the last.
+    """
     for split, log in (("eval", run.eval), ("train", run.train)):
         sides = [log.points(f"{stem}_{split}/{side}")[1] for side in SIDES]
         length = 1 if split == "eval" else max(10, len(sides[0]) // 10)
@@ -161,7 +166,9 @@ class MarginParts(NamedTuple):
 
 
 def margin_parts(run: Run) -> MarginParts | None:
-    """Parts of the margin at the last evaluation or, without one after an update, in the last updates.
+    """Parts of the margin at the last evaluation.
+
+    Without one after an update, in the last updates.
 
     None without pairs, and for a loss without a reference if there are no earlier values to compare with.
     """
@@ -194,7 +201,9 @@ def length_part(chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens:
 
 
 def length_by_pair(run: Run) -> float:
-    """Mean part of the margin due to length, over the ledger's pairs of the last evaluation.
+    """Part of the margin due to length, mean over the ledger's pairs.
+
+    These are the pairs of the last evaluation.
 
     NaN without a ledger, or if rewards are not beta times the change of log-probabilities.
     """
@@ -219,7 +228,7 @@ def length_by_pair(run: Run) -> float:
 
 
 class Cost(NamedTuple):
-    """Time, tokens and devices of all updates in the metrics; NaN where unknown."""
+    """Time, tokens and devices of a run; NaN where unknown."""
 
     updating_secs: float  # in updates alone, without loading, evaluating, sampling and saving
     elapsed_secs: float  # from the last start to the end, or till now; NaN if the run did not end in order
@@ -229,12 +238,13 @@ class Cost(NamedTuple):
 
     @property
     def secs(self) -> float:
-        """Elapsed time or time in updates, the longer one; after a resume, elapsed time is since the last start."""
+        """Elapsed time or, if longer, time in updates."""
+        # after a resume, elapsed time is since the last start
         return float(np.nanmax([self.updating_secs, self.elapsed_secs, 0.0]))
 
     @property
     def updates_alone(self) -> bool:
-        """Return whether `secs` is the time in updates alone, because nothing more is known."""
+        """Return whether no more than the time in updates is known."""
         return not self.elapsed_secs >= self.updating_secs
 
     @property
@@ -267,7 +277,7 @@ def update_seconds(run: Run) -> np.ndarray:
 
 
 def _time(text: Any) -> datetime | None:
-    """Parse a time with its zone; None for anything else, such as a missing time."""
+    """Parse a time with its zone; None for anything else."""
     try:
         time = datetime.fromisoformat(str(text))
     except ValueError:

@@ -1,4 +1,6 @@
-"""The report of runs: curves, and `report.html`, one file that needs no network and runs no code.
+"""The report of runs: curves, and `report.html`.
+
+The page is one file that needs no network and runs no code.
 
 The template is `page.html.jinja`. Every text is escaped, and the page's content policy forbids scripts and requests,
 because samples and settings come from models and users.
@@ -68,7 +70,9 @@ def write_report(
     find_texts: FindTexts | None = None,
     ended: bool = False,
 ) -> Path:
-    """Write the curves of runs and `report.html` into `out`. Returns the page's path.
+    """Write the curves of runs and `report.html` into `out`.
+
+    Returns the page's path.
 
     `find_texts` finds the texts of a ledger's pairs. `ended`: the runs have ended, though they may hold their locks.
 
@@ -150,7 +154,7 @@ def _make_section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) ->
 
 
 def summarize_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerSummary | None:
-    """Summary of a run's ledger, with texts if `find_texts` finds them; None without a ledger."""
+    """Summary of a run's ledger, if any, perhaps with texts."""
     if run.ledger is None:
         return None
     from dpo.analysis.ledger import summarize  # needs pyarrow, which most runs do not

@@ -1,4 +1,4 @@
-"""A run as read from its directory: settings, environment, data, metrics, samples, and state.
+"""A run as read from its directory.
 
 A run may still train, have crashed, or lack files: unreadable parts are listed in `Run.problems`, and left out.
 Imports no torch.
@@ -30,7 +30,7 @@ MOST = 1e100  # sums and pictures of larger numbers overflow
 
 
 def number(value: Any) -> float:
-    """A number as a float; NaN for other types, for null (a logged NaN), and from `MOST` on."""
+    """A number as a float; NaN for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST:
         return math.nan
     return float(value)
@@ -47,7 +47,7 @@ def last_tenth(values: np.ndarray) -> np.ndarray:
 
 
 class Log:
-    """Metrics of one split: a row per update or evaluation, in the file's order; NaN where a value is missing."""
+    """Metrics of one split by row, NaN where missing."""
 
     def __init__(self, lines: Sequence[Mapping[str, Any]] = ()) -> None:
         self.lines = lines
@@ -135,12 +135,12 @@ class Run:
 
     @property
     def loss(self) -> str:
-        """The loss's name; if the settings are lost, dpo or sft by the metrics' names."""
+        """Name of the loss, guessed by metrics if settings are lost."""
         return str(self.setting("loss.name") or ("dpo" if self.has_pairs else "sft"))
 
     @property
     def objective(self) -> Loss | None:
-        """The run's loss in the table of losses; None if its settings are lost or name an unknown loss."""
+        """The run's row in the table of losses; None if unknown."""
         config = self.setting("loss")
         if not isinstance(config, Mapping) or str(config.get("name")) not in LOSSES:
             return None
@@ -154,7 +154,7 @@ class Run:
 
     @property
     def has_reference(self) -> bool:
-        """Return whether rewards are relative to a reference, as far as is known."""
+        """Return whether rewards are known to be relative to a reference."""
         return self.objective is not None and self.objective.reference
 
     @property
@@ -173,29 +173,31 @@ class Run:
 
     @property
     def total_updates(self) -> int | None:
-        """Number of updates of the whole run, as counted by the preflight; None if unknown."""
+        """Number of updates that the preflight counted; None if unknown."""
         total = self.count("updates")
         return int(total) if total > 0 else None
 
     def ends(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """The first and the last tenth of a training metric's values, each at least 10."""
+        """The first and last tenth of a training metric's values."""
         values = self.train.points(name)[1]
         return first_tenth(values), last_tenth(values)
 
     def tail(self, split: str, name: str) -> float:
-        """Value at the last evaluation, or mean over the last tenth of the updates, at least 10."""
+        """Value at the last evaluation, or mean over the last updates."""
         if split == "eval":
             return self.eval.last(name)
         values = self.ends(name)[1]
         return float(values.mean()) if len(values) else math.nan
 
     def samples_at(self, place: int) -> list[dict[str, Any]]:
-        """Samples of the first (0) or the last (-1) evaluation that has any."""
+        """Samples of the first (0) or the last (-1) evaluation."""
         return [sample for sample in self.samples if sample["examples"] == self.samples[place]["examples"]]
 
 
 def read_run(path: Path, *, ended: bool = False) -> Run:
-    """Read a run's directory. `ended`: the run says so itself, though it still holds its lock.
+    """Read a run's directory.
+
+    `ended`: the run says so itself, though it still holds its lock.
 
     Raises InputError if the path is not a run's directory.
     """
@@ -248,7 +250,7 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
 
 
 def _find_state(run: Run, *, locked: bool, ended: bool) -> State:
-    """State of a run; `locked` by a process that trains, or `ended` in order, as it says itself."""
+    """State of a run, `locked` by a process or `ended` in order."""
     done, total = run.updates, run.total_updates
     progress = f"{done:,} of {count(total, 'update')}" if total else count(done, "update")
     if total and done >= total and _largest(run.eval.updates) >= total:
@@ -281,7 +283,7 @@ def _check_is_run(path: Path) -> None:
 
 @contextmanager
 def _noting_problems(run: Run, name: str) -> Iterator[None]:
-    """Inside, a part of a run that is missing or unreadable becomes one of its problems."""
+    """Inside, an unreadable part becomes one of the run's problems."""
     try:
         yield
     except FileNotFoundError:
@@ -291,7 +293,7 @@ def _noting_problems(run: Run, name: str) -> Iterator[None]:
 
 
 def _read_mapping(run: Run, name: str) -> dict[str, Any]:
-    """Read the mapping in a YAML or JSON file; empty, and a problem, without one."""
+    """Read the mapping in a YAML or JSON file; empty without one."""
     found: dict[str, Any] = {}
     with _noting_problems(run, name):
         value = read_json(run.path / name) if name.endswith(".json") else read_yaml(run.path / name)
@@ -305,7 +307,7 @@ def _read_mapping(run: Run, name: str) -> dict[str, Any]:
 
 
 def _read_lines(run: Run, name: str, is_one: Callable[[dict], bool]) -> list[dict[str, Any]]:
-    """Read the JSON objects of a file, one per line, that `is_one` accepts; other lines are counted as a problem."""
+    """Read the objects of a file, one per line, that `is_one` accepts."""
     content = b""
     with _noting_problems(run, name):
         check_readable(run.path / name)
@@ -341,7 +343,7 @@ def _read_ledger(run: Run) -> Any:
 
 
 def _has(value: Any, *, numbers: Sequence[str] = (), **types: Any) -> bool:
-    """Return whether a value is an object with finite `numbers`, and entries of these types."""
+    """Return whether an object has finite `numbers` and these types."""
     return (
         isinstance(value, Mapping)
         and all(math.isfinite(number(value.get(name))) for name in numbers)
@@ -350,12 +352,12 @@ def _has(value: Any, *, numbers: Sequence[str] = (), **types: Any) -> bool:
 
 
 def _is_sample(line: Mapping[str, Any]) -> bool:
-    """Return whether a line is a `Sample` with the number of examples trained on before it."""
+    """Return whether a line is a `Sample`."""
     return _has(line, numbers=["examples"], prompt=str, policy=str, reference=(str, type(None)))
 
 
 def _is_drawn(line: Mapping[str, Any]) -> bool:
-    """Return whether a line is a prompt with the answers drawn by an update."""
+    """Return whether a line is a prompt with drawn answers."""
     return (
         _has(line, numbers=["examples", "best", "worst"], prompt=str, completions=list, best=int, worst=int)
         and all(_has(a, numbers=["score", "tokens"], text=str, ended=bool) for a in line["completions"])
@@ -364,7 +366,7 @@ def _is_drawn(line: Mapping[str, Any]) -> bool:
 
 
 def rank_answers(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The answers in a record of `Run.drawn` with their ranks, best first: best, another, worst."""
+    """Rank the answers in a record of `Run.drawn`, best first."""
     answers, names = record["completions"], {record["worst"]: "worst", record["best"]: "best"}
     others = [place for place in range(len(answers)) if place not in names]
     places = dict.fromkeys((record["best"], *others, record["worst"]))

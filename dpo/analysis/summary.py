@@ -1,4 +1,4 @@
-"""The page's content beside curves and findings: verdict, tiles, tables, samples side by side."""
+"""The page's content beside curves and findings."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def make_tiles(run: Run, cost: Cost) -> list[Tile]:
 
 
 def _drawn_tiles(run: Run) -> list[Tile]:
-    """Tiles of an online run: scores of drawn answers, and KL to the reference."""
+    """Tiles of an online run."""
     score, nats = run.tail("train", "online/score"), run.tail("train", "online/kl")
     found = []
     if math.isfinite(score):
@@ -171,7 +171,7 @@ def _extent_tiles(run: Run, cost: Cost) -> list[Tile]:
 
 
 class Bar(NamedTuple):
-    """A bar from 0 to a value; `left` and `width` in percent of the drawing."""
+    """A bar from 0 to a value, its place in percent."""
 
     label: str
     value: str
@@ -213,10 +213,10 @@ def margin_bars(parts: MarginParts | None) -> Bars | None:
 
 
 class Text(NamedTuple):
-    """A text of a model; `role` is policy or reference, or, for drawn answers, chosen, rejected or other."""
+    """A text of a model."""
 
     label: str
-    role: str
+    role: str  # policy or reference; for drawn answers chosen, rejected or other
     text: str
 
 
@@ -228,7 +228,7 @@ class Prompted(NamedTuple):
 
 
 def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
-    """Newest samples of all runs by prompt, beside the reference's or, without those, the policy's first."""
+    """Newest samples by prompt, beside the reference's or the first."""
     cards: dict[tuple[str, int], Prompted] = {}
     several = len(runs) > 1
     for run in runs:
@@ -257,7 +257,7 @@ def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
 
 
 def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
-    """Some prompts of each run with the answers of its last draw, the best first and the worst last."""
+    """Some prompts of each run with its last drawn answers."""
     cards = []
     for run in runs:
         newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
@@ -297,7 +297,7 @@ DATA_COUNTS = {
 
 
 def _make_rows(columns: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Make the rows of a table from its columns, one for each run."""
+    """Make a table's rows from its columns, one for each run."""
     names = dict.fromkeys(name for column in columns for name in column)
     return [Row(name, [_as_text(column[name]) if name in column else ABSENT for column in columns]) for name in names]
 
@@ -307,7 +307,7 @@ def _as_text(value: Any) -> str:
 
 
 def setting_rows(runs: Sequence[Run], *, different: bool = True) -> list[Row]:
-    """Settings that differ between the runs or, for one run, from the defaults; all if not `different`."""
+    """Settings that differ between runs, or from the defaults."""
     columns = [dict(dotted(run.config)) for run in runs]
     rows = _make_rows(columns)
     if not different:

@@ -1,4 +1,4 @@
-"""Guard against NaN or infinite losses and gradients, and warnings about spikes and collapse."""
+"""Guard against NaN, and warnings about spikes and collapse."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ MAX_SKIPPED = 10  # updates that a run skips before it aborts
 
 
 class NonFinite(RunError):
-    """A NaN or infinite loss or gradient; every process of a run raises it at the same update."""
+    """A NaN or infinite loss or gradient.
+
+    Every process of a run raises it at the same update.
+    """
 
 
 class NonFiniteGuard(Callback):
-    """Guard that aborts at or skips a NaN or infinite update, on every rank, and saves its batch for replay."""
+    """Guard against NaN: every rank skips or aborts, rank 0 saves."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -52,7 +55,7 @@ class NonFiniteGuard(Callback):
         return False
 
     def _write(self, folder: Path, update: Update) -> None:
-        """Write the examples, with prompt indices and metrics, as a dataset for `dataset_sources`."""
+        """Write the examples as a dataset for `dataset_sources`."""
         columns = {name: column.tolist() for name, column in update.table.items()}
         lines = []
         for row, example in enumerate(update.examples):
@@ -81,7 +84,7 @@ class NonFiniteGuard(Callback):
 
 
 class CourseWarner(Callback):
-    """Warnings about each spike of gradient norm or loss, and one about a collapse."""
+    """Warnings about each spike, and one about a collapse."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)

@@ -1,4 +1,7 @@
-"""Events of a run, and its callbacks: each owns its files and its part of a checkpoint."""
+"""Events of a run, and its callbacks.
+
+Each callback owns its files and its part of a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from dpo.settings.plan import Plan
 
 
 class Update(NamedTuple):
-    """A global batch, trained on, or skipped because a callback did not allow it. Counts include it."""
+    """A global batch, trained on, or skipped at a callback's veto."""
 
-    number: int
-    n_examples: int  # trained on so far
+    number: int  # from 1, skipped ones included
+    n_examples: int  # trained on so far, with this one
     examples: Sequence[Example]
     table: Mapping[str, torch.Tensor]  # of each example, (B,): metrics and the reference's log-probabilities
     metrics: Mapping[str, float]  # means over the examples and grad_norm; in `on_update` also lr and speed
@@ -28,7 +31,7 @@ class Update(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A prompt with continuations by policy and reference, the latter None if missing or freed."""
+    """A prompt, continued by the policy and perhaps the reference."""
 
     prompt: str
     policy: str
@@ -71,34 +74,37 @@ class Callback:
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        """Return whether this process gets such a callback; most run on rank 0 only."""
+        """Return whether this process gets it; most run on rank 0."""
         return context.rank == 0
 
     def on_start(self) -> None:
         """The run starts, or continues from the state given to `load_state_dict`."""
 
     def allows(self, update: Update) -> bool:
-        """Return whether the optimizer may apply an update; its gradient is computed. All ranks must agree."""
+        """Return whether to apply an update; all ranks must agree."""
         return True
 
     def on_update(self, update: Update) -> None:
-        """An update was applied, or skipped because a callback did not allow it."""
+        """An update was applied, or skipped at a callback's veto."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """The policy was evaluated."""
 
     def on_abort(self, reason: str) -> None:
-        """The run ends because of NaN or infinite values; `on_end` follows. `reason` is a sentence."""
+        """The run ends on NaN or infinite values.
+
+        `reason` is a sentence; `on_end` follows.
+        """
 
     def on_end(self) -> None:
-        """The run has ended: it is complete, was stopped by a signal, or aborted on NaN."""
+        """The run has ended: complete, stopped by a signal, or aborted."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State needed on resume, for a checkpoint: tensors, numbers, texts, and lists and dicts of them."""
+        """State for a checkpoint: tensors, numbers, texts, lists and dicts."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`, which is empty if the checkpoint has none of this callback."""
+        """Continue from a `state_dict()`, empty if there is none."""
 
 
 class Callbacks:
@@ -110,7 +116,7 @@ class Callbacks:
 
     @classmethod
     def of(cls, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> Callbacks:
-        """Build from the callbacks given by name, then the wanted ones of the table."""
+        """Build from callbacks given by name, then a table's wanted ones."""
         wanted = {name: callback for name, callback in table.items() if callback.is_wanted(context)}
         return cls({**given, **{name: callback(context) for name, callback in wanted.items()}})
 
@@ -125,7 +131,7 @@ class Callbacks:
         return all(answers)
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """Non-empty states of the callbacks, and the kept states of callbacks now switched off."""
+        """Non-empty states, also of callbacks that are switched off."""
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         for name, state in states.items():
             _check_plain(state, f"{name}.state_dict()")
@@ -138,7 +144,7 @@ class Callbacks:
 
 
 def _check_plain(value: Any, place: str) -> None:
-    """Check a state. Raises TypeError for a value that a checkpoint, which is read as data, would not restore."""
+    """Check a state; raise TypeError if a checkpoint would lose it."""
     if isinstance(value, dict):
         for key, item in value.items():
             _check_plain(item, f"{place}[{key!r}]")

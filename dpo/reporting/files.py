@@ -1,4 +1,4 @@
-"""Files that a run appends to and a resumed run truncates: `metrics.jsonl`, `samples.jsonl`, `samples.txt`.
+"""Files that a run appends to, and a resumed run truncates.
 
 docs/metrics.md describes their lines.
 """
@@ -21,7 +21,7 @@ from dpo.system.run_directory import add_to_record, create_run_dir, now
 
 
 class Appender(Callback):
-    """A callback that appends to `files` in the run directory, which it creates if needed.
+    """A callback that appends to `files` in the run directory.
 
     At the start each file is cut to its last whole record within the size in the checkpoint; later records are removed,
     as they will be written again. Files unknown to the checkpoint, and damaged ones, are moved aside with a warning.
@@ -34,7 +34,7 @@ class Appender(Callback):
         self._was_off = False
 
     def find_end(self, path: Path, size: int) -> int:
-        """End of the last whole record within the first `size` bytes of a file. Here every byte is a record."""
+        """End of the last whole record within `size` bytes: here, all."""
         return size
 
     def on_start(self) -> None:
@@ -45,7 +45,7 @@ class Appender(Callback):
             self.context.log(f"warning: {', '.join(self.files)}: nothing of what was trained while this was off")
 
     def _keep_known(self, path: Path, size: int | None) -> None:
-        """Keep the first `size` bytes of a file; None if the checkpoint does not know it."""
+        """Keep `size` bytes of a file; None: the checkpoint has none."""
         found = path.stat().st_size if path.exists() else 0
         if size is None:
             if found:
@@ -96,7 +96,7 @@ class LogWriter(Appender):
     """An appender of lines, flushed immediately."""
 
     def find_end(self, path: Path, size: int) -> int:
-        """End of the whole lines at the start. A whole line of a `.jsonl` file is a JSON object."""
+        """End of the whole lines; in `.jsonl`, of JSON objects."""
         end = 0
         if not size:
             return end
@@ -129,9 +129,10 @@ def _is_object(line: bytes) -> bool:
 
 
 class FileLogger(LogWriter):
-    """Logger of metrics, samples, and the answers drawn by the last update before an evaluation.
+    """Logger of metrics, samples, and the last drawn answers.
 
-    It also records in `env.json` the parameter counts and when the run ended. NaN and infinite values are null."""
+    It also records in `env.json` the parameter counts and when the run ended. NaN and infinite values are null.
+    """
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt")
 
@@ -171,7 +172,7 @@ class FileLogger(LogWriter):
         self.append("samples.txt", lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Sizes and the last drawn answers, which a resumed run may still have to write."""
+        """Sizes, and drawn answers that may still have to be written."""
         return super().state_dict() | ({"drawn": self._drawn} if self._drawn else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -188,7 +189,7 @@ class FileLogger(LogWriter):
 
 
 def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:
-    """A prompt, its answers in the order drawn, and the indices of the pair."""
+    """A prompt, its answers in order, and the pair's indices."""
     answers = [
         {"text": one.text, "score": one.score, "tokens": len(one.tokens), "ended": one.ended} for one in drawn.answers
     ]

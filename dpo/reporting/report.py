@@ -1,4 +1,4 @@
-"""Report of a training run (`report=true`), written by a separate process so that training does not wait."""
+"""Report of a run (`report=true`), written by a process beside it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ LAST_SECS = 120  # the longest that the end of a run waits for the last report
 
 
 class ReportWriter(Callback):
-    """Runner of `python -m dpo.analysis` in the background: training neither waits for it nor fails with it.
+    """Runner of `python -m dpo.analysis` in the background.
+
+    Training neither waits for it nor fails with it.
 
     One process at a time: if one is still running at an evaluation, the next report includes that evaluation. A failure
     is told at the end, where the last report would fail as well.

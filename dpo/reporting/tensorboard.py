@@ -13,7 +13,9 @@ FLUSH_SECS = 10  # the most that a killed run loses
 
 
 class TensorBoardLogger(Callback):
-    """Event files of every update and evaluation, under W&B's names, in the run's `tensorboard`.
+    """Event files of every update and evaluation.
+
+    They are in the run's `tensorboard`, under W&B's names.
 
     Steps are examples. A resumed run's new file makes TensorBoard hide values logged after the checkpoint.
     """
@@ -67,7 +69,7 @@ class TensorBoardLogger(Callback):
 
 
 def _as_markdown(samples: Iterable[Sample], who: str) -> str:
-    """Prompts and continuations by `who` as literal blocks, which no text can end."""
+    """Prompts and continuations as literal blocks, which no text ends."""
     parts = []
     for sample in samples:
         if (continuation := getattr(sample, who)) is not None:

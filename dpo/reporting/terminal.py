@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, or plain lines with the same text in a log file."""
+"""Progress of a run: a bar, or lines in a log file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def table(title: str, metrics: Mapping[str, float]) -> str:
 
 
 def _shows_bars() -> bool:
-    """Return whether output goes to a terminal with rows; without rows, as in some recorders, tqdm draws nothing."""
+    """Return whether output goes to a terminal with rows.
+
+    Without rows, as in some recorders, tqdm draws nothing.
+    """
     if not sys.stdout.isatty():
         return False
     try:
@@ -62,10 +65,10 @@ class Task:
         return self.seconds() / done * (self.total - self.done - self.part) if done > 0 else None
 
     def is_due(self) -> bool:
-        """Return whether a log file should get a line, the first as soon as the task turns out to be long."""
+        """Return whether a log file should get a line."""
         if self.said is not None:
             return time.monotonic() - self.said >= QUIET_SECS
-        left = self.seconds_left() or 0
+        left = self.seconds_left() or 0  # the first as soon as the task turns out to be long
         return self.seconds() >= QUIET_SECS or (self.seconds() >= SOON_SECS and left >= QUIET_SECS)
 
     def __str__(self) -> str:
@@ -80,7 +83,7 @@ class Task:
 
 
 class Progress(Callback):
-    """Progress as a bar on a terminal, or as lines in a log file.
+    """Progress as a bar on a terminal, or lines in a log.
 
     Lines come at most every `interval` seconds for updates, every ten seconds for other long tasks. `each` is the
     number of examples per item of a task, if known.
@@ -99,12 +102,12 @@ class Progress(Callback):
         return cls(interval=plan.logging.minimum_log_interval_secs, silent=silent, each=each)
 
     def updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
-        """Iterate over the batches of updates, of which `done` were done before; `on_update` follows each."""
+        """Iterate over batches, of which `done` were done before."""
         with self._showing("update", total=total, done=done, leave=True):
             yield from items
 
     def over(self, items: Iterable, *, total: int, what: str, examples: int | None = None) -> Iterator:
-        """Iterate over the items of a task, which have `examples` together, or the same number each."""
+        """Iterate over the items of a task."""
         with self._showing(what, total=total, examples=examples) as task:
             for task.done, item in enumerate(items):
                 yield item

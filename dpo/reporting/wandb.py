@@ -22,7 +22,9 @@ FINISH_SECS = 300  # W&B's time limit for sending the rest at the end
 
 
 class WandbLogger(Callback):
-    """Logger to W&B under the reference's names; training metrics at most every `minimum_log_interval_secs`.
+    """Logger to W&B under the reference's names.
+
+    Training metrics are sent at most every `minimum_log_interval_secs`.
 
     Steps are `counters/examples` (a metric, not W&B's own step), so that a run that resumes from an earlier checkpoint
     can log the same counts again without losing any. The summary has the last evaluation as `last/NAME`, the best
@@ -69,7 +71,7 @@ class WandbLogger(Callback):
 
     @staticmethod
     def _start(wandb: Any, settings: Mapping[str, Any]) -> Any:
-        """Start a W&B run; offline, with a message, if the server cannot be reached or the key is missing."""
+        """Start a W&B run, offline if that fails or without key."""
         init = partial(
             wandb.init,
             **settings,
@@ -144,7 +146,7 @@ class WandbLogger(Callback):
         self._unless_lost(self.run.finish, int(self._aborted))
 
     def _upload(self, name: str) -> None:
-        """Upload a file of the run directory under the same name, if it exists and artifacts are wanted."""
+        """Upload a file of the run, if it exists and is wanted."""
         file = self.context.run_dir / name
 
         def copy_and_save() -> None:  # W&B would link it, with a warning

@@ -1,4 +1,4 @@
-"""The findings of the report, on metrics made by hand. docs/metrics.md has the rules."""
+"""Findings of the report, on metrics made by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Lines = list[dict[str, Any]]
 
 
 def run_of(lines: Lines, **more) -> Run:
-    """A run with these lines; keys of `more` beside those of `Run` are settings."""
+    """A run with these lines; other keys of `more` are settings."""
     train, evaluations = ([line for line in lines if line["split"] == split] for split in ("train", "eval"))
     settings = {key: more.pop(key) for key in [*more] if key not in Run.__dataclass_fields__}
     given = {"config": CONFIG | settings, "preflight": {"train": TOKENS, "test": TOKENS}, **more}
@@ -33,7 +33,10 @@ def find(title: str, lines: Lines, **more) -> Finding | None:
 
 
 def updates(n: int, **metrics: Any) -> Lines:
-    """Updates with metrics that are numbers or functions of the update; `loss` stands for `loss/train`."""
+    """Updates with metrics: numbers, or functions of the update.
+
+    `loss` stands for `loss/train`.
+    """
     lines = []
     for k in range(1, n + 1):
         values = {name: value(k) if callable(value) else value for name, value in metrics.items()}
@@ -270,7 +273,10 @@ def test_learning_is_denied_wrongly_in_less_than_one_run_of_twenty(n):
 
 
 def with_margin(chosen: float, rejected: float, *, logps: tuple = (-50.0, -50.0), **more) -> dict[str, Finding]:
-    """Findings on an evaluation with these rewards, after one in which `logps` of both sides were -50."""
+    """Findings on an evaluation with these rewards.
+
+    It follows one in which `logps` of both sides were -50.
+    """
     named = ("logps_eval/chosen", "logps_eval/rejected")
     first = evaluation(0, 0.69, **rewards("eval", 0.0, 0.0, 0.0), **dict.fromkeys(named, -50.0))
     last = evaluation(50, 0.5, **rewards("eval", chosen, rejected), **dict(zip(named, logps, strict=True)))
@@ -444,7 +450,10 @@ USUAL = {
 
 
 def found_in(n: int = 40, *, settings: dict | None = None, **courses) -> dict[str, Finding]:
-    """The findings of n updates by title. `courses` are of metrics, by k from 0 to 1; `kl` stands for `online/kl`."""
+    """The findings of n updates by title.
+
+    `courses` are of metrics, by k from 0 to 1; `kl` stands for `online/kl`.
+    """
     lines = []
     for k in range(1, n + 1):
         drawn = {**USUAL, **{f"online/{name}": course(k / n) for name, course in courses.items()}}
@@ -525,7 +534,6 @@ def test_a_policy_far_from_the_reference():
 
 
 def test_shares_of_time_are_of_all_updates_together():
-    """The first half took 2 s an update, of which 0.6 for sampling; the second 0.5 s, of which 0.2."""
     lines = [update(k, **USUAL) for k in (1, 2)]
     lines += [update(k, **{**USUAL, "online/sampling_share": 0.2, "examples_per_second": 8.0}) for k in (3, 4)]
     takes = find("What drawing the pairs takes", lines)

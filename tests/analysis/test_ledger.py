@@ -1,4 +1,4 @@
-"""The ledger: its summary, its part of the report, and its files, on rows made by hand."""
+"""The ledger: its summary, its part of the report, its files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ from dpo.errors import InputError
 
 
 def visit(example: str, update: int, margin: float | None, **facts: Any) -> dict[str, Any]:
-    """A row; chosen has 10 tokens more than rejected, and both log-probabilities were -3 under the reference."""
+    """A row; chosen has 10 tokens more than rejected.
+
+    Both log-probabilities were -3 under the reference.
+    """
     common = {"example": example, "dataset": "hh", "update": update, "epoch": 0, "split": "train", "truncated": False}
     logps = {"policy_chosen": -2.0, "policy_rejected": -5.0, "reference_chosen": -3.0, "reference_rejected": -3.0}
     return {**common, **logps, "chosen_tokens": 30, "rejected_tokens": 20, "loss": 0.5, "margin": margin, **facts}
@@ -63,7 +66,7 @@ def test_pairs_that_never_flip_were_wrong_at_each_of_several_visits_after_the_fi
 
 
 def drawn(example: str, update: int, margin: float, scores: tuple[float, float], **facts: Any) -> dict[str, Any]:
-    """A visit of a pair that was drawn; by equal scores it is a tie."""
+    """A visit of a drawn pair; equal scores are a tie."""
     texts = {"prompt": "Why?", "chosen": f" {example}", "rejected": " no", "others": [" so"]}
     numbers = {"score_chosen": scores[0], "score_rejected": scores[1], "score_others": [scores[1]]}
     return {**visit(example, update, margin), "tie": scores[0] == scores[1], **texts, **numbers, **facts}

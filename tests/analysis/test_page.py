@@ -1,4 +1,4 @@
-"""The page of the report: one file, every text escaped, readable wherever it is opened."""
+"""The page of the report: one file, every text escaped."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def made(folder: Path, *, name: str = "made", n: int = 40, **more) -> Path:
 
 
 class Page(HTMLParser):
-    """The elements of a page and the text in each kind of them."""
+    """The elements of a page and the text in each kind."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -215,7 +215,10 @@ def test_a_run_with_an_adapter_says_what_is_trained_beside_one_that_trains_all(t
 
 
 def test_bold_is_the_best_among_comparable_runs(tmp_path):
-    """Accuracy whatever the loss's options; the loss, which DPO's beta scales, only under the same ones."""
+    """Accuracy is compared whatever the loss's options.
+
+    A loss, which DPO's beta scales, only under the same ones.
+    """
     folders = (tmp_path / f"{i}" for i in itertools.count())
 
     def run(accuracy: float, held_out: float, **config) -> Path:

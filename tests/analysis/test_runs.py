@@ -1,4 +1,4 @@
-"""A run is read as far as its directory goes, and says what could not be read."""
+"""A run is read as far as its directory goes."""
 
 from __future__ import annotations
 
@@ -135,7 +135,10 @@ def test_runs_are_told_apart_and_each_is_read_once(tmp_path):
 
 
 def test_time_tokens_and_hours_worked_by_hand(tmp_path):
-    """Two updates of 4 examples at 2 examples and 100 tokens a second take 4 s; the run ends 36 s after its start."""
+    """Two updates of 4 examples take 4 s.
+
+    They run at 2 examples and 100 tokens a second; the run ends 36 s after its start.
+    """
     folder = write_run(tmp_path, LINES, env={"ended": "2026-11-22T08:00:36+01:00"})
     cost = measure_cost(read_run(folder))
     assert (cost.updating_secs, cost.elapsed_secs, cost.tokens, cost.devices, cost.kind) == (4, 36, 400, 2, "CPU")
@@ -149,7 +152,6 @@ def test_time_tokens_and_hours_worked_by_hand(tmp_path):
 
 @pytest.mark.parametrize("ended", [None, 3, "soon", "2026-11-22T07:00:36", "2026-11-22T07:00:02+00:00"])
 def test_without_a_known_end_time_is_that_of_the_updates_whenever_files_were_written(tmp_path, ended):
-    """The last one ended 2 s after its last start: it was resumed."""
     run = read_run(write_run(tmp_path, LINES, env={"ended": ended}))
     cost = measure_cost(run)
     assert (cost.secs, cost.updates_alone) == (4, True)

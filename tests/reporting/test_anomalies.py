@@ -1,4 +1,4 @@
-"""Numbers that are none never reach the weights, and say where they come from."""
+"""NaN never reaches the weights; spikes and collapse are warnings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPOILT = ("optimizer=SGD", "lr=1e30", "warmup_steps=0", "max_grad_norm=1e30")  #
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Make the loss of one example of training batch `update` not a number, or its gradient."""
+    """Make a loss of training batch `update` NaN, or its gradient."""
 
     def arm(update: int, what: str = "loss") -> None:
         losses_of, seen = Objective.losses, []
@@ -185,7 +185,10 @@ LOSS_BY_MARGIN = {  # and the loss of equal models
 
 @pytest.mark.parametrize(("batch_size", "runs"), [(1, 4), (16, 4), pytest.param(4, 40, marks=pytest.mark.slow)])
 def test_good_runs_are_not_called_collapsed(batch_size, runs):
-    """600 updates whose margins grow to a mean and a spread, with a few pairs far out (Student's t, 3)."""
+    """600 updates whose margins grow to a mean and a spread.
+
+    A few pairs are far out (Student's t, 3).
+    """
     rng, called = np.random.default_rng(0), 0
     kinds = [("dpo", 0.2, 0.5), ("dpo", 1, 2), ("dpo", 1, 3), ("ipo", 0.3, 0.5), ("hinge", 0.5, 1)]
     for loss, mean, spread in kinds * runs:
@@ -211,7 +214,7 @@ def test_a_spike_is_a_warning():
 
 
 def test_where_gradients_are_spent_none_is_a_spike():
-    """In a run that has learned its pairs by heart: rounding noise, here and there 40 times its median."""
+    """A run that has learned its pairs by heart has rounding noise."""
     before, logged = watching("sft")
     feed(before, [0.7] * 61, norms=[4.9, 16.0] + [2e-17] * 58 + [1e-15])
     assert logged == []

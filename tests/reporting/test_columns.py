@@ -1,4 +1,4 @@
-"""Texts beside each other on a terminal: whole in the end, whatever its size, and without control characters."""
+"""Texts beside each other on a terminal, whole in the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_longer_text_changes_the_last_line_only():
 
 
 def screen_of(written: str) -> list[str]:
-    """The lines that a terminal shows, above its upper edge too, after what was written."""
+    """The lines that a terminal shows, also above its upper edge."""
     lines, row = [""], 0
     for part in re.split(r"(\x1b\[\d*[AJm]|\n|\r)", written):
         if match := re.fullmatch(r"\x1b\[(\d+)A", part):

@@ -1,4 +1,4 @@
-"""What an online run drew can be seen and is kept: in samples, ledger, logs, and where an update was not finite."""
+"""Drawn answers are kept: in samples, ledger, logs, and for replay."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def files_in(run_dir: Path) -> FileLogger:
 
 
 def update_of(number: int, *pair: int, answers: tuple[Answer, ...] = ANSWERS) -> Update:
-    """An update on three prompts, with the same answers to each; without a `pair` of the best and the worst on none."""
+    """An update on three prompts with the same answers.
+
+    Without a `pair` of the best and the worst, nothing was drawn.
+    """
     drawn = {n: Drawn(f"\n\nHuman: {n}?\n\nAssistant:", answers, *pair) for n in range(3)} if pair else {}
     return Update(number, 4 * number, [Example((1,), ((2,), (3,)), (n, 0)) for n in range(3)], {}, {}, drawn)
 

@@ -1,4 +1,4 @@
-"""The ledger holds what the loss saw, a row for each example and visit, whatever becomes of the run."""
+"""The ledger holds what the loss saw, whatever becomes of the run."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_under_sft_there_is_nothing_rejected_and_no_reference(run, tmp_path):
 
 
 def test_continued_after_a_kill_it_is_the_same_file_bit_for_bit(run, tmp_path):
-    """As if the run had been killed after its checkpoint, while rows were appended."""
+    """As if killed after its checkpoint, while rows were appended."""
     run("whole", "ledger=true")
     run("other", "ledger=true")
     folder = tmp_path / "other"

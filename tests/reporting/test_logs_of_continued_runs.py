@@ -1,4 +1,4 @@
-"""What a run has logged is there once, however often logs are switched off and on, and whatever happens to a file."""
+"""A run's logs have everything once, whatever happens to a file."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def cut(content: bytes) -> bytes:
 
 
 def zero(content: bytes) -> bytes:
-    """The last message as a file system may have it after power was lost: to Arrow, zeros end a stream in order."""
+    """The last message as it may be after power was lost.
+
+    To Arrow, zeros end a stream in order.
+    """
     place = content.rindex(b"\xff\xff\xff\xff")
     return content[:place] + bytes(len(content) - place)
 

@@ -1,4 +1,4 @@
-"""`report=true` keeps the report of a run fresh, beside the run and never in its way."""
+"""`report=true` keeps a run's report fresh, never in its way."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def writer(tmp_path):
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Put a program in the place of the one that writes the page."""
+    """Replace the program that writes the page."""
 
     def put(then: str) -> None:
         monkeypatch.setattr(report, "ROOT", tmp_path / "root")

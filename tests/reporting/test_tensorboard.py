@@ -1,4 +1,4 @@
-"""TensorBoard shows what `metrics.jsonl` has, once, also of runs that were stopped and continued."""
+"""TensorBoard shows what `metrics.jsonl` has, once."""
 
 from __future__ import annotations
 

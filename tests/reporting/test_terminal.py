@@ -1,4 +1,4 @@
-"""What a run shows: a bar on a terminal, lines that grep finds in a log file, and no silence of minutes in either."""
+"""A bar on a terminal, lines in a log, no silence of minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""W&B shows a run as its users expect: grouped, labelled, with its best and last evaluation, and an alert on NaN."""
+"""W&B shows a run as its users expect, and never stops it."""
 
 from __future__ import annotations
 
