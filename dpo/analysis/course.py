@@ -1,8 +1,6 @@
 """Spikes and collapse, found update by update.
 
-A run warns of them while it trains, and its report tells them; docs/metrics.md has the rules.
-
-docs/metrics.md has the rules.
+A run warns of them while it trains, and its report names them; docs/metrics.md has the rules.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class Course:
         self.first: dict[str, float] = {}  # means of the first 20 values
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("grad_norm", "loss/train")}
         self._width = max(FEWEST_UPDATES, math.ceil(FEWEST_PAIRS / batch_size)) if batch_size > 0 else FEWEST_PAIRS
-        self._window: deque[Means] = deque(maxlen=self._width)
+        self._losses, self._margins = deque[float](maxlen=self._width), deque[float](maxlen=self._width)
 
     def find_spike(self, name: str, value: float) -> float | None:
         """Add a gradient norm or loss.
@@ -73,10 +71,10 @@ class Course:
 
     def begin_with(self, n: int) -> None:
         """Take the first `n` updates as the start, unless it is known."""
-        if self.start is None and len(self._window) == n:
-            self.start = Means(*map(fmean, zip(*self._window, strict=True)))
+        if self.start is None and len(self._losses) == n:
+            self.start = Means(fmean(self._losses), fmean(self._margins))
 
-    def find_collapse(self, now: Means) -> tuple[Means, int] | None:
+    def find_collapse(self, loss: float, margin: float) -> tuple[Means, int] | None:
         """Add an update.
 
         Returns the means over the last updates, and their number, if they show a collapse.
@@ -84,15 +82,15 @@ class Course:
         In a collapse the mean loss of a window is above twice its start by `SURE` standard errors, or half of the last
         `FEW` losses are above `HUGE` times it; and the mean margin is not above its start.
         """
-        if not all(map(math.isfinite, now)):
+        if not (math.isfinite(loss) and math.isfinite(margin)):
             return None
-        self._window.append(now)
+        self._losses.append(loss)
+        self._margins.append(margin)
         if self.start is None:
             return None
         for n in (FEW, self._width):
-            last = list(self._window)[-n:]
-            losses, margin = [means.loss for means in last], fmean(means.margin for means in last)
-            if len(last) < n or margin > self.start.margin:
+            losses, margins = list(self._losses)[-n:], list(self._margins)[-n:]
+            if len(losses) < n or sum(margins) > n * self.start.margin:  # as nearly always
                 continue
             if n == FEW:  # the mean of a few losses is uncertain if one is an outlier
                 is_too_high = median(losses) > self._times_start(HUGE)
@@ -100,7 +98,7 @@ class Course:
                 excess = fmean(losses) - self._times_start(2)
                 is_too_high = excess > 0 and excess > SURE * stdev(losses) / math.sqrt(n)
             if is_too_high:
-                return Means(fmean(losses), margin), n
+                return Means(fmean(losses), fmean(margins)), n
         return None
 
     def is_collapsed(self, evaluation: Means) -> bool:

@@ -150,7 +150,7 @@ def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
 
 
 def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
-    """Make a chart's lines: a colour per run, or per side of one."""
+    """Make a chart's lines: a colour per run, or per side."""
     several, found = len(runs) > 1, []
     for i, run in enumerate(runs):
         if chart.loss is not None and chart.loss != run.loss:
@@ -181,7 +181,7 @@ def smooth(values: np.ndarray, *, width: int | None = None, robust: bool = False
 
 
 def find_extremes(values: np.ndarray) -> np.ndarray:
-    """Indices of values to draw: both extremes of each part of a long run."""
+    """Indices to draw: both extremes of each part of a long run."""
     if len(values) <= 2 * MOST_POINTS:
         return np.arange(len(values))
     found = []

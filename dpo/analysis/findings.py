@@ -113,8 +113,8 @@ def collapse(run: Run) -> Iterator[Finding]:
     course = Course(number(run.setting("batch_size", 1)), start)
     train, held_out = ([log[f"loss/{split}"], log[f"rewards_{split}/margins"]] for split, log in run.splits)
     at_start = figure(round(start.margin, 3) + 0.0)  # without rounding errors
-    for update, *means in zip(run.train.updates, *(column.tolist() for column in train), strict=True):
-        if found := course.find_collapse(Means(*means)):
+    for update, loss, margin in zip(run.train.updates, *(column.tolist() for column in train), strict=True):
+        if found := course.find_collapse(loss, margin):
             (loss, margin), n = found
             then, last = f"over the {n} updates up to {update:,.0f}", train[0][np.isfinite(train).all(0)][-n:]
             value = (

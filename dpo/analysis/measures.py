@@ -253,7 +253,6 @@ class Cost(NamedTuple):
 
 
 def measure_cost(run: Run) -> Cost:
-    """Measure the cost of a run so far."""
     seconds = update_seconds(run)
     tokens = seconds * run.train["tokens_per_second"]
     gpus, processes = run.env.get("gpus"), number(run.env.get("processes"))

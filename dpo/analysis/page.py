@@ -99,7 +99,6 @@ def render(
     lead: Lead | None = None,
     find_texts: FindTexts | None = None,
 ) -> str:
-    """Render the page."""
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.filters["data_uri"] = lambda image, kind: f"data:image/{kind};base64,{base64.b64encode(image).decode()}"

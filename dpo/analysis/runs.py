@@ -209,7 +209,6 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
 
 
 def read_config(path: Path) -> Run:
-    """Read the config alone of a run."""
     run = Run(path.resolve(), path.resolve().name)
     run.config = redact(_read_mapping(run, "config.yaml"))
     return run

@@ -113,8 +113,8 @@ class CourseWarner(Callback):
                 self.context.log(f"warning: update {update.number}: {told}")
         if not self._may_collapse:
             return
-        now = Means(update.metrics["loss/train"], update.metrics["rewards_train/margins"])
-        if found := self._course.find_collapse(now):
+        loss, margin = update.metrics["loss/train"], update.metrics["rewards_train/margins"]
+        if found := self._course.find_collapse(loss, margin):
             means, n = found
             self._warn_about_collapse(f"update {update.number}", f"over the last {n} updates ", "train", means)
         if update.number == self._at_start:

@@ -109,7 +109,6 @@ class LogWriter(Appender):
         return end
 
     def append(self, name: str, lines: Iterable[str]) -> None:
-        """Add lines to one of the files."""
         path = self.run_dir / name
         with path.open("ab+") as file:
             if size := file.tell():

@@ -97,7 +97,6 @@ class Progress(Callback):
 
     @classmethod
     def of(cls, plan: Plan, *, silent: bool) -> Progress:
-        """Build with the settings of a run."""
         each = {"update": plan.data.batch_size, **dict.fromkeys(("evaluate", "sample"), plan.data.eval_batch_size)}
         return cls(interval=plan.logging.minimum_log_interval_secs, silent=silent, each=each)
 

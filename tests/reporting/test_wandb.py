@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from support.runs import ROOT, run_script, train
 from support.wandb_server import WandbServer
 
-from dpo.errors import RunError
+from dpo.errors import InputError, RunError
 from dpo.models.adapters import ParameterCount
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.wandb import REPORT, WandbLogger
@@ -74,6 +74,11 @@ def test_the_summary_has_the_last_evaluation_and_the_best_after_the_first_update
     }
     assert (summary["last/examples"], summary["last/updates"], summary["last/loss/eval"]) == (32, 8, 0.4)
 
+    logger = start("sft")  # the lowest loss is the best
+    for examples, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
+        logger.on_evaluation(Evaluation(examples, examples, {"loss/eval": loss}, []))
+    assert (logger.run.summary["best/examples"], logger.run.summary["best/loss/eval"]) == (2, 0.25)
+
 
 def test_how_many_parameters_are_trained_is_in_the_config(start):
     config = start().run.given["config"]
@@ -94,13 +99,6 @@ def test_it_gets_training_metrics_at_most_every_interval_and_every_evaluation(st
     logged = [told[1] for told in logger.run.told if told[0] == "log"]
     assert [(m["counters/examples"], m["counters/updates"]) for m in logged] == [(0, 0), (8, 2), (12, 3), (20, 5)]
     assert logged[1] == {"loss/eval": 0.5, "counters/examples": 8, "counters/updates": 2}
-
-
-def test_under_sft_the_lowest_loss_is_the_best(start):
-    logger = start("sft")
-    for examples, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
-        logger.on_evaluation(Evaluation(examples, examples, {"loss/eval": loss}, []))
-    assert (logger.run.summary["best/examples"], logger.run.summary["best/loss/eval"]) == (2, 0.25)
 
 
 def test_a_resumed_run_knows_its_best(start):
@@ -203,10 +201,13 @@ def test_a_sweeps_runs_are_one_group_and_one_that_ends_on_nan_is_an_alert(comman
 # --- W&B itself -------------------------------------------------------------------------------------------------------
 
 
-def test_settings_that_wandb_refuses_are_one_sentence(command):
-    result = train(*command("run", "loss=sft", "n_examples=4", "wandb.enabled=true"), WANDB_BASE_URL="nowhere")
-    assert result.returncode == 2, result.stderr
-    assert re.search(r"^error: W&B cannot start: .*; fix this, or set wandb.enabled=false$", result.stderr, re.M)
+def test_settings_that_wandb_refuses_are_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "foo")
+    logger = WandbLogger(
+        RunContext(resolve(OmegaConf.create({"exp_name": "n", "wandb": WANDB})), tmp_path, 0, None, print)
+    )
+    with pytest.raises(InputError, match=r"^W&B cannot start: .*; fix this, or set wandb.enabled=false$"):
+        logger.on_start()
 
 
 def test_without_key_and_terminal_it_goes_offline_says_how_to_upload_and_keeps_what_was_printed(command, tmp_path):
