@@ -90,7 +90,7 @@ class CourseWarner(Callback):
         super().__init__(context)
         loss = context.plan.loss
         # weights of wpo move with the policy, and the loss with them: it is not compared with its start
-        self._may_collapse = loss.pairwise and not loss.needs_squares
+        self._may_collapse = loss.trains_on == "pairs" and not loss.needs_squares
         self._at_start = updates_at_start(loss.reference)
         self._course = Course(context.plan.data.batch_size)
         self._warned = False
