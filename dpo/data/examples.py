@@ -34,11 +34,11 @@ class Example(NamedTuple):
 
     prompt: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]  # as many in all examples of a run
-    roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
     id: tuple[int, int] | None = None  # (index of the prompt in its split, index of the example in its prompt)
     dataset: str = ""
     digest: str = ""  # `text_digest`, which is the same in every run
     truncated: bool = False  # prompt or response
+    roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
 
     @property
     def n_tokens(self) -> int:
@@ -143,11 +143,11 @@ def encode_examples(
             Example(
                 tuple(prompt_ids),
                 tuple(map(tuple, responses)),
-                tuple(texts),
                 (prompt.number, index),
                 prompt.dataset,
                 text_digest(prompt.text, texts.values()),
                 truncated=(prompt_ids, responses) != whole,
+                roles=tuple(texts),
             )
         )
     return encoded

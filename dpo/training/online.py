@@ -224,7 +224,7 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
     whole, _ = append_eos(prompt.text, [], ids, data.tokenizer, rendered=prompt.rendered)
     room = [[0] * plan.online.max_new_tokens]  # stands in for a response
     cut, _ = truncate(whole, room, prompt.truncation_mode, plan.data.max_length, plan.data.max_prompt_length)
-    return Example(tuple(cut), (), (prompt.number, 0), prompt.dataset, truncated=cut != whole)
+    return Example(tuple(cut), (), id=(prompt.number, 0), dataset=prompt.dataset, truncated=cut != whole)
 
 
 def _choose_pair(prompt: Prompt, answers: Sequence[Answer], scores: Sequence[float]) -> Drawn:
