@@ -221,6 +221,7 @@ def draw(chart: Chart, lines: Sequence[Line], *, several: bool) -> tuple[bytes, 
         picture.set_layout_engine("none")
         picture.savefig(svg, format="svg", dpi=72, metadata={"Date": None})
     text = svg.getvalue().decode()
+    # matplotlib writes fixed colours; as variables they follow the page's theme
     for name, color in LIGHT.variables().items():
         text = text.replace(f": {color}", f": var({name})")
     text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)  # hundredths of a point are enough

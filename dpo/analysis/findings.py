@@ -161,6 +161,7 @@ def saturation(run: Run) -> Iterator[Finding]:
     now, held_out = run.ends(TRAIN_ACCURACY)[1], run.tail("eval", EVAL_ACCURACY)
     if len(values) < 5 or not now.mean() >= SATURATED:
         return
+    # accuracies of single batches jump: the first mean over as many updates counts
     means = np.convolve(values, np.ones(len(now)) / len(now), mode="valid")
     since = examples[int(np.argmax(means >= SATURATED))]
     held = f", {percent(held_out)} of the held-out ones" if math.isfinite(held_out) else ""
@@ -231,6 +232,7 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
         then, now = (mean_near(run, on_train, n) for n in (examples[place], examples[-1]))
         if what == "loss":
             tolerated = max(0.05 * abs(best), 0.005, evaluation_loss_error(run))
+            # where training loss is above its start, the run has failed rather than overfitted
             start = find_start(run)
             learned = now < (start.loss if start is not None else run.train.first("loss/train"))
         else:
@@ -270,7 +272,7 @@ def _accuracy_rose(run: Run, since: float) -> bool:
 
 def accuracy_gap(run: Run) -> Iterator[Finding]:
     train, held_out = run.tail("train", TRAIN_ACCURACY), run.tail("eval", EVAL_ACCURACY)
-    is_trained = run.eval.points(EVAL_ACCURACY)[0][-1:].sum() > 0
+    is_trained = run.eval.points(EVAL_ACCURACY)[0][-1:].sum() > 0  # before, all pairs tie
     if is_trained and train - held_out > max(0.15, accuracy_error(held_out, n_evaluated(run))):
         yield note(
             "Training pairs are ranked better than held-out ones",
@@ -350,7 +352,7 @@ def _sees_the_difference_alone(run: Run) -> bool:
     if run.objective is None:
         return False
     weights = run.setting("loss.weights", {})
-    parts = [LOSSES[name] for name, weight in weights.items() if weight] or [run.objective]
+    parts = [LOSSES[name] for name, weight in weights.items() if weight] or [run.objective]  # of a mix, or the loss
     return (
         all(part.trains_on == "pairs" and part.margin_only for part in parts)
         and not number(run.setting("loss.sft_weight")) > 0

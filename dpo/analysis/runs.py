@@ -230,6 +230,7 @@ def _read(path: Path, *, ended: bool) -> Run:
         for kind in ("nonfinite-", "step-")
     )
     best = (run.path / "BEST").resolve().name
+    # the link may lead nowhere, or to a checkpoint that was deleted
     run.best = next((n for n in run.saved if f"step-{n}" == best), None)
     name = run.setting("exp_name")
     run.name = redact(name if isinstance(name, str) and name.strip() else run.path.name)

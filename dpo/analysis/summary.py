@@ -250,7 +250,7 @@ def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
                 other = Text(f"{whose}{when}", "reference", shortened(first[i]["policy"]))
             else:
                 continue
-            # unless another run has given it
+            # runs that are compared may have the same reference: its text is shown once
             if not any(text.role == "reference" and text.text == other.text for text in card.texts):
                 card.texts.append(other)
     return list(cards.values())[:MOST_SAMPLES]

@@ -15,9 +15,7 @@ FLUSH_SECS = 10  # the most that a killed run loses
 class TensorBoardLogger(Callback):
     """Event files of every update and evaluation.
 
-    They are in the run's `tensorboard`, under W&B's names.
-
-    Steps are examples. A resumed run's new file makes TensorBoard hide values logged after the checkpoint.
+    They are in the run's `tensorboard`, under W&B's names; steps are examples.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -38,6 +36,7 @@ class TensorBoardLogger(Callback):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{folder} cannot be written: {error}; choose another local_run_dir") from error
+        # TensorBoard hides what an earlier process logged after the checkpoint
         after = None if self._n_examples is None else self._n_examples + 1
         self._writer = SummaryWriter(str(folder), purge_step=after, flush_secs=FLUSH_SECS)
 
