@@ -115,6 +115,19 @@ def test_a_resumed_run_knows_its_best(start):
     assert elsewhere.run.summary["best/examples"] == 16
 
 
+def test_an_error_of_wandb_is_one_warning_and_the_run_goes_on(start, capsys):
+    logger = start()
+
+    def log(values: dict) -> None:
+        raise OSError("the service is gone")
+
+    logger.run.log = log
+    for number in (1, 2):
+        logger.on_evaluation(evaluation(number, 0.5, 0.5))
+    logger.on_end()
+    assert capsys.readouterr().out.count("warning: W&B logging disabled after an error (OSError: the service") == 1
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_preflight_and_report_are_uploaded_if_they_are_there_and_wanted(wanted, start, tmp_path):
     (tmp_path / "preflight.json").write_text("{}")
@@ -295,6 +308,7 @@ def test_a_run_outlives_the_wandb_server(tmp_path):
     assert list((tmp_path / "wandb").glob("run-*/run-*.wandb"))  # for wandb sync
 
 
+@pytest.mark.slow
 def test_a_run_outlives_the_wandb_service(tmp_path):
     server = WandbServer()
     said = lose_wandb(server, "service", tmp_path)
