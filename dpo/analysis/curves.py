@@ -191,8 +191,6 @@ def find_extremes(values: np.ndarray) -> np.ndarray:
     return np.unique(found)
 
 
-# --- drawing ----------------------------------------------------------------------------------------------------------
-
 STYLE = {
     **{"font.size": 9, "font.sans-serif": ["DejaVu Sans"], "text.parse_math": False},  # names hold no formulas
     **{"svg.fonttype": "none", "svg.hashsalt": "curves", "path.simplify_threshold": 0.5},  # equal runs, equal files
@@ -321,9 +319,6 @@ def _add_title_and_legend(picture: Any, chart: Chart, lines: Sequence[Line], *, 
     names = [printable(name if len(name) <= 24 else f"{name[:22]}...") for name in shown.values()]
     place = {"loc": "outside lower left", "ncols": min(len(names), 3), "frameon": False}
     picture.legend(handles, names, fontsize=8, labelcolor=LIGHT.ink, **place)
-
-
-# --- in words ---------------------------------------------------------------------------------------------------------
 
 
 def describe(chart: Chart, lines: Sequence[Line]) -> str:

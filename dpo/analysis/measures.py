@@ -16,9 +16,6 @@ SIDES = ("chosen", "rejected")
 Z, Z98 = 1.959964, 2.326348  # standard errors of a 95 % and a 98 % interval
 
 
-# --- chance -----------------------------------------------------------------------------------------------------------
-
-
 def wilson_interval(share: float, n: float) -> tuple[float, float]:
     """Wilson's 95 % interval of a share measured on n examples.
 
@@ -75,9 +72,7 @@ def n_evaluated(run: Run) -> float:
 
 
 def evaluation_loss_error(run: Run) -> float:
-    """Two standard errors of `loss/eval`.
-
-    0 if unknown, after fewer than 20 updates.
+    """Two standard errors of `loss/eval`; 0 with fewer than 20 updates.
 
     They come from the widest spread of an example's loss during training, estimated from batches: at the end, training
     examples may be learned.
@@ -88,9 +83,6 @@ def evaluation_loss_error(run: Run) -> float:
     batch = max(1.0, number(run.setting("batch_size", 1)))
     spread = max(float(part.std(ddof=1)) for part in np.array_split(losses, 10)) * math.sqrt(batch)
     return 2 * spread / math.sqrt(n_evaluated(run))
-
-
-# --- the start of a metric --------------------------------------------------------------------------------------------
 
 
 def find_start(run: Run) -> Means | None:
@@ -129,10 +121,7 @@ class Change(NamedTuple):
 
 
 def find_change(run: Run, stem: str = "logps") -> Change | None:
-    """Change from the first evaluation to the last.
-
-    Without two, from the first updates to the last.
-    """
+    """Change from the first evaluation to the last, or over the updates."""
     for split, log in (("eval", run.eval), ("train", run.train)):
         sides = [log.points(f"{stem}_{split}/{side}")[1] for side in SIDES]
         length = 1 if split == "eval" else max(10, len(sides[0]) // 10)
@@ -141,9 +130,6 @@ def find_change(run: Run, stem: str = "logps") -> Change | None:
         (before, after), (low, high) = ((float(v[:length].mean()), float(v[-length:].mean())) for v in sides)
         return Change(split, before, after, high - low)
     return None
-
-
-# --- parts of the margin ----------------------------------------------------------------------------------------------
 
 
 class MarginParts(NamedTuple):
@@ -166,9 +152,7 @@ class MarginParts(NamedTuple):
 
 
 def margin_parts(run: Run) -> MarginParts | None:
-    """Parts of the margin at the last evaluation.
-
-    Without one after an update, in the last updates.
+    """Parts of the margin at the last evaluation or updates.
 
     None without pairs, and for a loss without a reference if there are no earlier values to compare with.
     """
@@ -201,9 +185,7 @@ def length_part(chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens:
 
 
 def length_by_pair(run: Run) -> float:
-    """Part of the margin due to length, mean over the ledger's pairs.
-
-    These are the pairs of the last evaluation.
+    """Mean length part over the ledger's pairs of the last evaluation.
 
     NaN without a ledger, or if rewards are not beta times the change of log-probabilities.
     """
@@ -222,9 +204,6 @@ def length_by_pair(run: Run) -> float:
     if not math.isclose(float((chosen - rejected).mean()), margin, rel_tol=0.01, abs_tol=1e-6):
         return math.nan
     return float(length_part(chosen, rejected, c["chosen_tokens"], c["rejected_tokens"]).mean())
-
-
-# --- cost -------------------------------------------------------------------------------------------------------------
 
 
 class Cost(NamedTuple):

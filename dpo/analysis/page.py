@@ -1,9 +1,7 @@
-"""The report of runs: curves, and `report.html`.
+"""The report of runs: curves, and `report.html`, one file.
 
-The page is one file that needs no network and runs no code.
-
-The template is `page.html.jinja`. Every text is escaped, and the page's content policy forbids scripts and requests,
-because samples and settings come from models and users.
+The page needs no network and runs no code: every text is escaped, and its content policy forbids scripts and requests,
+because samples and settings come from models and users. The template is `page.html.jinja`.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from dpo.analysis import summary
 from dpo.analysis.curves import COLORS, LIGHT, Picture, draw_all
 from dpo.analysis.findings import WARNING, Finding, find_all
-from dpo.analysis.measures import Cost, margin_parts, measure_cost
+from dpo.analysis.measures import Cost, MarginParts, margin_parts, measure_cost
 from dpo.analysis.runs import Run, read_runs
 from dpo.errors import InputError
-from dpo.numbers import shortened
+from dpo.numbers import figure, shortened, signed
 from dpo.system.plain_files import replacing
 from dpo.system.run_directory import REPORT
 
@@ -57,7 +55,8 @@ class Section(NamedTuple):
     tiles: dict[str, summary.Tile]  # by label
     warnings: list[Finding]
     notes: list[Finding]
-    margin: summary.Bars | None
+    margin: MarginParts | None
+    margin_bars: list[tuple[str, float, str]]
     settings: list[summary.Row]
     ledger: LedgerSummary | None
 
@@ -102,7 +101,7 @@ def render(
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.filters["data_uri"] = lambda image, kind: f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
-    jinja.filters["shortened"] = shortened
+    jinja.filters |= {"shortened": shortened, "figure": figure, "signed": signed}
     costs = [measure_cost(run) for run in runs]
     sections = [_make_section(i, run, cost, find_texts) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
     context: dict[str, Any] = {
@@ -146,7 +145,8 @@ def _make_section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) ->
         tiles={tile.label: tile for tile in summary.make_tiles(run, cost)},
         warnings=[finding for finding in findings if finding.level == WARNING],
         notes=[finding for finding in findings if finding.level != WARNING],
-        margin=summary.margin_bars(margin_parts(run)),
+        margin=(parts := margin_parts(run)),
+        margin_bars=summary.list_margin_parts(parts),
         settings=summary.setting_rows([run], different=False),
         ledger=summarize_ledger(run, find_texts),
     )

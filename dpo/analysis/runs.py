@@ -72,12 +72,10 @@ class Log:
         return self.examples[there], values[there]
 
     def first(self, name: str) -> float:
-        values = self.points(name)[1]
-        return float(values[0]) if len(values) else math.nan
+        return float(next(iter(self.points(name)[1]), math.nan))
 
     def last(self, name: str) -> float:
-        values = self.points(name)[1]
-        return float(values[-1]) if len(values) else math.nan
+        return float(next(iter(self.points(name)[1][::-1]), math.nan))
 
 
 class State(NamedTuple):

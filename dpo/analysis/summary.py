@@ -38,9 +38,6 @@ class Row(NamedTuple):
     values: list[str]
 
 
-# --- verdict and tiles ------------------------------------------------------------------------------------------------
-
-
 def describe_run(run: Run) -> str:
     """Loss, adapter, model and data in a line."""
     beta, datasets, model = run.setting("loss.beta"), run.setting("datasets"), run.setting("model.name_or_path")
@@ -167,49 +164,19 @@ def _extent_tiles(run: Run, cost: Cost) -> list[Tile]:
     return found
 
 
-# --- the parts of the margin ------------------------------------------------------------------------------------------
-
-
-class Bar(NamedTuple):
-    """A bar from 0 to a value, its place in percent."""
-
-    label: str
-    value: str
-    kind: str  # chosen, rejected, margin, length
-    left: float
-    width: float
-
-
-class Bars(NamedTuple):
-    zero: float  # where 0 is, in percent
-    bars: list[Bar]
-    text: str
-
-
-def margin_bars(parts: MarginParts | None) -> Bars | None:
-    """The parts of a margin drawn to scale."""
+def list_margin_parts(parts: MarginParts | None) -> list[tuple[str, float, str]]:
+    """(label, value, kind) of each part of a margin, to be drawn."""
     if parts is None:
-        return None
-    values = [
+        return []
+    found = [
         ("chosen rising" if parts.chosen >= 0 else "chosen falling", parts.chosen, "chosen"),
         ("rejected falling" if parts.rejected <= 0 else "rejected rising", -parts.rejected, "rejected"),
         ("the margin's change" if parts.since_start else "the margin", parts.margin, "margin"),
     ]
-    text = f"Mean rewards, {'since the start' if parts.since_start else 'relative to the reference'}."
     if math.isfinite(parts.length):
         tiny = abs(parts.length) < 0.001 * abs(parts.margin)
-        values.append(("of which by length", 0.0 if tiny else parts.length, "length"))
-        text += f" Mean tokens: {figure(parts.chosen_tokens)} chosen, {figure(parts.rejected_tokens)} rejected."
-    low, high = min(0.0, *(v for _, v, _ in values)), max(0.0, *(v for _, v, _ in values))
-    scale = 100 / ((high - low) or 1.0)
-    bars = [
-        Bar(label, signed(value), kind, round(scale * (min(value, 0) - low), 2), round(scale * abs(value), 2))
-        for label, value, kind in values
-    ]
-    return Bars(round(-scale * low, 2), bars, text)
-
-
-# --- samples ----------------------------------------------------------------------------------------------------------
+        found.append(("of which by length", 0.0 if tiny else parts.length, "length"))
+    return found
 
 
 class Text(NamedTuple):
@@ -275,9 +242,6 @@ def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
 
 def _shorten_prompt(prompt: str) -> str:
     return re.sub(r"\n\s*\n", "\n", shortened(prompt))  # no blank lines between the turns of a dialogue
-
-
-# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 DATA_COUNTS = {

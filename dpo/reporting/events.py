@@ -20,12 +20,9 @@ from dpo.settings.plan import Plan
 
 
 class Update(NamedTuple):
-    """A global batch, trained on or skipped.
+    """A global batch, trained on, or skipped at a callback's veto."""
 
-    It is skipped if a callback does not allow it; counts include it all the same.
-    """
-
-    number: int
+    number: int  # counts skipped ones, as `n_examples` does
     n_examples: int  # so far
     examples: Sequence[Example]
     table: Mapping[str, torch.Tensor]  # per example, (B,): metrics and the reference's log-probabilities
@@ -34,14 +31,11 @@ class Update(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A prompt with continuations by policy and reference.
-
-    The reference's is None if the run has no reference, or has freed it.
-    """
+    """A prompt with continuations by policy and reference."""
 
     prompt: str
     policy: str
-    reference: str | None
+    reference: str | None  # None without a reference, or if it was freed
 
 
 class Evaluation(NamedTuple):
@@ -87,10 +81,7 @@ class Callback:
         """Handle the start; on a resume, `load_state_dict` came before."""
 
     def allows(self, update: Update) -> bool:
-        """Return whether the optimizer may apply an update.
-
-        Its gradient is computed. All ranks must agree.
-        """
+        """Return whether to apply an update; all ranks must agree."""
         return True
 
     def on_update(self, update: Update) -> None:
@@ -100,10 +91,7 @@ class Callback:
         """Handle an evaluation."""
 
     def on_abort(self, reason: str) -> None:
-        """Handle an end because of NaN or infinite values.
-
-        `on_end` follows. `reason` is a sentence.
-        """
+        """Handle an end on NaN, for a `reason`; `on_end` follows."""
 
     def on_end(self) -> None:
         """Handle the end: the run is complete, was stopped, or aborted."""
