@@ -69,7 +69,7 @@ class Course:
             before.append(value)
         return found
 
-    def begin_with(self, n: int) -> None:
+    def take_start(self, n: int) -> None:
         """Take the first `n` updates as the start, unless it is known."""
         if self.start is None and len(self._losses) == n:
             self.start = Means(fmean(self._losses), fmean(self._margins))

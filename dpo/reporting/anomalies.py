@@ -118,7 +118,7 @@ class CourseWarner(Callback):
             means, n = found
             self._warn_about_collapse(f"update {update.number}", f"over the last {n} updates ", "train", means)
         if update.number == self._at_start:
-            self._course.begin_with(self._at_start)
+            self._course.take_start(self._at_start)
 
     def _warn_about_collapse(self, when: str, over: str, split: str, now: Means) -> None:
         start = self._course.start
