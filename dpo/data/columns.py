@@ -39,7 +39,7 @@ class Columns(NamedTuple):
     used: dict[str, str]  # our names to those of the records
     unused: list[str]  # those with prose or messages; ids, numbers and labels need no message
 
-    def tell(self, given: Mapping[str, str]) -> str:
+    def describe(self, given: Mapping[str, str]) -> str:
         """A message on guessed and unused columns; empty if all names are ours or `given`, and all are used."""
         shared = "chosen" in self.used and "prompt" not in self.used
         guessed = self.used.items() - given.items() - {(ours, ours) for ours in self.used}
@@ -102,7 +102,7 @@ def recognize_columns(
         (_, extra), (_, instruction) = by_name
         beside, fitting["prompt"] = {"input": extra}, [instruction]
     if not complete or (not sft_mode and PAIRS not in complete):
-        raise ColumnsError(_tell_missing(present, fitting, complete, name=name, origin=origin, sft_mode=sft_mode))
+        raise ColumnsError(_explain_missing(present, fitting, complete, name=name, origin=origin, sft_mode=sft_mode))
     form = complete[0]
     whole = form == PAIRS and all(  # the prompt and a response each
         ours in given or present[fitting[ours][0]] == DIALOGUE for ours in ("chosen", "rejected")
@@ -125,7 +125,7 @@ def recognize_columns(
     return Columns(used, unused)
 
 
-def _tell_missing(
+def _explain_missing(
     present: Collection[str],
     fitting: Mapping[str, Sequence[str]],
     complete: Sequence[Sequence[str]],
@@ -153,8 +153,6 @@ def _tell_missing(
 
 
 def _check_given(present: Iterable[str], given: Mapping[str, str], name: str, origin: str) -> None:
-    if unknown := given.keys() - set(COLUMNS):
-        raise InputError(f"columns has unknown names {', '.join(sorted(unknown))}; the names are {', '.join(COLUMNS)}")
     if not any(given.keys() <= set(form) for form in (PAIRS, TARGETS, CHATS)):
         raise InputError(
             f"dataset_sources.{name}.columns names {', '.join(given)}: give those of pairs ({', '.join(PAIRS)}), "

@@ -78,8 +78,8 @@ def get_own(
         else:
             data.add_target(prompt, *responses)
     data = data if data is not None else PreferenceData(truncation_mode="keep_start")
-    if told := recognized.tell(columns):
-        data.notes.append(f"{origin}: {told}")
+    if note := recognized.describe(columns):
+        data.notes.append(f"{origin}: {note}")
     return data
 
 

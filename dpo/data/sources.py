@@ -109,19 +109,13 @@ def _offer(held: Sequence[Path]) -> str:
     return f". datasets={which} takes both splits from {that} file: a tenth of its prompts is test"
 
 
-def _read(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Read the records of a file, or of a directory that `datasets` has saved."""
+def _read(file: Path) -> list[Mapping[str, Any]]:
+    """Read the records of a file, or of a directory that `datasets` has saved.
+
+    Raises InputError for one that cannot be read, or holds something else.
+    """
     try:
-        if file.is_dir():
-            import datasets
-
-            rows: Any = list(datasets.load_from_disk(file).with_format(None))
-        elif (suffix := _check_file(file)) == ".parquet":
-            import pyarrow.parquet
-
-            rows = pyarrow.parquet.read_table(file).to_pylist()
-        else:
-            rows = list(_read_text(file, suffix))
+        rows = _read_records(file)
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         is_utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
@@ -129,30 +123,33 @@ def _read(file: Path) -> Iterator[Mapping[str, Any]]:
             f"{file} cannot be read: it is not UTF-8 (byte {byte:#04x}); convert it, as with "
             f"`iconv -f {'UTF-16' if is_utf16 else 'LATIN1'} -t utf-8`"
         ) from error
-    except (OSError, EOFError, zlib.error, RecursionError) as error:
+    except InputError:
+        raise
+    except (OSError, EOFError, zlib.error, RecursionError, ValueError) as error:  # ValueError: also pyarrow's
         raise InputError(f"{file} cannot be read: {error}") from error
-    except ValueError as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise error if isinstance(error, InputError) else InputError(f"{file} cannot be read: {error}") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise InputError(f"record {number} of {file} is {type(row).__name__}, not an object with fields")
-    return iter(rows)
+    return rows
 
 
-def _check_file(file: Path) -> str:
-    """Data suffix of a file. Raises InputError if it has none, or is not a regular file."""
+def _read_records(file: Path) -> list[Any]:
+    if file.is_dir():
+        import datasets
+
+        return list(datasets.load_from_disk(file).with_format(None))
     check_readable(file)
-    if suffix := find_suffix(file.name):
-        return suffix
-    raise InputError(f"{file} is not one of {', '.join('*' + s for s in SUFFIXES)}: name it by what it holds")
+    suffix = find_suffix(file.name)
+    if suffix == ".parquet":
+        import pyarrow.parquet
 
-
-def _read_text(file: Path, suffix: str) -> Iterator[Any]:
-    """Read the records of a text file, compressed or not, with or without a byte order mark."""
+        return pyarrow.parquet.read_table(file).to_pylist()
+    if not suffix:
+        raise InputError(f"{file} is not one of {', '.join('*' + s for s in SUFFIXES)}: name it by what it holds")
     opener = gzip.open if suffix.endswith(".gz") else open
-    parse = PARSERS[suffix.removesuffix(".gz")]
-    with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:  # newlines in a table's fields stay as they are
-        yield from parse(lines, file)
+    # a byte order mark is no text, and newlines in a table's fields stay as they are
+    with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
+        return list(PARSERS[suffix.removesuffix(".gz")](lines, file))
 
 
 def _parse_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
@@ -249,26 +246,22 @@ PARSERS: dict[str, Callable[..., Iterator[Any]]] = {
 
 
 def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequence[Mapping[str, Any]]:
+    """Load a split from the Hub, under the first of its names that is there."""
+    import datasets
+
+    *others, last = SPLIT_NAMES.get(split, (split,))
+    load: Any = partial(datasets.load_dataset, source.path, cache_dir=cache_dir, revision=source.revision or None)
     try:
-        return _load_split(source, SPLIT_NAMES.get(split, (split,)), cache_dir)
+        for name in others:
+            try:
+                return load(split=name)
+            except ValueError as error:
+                if not UNKNOWN_SPLIT.match(str(error)):
+                    raise
+        return load(split=last)
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise InputError(
             f"dataset {source.path} (split {split}) is no file or directory here, and cannot be loaded from the Hub or "
             f"its cache: {reason}. Without network, point dataset_sources at a local directory"
         ) from error
-
-
-def _load_split(source: Source, names: Sequence[str], cache_dir: str | None) -> Sequence[Mapping[str, Any]]:
-    """Load the first split with one of these names from the Hub."""
-    import datasets
-
-    revision: dict[str, Any] = {"revision": source.revision} if source.revision else {}
-    name, *others = names
-    try:
-        rows: Any = datasets.load_dataset(source.path, split=name, cache_dir=cache_dir, **revision)
-        return rows
-    except ValueError as error:
-        if not (others and UNKNOWN_SPLIT.match(str(error))):
-            raise
-        return _load_split(source, others, cache_dir)

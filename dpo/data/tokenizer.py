@@ -53,7 +53,7 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
     return hashlib.sha256((marks + tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()
 
 
-def doubts_about_bos(tokenizer: Any, prompt: str) -> list[str]:
+def find_bos_warnings(tokenizer: Any, prompt: str) -> list[str]:
     """A warning if the tokenizer begins texts with BOS but the prompt, which is used verbatim, does not."""
     bos = tokenizer.bos_token
     if not bos or tokenizer("")["input_ids"][:1] != [tokenizer.bos_token_id] or prompt.startswith(bos):

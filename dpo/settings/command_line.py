@@ -26,9 +26,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpo.errors import InputError, one_sentence
 from dpo.settings.choices import explain_unknown
-from dpo.settings.files import ABSENT, CONFIG_DIR, dotted, help_text, load_file
+from dpo.settings.files import ABSENT, CONFIG_DIR, UNRESOLVED, dotted, flatten, help_text, load_file
 from dpo.settings.keys import KEYS
-from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_config_problems, find_value_problem
+from dpo.settings.plan import make_plan
+from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_value_problem
+from dpo.settings.validation import find_problems as find_problems_of_values
 from dpo.system.plain_files import check_readable
 from dpo.system.rank_env import is_rank_0
 from dpo.system.redaction import redact, secrets_in
@@ -37,7 +39,7 @@ MULTIRUN = ("-m", "--multirun")
 FLAGS = (*MULTIRUN, "-h", "--help", "--hydra-help", "--version", "--resolve")
 WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-sc", "--shell-completion", "-cd", "--config-dir")
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
-SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")
+SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")  # nothing runs
 
 TO_QUOTE = re.compile(r"[^\w\s/\\.+$%*@?|:-]|[^\x00-\x7f]")  # characters that Hydra accepts only in quotes
 MEANT = re.compile(r"""[\[\]{},'"]""")  # lists, mappings, quotes: whoever writes them knows Hydra's grammar
@@ -67,18 +69,12 @@ class CommandLine(NamedTuple):
     overrides: list[str]
     config_dir: str | None
 
+    def has_any(self, options: tuple[str, ...]) -> bool:
+        return any(option.split("=")[0] in options for option in self.options)
+
     @property
     def is_sweep(self) -> bool:
-        return any(option in MULTIRUN for option in self.options)
-
-    @property
-    def only_shows(self) -> bool:
-        """Return whether nothing runs: help, completion, information."""
-        return any(option.split("=")[0] in SHOWING for option in self.options)
-
-    @property
-    def wants_help(self) -> bool:
-        return any(option in ("-h", "--help") for option in self.options)
+        return self.has_any(MULTIRUN)
 
     @property
     def arguments(self) -> list[str]:
@@ -113,11 +109,11 @@ def check_command_line(arguments: list[str]) -> list[str]:
     except ValueError as error:
         exit_on([str(error)])
         raise
-    if line.wants_help:
+    if line.has_any(("-h", "--help")):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends like any other tool
         print(help_text())
         sys.exit(0)
-    exit_on(find_problems(line, CONFIG_DIR))
+    exit_on(find_problems(line))
     hydra._internal.hydra.ConfigLoaderImpl = GuardedLoader
     return line.arguments
 
@@ -172,37 +168,35 @@ def _with_paths(overrides: list[str]) -> list[str]:
     ]
 
 
-def find_problems(line: CommandLine, own_configs: Path) -> list[str]:
+def find_problems(line: CommandLine) -> list[str]:
     """List the problems of a command line, one sentence each.
 
     The config's values are checked only if an override cannot be applied: else `main` checks those of every job."""
-    problems = _find_problems(line, own_configs)
+    problems = _find_problems(line)
     for secret in (text for text in secrets_in(line.overrides) if len(text) > 3):  # or it would be in any word
         problems = [problem.replace(secret, "REDACTED") for problem in problems]
     return problems
 
 
-def _find_problems(line: CommandLine, own_configs: Path) -> list[str]:
+def _find_problems(line: CommandLine) -> list[str]:
     if torn := next((o for o in line.overrides if o.startswith("=")), None):
         before = next((a for a, b in itertools.pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
         return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
     problems = [problem for o in line.overrides if (problem := refuse_hydras_own(o))]
     problems += [f"{o}: glob() does not work here; name the options" for o in line.overrides if GLOB.search(o)]
     if line.is_sweep:
-        holding = [parse_key(o) for o in line.overrides if secrets_in([o]) or redact(o) != o]
         problems += [
-            f"{key} holds a secret, and a sweep writes its command line down: give it as '${{oc.env:NAME}}'"
-            for key in holding
+            f"{parse_key(o)} holds a secret, and a sweep writes its command line down: give it as '${{oc.env:NAME}}'"
+            for o in line.overrides
+            if secrets_in([o]) or redact(o) != o
         ]
-    if problems:
+    if line.config_dir is not None and not problems:
+        problems = [*_find_unusable_files(line, Path(line.config_dir))]
+    if problems or line.has_any(SHOWING):
         return problems
-    with hydra.initialize_config_dir(str(own_configs.resolve()), version_base="1.3"):
-        if line.config_dir is not None:
-            problems = [*_find_unusable_files(line, Path(line.config_dir), own_configs)]
-        if problems or line.only_shows:
-            return problems
-        overrides = [_take_first_job(o) for o in line.overrides] if line.is_sweep else line.overrides
-        places = [own_configs, *([] if line.config_dir is None else [Path(line.config_dir)])]
+    overrides = [_take_first_job(o) for o in line.overrides] if line.is_sweep else line.overrides
+    places = [CONFIG_DIR, *([] if line.config_dir is None else [Path(line.config_dir)])]
+    with hydra.initialize_config_dir(str(CONFIG_DIR.resolve()), version_base="1.3"):
         return _find_refused(overrides, line.search, places)
 
 
@@ -218,35 +212,40 @@ def refuse_hydras_own(override: str) -> str | None:
 
 def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -> list[str]:
     """List why Hydra refuses overrides, and the problems of the config composed from the others."""
-
-    def refusal(tried: list[str]) -> str | None:
-        try:
-            hydra.compose("config", [*search, *tried], return_hydra_config=True)
-            return None
-        except COMPOSING as error:
-            return _explain(tried[-1], error, places)
-
-    if not refusal(overrides):
-        return []
-    groups = [o for o in overrides if any((place / parse_key(o)).is_dir() for place in places)]
-    refused = {o: reason for o in groups if (reason := refusal([o]))}
-    groups = [o for o in groups if o not in refused]
-    # the keys of a group are unknown if its option is refused
-    unknown = tuple(f"{parse_key(o)}." for o in refused)
-    overrides = [o for o in overrides if not parse_key(o).startswith(unknown)]
-    refused |= {o: reason for o in overrides if o not in refused and (reason := refusal([*groups, o]))}
-    rest = [o for o in overrides if o not in refused]
-    # a refused override leaves its key as it was: no further problem
-    keys = (*unknown, *(f"{o.split('=')[0]} is not set" for o in refused))
-    keys += ("loss=mix",) if any(parse_key(o).startswith("loss.weights") for o in refused) else ()  # adds up no pairs
     try:
-        problems = find_config_problems(hydra.compose("config", [*search, *rest]))
+        _compose([*search, *overrides])
+        return []
+    except COMPOSING:
+        pass  # Hydra stops at the first: which ones are they?
+    taken, refused = list(search), {}  # overrides so far; the keys of the others, and why
+    for override in sorted(overrides, key=lambda o: not _names_group(o, places)):  # groups first: they bring the keys
+        key = parse_key(override)
+        if key.startswith(tuple(f"{group}." for group in refused)):
+            continue  # it is not known whether the key exists
+        try:
+            _compose([*taken, override])
+            taken.append(override)
+        except COMPOSING as error:
+            refused[key] = _explain(override, error, places)
+    # what a refused override would have set is not known either
+    values = flatten(hydra.compose("config", taken)) | dict.fromkeys(refused, UNRESOLVED)
+    hidden = tuple(f"{group}." for group in refused)
+    values |= {key: UNRESOLVED for key in values if key.startswith(hidden)}
+    try:
+        return [*refused.values(), *find_problems_of_values(values, make_plan(values))]
     except InputError as error:  # the launcher's variables
-        problems = [str(error)]
-    return [*refused.values(), *(p for p in problems if not p.startswith(keys))]
+        return [*refused.values(), str(error)]
 
 
-def _find_unusable_files(line: CommandLine, directory: Path, own_configs: Path) -> Iterator[str]:
+def _compose(overrides: list[str]) -> DictConfig:
+    return hydra.compose("config", overrides, return_hydra_config=True)
+
+
+def _names_group(override: str, places: list[Path]) -> bool:
+    return any((place / parse_key(override)).is_dir() for place in places)
+
+
+def _find_unusable_files(line: CommandLine, directory: Path) -> Iterator[str]:
     """Find config files of a user that cannot be read, or would not be."""
     if not directory.is_dir():
         yield f"--config-dir {directory} is not a directory"
@@ -258,8 +257,8 @@ def _find_unusable_files(line: CommandLine, directory: Path, own_configs: Path) 
     for override in line.overrides:
         group, value = parse_key(override).partition("@")[0], override.partition("=")[2]
         for name in (f"{group}/{part}.yaml" for part in _split_sweep(override) or (value,)):
-            if (directory / name).is_file() and (own_configs / name).is_file():
-                yield f"{directory / name} would not be used, as there is a {own_configs.name}/{name}: rename it"
+            if (directory / name).is_file() and (CONFIG_DIR / name).is_file():
+                yield f"{directory / name} would not be used, as there is a config/{name}: rename it"
 
 
 class GuardedLoader(ConfigLoaderImpl):
@@ -272,9 +271,8 @@ class GuardedLoader(ConfigLoaderImpl):
         self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
     ) -> DictConfig:
         config = super().load_configuration(config_name, overrides, *args, **kwargs)
-        search = [override for override in overrides if parse_key(override) == SEARCH_PATH]
-        if search:
-            hydras = [o for o in overrides if parse_key(o).startswith("hydra") and o not in search]
+        if any(parse_key(override) == SEARCH_PATH for override in overrides):
+            hydras = [o for o in overrides if parse_key(o).startswith("hydra") and parse_key(o) != SEARCH_PATH]
             try:
                 plain = super().load_configuration(config_name, hydras, *args, **kwargs)
             except COMPOSING:  # they choose a file of the user

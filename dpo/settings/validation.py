@@ -269,7 +269,8 @@ def find_problems(values: Values, plan: Plan) -> list[str]:
     known = {k: value for k, value in values.items() if value is not UNRESOLVED and k != "dataset_sources"}
     in_order = sorted(known, key=lambda key: key.startswith("loss."))  # as --cfg job: model, then loss
     wrong = {key: problem for key in in_order if (problem := find_value_problem(key, known[key], keys))}
-    valid = {key: value for key, value in known.items() if key not in wrong or key.startswith(WEIGHTS)}
+    # an invalid weight counts all the same: whether a mix has pairs is another question
+    valid = {k: value for k, value in values.items() if k.startswith(WEIGHTS) or (k in known and k not in wrong)}
     broken = _find_broken(valid, plan, "error")
     return [
         *_find_absent(values),

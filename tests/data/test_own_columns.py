@@ -88,7 +88,7 @@ def test_a_target_is_recognized_under_sft_alone(present, columns):
 def test_where_the_prompt_is_and_which_words_are_not_used_is_told(row, given, told, sft_mode):
     columns = find_columns([row])
     recognized = recognize_columns(columns, given, name="mine", origin="rows.csv", sft_mode=sft_mode)
-    assert recognized.tell(given) == (told and f"columns {told}")
+    assert recognized.describe(given) == (told and f"columns {told}")
 
 
 @pytest.mark.parametrize(

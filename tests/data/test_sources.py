@@ -339,7 +339,7 @@ def test_a_hub_id_is_loaded_with_its_split_revision_and_cache(monkeypatch):
     assert data["a"]["responses"] == [" b", " c"]
     assert calls == [
         (("somebody/pairs",), {"split": "test", "cache_dir": "/cache", "revision": "v2"}),
-        (("somebody/pairs",), {"split": "train", "cache_dir": None}),
+        (("somebody/pairs",), {"split": "train", "cache_dir": None, "revision": None}),
     ]
 
 

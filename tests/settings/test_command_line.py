@@ -15,7 +15,7 @@ from dpo.system.redaction import redact
 
 
 def problems_of(*arguments: str) -> list[str]:
-    return find_problems(parse(["exp_name=x", "model.name_or_path=gpt2", *arguments]), ROOT / "config")
+    return find_problems(parse(["exp_name=x", "model.name_or_path=gpt2", *arguments]))
 
 
 @pytest.mark.parametrize(

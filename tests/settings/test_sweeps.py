@@ -12,7 +12,7 @@ from support.runs import ROOT, run_python, train
 
 from dpo.settings.command_line import parse
 from dpo.settings.files import help_text
-from dpo.settings.sweeps import LONGEST_NAME, Job, as_table, report, summarize
+from dpo.settings.sweeps import LONGEST_NAME, Job, Sweep
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,12 @@ def log(directory, *lines: dict) -> None:
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def sweep_of(folder, *overrides: list[str]) -> Sweep:
+    sweep = Sweep()
+    sweep.folder, sweep.jobs = folder, [Job(number, varied) for number, varied in enumerate(overrides)]
+    return sweep
+
+
 def evaluation(examples: int, **metrics: float | None) -> dict:
     return {"split": "eval", "examples": examples, "updates": 1} | metrics
 
@@ -60,10 +66,11 @@ def test_the_best_evaluation_is_the_highest_accuracy_or_the_lowest_loss_after_tr
     dpo = [evaluation(n, **{accuracy: a, "loss/eval": 1.0}) for n, a in ((0, 0.9), (8, 0.5), (16, 0.75), (24, None))]
     log(tmp_path / "dpo", {"split": "train", "examples": 4, accuracy: 1.0}, *dpo)
     log(tmp_path / "sft", *(evaluation(n, **{"loss/eval": a}) for n, a in ((0, 1.0), (8, 3.0), (16, 2.0))))
-    jobs = [Job(0, ["loss=dpo"], tmp_path / "dpo", finished=True), Job(1, ["loss=sft"], tmp_path / "sft")]
-    jobs.append(Job(2, ["lr=1"], tmp_path / "nothing"))
+    sweep = sweep_of(tmp_path / "sweep", ["loss=dpo"], ["loss=sft"], ["lr=1"])
+    for job, name in zip(sweep.jobs, ("dpo", "sft", "nothing"), strict=True):
+        job.directory, job.is_finished = tmp_path / name, name == "dpo"
 
-    report(jobs, tmp_path / "sweep")
+    sweep.report()
 
     found = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert [(f["metric"], f["best"], f["examples"]) for f in found] == [
@@ -77,7 +84,7 @@ def test_the_best_evaluation_is_the_highest_accuracy_or_the_lowest_loss_after_tr
     assert lines[3].endswith(f"{tmp_path}/nothing (not finished)")
     assert len({line.index(str(tmp_path)) for line in lines[1:4]}) == 1  # aligned
     assert lines[4] == f"the same in {tmp_path}/sweep/sweep.json"
-    assert as_table([summarize(jobs[0])]).splitlines()[1].startswith("0    loss=dpo")
+    assert lines[1].startswith("0    loss=dpo")
 
 
 def test_a_table_that_cannot_be_written_and_a_line_that_was_cut_off_cost_nothing(tmp_path, capsys):
@@ -85,7 +92,9 @@ def test_a_table_that_cannot_be_written_and_a_line_that_was_cut_off_cost_nothing
     with (tmp_path / "job" / "metrics.jsonl").open("a") as file:
         file.write('{"split": "eval", "exam')
     (tmp_path / "file").touch()
-    report([Job(0, ["lr=1"], tmp_path / "job")], tmp_path / "file")
+    sweep = sweep_of(tmp_path / "file", ["lr=1"])
+    sweep.jobs[0].directory = tmp_path / "job"
+    sweep.report()
     said = capsys.readouterr().out
     assert "loss/eval 2 after 8 examples" in said
     assert f"warning: {tmp_path}/file/sweep.json cannot be written: " in said

@@ -30,4 +30,4 @@ def find_refusals(command: str) -> list[str]:
             pass
         else:
             return find_config_problems(config)
-    return find_problems(line, CONFIG_DIR)
+    return find_problems(line)
