@@ -40,18 +40,8 @@ def get_own(
     found = recognized.used
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"
-        fields = {
-            ours: _as_messages(get_field(row, theirs, where, (str, list, dict)), where)
-            for ours, theirs in found.items()
-            if ours != "input"
-        }
-        prompt, responses = fields.get("prompt"), [field for ours, field in fields.items() if ours != "prompt"]
-        if "input" in found and row.get(found["input"]) not in (None, ""):
-            prompt = "\n\n".join(get_field(row, found[ours], where) for ours in ("prompt", "input"))
+        prompt, responses = _read_fields(row, found, where)
         chat = isinstance(responses[0], list)
-        if any(isinstance(response, list) != chat for response in responses) or (isinstance(prompt, list) and not chat):
-            kinds = (f"{found[ours]} is {'text' if isinstance(f, str) else 'a chat'}" for ours, f in fields.items())
-            raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
         if data is None:
             data = PreferenceData(truncation_mode="keep_start", rendered=chat)
         elif data.rendered != chat:
@@ -81,6 +71,20 @@ def get_own(
     if note := recognized.describe(columns):
         data.notes.append(f"{origin}: {note}")
     return data
+
+
+def _read_fields(row: Mapping[str, Any], found: Mapping[str, str], where: str) -> tuple[Any, list[Any]]:
+    """The prompt, or None, and the responses of a record: all text, or all chat messages."""
+    texts = {ours: theirs for ours, theirs in found.items() if ours != "input"}
+    fields = {k: _as_messages(get_field(row, theirs, where, (str, list, dict)), where) for k, theirs in texts.items()}
+    prompt, responses = fields.get("prompt"), [field for ours, field in fields.items() if ours != "prompt"]
+    if "input" in found and row.get(found["input"]) not in (None, ""):  # below an instruction, as in Alpaca
+        prompt = "\n\n".join(get_field(row, found[ours], where) for ours in ("prompt", "input"))
+    chat = isinstance(responses[0], list)
+    if any(isinstance(response, list) != chat for response in responses) or (isinstance(prompt, list) and not chat):
+        kinds = (f"{found[ours]} is {'text' if isinstance(f, str) else 'a chat'}" for ours, f in fields.items())
+        raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
+    return prompt, responses
 
 
 def _as_messages(field: Any, where: str) -> str | list[Any]:

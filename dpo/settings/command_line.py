@@ -29,8 +29,7 @@ from dpo.settings.choices import explain_unknown
 from dpo.settings.files import ABSENT, CONFIG_DIR, UNRESOLVED, dotted, flatten, help_text, load_file
 from dpo.settings.keys import KEYS
 from dpo.settings.plan import make_plan
-from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_value_problem
-from dpo.settings.validation import find_problems as find_problems_of_values
+from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_problems, find_value_problem
 from dpo.system.plain_files import check_readable
 from dpo.system.rank_env import is_rank_0
 from dpo.system.redaction import redact, secrets_in
@@ -113,7 +112,7 @@ def check_command_line(arguments: list[str]) -> list[str]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends like any other tool
         print(help_text())
         sys.exit(0)
-    exit_on(find_problems(line))
+    exit_on(find_line_problems(line))
     hydra._internal.hydra.ConfigLoaderImpl = GuardedLoader
     return line.arguments
 
@@ -168,17 +167,17 @@ def _with_paths(overrides: list[str]) -> list[str]:
     ]
 
 
-def find_problems(line: CommandLine) -> list[str]:
+def find_line_problems(line: CommandLine) -> list[str]:
     """List the problems of a command line, one sentence each.
 
     The config's values are checked only if an override cannot be applied: else `main` checks those of every job."""
-    problems = _find_problems(line)
+    problems = _find_all_problems(line)
     for secret in (text for text in secrets_in(line.overrides) if len(text) > 3):  # or it would be in any word
         problems = [problem.replace(secret, "REDACTED") for problem in problems]
     return problems
 
 
-def _find_problems(line: CommandLine) -> list[str]:
+def _find_all_problems(line: CommandLine) -> list[str]:
     if torn := next((o for o in line.overrides if o.startswith("=")), None):
         before = next((a for a, b in itertools.pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
         return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
@@ -232,7 +231,7 @@ def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -
     hidden = tuple(f"{group}." for group in refused)
     values |= {key: UNRESOLVED for key in values if key.startswith(hidden)}
     try:
-        return [*refused.values(), *find_problems_of_values(values, make_plan(values))]
+        return [*refused.values(), *find_problems(values, make_plan(values))]
     except InputError as error:  # the launcher's variables
         return [*refused.values(), str(error)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 
 import pytest
 import yaml
@@ -130,8 +129,6 @@ def test_columns_are_given_on_the_command_line_beside_or_with_the_place(command,
     report = json.loads((tmp_path / "run" / "preflight.json").read_text())
     assert report["test"]["joined_words"] == 4
     assert report["train"]["joined_example"].endswith("?No.")
-    whole = f"dataset_sources.mine={{path: {file}, columns: {columns}}}"
-    assert train(*command("other", *own[:2], whole)).returncode == 0
 
 
 # without pairs, for SFT
@@ -245,8 +242,6 @@ def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):
     assert refused.returncode == 2
     assert f"{file} has no chosen and rejected, which a loss of pairs needs" in refused.stderr
     assert "'dataset_sources.my_rows.columns={prompt: question, chosen: COLUMN, rejected: COLUMN}'" in refused.stderr
-    swapped = "dataset_sources.my_rows.columns={prompt: answer, completion: question}"
-    assert "54 examples" in train(*command("swapped", "loss=sft", f"datasets={file}", swapped, "dry_run=true")).stdout
 
 
 # null
@@ -268,13 +263,10 @@ def test_a_prompt_that_other_records_have_is_not_taken_from_what_the_responses_s
     assert list(get_own([without], "mine", tokenizer)) == ["Q:"]
 
 
-def test_an_empty_cell_of_a_table_is_an_empty_text_and_is_counted(command, tmp_path):
+def test_an_empty_cell_of_a_table_is_an_empty_text_except_for_a_prompt(tmp_path):
     file = tmp_path / "rows.csv"
-    file.write_text("prompt,chosen,rejected\n" + "".join(f"{i}:, yes,{' no' * (i > 4)}\n" for i in range(40)))
-    result = train(*command("run", f"datasets={file}", "dry_run=true"))
-    train_split, test_split = (line for line in result.stdout.splitlines() if line.startswith(("train: ", "test: ")))
-    counts = [int(n) for n in re.findall(r"(\d+) with an empty response", train_split + test_split)]
-    assert sum(counts) == 5, result.stdout
+    file.write_text("prompt,chosen,rejected\na:, yes,\n")
+    assert get_own(load_rows(Source(str(file)), "train"), "rows", None)["a:"]["responses"] == [" yes", ""]
     file.write_text("prompt,chosen,rejected\n,a,b\n")
     with pytest.raises(InputError, match="record 1 of rows: the prompt is empty"):
         get_own(load_rows(Source(str(file)), "train"), "rows", None)

@@ -48,17 +48,7 @@ def test_a_directory_holds_one_file_per_split_in_any_format(tmp_path, suffix):
     write(tmp_path / f"test{suffix}", ROWS[:1])
     assert list(load_rows(Source(str(tmp_path)), "train")) == ROWS
     assert list(load_rows(Source(str(tmp_path)), "test")) == ROWS[:1]
-
-
-@pytest.mark.parametrize("suffix", [*SUFFIXES, ""], ids=lambda suffix: suffix or "save_to_disk")
-def test_every_format_gives_the_same_prompts_and_the_same_held_out_ones(tmp_path, suffix):
-    rows = [{"prompt": f"{i}:", "chosen": f' "{i}",\nyes', "rejected": f" {i}\tno é"} for i in range(20)]
-    expected = {"mine": str(write_rows(tmp_path / "expected.jsonl", rows))}
-    write(tmp_path / f"rows{suffix}", rows)
-
-    for split in ("train", "test"):
-        data = get_dataset("mine", split, dataset_sources={"mine": str(tmp_path / f"rows{suffix}")})
-        assert data == get_dataset("mine", split, dataset_sources=expected)
+    assert list(load_rows(Source(str(tmp_path / f"train{suffix}")), "test")) == ROWS  # one file is both splits
 
 
 def test_a_saved_dataset_dict_has_its_splits(tmp_path):
@@ -292,23 +282,6 @@ def test_a_path_that_is_not_there_or_not_data_is_an_error(tmp_path):
     (tmp_path / "notes.txt").write_text("{}")
     with pytest.raises(InputError, match=r"notes\.txt is not one of \*\.jsonl"):
         load_rows(Source(str(tmp_path / "notes.txt")), "train")
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("somebody/pairs", Source("somebody/pairs")),
-        ({"path": "somebody/pairs", "revision": "v2"}, Source("somebody/pairs", "v2")),
-    ],
-)
-def test_a_source_is_a_place_with_an_optional_revision(value, expected):
-    assert Source.parse("mine", value) == expected
-
-
-@pytest.mark.parametrize("value", ["", 7, {"revision": "v2"}, {"path": "somebody/pairs", "split": "train"}])
-def test_a_source_of_another_shape_is_an_error(value):
-    with pytest.raises(InputError, match=r"dataset_sources\.mine=.* must be a directory, file or Hub id"):
-        Source.parse("mine", value)
 
 
 @pytest.mark.parametrize("path", ["./pairs", "/data/pairs", "~/pairs", "data/mine/pairs", "mine/pairs.jsonl"])

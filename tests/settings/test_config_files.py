@@ -203,13 +203,14 @@ def test_the_run_directory_is_named_after_user_experiment_and_time_and_composing
     assert [p.name for p in tmp_path.rglob("*")] == ["second"]
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if not key.startswith("loss.weights.")])  # read as a mapping
-def test_every_key_is_read_by_the_code(key):
-    leaf = key.split(".")[-1]
+def test_every_key_is_read_by_the_code():
     files = [*ROOT.glob("*.py"), *(ROOT / "dpo").rglob("*.py")]
     sources = "".join(f.read_text() for f in files if f.stem not in ("keys", "validation", "resume"))
     options = "".join(f.read_text() for f in files if f.parent.name == "losses")
-    assert re.search(rf"\.{leaf}\b|[\"']{key}[\"']", sources) or re.search(rf"\b{leaf}: (float|bool|str)", options)
+    names = {*re.findall(r"\.(\w+)\b", sources), *re.findall(r"\b(\w+): (?:float|bool|str)", options)}
+    named = set(re.findall(r"[\"']([\w.]+)[\"']", sources))
+    unread = [key for key in KEYS if key.rpartition(".")[2] not in names and key not in named]
+    assert [key for key in unread if not key.startswith("loss.weights.")] == []  # read as a mapping
 
 
 def test_aliases_lead_to_keys_and_are_no_keys():

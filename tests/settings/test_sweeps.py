@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import time
 
 import pytest
 import yaml
-from support.runs import ROOT, run_python, train
+from support.runs import train
 
 from dpo.settings.command_line import parse
-from dpo.settings.files import help_text
 from dpo.settings.sweeps import LONGEST_NAME, Job, Sweep
 
 
@@ -100,6 +98,7 @@ def test_a_table_that_cannot_be_written_and_a_line_that_was_cut_off_cost_nothing
     assert f"warning: {tmp_path}/file/sweep.json cannot be written: " in said
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_sweep_writes_nothing(command, tmp_path):
     result = train("-m", *command("sweep", "seed=0,1", "dry_run=true", f"hydra.sweep.dir={tmp_path}/hydra"))
     assert result.returncode == 0, result.stderr
@@ -152,23 +151,3 @@ def test_a_sweep_that_ends_early_has_its_table_too_and_without_a_directory_names
     found = json.loads((tmp_path / "hydra" / "sweep.json").read_text())
     assert [job["finished"] for job in found] == [True, False]
     assert result.stdout.splitlines()[-2].endswith("(not finished)")
-
-
-def test_help_shows_every_keys_comment_quickly_and_without_torch():
-    start = time.monotonic()
-    result = run_python("-X", "importtime", str(ROOT / "train.py"), "--help", "loss=dpo")
-    assert time.monotonic() - start < 1.5
-    assert result.returncode == 0
-    assert not re.search(r"\| +(torch|transformers|datasets|wandb)$", result.stderr, re.MULTILINE)
-    assert result.stdout == f"{help_text()}\n"
-    for file in ("config.yaml", "model/blank_model.yaml", "loss/dpo.yaml", "loss/ipo.yaml"):
-        text = (ROOT / "config" / file).read_text().split("\ndefaults:")[0]
-        shown = [line.strip() for line in result.stdout.splitlines()]
-        assert [line for line in text.splitlines() if line.strip() not in shown] == []
-    assert "  # how strongly the policy is held to the reference; 0.1 to 0.5 are usual\n  beta: ???" in result.stdout
-
-
-def test_an_option_of_a_group_that_is_swept_is_taken_though_the_default_has_it_not():
-    line = parse(["-m", "loss=dpo,ipo", "loss.beta=0.1", "seed=1"])
-    assert line.arguments[1:-1] == ["loss=dpo,ipo", "++loss.beta=0.1", "seed=1"]
-    assert "loss.beta=0.1,0.2" in parse(["-m", "loss=dpo,ipo", "loss.beta=0.1,0.2"]).arguments
