@@ -1,4 +1,4 @@
-"""Entry point: compose and validate the config, create the run directory, load models, train.
+"""Entry point: compose and validate the config, then train.
 
     python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft
     python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST datasets=[hh] exp_name=dpo
@@ -84,7 +84,7 @@ def main(config: DictConfig) -> None:
 
 
 def run(config: DictConfig) -> None:
-    """Train according to a validated config, in as many processes as it asks for."""
+    """Train by a validated config, in the processes it asks for."""
     OmegaConf.resolve(config)
     place_datasets(config)
     config.local_run_dir = os.path.expanduser(config.local_run_dir)
@@ -107,7 +107,7 @@ def run(config: DictConfig) -> None:
 
 
 def describe(config: DictConfig) -> str:
-    """A config's differences from the defaults in `config/`, and the file with the whole config."""
+    """A config's differences from the defaults, and where all of it is."""
     values, options = redact(OmegaConf.to_container(config)), options_in(config)
     run_dir = values.pop("local_run_dir")
     chosen = ", ".join(f"{group}={option}" for group, option in options.items() if option != "none")
@@ -116,7 +116,10 @@ def describe(config: DictConfig) -> str:
 
 
 def dry_run(plan: Plan) -> None:
-    """Print the work and the memory of a run. Raises InputError as the run would, and writes nothing."""
+    """Print the work and the memory of a run.
+
+    Raises InputError as the run would, and writes nothing.
+    """
     from dpo.checkpoint.resume import check_inputs, look_at_run
     from dpo.models.layouts import Padded
     from dpo.models.loading import check_parts, find_model_config
@@ -145,7 +148,7 @@ def dry_run(plan: Plan) -> None:
 
 
 def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None = None) -> None:
-    """Find the run's state, load data and models, and train, in one process.
+    """Open the run, then load and train, in one process.
 
     `models` are the policy and the reference, if they are loaded already.
     """
@@ -164,7 +167,7 @@ def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any]
 
 
 def work_in(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: tuple[Any, Any] | None) -> None:
-    """The rest of `work`, in the run's directory, which rank 0 has opened and locked."""
+    """The rest of `work`, in the directory that rank 0 has locked."""
     silence_bitsandbytes()  # set_seed's module imports PEFT
     from transformers import set_seed
 
@@ -200,7 +203,7 @@ def work_in(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: 
 
 
 def read_data(plan: Plan, *, silent: bool = False) -> TrainingData:
-    """Load the data of a run; warn if its length does not suit the warm-up."""
+    """Load the data of a run, and warn about its warm-up."""
     from dpo.training.optimization import find_warmup_warnings
     from preference_datasets import load_data
 
@@ -218,7 +221,6 @@ def train(
     models: tuple[Any, Any] | None,
     resume_from: Path | None,
 ) -> None:
-    """Load the models, unless they are given, and train."""
     from dpo.models.loading import find_following, model_loaders
     from dpo.models.weights import load_archive
     from dpo.training.memory import explaining_out_of_memory
@@ -251,9 +253,9 @@ def train(
 
 
 def export_last(rank: int, plan: Plan) -> None:
-    """Export a complete run's last checkpoint to its `hf`, on rank 0, if wanted and not done yet.
+    """Export a complete run's last checkpoint, if wanted and not yet done.
 
-    Prints a warning if that fails.
+    Rank 0 writes it to the checkpoint's `hf`, and prints a warning if that fails.
     """
     if not plan.run.export or plan.run.debug:
         return
@@ -280,14 +282,12 @@ def export_last(rank: int, plan: Plan) -> None:
 
 
 def find_trainer(plan: Plan) -> Any:
-    """The class of a plan's trainer."""
     import trainers
 
     return trainers.TRAINERS[plan.trainer.name]
 
 
 def hide_progress_bars() -> None:
-    """Hide the progress bars of the libraries' downloads and conversions."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -295,7 +295,6 @@ def hide_progress_bars() -> None:
 
 
 def set_up_torch(plan: Plan) -> None:
-    """Set torch's numerical settings for a run."""
     from dpo.system import arithmetic
 
     compiles = plan.training.compile or plan.model.attn_implementation == "flex_attention"
@@ -308,11 +307,11 @@ def set_up_torch(plan: Plan) -> None:
 def worker_main(
     rank: int, world_size: int, config: DictConfig, policy: nn.Module, reference_model: nn.Module | None = None
 ) -> None:
-    """Join the other processes, train and save, in one process with loaded models, as in the reference implementation.
+    """Train loaded models, in this process or together with others.
 
-    Several are started with `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N, config, policy, reference))`
-    and meet at `config.fsdp_port`. Keys that the config lacks get the defaults of `config/`. Raises InputError for a
-    config that cannot run.
+    It is the reference implementation's function. Processes are started with `torch.multiprocessing.spawn(worker_main,
+    nprocs=N, args=(N, config, policy, reference))` and meet at `config.fsdp_port`. Keys that the config lacks get the
+    defaults of `config/`. Raises InputError for a config that cannot run.
     """
     import torch
 

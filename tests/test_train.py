@@ -1,4 +1,4 @@
-"""The command line: what it accepts, how it refuses, and what a run leaves behind.
+"""The command line: what it accepts and refuses, what a run leaves.
 
 `train` and `run_python` are subprocesses; `main` is the same script in this process, for what does not need its own.
 """
@@ -87,7 +87,7 @@ def main(monkeypatch, capsys):
 
 @pytest.fixture
 def trained(main, data, tmp_path):
-    """The directory of a finished run on `data` with a few overrides, and what it printed."""
+    """The directory and the output of a finished run on `data`."""
 
     def call(*overrides: str, run: str = "run") -> tuple[Path, str]:
         silent = ("sample_during_eval=false", "self_test=false", "do_first_eval=false")

@@ -1,7 +1,7 @@
-"""Recognition of columns of own data, by the config, or by name where exactly one fits.
+"""Recognition of own data's columns, by the config or by name.
 
-Sees the names of columns and the kind of text that they hold, never a record. Reports used and unused columns, and
-refuses those that do not fit.
+A name counts where exactly one column fits. Sees the names of columns and the kind of text that they hold, never a
+record. Reports used and unused columns, and refuses those that do not fit.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ class ColumnsError(InputError):
 
 
 class Columns(NamedTuple):
-    """Recognized columns of the records, and unused ones that could be a prompt."""
+    """Recognized columns, and unused ones that could be a prompt."""
 
     used: dict[str, str]  # our names to those of the records
     unused: list[str]  # those with prose or messages; ids, numbers and labels need no message
 
     def describe(self, given: Mapping[str, str]) -> str:
-        """A message on guessed and unused columns; empty if all names are ours or `given`, and all are used."""
+        """A note on guessed and unused columns, if there are any.
+
+        Those with our names, or `given`, are not guessed.
+        """
         shared = "chosen" in self.used and "prompt" not in self.used
         guessed = self.used.items() - given.items() - {(ours, ours) for ours in self.used}
         if not (shared or guessed or self.unused):
@@ -62,7 +65,10 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _kind(values: Sequence[Any]) -> str:
-    """`DIALOGUE` if each begins with its prompt, as HH's do; `PROSE` if any has words or messages."""
+    """The kind of a column's values.
+
+    `DIALOGUE` if each begins with its prompt, as HH's do; `PROSE` if any has words or messages.
+    """
     if values and all(map(_begins_with_prompt, values)):
         return DIALOGUE
     return PROSE if any(map(_is_prose, values)) else OTHER
@@ -76,7 +82,7 @@ def _begins_with_prompt(value: Any) -> bool:
 
 
 def _is_prose(value: Any) -> bool:
-    """Return whether a value is messages or words; an id, number, date or label lacks letters or spaces."""
+    """Return whether a value is messages, or words with letters."""
     if isinstance(value, str):
         return any(map(str.isalpha, value)) and (len(value.split()) > 1 or not value.isascii())
     return is_message(value) or (isinstance(value, list) and any(map(is_message, value)))
@@ -85,12 +91,12 @@ def _is_prose(value: Any) -> bool:
 def recognize_columns(
     present: Mapping[str, str], given: Mapping[str, str], *, name: str, origin: str, sft_mode: bool
 ) -> Columns:
-    """Recognize the columns of a pair, or under SFT also of a prompt with its completion, or of messages.
+    """Recognize the columns of a pair, or of an SFT target.
 
-    `given` has the columns that the config names for dataset `name`. A pair's prompt may be missing if chosen and
-    rejected hold it: if they are dialogues, if nothing else could be a prompt, or if the config names these two alone.
-    `input` goes below a prompt that is an instruction. Raises ColumnsError, with the fix, if none or several columns
-    fit.
+    Under SFT a prompt with its completion, and messages, count too. `given` has the columns that the config names for
+    dataset `name`. A pair's prompt may be missing if chosen and rejected hold it: if they are dialogues, if nothing
+    else could be a prompt, or if the config names these two alone. `input` goes below a prompt that is an instruction.
+    Raises ColumnsError, with the fix, if none or several columns fit.
     """
     _check_given(present, given, name, origin)
     fitting = {ours: [given[ours]] if ours in given else _find(ours, present, given) for ours in COLUMNS}
@@ -134,7 +140,6 @@ def _explain_missing(
     origin: str,
     sft_mode: bool,
 ) -> str:
-    """Message on the columns that a loss needs, those present, and the fix."""
     listed = f"the columns are {', '.join(present)}"
     if not sft_mode:
         missing = " and ".join(ours for ours in ("chosen", "rejected") if not fitting[ours])
@@ -171,7 +176,7 @@ def _check_given(present: Iterable[str], given: Mapping[str, str], name: str, or
 
 
 def _find(ours: str, present: Iterable[str], given: Mapping[str, str]) -> list[str]:
-    """Columns that fit one of our names: the one with that name, else all with one of its other names."""
+    """Columns with one of our names, else with its other names."""
     free = [column for column in present if column not in given.values()]
     if ours in free:
         return [ours]
@@ -180,7 +185,6 @@ def _find(ours: str, present: Iterable[str], given: Mapping[str, str]) -> list[s
 
 
 def _override(name: str, form: Sequence[str], fitting: Mapping[str, Sequence[str]]) -> str:
-    """The override to type, with the known columns filled in."""
     columns = (f"{ours}: {_quote(fitting[ours][0]) if fitting[ours] else 'COLUMN'}" for ours in form)
     return f"'dataset_sources.{name}.columns={{{', '.join(columns)}}}'"
 

@@ -1,4 +1,4 @@
-"""Counts of a run's data, taken while it is written, and what is printed about them before the run starts."""
+"""Counts of a run's data, taken while it is written, and described."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOKEN_COUNTS = (
 
 @dataclass(frozen=True)
 class SplitReport:
-    """Counts over the examples of a split: pairs, or SFT targets; lengths in tokens.
+    """Counts over the examples of a split; lengths in tokens.
 
     SFT targets have no counts of pairs. Counts that need token ids are over all examples, or over a random sample of a
     large split.
@@ -62,7 +62,7 @@ class SplitReport:
     token_digest: str = ""  # SHA-256 of the vocabulary and of these examples' token ids before truncation
 
     def describe(self, split: str) -> str:
-        """Paragraph to print: the size of the split, then the counts that are not 0."""
+        """The size of the split, then the counts that are not 0."""
         text = f"{split}: {count(self.examples, 'example')} of {count(self.prompts, 'prompt')}"
         text += self._list_counts(TEXT_COUNTS)
         if self.tokenized < self.examples:
@@ -90,7 +90,10 @@ class Preflight:
     epoch: int  # examples of an epoch: those of `train`, or its prompts if pairs are drawn for them
 
     def longest(self, max_length: int) -> int:
-        """Tokens of the longest prompt with one response, or `max_length` if not all were tokenized."""
+        """Tokens of the longest prompt with one response.
+
+        It is `max_length` if not all were tokenized.
+        """
         splits = (self.train, self.test)
         return max(s.longest for s in splits) if all(s.tokenized == s.examples for s in splits) else max_length
 
@@ -131,7 +134,7 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
 
 
 class SplitCounter:
-    """Counts a split: every text while its prompts are written, then the tokens of a sample."""
+    """Counts a split: all its texts, then the tokens of a sample."""
 
     def __init__(self, encode: TextEncoder) -> None:
         self.encode = encode
@@ -143,7 +146,10 @@ class SplitCounter:
         self._with_eos: dict[str, str] = {}  # texts with EOS, and their prompts
 
     def watch(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-        """Yield the prompts, counted. Raises InputError at their end if a text contains EOS."""
+        """Yield the prompts, counted.
+
+        Raises InputError at their end if a text contains EOS.
+        """
         eos, eos_id = self.encode.tokenizer.eos_token, self.encode.tokenizer.eos_token_id
         for prompt in prompts:
             form = find_format(prompt.text, rendered=prompt.rendered)
@@ -181,7 +187,7 @@ class SplitCounter:
             self._joined_example = self._joined_example or prompt.text[-40:] + joined[0][:40]
 
     def count_tokens(self, prompts: PromptTable, *, max_length: int, max_prompt_length: int) -> SplitReport:
-        """The report, with the tokens of at most `SAMPLE_SIZE` examples of the stored prompts.
+        """The report, with the tokens of at most `SAMPLE_SIZE` examples.
 
         The other texts are tokenized in the background during training.
         """
@@ -226,7 +232,7 @@ def _are_joined(prompt: str, response: str) -> bool:
 
 
 def _sample_examples(counts: np.ndarray) -> list[tuple[int, int]]:
-    """Ids of all examples, or of a random sample, in no order; `counts` has the examples of each prompt."""
+    """Ids of all examples, or of a random sample, in no order."""
     ends = np.cumsum(counts)
     drawn: Sequence[int] = range(int(counts.sum()))
     if len(drawn) > SAMPLE_SIZE:

@@ -1,4 +1,4 @@
-"""Custom data: converts records of text or chat messages to prompts with pairs or SFT targets."""
+"""Custom data: records of text or messages to pairs and targets."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def get_own(
 
 
 def _read_fields(row: Mapping[str, Any], found: Mapping[str, str], where: str) -> tuple[Any, list[Any]]:
-    """The prompt, or None, and the responses of a record: all text, or all chat messages."""
+    """The prompt, or None, and the responses; all text or all chats."""
     texts = {ours: theirs for ours, theirs in found.items() if ours != "input"}
     fields = {k: _as_messages(get_field(row, theirs, where, (str, list, dict)), where) for k, theirs in texts.items()}
     prompt, responses = fields.get("prompt"), [field for ours, field in fields.items() if ours != "prompt"]
@@ -88,7 +88,7 @@ def _read_fields(row: Mapping[str, Any], found: Mapping[str, str], where: str) -
 
 
 def _as_messages(field: Any, where: str) -> str | list[Any]:
-    """A text as it is; one message or several as a list of `{role, content}`, also from ShareGPT's form."""
+    """A text as it is, or messages of either form as ours."""
     if isinstance(field, str):
         return field
     field = field if isinstance(field, list) else [field]
@@ -126,7 +126,6 @@ def _common_start(*texts: str) -> str:
 def _split_messages(
     prompt: str | Messages | None, responses: Sequence[Messages], tokenizer: Any, where: str
 ) -> tuple[Messages, list[Messages]]:
-    """Messages of the prompt and of each response."""
     for messages in (prompt, *responses):
         for message in messages if isinstance(messages, list) else ():
             get_field(message, "role", where)
@@ -143,7 +142,7 @@ def _split_messages(
 
 
 def _shared_messages(dialogues: Sequence[Messages]) -> Messages:
-    """Messages with which all dialogues begin; each dialogue keeps at least one after them."""
+    """Messages with which all dialogues begin, except the last of each."""
     shared = []
     for messages in zip(*(dialogue[:-1] for dialogue in dialogues), strict=False):
         if any(message != messages[0] for message in messages):
@@ -153,7 +152,6 @@ def _shared_messages(dialogues: Sequence[Messages]) -> Messages:
 
 
 def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, where: str) -> list[str]:
-    """Render the prompt and each response as text."""
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"{where} holds chat messages, but the tokenizer has no chat template: name one that has, as "
@@ -173,6 +171,6 @@ def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, whe
 
 
 def _without_final_eos(text: str, eos: str | None) -> str:
-    """Drop the EOS with which some templates end a turn: tokenization appends EOS to every response."""
+    """Drop the EOS that ends a turn: tokenization appends one."""
     stripped = text.rstrip()
     return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text

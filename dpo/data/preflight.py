@@ -1,4 +1,7 @@
-"""The preflight: finds or builds a run's data before it starts, and refuses data that it cannot train on."""
+"""The preflight: finds or builds a run's data before it starts.
+
+It refuses data that the run cannot train on.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ Identify = Callable[..., Any]  # a JSON value that changes with a dataset's cont
 
 @dataclass
 class TrainingData:
-    """Data of a trainer: the prompts of both splits, their tokenizer, and the preflight."""
+    """A trainer's data: prompts of both splits, their tokenizer and counts."""
 
     tokenizer: Any
     encode: TextEncoder
@@ -41,7 +44,10 @@ class TrainingData:
 
     @property
     def n_examples(self) -> int:
-        """Number of examples of both splits, of which each has a number: first those of `train`, then of `test`."""
+        """Number of examples of both splits.
+
+        Each has a number: first those of `train`, then those of `test`.
+        """
         return int(self.train.counts.sum() + self.test.counts.sum())
 
     @property
@@ -73,7 +79,7 @@ class TrainingData:
 
 
 class DatasetOptions(NamedTuple):
-    """The settings that the content of a table depends on, with the datasets themselves and the tokenizer."""
+    """The settings that the content of a table depends on."""
 
     names: list[str]
     dataset_sources: Mapping[str, Any]
@@ -92,7 +98,10 @@ def build_table(
     cache_dir: str | None,
     silent: bool,
 ) -> dict[str, Any]:
-    """Write both splits to a directory, and count them. Raises InputError for data that is unusable."""
+    """Write both splits to a directory, and count them.
+
+    Raises InputError for data that is unusable.
+    """
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
     for split in SPLITS:
         prompts = iterate_prompts(
@@ -120,7 +129,10 @@ def build_table(
 def make_key(
     options: DatasetOptions, tokenizer: Any, get_dataset: GetDataset, identify: Identify, cache_dir: str | None
 ) -> str | None:
-    """Name of a table, by everything that it is made from; None if a source cannot be identified."""
+    """Name of a table, a digest of everything it is made from.
+
+    None if a source cannot be identified.
+    """
     datasets = [identify(name, cache_dir, options.dataset_sources) for name in options.names]
     encodes, loader = identify_tokenizer(tokenizer), inspect.unwrap(get_dataset)
     if None in datasets or encodes is None or not inspect.isfunction(loader):
@@ -144,10 +156,10 @@ def prepare_data(
     scratch: Path | None = None,
     silent: bool,
 ) -> tuple[Path, dict[str, Any]]:
-    """Find the table of the data in `folder`, or build it, in `scratch` if given; its facts.
+    """Find or build the table of the data; return its facts too.
 
-    Prints what the loaders have to say unless `silent`. Raises InputError for data that is unusable or too little; the
-    batch size that it suggests is a multiple of `batch_parts`.
+    It is in `folder`; a new one goes to `scratch` if given. Prints what the loaders have to say unless `silent`. Raises
+    InputError for data that is unusable or too little; the batch size that it suggests is a multiple of `batch_parts`.
     """
 
     def find_key() -> str | None:
@@ -177,10 +189,10 @@ def prepare_data(
 
 
 def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent: bool = False) -> TrainingData:
-    """Load the data of a run: tokenizer, prompts of both splits and the preflight.
+    """Load the data of a run.
 
-    `get_dataset` loads a dataset by name, and `identify` tells its states apart. Every process of a run must call
-    this: one per machine finds or builds the table, and all of them map it.
+    `get_dataset` loads a dataset by name, and `identify` tells its states apart. Every process of a run must call this:
+    one per machine finds or builds the table, and all of them map it.
     """
     if not silent:
         print(f"reading the data of {', '.join(plan.data.datasets)}", flush=True)
@@ -223,7 +235,10 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
 
 
 def find_chat_warnings(tokenizer: Any, formats: Mapping[str, str]) -> list[str]:
-    """A warning if the tokenizer has a chat template and a dataset is text; `formats` has each dataset's."""
+    """A warning if a chat model's tokenizer gets text, not messages.
+
+    `formats` has each dataset's form.
+    """
     names = [name for name, form in formats.items() if form != CHAT]
     if not names or not getattr(tokenizer, "chat_template", None):
         return []

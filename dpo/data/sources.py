@@ -1,6 +1,7 @@
-"""Sources of records: files, directories, datasets saved to disk, the Hub. Knows no dataset's columns.
+"""Sources of records: files, directories, saved datasets, the Hub.
 
-`datasets` and pyarrow are imported where they are used: they take half a second, and text files need neither.
+They know no dataset's columns. `datasets` and pyarrow are imported where they are used: they take half a second, and
+text files need neither.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Mapping[str, Any]]:
-    """Load the records of a split, or all of a source without splits. Raises InputError if there are none."""
+    """Load the records of a split, or of a source without splits.
+
+    Raises InputError if there are none.
+    """
     path = source.local
     if path is None:
         return _load_from_hub(source, split, cache_dir)
@@ -52,9 +56,11 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
 
 
 def identify_source(source: Source, cache_dir: str | None = None) -> Any:
-    """A JSON value that changes with a source: files with their sizes and times, or the Hub's fingerprint.
+    """A JSON value that changes with a source; None without one.
 
-    None if it has none. The time of the last change (ctime) is set by every write, whatever a program restores."""
+    It has files with their sizes and times, or the Hub's fingerprint. The time of the last change (ctime) is set by
+    every write, whatever a program restores.
+    """
     path = source.local
     if path is None:
         fingerprint = getattr(_load_from_hub(source, "train", cache_dir), "_fingerprint", None)
@@ -70,9 +76,11 @@ def identify_source(source: Source, cache_dir: str | None = None) -> Any:
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """Find the files of a split, in the folder or its `data/`, as on the Hub.
+    """Find the files of a split, in the folder or its `data/`.
 
-    They are `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` or a saved `SPLIT`. Raises InputError for none or several sets."""
+    They are `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved `SPLIT`. Raises InputError for none or
+    several sets.
+    """
     names = SPLIT_NAMES.get(split, (split,))
     held = [entry for place in (folder, folder / "data") if place.is_dir() for entry in sorted(place.iterdir())]
     for name in names:
@@ -98,7 +106,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 
 
 def _offer(held: Sequence[Path]) -> str:
-    """Suggest files for both splits: the train split if present, and never one named like a test split."""
+    """Suggest a file for both splits, never one of a test split."""
     data = [entry for entry in held if find_suffix(entry.name) and entry.is_file() and entry.name not in METADATA]
     stems = {entry: entry.name.split(".")[0] for entry in (*data, *(e for e in held if (e / SAVED).is_file()))}
     whole = [entry for entry, stem in stems.items() if stem in SPLIT_NAMES["train"]]
@@ -110,10 +118,7 @@ def _offer(held: Sequence[Path]) -> str:
 
 
 def _read(file: Path) -> list[Mapping[str, Any]]:
-    """Read the records of a file, or of a directory that `datasets` has saved.
-
-    Raises InputError for one that cannot be read, or holds something else.
-    """
+    """Read the records of a file or of a saved dataset."""
     try:
         rows = _read_records(file)
     except UnicodeDecodeError as error:
@@ -153,7 +158,6 @@ def _read_records(file: Path) -> list[Any]:
 
 
 def _parse_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
-    """Parse one JSON value per line."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -164,7 +168,7 @@ def _parse_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
 
 
 def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
-    """Parse a JSON list of records, an object that holds one, or JSON lines."""
+    """Parse a list of records, an object with one, or JSON lines."""
     text = lines.read()
     if not text.strip():
         return
@@ -191,7 +195,6 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
 
 
 def _is_records(value: Any) -> bool:
-    """Return whether a value is a list of records and not a chat."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -200,14 +203,13 @@ def _is_records(value: Any) -> bool:
 
 
 def _is_columnar(content: Mapping[str, Any]) -> bool:
-    """Return whether an object has all values by column, as lists or under the records' numbers."""
     values = list(content.values())
     lists = all(isinstance(value, list) and not any(isinstance(item, Mapping) for item in value) for value in values)
     return any(values) and (lists or all(isinstance(value, Mapping) and "0" in value for value in values))
 
 
 def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[str, str]]:
-    """Parse a table whose first line names its columns. A field in quotes may hold newlines."""
+    """Parse a table whose first line names its columns."""
     csv.field_size_limit(ANY_TEXT)
     first = lines.readline()
     if separator == "," and "," not in first:  # Excel writes semicolons where 0.5 is 0,5
@@ -246,7 +248,7 @@ PARSERS: dict[str, Callable[..., Iterator[Any]]] = {
 
 
 def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequence[Mapping[str, Any]]:
-    """Load a split from the Hub, under the first of its names that is there."""
+    """Load a split from the Hub, under its first name there."""
     import datasets
 
     *others, last = SPLIT_NAMES.get(split, (split,))

@@ -68,28 +68,34 @@ class CommandLine(NamedTuple):
     overrides: list[str]
     config_dir: str | None
 
-    def has_any(self, options: tuple[str, ...]) -> bool:
-        return any(option.split("=")[0] in options for option in self.options)
-
     @property
     def is_sweep(self) -> bool:
-        return self.has_any(MULTIRUN)
+        return any(option in MULTIRUN for option in self.options)
+
+    @property
+    def only_shows(self) -> bool:
+        return any(option.split("=")[0] in SHOWING for option in self.options)
+
+    @property
+    def wants_help(self) -> bool:
+        return any(option in ("-h", "--help") for option in self.options)
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments for Hydra: its options first; for a sweep, also the keys that are the same in all jobs."""
+        """Arguments for Hydra; for a sweep, also the keys not swept."""
         if not self.is_sweep:
             return [*self.options, *self.overrides, *self.search]
-        fixed = [override for override in self.overrides if _split_sweep(override) is None]
-        shared = f"{SAME_IN_ALL}={[*map(parse_key, fixed)]!r}".replace(" ", "")
-        swept = tuple(f"{parse_key(override)}." for override in self.overrides if override not in fixed)
+        swept = {parse_key(override) for override in self.overrides if _split_sweep(override) is not None}
+        fixed = [key for key in map(parse_key, self.overrides) if key not in swept]
+        shared = f"{SAME_IN_ALL}={fixed!r}".replace(" ", "")
         # Hydra tries fixed overrides without swept ones: with `-m loss=dpo,ipo`, an option of the loss on the default
-        forced = [f"++{o}" if o in fixed and o.startswith(swept) else o for o in self.overrides]
+        groups = tuple(f"{key}." for key in swept)
+        forced = [f"++{o}" if o.startswith(groups) and parse_key(o) in fixed else o for o in self.overrides]
         return [*self.options, *forced, *self.search, shared]
 
     @property
     def search(self) -> list[str]:
-        """Override by which Hydra finds a user's config files, the same for checking and running."""
+        """The override by which Hydra finds a user's config files."""
         if self.config_dir is None:
             return []
         place = str(Path(self.config_dir).resolve()).replace("'", "\\'")
@@ -102,23 +108,29 @@ def parse_key(override: str) -> str:
 
 
 def check_command_line(arguments: list[str]) -> list[str]:
-    """Convert the arguments for Hydra. Exits with status 2 and a sentence for each problem."""
+    """Convert the arguments for Hydra.
+
+    Exits with status 2 and a sentence for each problem.
+    """
     try:
         line = parse(arguments)
     except ValueError as error:
         exit_on([str(error)])
         raise
-    if line.has_any(("-h", "--help")):
+    if line.wants_help:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends like any other tool
         print(help_text())
         sys.exit(0)
-    exit_on(find_line_problems(line))
+    problems = find_line_problems(line)
+    for secret in (text for text in secrets_in(line.overrides) if len(text) > 3):  # or it would be in any word
+        problems = [problem.replace(secret, "REDACTED") for problem in problems]
+    exit_on(problems)
     hydra._internal.hydra.ConfigLoaderImpl = GuardedLoader
     return line.arguments
 
 
 def exit_on(problems: list[str]) -> None:
-    """Exit with status 2 if there are problems, which rank 0 alone prints: every rank finds the same."""
+    """Print problems, if any, and exit with status 2."""
     if not problems:
         return
     if is_rank_0():
@@ -127,7 +139,10 @@ def exit_on(problems: list[str]) -> None:
 
 
 def parse(arguments: list[str]) -> CommandLine:
-    """Parse a command line. Raises ValueError for an option that is unknown, abbreviated or refused."""
+    """Parse a command line.
+
+    Raises ValueError for an option that is unknown, abbreviated or refused.
+    """
     options, overrides, config_dir = [], [], None
     left = iter(arguments)
     for argument in left:
@@ -151,14 +166,14 @@ def parse(arguments: list[str]) -> CommandLine:
 
 
 def _find_sign(override: str) -> str:
-    """The sign that Hydra demands before some overrides, so that users need not type it."""
+    """The sign that Hydra demands before some overrides."""
     if override.startswith(("dataset_sources.", "dataset_sources=")):  # open to new names
         return "++"
     return "+" if override.startswith("experiment=") else ""  # none is chosen by default
 
 
 def _with_paths(overrides: list[str]) -> list[str]:
-    """Write `dataset_sources.NAME=PLACE` as `dataset_sources.NAME.path=PLACE` if other keys of NAME are also set."""
+    """Write `dataset_sources.NAME=PLACE` as `dataset_sources.NAME.path=PLACE` beside other keys of NAME."""
     keys = [parse_key(override) for override in overrides]
     shared = {key for key in keys if key.startswith("dataset_sources.") and any(k.startswith(f"{key}.") for k in keys)}
     return [
@@ -170,14 +185,8 @@ def _with_paths(overrides: list[str]) -> list[str]:
 def find_line_problems(line: CommandLine) -> list[str]:
     """List the problems of a command line, one sentence each.
 
-    The config's values are checked only if an override cannot be applied: else `main` checks those of every job."""
-    problems = _find_all_problems(line)
-    for secret in (text for text in secrets_in(line.overrides) if len(text) > 3):  # or it would be in any word
-        problems = [problem.replace(secret, "REDACTED") for problem in problems]
-    return problems
-
-
-def _find_all_problems(line: CommandLine) -> list[str]:
+    The config's values are checked only if an override cannot be applied: else `main` checks those of every job.
+    """
     if torn := next((o for o in line.overrides if o.startswith("=")), None):
         before = next((a for a, b in itertools.pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
         return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
@@ -191,7 +200,7 @@ def _find_all_problems(line: CommandLine) -> list[str]:
         ]
     if line.config_dir is not None and not problems:
         problems = [*_find_unusable_files(line, Path(line.config_dir))]
-    if problems or line.has_any(SHOWING):
+    if problems or line.only_shows:
         return problems
     overrides = [_take_first_job(o) for o in line.overrides] if line.is_sweep else line.overrides
     places = [CONFIG_DIR, *([] if line.config_dir is None else [Path(line.config_dir)])]
@@ -200,7 +209,7 @@ def _find_all_problems(line: CommandLine) -> list[str]:
 
 
 def refuse_hydras_own(override: str) -> str | None:
-    """A sentence on why an override of one of Hydra's own keys is refused; None if it is harmless."""
+    """Why an override of Hydra's own keys is refused, if it is."""
     key = parse_key(override)
     if re.split("[@./]", key)[0] != "hydra" and "@hydra" not in key:
         return None
@@ -210,7 +219,7 @@ def refuse_hydras_own(override: str) -> str | None:
 
 
 def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -> list[str]:
-    """List why Hydra refuses overrides, and the problems of the config composed from the others."""
+    """List why Hydra refuses overrides, and the problems of the others."""
     try:
         _compose([*search, *overrides])
         return []
@@ -245,7 +254,7 @@ def _names_group(override: str, places: list[Path]) -> bool:
 
 
 def _find_unusable_files(line: CommandLine, directory: Path) -> Iterator[str]:
-    """Find config files of a user that cannot be read, or would not be."""
+    """Find a user's config files that cannot or would not be read."""
     if not directory.is_dir():
         yield f"--config-dir {directory} is not a directory"
     for file in sorted(directory.rglob("*.yaml")):
@@ -261,10 +270,12 @@ def _find_unusable_files(line: CommandLine, directory: Path) -> Iterator[str]:
 
 
 class GuardedLoader(ConfigLoaderImpl):
-    """Hydra's loader, which lets no config file of a user name code: the command line may, if anything does.
+    """Hydra's loader, under which a user's config files name no code.
 
-    It composes every config that Hydra uses, of each job of a sweep before the first one starts. So neither the content
-    of the user's files nor the way in which they are chosen matters, only what they come to."""
+    The command line may, if anything does. It composes every config that Hydra uses, of each job of a sweep before the
+    first one starts. So neither the content of the user's files nor the way in which they are chosen matters, only what
+    they come to.
+    """
 
     def load_configuration(
         self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
@@ -284,7 +295,6 @@ class GuardedLoader(ConfigLoaderImpl):
 
 
 def _find_code(config: DictConfig) -> dict[str, Any]:
-    """Values of a composed config that can name code: those of Hydra, unresolved, and our keys that do so."""
     whole: Any = OmegaConf.to_container(config, resolve=False)
     hydras = {key: value for key, value in dotted(whole["hydra"], "hydra.") if not key.startswith(HOW_COMPOSED)}
     return hydras | {key: value for key, value in dotted(whole) if key in NAMES_CODE and value}
@@ -322,7 +332,6 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
 
 
 def _explain_place(group: str, value: str) -> str | None:
-    """A sentence on the right key for a directory or Hub id given as a group's option; None for other values."""
     if "/" not in value and not Path(value).is_dir():
         return None
     if group == "lora":
@@ -336,13 +345,13 @@ def _explain_place(group: str, value: str) -> str | None:
 
 
 def _take_first_job(override: str) -> str:
-    """Reduce `loss.beta=0.1,0.5` to `loss.beta=0.1`: keys are checked for a sweep's first job alone."""
+    """Reduce `loss.beta=0.1,0.5` to `loss.beta=0.1`."""
     parts = _split_sweep(override)
     return override if parts is None else f"{override.split('=', 1)[0]}={next(parts)}"
 
 
 def _split_sweep(override: str) -> Iterator[str] | None:
-    """Yield the values over which an override sweeps; None if it has only one."""
+    """Yield the values of a swept override; None if it has one."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:

@@ -1,4 +1,4 @@
-"""Jobs of a sweep: the name of each job's directory, from the overrides that differ, and a table of results."""
+"""Jobs of a sweep: names of their directories, a table of results."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ BESIDE = ("rewards_eval/margins", "loss/eval")  # of the same evaluation: few te
 
 @dataclass
 class Job:
-    """A job of a sweep: its number, the overrides that vary, its directory."""
-
     number: int
     overrides: list[str]
     directory: Path | None = None
@@ -32,7 +30,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """A unique name: the number, then the overrides as far as they fit into a file name; no secret."""
+        """A unique file name from number and overrides, without secrets."""
         text = re.sub(r"[^\w.=,+-]+", "_", ",".join(self.shown), flags=re.ASCII).strip("_")
         return f"{self.number}_{text}"[:LONGEST_NAME].rstrip("_.") if text else str(self.number)
 
@@ -41,7 +39,7 @@ class Job:
         return [redact(override).lstrip("+~") for override in self.overrides]
 
     def summarize(self) -> dict[str, Any]:
-        """Its entry in `sweep.json`, with its best evaluation after the first update, or None without one."""
+        """Its entry in `sweep.json`, with its best evaluation after an update."""
         summary = {
             "job": self.number,
             "overrides": self.shown,
@@ -63,7 +61,7 @@ class Job:
 
 
 class Sweep:
-    """Jobs that this process runs one after the other; none without a sweep."""
+    """Jobs that this process runs one after the other."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -72,7 +70,8 @@ class Sweep:
     def begin_job(self, config: Any, hydra_config: Any) -> None:
         """Give a job a directory named after its overrides.
 
-        It is inside the directory given for the sweep, or, without one, a new one under `local_dirs`."""
+        It is inside the directory given for the sweep, or, without one, a new one under `local_dirs`.
+        """
         constant = set(hydra_config.job.config.override_dirname.exclude_keys)
         overrides = {override: parse_key(override) for override in hydra_config.overrides.task}
         job = Job(hydra_config.job.num, [override for override, key in overrides.items() if key not in constant])
@@ -90,7 +89,10 @@ class Sweep:
             job.is_finished = True
 
     def report(self) -> None:
-        """Print the table and write `sweep.json`, however the sweep ended; without jobs that ran elsewhere."""
+        """Print the table and write `sweep.json`, however the sweep ended.
+
+        Jobs that ran elsewhere, under another launcher of Hydra, are not in it.
+        """
         if not self.jobs:
             return
         summaries = [job.summarize() for job in self.jobs]
@@ -114,7 +116,6 @@ def _read_evaluations(log: Path) -> list[dict[str, Any]]:
 
 
 def as_table(summaries: Sequence[dict[str, Any]]) -> str:
-    """Table of overrides, best evaluation and directory, one line per job."""
     rows = [("job", "overrides", "best evaluation", "directory")]
     for found in summaries:
         best = "none"

@@ -1,4 +1,4 @@
-"""What is counted and printed about the data before training starts.
+"""Counts of the data and their description, before training starts.
 
 " b", " c", " d", " e" and "a" are one token each; max_length is 6 and max_prompt_length 2 unless a test says otherwise.
 """
@@ -155,7 +155,7 @@ def test_texts_with_eos_stop_the_run_and_are_counted_also_beyond_the_sample(toke
         ("どこ？", "ここ", 0),  # no spaces in this script
     ],
 )
-def test_words_that_run_together_are_counted_and_warned_about(prompt, response, joined, tokenizer):
+def test_words_that_run_together_are_counted_and_shown(prompt, response, joined, tokenizer):
     pairs = (response, " x"), (" y", " z")
     report = inspect(tokenizer, prompt_of(prompt, *pairs), max_length=64)
     assert (report.joined_words, report.joined_example) == (joined, "Where?Here" if joined else "")

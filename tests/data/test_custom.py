@@ -1,4 +1,4 @@
-"""The user's own pairs: texts or chat messages, with a prompt or a shared beginning."""
+"""The user's own pairs: texts or chat messages."""
 
 from __future__ import annotations
 

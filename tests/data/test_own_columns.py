@@ -1,4 +1,4 @@
-"""Which column is what: recognized where one name fits, and otherwise said how to say it."""
+"""Columns of own data: recognized, or refused with the fix."""
 
 from __future__ import annotations
 

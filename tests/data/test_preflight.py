@@ -1,4 +1,4 @@
-"""What is said about a run's data before training starts, and what stops the run."""
+"""A run's data before training starts: its description, warnings, refusals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def prepare(folder, *, sft_mode: bool = False, batch_size: int = 2, batch_parts:
 
 @pytest.fixture
 def three_pairs(tmp_path):
-    """Three training pairs of two prompts and one test pair, in HH's format."""
+    """Three training pairs of two prompts, and one test pair."""
     dialogue = "\n\nHuman: {}\n\nAssistant: {}"
     for split, letters in {"train": "aab", "test": "c"}.items():
         rows = [

@@ -1,4 +1,4 @@
-"""Where rows come from: files of every format, in every layout, and the Hub; and what a bad one says."""
+"""Records of files in every format and layout, and of the Hub."""
 
 from __future__ import annotations
 

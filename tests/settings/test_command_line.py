@@ -1,4 +1,4 @@
-"""What of a command line reaches Hydra: known options, overrides that it can apply, and nothing that names code."""
+"""The command line before Hydra: options, overrides, nothing that names code."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def write(directory: Path, content: str) -> Path:
 
 @pytest.fixture
 def guarded(monkeypatch, capsys):
-    """Compose a command as Hydra does for a run, with the guard: the sentence that it prints, or none."""
+    """Compose a command with the guard, and return what it prints."""
     monkeypatch.setattr("hydra._internal.hydra.ConfigLoaderImpl", GuardedLoader)
 
     def compose_guarded(*arguments: str) -> str:

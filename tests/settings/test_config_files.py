@@ -1,4 +1,4 @@
-"""The files in `config/`: every key explained, with a spec, and read; defaults; aliases."""
+"""The files in `config/`: keys explained, specified and read; defaults; aliases."""
 
 from __future__ import annotations
 

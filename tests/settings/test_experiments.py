@@ -1,4 +1,4 @@
-"""Whole experiments of config/experiment and of a user: chosen with + and without, with any other override."""
+"""Whole experiments, ours and a user's, with any other override."""
 
 from __future__ import annotations
 

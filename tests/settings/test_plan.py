@@ -1,4 +1,4 @@
-"""The plan of a config: its trainer, the sizes of its groups of processes, its dtypes; and the names it is made of."""
+"""The plan of a config: trainer, groups of processes, dtypes, names."""
 
 from __future__ import annotations
 

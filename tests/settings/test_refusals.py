@@ -1,4 +1,4 @@
-"""Commands that are refused or warned about, each with its sentence, and commands that run."""
+"""Commands that are refused or warned about, and commands that run."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ ACCEPTED = [
 
 @pytest.fixture
 def typed(monkeypatch):
-    """Set the environment that a command begins with; the rest of the command."""
+    """Set the environment that a command begins with; return the rest."""
 
     def set_environment(command: str) -> str:
         environ = dict(re.findall(r"\b([A-Z_]+)=(\d+) ", command))

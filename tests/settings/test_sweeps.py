@@ -1,4 +1,4 @@
-"""A sweep's jobs: what their directories are called, and the table at the end."""
+"""A sweep's jobs: names of their directories, the table at the end."""
 
 from __future__ import annotations
 
