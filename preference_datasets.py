@@ -28,7 +28,7 @@ from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.schema import PreferenceData, get_field
 from dpo.data.sources import HUB_IDS, identify_source, load_rows
-from dpo.data.table import Prompt, iterate_prompts
+from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.settings.places import Source
@@ -204,13 +204,13 @@ def get_dataset(
     cache_dir: str | None = None,
     dataset_sources: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
-    sft_mode: bool = False,
+    trains_on: str = "pairs",
 ) -> PreferenceData:
     """Load a dataset's split: `{prompt: {"responses": [str], "pairs": [(better, worse)], "sft_target": str}}`.
 
     `dataset_sources[name]` redirects a built-in dataset and is required for any other name; `tokenizer` renders the
-    user's own data if it has chat messages; with `sft_mode` such data needs no pairs. A source without splits, such as
-    one file, is split by prompt: a tenth, at least one, drawn with seed 42, is the test split.
+    user's own data if it has chat messages; such data needs the columns of what a loss `trains_on`. A source without
+    splits, such as one file, is split by prompt: a tenth, at least one, drawn with seed 42, is the test split.
     Raises InputError for an unknown name, a missing split, a row without a field, and empty data.
     """
     value = (dataset_sources or {}).get(name)
@@ -233,7 +233,7 @@ def get_dataset(
         if not source.has_no_splits:
             origin += f" ({split})"
         try:
-            data = get_own(rows, origin, tokenizer, source.columns, name=name, sft_mode=sft_mode)
+            data = get_own(rows, origin, tokenizer, source.columns, name=name, trains_on=trains_on)
         except ColumnsError as error:
             if split == "train" or source.has_no_splits:
                 raise
@@ -257,7 +257,7 @@ def get_dataset(
     if not data:
         raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split")
     first = next(iter(data.values()))
-    assert set(first) == {"responses", "pairs", "sft_target"}, f"{name} gives {set(first)}"
+    assert {"responses", "pairs", "sft_target"} <= set(first), f"{name} gives {set(first)}"
     if not silent:
         print("".join(f"{note}\n" for note in data.notes), end="")
     return data
@@ -269,11 +269,6 @@ def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[
         return None
     value = dataset_sources.get(name) or HUB_IDS.get(name)
     return name if value is None else [name, identify_source(Source.parse(name, value), cache_dir)]
-
-
-def load_prompts(names: Sequence[str], split: str, *, sft_mode: bool = False, **dataset_options: Any) -> list[Prompt]:
-    """Load the prompts of several datasets as a list; options as for `get_dataset`."""
-    return list(iterate_prompts(get_dataset, names, split, sft_mode=sft_mode, **dataset_options))
 
 
 def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
@@ -305,8 +300,9 @@ def get_batch_iterator(
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")
-    options = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
-    prompts = load_prompts(names, split, silent=silent, sft_mode=sft_mode, **options)
+    options: dict[str, Any] = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
+    options |= {"silent": silent, "trains_on": "targets" if sft_mode else "pairs"}
+    prompts = list(iterate_prompts(get_dataset, names, split, **options))
     counts = [len(prompt.examples) for prompt in prompts]
     available = sum(counts)
     if available < batch_size:

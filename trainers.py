@@ -21,7 +21,7 @@ from dpo.checkpoint.saver import Checkpoints
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401  (the reference has one here)
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.losses import _get_batch_logps, find_loss, preference_loss  # noqa: F401  (the reference has two here)
+from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401  (the reference has two here)
 from dpo.models import adapters
 from dpo.models.layouts import Microbatch
 from dpo.models.loading import FOLLOWING, load_policy, load_reference, notes_on_base
@@ -46,7 +46,7 @@ from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator, notes_on_interval
 from dpo.training.first_update import FirstUpdate
 from dpo.training.metrics import REFERENCE, peak_memory_gb
-from dpo.training.objective import SIDES, BatchContext, Columns, make_objective
+from dpo.training.objective import BatchContext, Columns, make_objective
 from dpo.training.online import OnlineBatches
 from dpo.training.optimization import OPTIMIZERS, Schedule
 from dpo.training.reference import Reference, ReferenceLogps
@@ -127,9 +127,8 @@ class Trainer:
     def _make_reference(self, reference_model: Any, frozen: str | None) -> Reference | None:
         plan = self.plan
         lengths = plan.data.max_length, plan.data.max_prompt_length
-        logps = ReferenceLogps(
-            self.data.n_examples, 4 if self.loss.needs_tails else 2, repr((self.data.identity, *lengths))
-        )
+        identity = repr((self.data.identity, *lengths))
+        logps = ReferenceLogps(self.data.n_examples, len(self.loss.reference_columns), identity)
         if plan.reference in ("base", "adapter"):
             adapter = adapters.REFERENCE if plan.reference == "adapter" else None
             return Reference(self.policy, frozen, logps, adapters.switch(self.policy, adapter))
@@ -222,7 +221,8 @@ class Trainer:
         self.stop.is_agreed = reduced.scalars.pop("stop") > 0
         [lr] = self.scheduler.get_last_lr()
         counters = self.state.count(len(batch.examples))
-        update = Update(*counters, batch.examples, reduced.examples, reduced.means(batch.weights), batch.drawn)
+        means = reduced.means(batch.examples, batch.weights)
+        update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
         if self.callbacks.allow(update) and any(batch.weights):
             self.optimizer.step()
             self.scheduler.step()
@@ -321,7 +321,8 @@ class Trainer:
         state, metrics = self.state, None
         if state.evaluated_at != state.example_counter and (last or self.evaluation_is_due()):
             evaluated = self.evaluator.metrics()
-            metrics, examples = evaluated.means(), [e for batch in self.eval_batches for e in batch.examples]
+            examples = [example for batch in self.eval_batches for example in batch.examples]
+            metrics = evaluated.means(examples)
             is_first = state.batch_counter == 0
             is_wanted = self.first_update.draws_samples if is_first else self.plan.evaluation.sample_during_eval
             samples = self.evaluator.samples(n_examples=state.example_counter) if is_wanted else []
@@ -381,7 +382,7 @@ class BasicTrainer(Trainer):
     def concatenated_forward(self, model: torch.nn.Module, batch: PaddedBatch) -> tuple[torch.Tensor, ...]:
         """(chosen, rejected) log-probabilities, each (B,), of a batch of this process; under SFT (chosen,)."""
         columns = self.objective.forward(model, self._make_microbatch(batch))
-        return tuple(columns[side] for side in SIDES if side in columns)
+        return tuple(columns[role] for role in ROLES if role in columns and f"{role}_input_ids" in batch)
 
     def get_batch_metrics(
         self, batch: PaddedBatch, loss_config: DictConfig, train: bool = True

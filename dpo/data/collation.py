@@ -93,7 +93,7 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
         prompts.append([tuple(row[:start]) for row, start in zip(rows, starts, strict=True)])
         responses.append([tuple(row[start:]) for row, start in zip(rows, starts, strict=True)])
     assert all(p == prompts[0] for p in prompts), "chosen and rejected have one prompt"
-    return [Example(p, r) for p, r in zip(prompts[0], zip(*responses, strict=True), strict=True)]
+    return [Example(p, r, tuple(sides)) for p, r in zip(prompts[0], zip(*responses, strict=True), strict=True)]
 
 
 def padded_batch(

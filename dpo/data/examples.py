@@ -13,6 +13,7 @@ import numpy as np
 
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, append_eos, truncate
+from dpo.losses import TRAINS_ON
 
 DIGEST_BYTES = 16
 
@@ -22,14 +23,15 @@ class TextExample(NamedTuple):
 
     prompt: Prompt
     index: int  # among the prompt's examples
-    texts: dict[str, str]  # chosen (under SFT the target) and, for a pair, rejected
+    texts: dict[str, str]  # by role
 
 
 class Example(NamedTuple):
     """An example as token ids for the model: truncated, including EOS."""
 
     prompt: tuple[int, ...]
-    responses: tuple[tuple[int, ...], ...]  # chosen, rejected; under SFT the target
+    responses: tuple[tuple[int, ...], ...]  # as many in all examples of a run
+    roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
     id: tuple[int, int] | None = None  # (index of the prompt in its split, of the example in its prompt)
     dataset: str = ""
     digest: str = ""  # the `text_digest`, which is the same in other runs
@@ -129,6 +131,7 @@ def encode_examples(
             Example(
                 tuple(prompt_ids),
                 tuple(map(tuple, responses)),
+                tuple(texts),
                 (prompt.number, index),
                 prompt.dataset,
                 text_digest(prompt.text, texts.values()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypedDict
 
 from dpo.data.tokenization import TruncationMode
@@ -55,6 +55,21 @@ class PreferenceData(dict[str, Entry]):
         entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
         entry["responses"].append(target)
         entry["sft_target"] = target
+
+    def take(self, trains_on: str) -> Iterator[tuple[str, list[str], list[dict[str, int]]]]:
+        """Remove each prompt; yield its text, responses and examples, of the kind that a loss `trains_on`.
+
+        An example has the place of a response for each role. SFT trains on a prompt's target, or without pairs on all
+        its responses.
+        """
+        for prompt in list(self):  # at once a second copy of all texts might not fit into memory
+            entry = self.pop(prompt)
+            responses = entry["responses"]
+            if trains_on == "pairs":
+                yield prompt, responses, [{"chosen": better, "rejected": worse} for better, worse in entry["pairs"]]
+            else:
+                targets = [entry["sft_target"]] if entry["pairs"] else responses
+                yield prompt, targets, [{"chosen": place} for place in range(len(targets))]
 
     def hold_out(self, split: str) -> PreferenceData:
         """Train or test split of data without splits: a tenth of the prompts, at least one, is test."""

@@ -24,18 +24,18 @@ import pyarrow as pa
 from dpo.data.schema import Messages, PreferenceData
 from dpo.data.tokenization import TruncationMode
 from dpo.errors import InputError, RunError
+from dpo.losses import ROLES
 from dpo.system.plain_files import read_json, remove
 
 FACTS = "facts.json"
 SPLITS = ("train", "test")
 LEFT_SECS = 24 * 3600  # a directory that is still being built after this time is what a killed process left
 ROWS_PER_BATCH = 1000
-ROLES = {1: ("chosen",), 2: ("chosen", "rejected")}  # of an example's responses, by their number; a target is `chosen`
 SCHEMA = pa.schema(
     {
         "text": pa.large_string(),
         "responses": pa.list_(pa.large_string()),
-        "examples": pa.list_(pa.list_(pa.int32())),
+        "examples": pa.list_(pa.struct({role: pa.int32() for role in ROLES})),
         "truncation_mode": pa.string(),
         "rendered": pa.bool_(),
         "dataset": pa.string(),
@@ -49,7 +49,7 @@ class Prompt(NamedTuple):
 
     text: str
     responses: list[str]
-    examples: list[tuple[int, ...]]  # (chosen, rejected), or (target,): indices into responses
+    examples: list[dict[str, int]]  # by role: indices into responses
     truncation_mode: TruncationMode
     rendered: bool  # by a chat template: special tokens in the text are intended
     number: int = 0  # its index in its split
@@ -58,8 +58,7 @@ class Prompt(NamedTuple):
 
     def texts(self, index: int) -> dict[str, str]:
         """The responses of an example by role."""
-        chosen = self.examples[index]
-        return {role: self.responses[place] for role, place in zip(ROLES[len(chosen)], chosen, strict=True)}
+        return {role: self.responses[place] for role, place in self.examples[index].items()}
 
 
 def iterate_prompts(
@@ -67,28 +66,22 @@ def iterate_prompts(
     names: Sequence[str],
     split: str,
     *,
-    sft_mode: bool,
+    trains_on: str,
     with_messages: bool = False,
     notes: list[str] | None = None,
     **dataset_options: Any,
 ) -> Iterator[Prompt]:
     """Yield the prompts of several datasets, one dataset after another.
 
-    Their examples are all pairs, or with `sft_mode` the target; without pairs every response is one. `notes` gets what
-    the loaders have to say. Each prompt is dropped once yielded: a second copy of all texts might not fit into memory.
+    Their examples are those that a loss `trains_on`. `notes` gets what the loaders have to say.
     """
     numbers = count()
     for name in names:
-        data = get_dataset(name, split, sft_mode=sft_mode, **dataset_options)
+        data = get_dataset(name, split, trains_on=trains_on, **dataset_options)
         if notes is not None:
             notes += data.notes
-        for text in list(data):
+        for text, responses, examples in data.take(trains_on):
             messages = data.messages.pop(text, None)
-            entry = data.pop(text)
-            responses, examples = entry["responses"], list(entry["pairs"])
-            if sft_mode:
-                responses = [entry["sft_target"]] if examples else responses
-                examples = [(index,) for index in range(len(responses))]
             yield Prompt(
                 text,
                 responses,
@@ -133,7 +126,7 @@ class PromptTable(Sequence[Prompt]):
             return [self[number] for number in range(len(self))[place]]
         number = range(len(self))[place]  # handles negative indices, and raises IndexError
         row = {name: self._table[name][number].as_py() for name in SCHEMA.names}
-        row["examples"] = [tuple(example) for example in row["examples"]]
+        row["examples"] = [{role: i for role, i in example.items() if i is not None} for example in row["examples"]]
         row["messages"] = row["messages"] and json.loads(row["messages"])
         return Prompt(**row, number=number)
 

@@ -17,6 +17,8 @@ from dpo.losses.options import OPTIONS, change_losses, change_scores
 __all__ = [
     "IGNORE_INDEX",
     "LOSSES",
+    "ROLES",
+    "TRAINS_ON",
     "Loss",
     "Losses",
     "Scores",
@@ -25,13 +27,17 @@ __all__ = [
     "preference_loss",
 ]
 
+# the kinds of examples that losses train on, and the roles that responses have in one; the target of SFT is `chosen`
+TRAINS_ON = {"pairs": ("chosen", "rejected"), "targets": ("chosen",)}
+ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
+
 
 @dataclass(frozen=True)
 class Loss:
     """A loss and its needs. `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options."""
 
     fn: Callable[..., Losses]
-    pairwise: bool = True  # trains on pairs; else on SFT targets
+    trains_on: str = "pairs"  # a key of TRAINS_ON
     reference: bool = True  # needs the reference's log-probabilities
     # the metric by which checkpoints are ranked; +1: higher wins
     best: tuple[str, int] = ("rewards_eval/accuracies", +1)
@@ -46,8 +52,18 @@ class Loss:
     common: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.reference and not self.pairwise:
-            raise ValueError("a loss with a reference must be pairwise: give reference=False")
+        if self.reference and self.trains_on == "targets":
+            raise ValueError("a loss of targets has no reference: give reference=False")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles of the responses that its examples may have."""
+        return TRAINS_ON[self.trains_on]
+
+    @property
+    def reference_columns(self) -> list[str]:
+        """Names of the reference's sums for an example, as in `Scores` without the prefix."""
+        return [*self.roles, *(f"{role}_tail" for role in self.roles if self.needs_tails)]
 
     @property
     def can_be_mixed(self) -> bool:
@@ -71,8 +87,10 @@ class Loss:
 
     def __call__(self, scores: Scores) -> Losses:
         """Compute losses and rewards. Options that all losses have are off where they are not given."""
-        losses, *rewards = self.compute(scores)
-        return Losses(change_losses(losses, scores, **self.common) if self.pairwise else losses, *rewards)
+        found = self.compute(scores)
+        if self.trains_on != "pairs":
+            return found
+        return found._replace(losses=change_losses(found.losses, scores, **self.common))
 
     def compute(self, scores: Scores) -> Losses:
         """Compute losses and rewards, without the options that change losses."""
@@ -138,7 +156,7 @@ def find_loss(loss_config: Mapping[str, Any]) -> Loss:
 
 
 LOSSES = {
-    "sft": Loss(formulas.sft, pairwise=False, reference=False, best=("loss/eval", -1)),
+    "sft": Loss(formulas.sft, trains_on="targets", reference=False, best=("loss/eval", -1)),
     "dpo": Loss(formulas.dpo),
     "ipo": Loss(formulas.ipo, per_token="average"),
     "hinge": Loss(formulas.hinge),

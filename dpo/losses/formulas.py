@@ -8,6 +8,8 @@ Shapes: B examples, T tokens, V vocabulary entries.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ NOT_NEEDED: Any = None  # in place of a tensor that the loss does not need
 class Scores(NamedTuple):
     """Input of a loss: summed log-probabilities of B examples and their numbers of summed tokens, each (B,).
 
-    Under a loss that is not pairwise, `chosen` is the SFT target, and there is no `rejected`.
+    An example without a response of some role has 0 there, also as its length. The target of SFT is `chosen`.
     """
 
     chosen: Tensor
@@ -96,11 +98,11 @@ class Scores(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Output of a loss, each (B,). Rewards are detached; a pairwise loss must give them, others have none."""
+    """Output of a loss, each tensor (B,); all but the losses are detached. A loss of pairs must give both rewards."""
 
     losses: Tensor
-    chosen_rewards: Tensor | None = None
-    rejected_rewards: Tensor | None = None
+    rewards: Mapping[str, Tensor] = MappingProxyType({})  # by role
+    metrics: Mapping[str, Tensor] = MappingProxyType({})  # others, which are logged as NAME/train and NAME/eval
 
 
 # --- the losses: u_w and u_l are log pi - log ref of chosen and rejected, h = u_w - u_l -------------------------------
@@ -108,7 +110,13 @@ class Losses(NamedTuple):
 
 def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losses:
     """Losses, with rewards of beta times `u_w` and `u_l`."""
-    return Losses(losses, (beta * u_w).detach(), (beta * u_l).detach())
+    return Losses(losses, {"chosen": (beta * u_w).detach(), "rejected": (beta * u_l).detach()})
+
+
+def _preference_loss(scores: Scores, *options: Any, **named: Any) -> Losses:
+    logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
+    losses, chosen, rejected = preference_loss(*logps, *options, **named)
+    return Losses(losses, {"chosen": chosen, "rejected": rejected})
 
 
 def _mean_ratios(scores: Scores) -> tuple[Tensor, Tensor]:
@@ -127,8 +135,7 @@ def sft(scores: Scores, **_: Any) -> Losses:  # a ported config may have beta
 
 
 def dpo(scores: Scores, *, beta: float, label_smoothing: float, reference_free: bool) -> Losses:
-    logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
-    return Losses(*preference_loss(*logps, beta, label_smoothing, reference_free=reference_free))
+    return _preference_loss(scores, beta, label_smoothing, reference_free=reference_free)
 
 
 def dpo_norm(scores: Scores, *, beta: float) -> Losses:
@@ -140,8 +147,7 @@ def dpo_norm(scores: Scores, *, beta: float) -> Losses:
 def ipo(scores: Scores, *, beta: float, average: bool = False) -> Losses:
     """Eq. 17 of arXiv 2310.12036; `average`: on means over tokens, as the authors computed it."""
     if not average:
-        logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
-        return Losses(*preference_loss(*logps, beta, ipo=True))
+        return _preference_loss(scores, beta, ipo=True)
     u_w, u_l = _mean_ratios(scores)
     return with_rewards((u_w - u_l - 1 / (2 * beta)) ** 2, u_w, u_l, beta)
 

@@ -17,7 +17,7 @@ import torch
 
 from dpo.data.examples import Example
 from dpo.errors import one_sentence
-from dpo.losses import IGNORE_INDEX
+from dpo.losses import IGNORE_INDEX, ROLES
 from dpo.models.logprobs import TokenLogps, packed_logps, sequence_logps, token_logps
 from dpo.models.packing import Packed, pack, split_evenly
 from dpo.parallel.sharding import run_as_forward
@@ -47,6 +47,7 @@ class Microbatch(NamedTuple):
 
     indices: torch.Tensor  # (B,) int64: which examples of the global batch
     lengths: torch.Tensor  # (sides, B) int64: scored tokens of each response
+    roles: torch.Tensor  # (sides, B) int64: place in ROLES of each response's role
     inputs: PaddedRows | Packed
 
     @classmethod
@@ -58,7 +59,8 @@ class Microbatch(NamedTuple):
     ) -> Microbatch:
         fed = [examples[i] for i in indices] or examples[:1]
         lengths = torch.tensor([example.n_scored for example in fed]).T[:, : len(indices)]
-        return cls(torch.tensor(indices, dtype=torch.int64), lengths, lay_out(fed))
+        roles = torch.tensor([[*map(ROLES.index, example.roles)] for example in fed]).T[:, : len(indices)]
+        return cls(torch.tensor(indices, dtype=torch.int64), lengths, roles, lay_out(fed))
 
     def to(self, device: torch.device | str) -> Microbatch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -73,7 +75,11 @@ class Microbatch(NamedTuple):
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
         """A copy with `change` applied to every tensor, to move or pin it."""
-        return Microbatch(change(self.indices), change(self.lengths), self.inputs.map(change))
+        return Microbatch(change(self.indices), change(self.lengths), change(self.roles), self.inputs.map(change))
+
+    def by_role(self, values: torch.Tensor, roles: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Values of responses, (sides, B), as (B,) for each role; 0 where an example has no response of that role."""
+        return {role: values.where(self.roles == ROLES.index(role), 0).sum(0) for role in roles}
 
 
 class Padded:

@@ -83,19 +83,27 @@ class Ledger(Appender):
 
         context, n = self.context, len(examples)
         updates_per_epoch = context.data.report.epoch // context.plan.data.batch_size
-        tokens = list(zip(*(example.n_scored for example in examples), strict=True))
+        tokens = [dict(zip(example.roles, example.n_scored, strict=True)) for example in examples]
+
+        def pick(metric: str, role: str) -> list[float | None] | None:
+            """The values of the examples that have a response of this role."""
+            if metric not in table:
+                return None
+            rows = zip(table[metric].tolist(), examples, strict=True)
+            return [value if role in example.roles else None for value, example in rows]
+
         columns: dict[str, Any] = {
             "example": [example.digest for example in examples],
             "dataset": [example.dataset for example in examples],
             "update": [number] * n,
             "epoch": [done // updates_per_epoch] * n,
             "split": [split] * n,
-            "policy_chosen": table[f"logps_{split}/chosen"],
-            "policy_rejected": table.get(f"logps_{split}/rejected"),
-            "reference_chosen": table.get("reference/chosen"),
-            "reference_rejected": table.get("reference/rejected"),
-            "chosen_tokens": tokens[0],
-            "rejected_tokens": tokens[1] if len(tokens) > 1 else None,
+            "policy_chosen": pick(f"logps_{split}/chosen", "chosen"),
+            "policy_rejected": pick(f"logps_{split}/rejected", "rejected"),
+            "reference_chosen": pick("reference/chosen", "chosen"),
+            "reference_rejected": pick("reference/rejected", "rejected"),
+            "chosen_tokens": [n.get("chosen") for n in tokens],
+            "rejected_tokens": [n.get("rejected") for n in tokens],
             "truncated": [example.truncated for example in examples],
             "loss": table[f"loss/{split}"],
             "margin": table.get(f"rewards_{split}/margins"),

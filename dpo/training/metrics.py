@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from dpo.data.examples import Example
+from dpo.losses import ROLES
+
 REFERENCE = "reference/"  # prefix of the reference's log-probabilities, which are stored beside the metrics
 
 # for each microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each
@@ -22,13 +25,22 @@ class Reduced(NamedTuple):
     examples: dict[str, torch.Tensor]  # metrics and, after REFERENCE, log-probabilities, (B,) each, in order
     scalars: dict[str, float]
 
-    def means(self, weights: Sequence[float] = ()) -> dict[str, float]:
-        """Means of the metrics, and the scalars; without `weights`, or if all are 0, all examples count alike."""
-        metrics = {name: values for name, values in self.examples.items() if not name.startswith(REFERENCE)}
-        values = torch.stack(list(metrics.values())).double()
-        weights = weights if any(weights) else [1.0] * values.shape[1]
-        means = (values * torch.tensor(weights)).sum(1) / sum(weights)
-        return dict(zip(metrics, means.tolist(), strict=True)) | self.scalars
+    def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
+        """Compute the means of the metrics, and the scalars.
+
+        Without `weights`, or if all are 0, all examples count alike. Given the `examples`, a metric whose name ends in
+        a role is of those that have a response of that role, and missing if none has.
+        """
+        means = {}
+        for name, values in self.examples.items():
+            if name.startswith(REFERENCE):
+                continue
+            counts = torch.tensor(weights if any(weights) else [1.0] * len(values))
+            if (role := name.rpartition("/")[2]) in ROLES and examples:
+                counts = counts * torch.tensor([role in example.roles for example in examples])
+            if counts.any():
+                means[name] = ((values.double() * counts).sum() / counts.sum()).item()
+        return means | self.scalars
 
     def find_kl(self, places: Sequence[int]) -> dict[str, float]:
         """`online/kl`, KL(policy || reference) on the responses of these examples; empty if that is unknown.

@@ -30,14 +30,14 @@ from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_m
 from dpo.training.reference import Reference, read_logps
 
 Columns = dict[str, torch.Tensor]  # values of B examples by name, each (B,)
-SIDES = ("chosen", "rejected")
 
 
-def sum_tokens(tokens: TokenLogps, lengths: torch.Tensor, *, tails: bool) -> Columns:
-    """A model's fields of `Scores`, by name: sums over the tokens of responses with `lengths`, (sides, B).
+def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str], *, tails: bool) -> Columns:
+    """Sum a model's log-probabilities over tokens, as the fields of `Scores` by name.
 
-    With `tails` also the sums over the tokens beyond the shorter response's length.
+    With `tails` also over the tokens beyond the shorter response's length.
     """
+    lengths = microbatch.lengths
     logps, squares = (None if values is None else values[:, : lengths.shape[1]] for values in tokens)
     sums = {"": logps.sum(-1)}
     if tails:
@@ -45,12 +45,12 @@ def sum_tokens(tokens: TokenLogps, lengths: torch.Tensor, *, tails: bool) -> Col
         sums["_tail"] = (logps * beyond).sum(-1)
     if squares is not None:
         sums["_squares"] = squares.sum(-1)
-    return {side + kind: row for kind, rows in sums.items() for side, row in zip(SIDES, rows, strict=False)}
+    return {role + kind: row for kind, rows in sums.items() for role, row in microbatch.by_role(rows, roles).items()}
 
 
-def make_scores(policy: Columns, lengths: torch.Tensor, reference: Columns) -> Scores:
-    """The inputs of a loss, from the sums of the policy and of the reference (empty if there is none)."""
-    named = {f"{side}_lengths": n for side, n in zip(SIDES, lengths, strict=False)}
+def make_scores(policy: Columns, lengths: Columns, reference: Columns) -> Scores:
+    """Make the inputs of a loss from sums of policy and reference; `lengths` are those of the roles."""
+    named = {f"{role}_lengths": n for role, n in lengths.items()}
     return Scores(**policy, **named, **{f"reference_{name}": values for name, values in reference.items()})
 
 
@@ -103,7 +103,6 @@ class Objective:
         seed: int = 0,
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh, self.loss = policy, reference, layout, mesh, loss
-        self.cached_columns = [*SIDES, *(f"{side}_tail" for side in SIDES if loss.needs_tails)]
         self.average = RunningAverage()
         self.parts = {"average": self.average} if loss.running_statistic else {}  # parts of checkpoints
         self.autocast, self.models_are_equal, self.follow_every = autocast, models_are_equal, follow_every
@@ -114,7 +113,7 @@ class Objective:
         """Run a model on a microbatch on the device and return `sum_tokens` of its examples."""
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             tokens = self.layout.forward(model, microbatch.inputs, with_squares=with_squares)
-        return sum_tokens(tokens, microbatch.lengths, tails=self.loss.needs_tails)
+        return sum_tokens(tokens, microbatch, self.loss.roles, tails=self.loss.needs_tails)
 
     def reference_forward(self, microbatch: Microbatch) -> Columns:
         """The same for the reference, which must have a model."""
@@ -146,17 +145,17 @@ class Objective:
 
     def _metrics(self, scores: Scores, reference: Columns, found: Losses, *, split: str) -> Columns:
         """The metrics of each example, detached, and the reference's log-probabilities."""
-        losses, chosen, rejected = found
-        metrics: Columns = {}
-        if chosen is not None and rejected is not None:
-            metrics = {f"rewards_{split}/chosen": chosen, f"rewards_{split}/rejected": rejected}
+        metrics = {f"rewards_{split}/{role}": rewards for role, rewards in found.rewards.items()}
+        if found.rewards and self.loss.trains_on == "pairs":
+            chosen, rejected = found.rewards["chosen"], found.rewards["rejected"]
             if not (self.models_are_equal and self.follow_every):
                 ranked_right = (chosen > rejected) & (not self.models_are_equal)
                 metrics[f"rewards_{split}/accuracies"] = ranked_right.to(chosen)
             metrics[f"rewards_{split}/margins"] = chosen - rejected
-            metrics[f"logps_{split}/rejected"] = scores.rejected.detach()
-        metrics |= reference
-        return metrics | {f"logps_{split}/chosen": scores.chosen.detach(), f"loss/{split}": losses.detach()}
+        for role in reversed([*found.rewards] or ["chosen"]):
+            metrics[f"logps_{split}/{role}"] = getattr(scores, role).detach()
+        metrics |= {f"{name}/{split}": values for name, values in found.metrics.items()}
+        return metrics | reference | {f"loss/{split}": found.losses.detach()}
 
     def _score(
         self, microbatch: Microbatch, cached: torch.Tensor | None, *, with_reference: bool
@@ -164,13 +163,13 @@ class Objective:
         """The inputs of a loss for a microbatch, and the reference's part of them, under REFERENCE."""
         reference: Columns = {}
         if with_reference and cached is not None:
-            reference = dict(zip(self.cached_columns, cached[microbatch.indices].unbind(1), strict=True))
+            reference = dict(zip(self.loss.reference_columns, cached[microbatch.indices].unbind(1), strict=True))
         elif with_reference:  # before the policy's forward, whose activations stay
             with torch.no_grad():
                 reference = self.reference_forward(microbatch)
         policy = self.forward(self.policy, microbatch, with_squares=self.loss.needs_squares)
         reference = {name: values.to(policy["chosen"]) for name, values in reference.items()}
-        scores = make_scores(policy, microbatch.lengths, reference)
+        scores = make_scores(policy, microbatch.by_role(microbatch.lengths, self.loss.roles), reference)
         return scores, {f"{REFERENCE}{name}": values for name, values in reference.items()}
 
     @torch.no_grad()
@@ -206,7 +205,7 @@ class Objective:
         scores, reference = self._score_all(batches)
         found, options = self.loss(scores), self.loss.options
         if self.loss.running_statistic and options["momentum"] < 1:
-            chosen, rejected = (values.mean().item() for values in found[1:])
+            chosen, rejected = (found.rewards[role].mean().item() for role in ("chosen", "rejected"))
             average = self.loss.running_statistic(chosen, rejected, options["beta"])
             found = self.loss(scores._replace(average=average))
         return Reduced(self._metrics(scores, reference, found, split="eval"), {})
@@ -246,7 +245,7 @@ class Objective:
     def cached_reference(self, batch: Batch) -> torch.Tensor | None:
         """The reference's cached log-probabilities of a global batch, on the device; None unless all are cached.
 
-        (B, 2), or (B, 4) with tails.
+        (B, columns of `Loss.reference_columns`).
         """
         cached = self.reference.logps.find(batch.numbers) if self.loss.reference else None
         return None if cached is None else self._to_device(cached)
@@ -268,13 +267,13 @@ class Objective:
         """
         reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
         if numbers:
-            columns = [reduced.examples[f"{REFERENCE}{name}"] for name in self.cached_columns]
+            columns = [reduced.examples[f"{REFERENCE}{name}"] for name in self.loss.reference_columns]
             self.reference.logps.add(numbers, torch.stack(columns, dim=1))
         return reduced
 
     @torch.no_grad()
     def score(self, batch: Batch) -> torch.Tensor:
-        """The reference's log-probabilities of a global batch, (B, 2) or with tails (B, 4), on every process."""
+        """Score a global batch by the reference, (B, columns of `Loss.reference_columns`), on every process."""
         metrics = [
             (microbatch.indices, self.reference_forward(microbatch))
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches)

@@ -44,7 +44,7 @@ def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
 class ReferenceLogps:
     """The cached log-probabilities of the reference: a row for each example of the data, NaN where not known.
 
-    Rows have the columns of `Objective.cached_columns`; an example's number is that of `Batch.numbers`. `identity`
+    Rows have the columns of `Loss.reference_columns`; an example's number is that of `Batch.numbers`. `identity`
     tells apart data and lengths, by which examples are other token ids.
     """
 

@@ -30,7 +30,7 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
         objective.policy,
         partial(objective.forward, objective.policy, microbatch, with_squares=objective.loss.needs_squares),
         partial(objective.reference_forward, microbatch) if plan.loss.reference else None,
-        lengths=microbatch.lengths,
+        lengths=microbatch.by_role(microbatch.lengths, objective.loss.roles),
         loss=objective.loss,
         other_dtype=plan.compute_dtype if plan.compute_dtype != plan.reference_dtype else None,
         repeats_to=DTYPES[plan.model.autocast or plan.compute_dtype] if mesh.tensor_size > 1 else None,
@@ -46,7 +46,7 @@ def check_models(
     forward: Forward,
     reference_forward: Forward | None,
     *,
-    lengths: torch.Tensor,
+    lengths: Columns,
     loss: Loss,
     other_dtype: str | None = None,
     repeats_to: torch.dtype | None = None,
@@ -54,8 +54,7 @@ def check_models(
     """Check policy and reference. Returns messages to print. Leaves the policy in train mode.
 
     `forward` returns the policy's log-probabilities of a few examples as `Objective.forward` does,
-    `reference_forward` those of the reference, None if the loss needs none; `lengths` are their scored tokens,
-    (sides, B).
+    `reference_forward` those of the reference, None if the loss needs none; `lengths` are their scored tokens by role.
     Checks that log-probabilities are finite; that train-mode and eval-mode forwards agree up to rounding (that of dtype
     `repeats_to`, if repeated forwards agree no better); and that rewards are 0 and the loss is that of equal models
     (ln 2 for DPO), unless the reference computes in another dtype than the policy's, `other_dtype`. Raises InputError
@@ -74,8 +73,8 @@ def check_models(
             f"self-test: the {name} loss of equal models is {expected} with loss.beta={beta}, which overflows float32: "
             f"choose a beta closer to 0.1"
         )
-    losses, *rewards = loss(scores)
-    reward = max(r.abs().max().item() for r in rewards)
+    found = loss(scores)
+    reward = max(values.abs().max().item() for values in found.rewards.values())
     if other_dtype:
         return [
             f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
@@ -83,7 +82,7 @@ def check_models(
             f"model.reference_dtype={other_dtype}"
         ]
     tolerance = 1e-4 * beta * max(1.0, scale)
-    first_loss = losses.mean().item()
+    first_loss = found.losses.mean().item()
     if reward > tolerance:
         raise InputError(
             f"self-test: first rewards reach {reward:.3g} instead of 0, so policy and reference do not hold the same "

@@ -21,8 +21,8 @@ from dpo.errors import InputError
 
 def prompt_of(text: str, *pairs: tuple[str, str], rendered: bool = False) -> Prompt:
     responses = [response for pair in pairs for response in pair]
-    indices = [(2 * i, 2 * i + 1) for i in range(len(pairs))]
-    return Prompt(text, responses, indices, "keep_end", rendered)
+    examples = [{"chosen": 2 * i, "rejected": 2 * i + 1} for i in range(len(pairs))]
+    return Prompt(text, responses, examples, "keep_end", rendered)
 
 
 def inspect(tokenizer, *prompts: Prompt, max_length: int = 6) -> SplitReport:
@@ -121,8 +121,9 @@ def test_lengths_are_in_tokens_with_eos_after_truncation(tokenizer):
 
 
 def test_targets_have_no_counts_of_pairs(tokenizer):
-    targets = [Prompt("a", [" b c"], [(0,)], "keep_end", False), Prompt("a b", [" d"], [(0,)], "keep_end", False)]
-    report = inspect(tokenizer, *targets)
+    targets = {"a": " b c", "a b": " d"}
+    prompts = [Prompt(text, [target], [{"chosen": 0}], "keep_end", False) for text, target in targets.items()]
+    report = inspect(tokenizer, *prompts)
     assert (report.prompts, report.examples, report.empty_responses, report.mean_chosen_tokens) == (2, 2, 0, 2.5)
     pairwise = ("mean_rejected_tokens", "chosen_longer", "duplicated_pairs", "contradictory_pairs", "identical_pairs")
     assert [getattr(report, name) for name in pairwise] == [None] * 5  # not counted, which is not 0
