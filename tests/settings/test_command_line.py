@@ -111,11 +111,8 @@ def guarded(monkeypatch, capsys):
     [
         ("hydra:\n  callbacks:\n    c:\n      _target_: os.mkdir\n", "hydra.callbacks.c._target_"),
         ("hydra:\n  callbacks:\n    c:\n      - '${oc.create:\"{_target_: os.mkdir}\"}'\n", "hydra.callbacks.c"),
-        ("hydra:\n  callbacks: ${evil}\nevil: {}\n", "hydra.callbacks"),
         ("hydra:\n  sweeper:\n    params:\n      +more: evil\n", "hydra.sweeper.params.+more"),
         ("hydra:\n  job:\n    env_set:\n      PATH: /evil\n", "hydra.job.env_set.PATH"),
-        ("hydra:\n  job_logging:\n    handlers:\n      console:\n        (): os.mkdir\n", "hydra.job_logging.handlers"),
-        ("defaults:\n  - /more/evil@hydra.callbacks.c\n", "hydra.callbacks.c._target_"),
         (
             "defaults:\n  - /more: e${oc.env:NOBODY,vil}\n",
             "hydra.callbacks.c._target_",
