@@ -252,7 +252,7 @@ def prompts_of(*sizes: int) -> list[Prompt]:
         Prompt(
             text=f"{i}",
             responses=[f"{i}{sign}{j}" for j in range(size) for sign in "><"],
-            examples=[(2 * j, 2 * j + 1) for j in range(size)],
+            examples=[{"chosen": 2 * j, "rejected": 2 * j + 1} for j in range(size)],
             truncation_mode="keep_end",
             rendered=False,
             number=i,

@@ -180,7 +180,7 @@ def _find(ours: str, present: Iterable[str], given: Mapping[str, str]) -> list[s
     free = [column for column in present if column not in given.values()]
     if ours in free:
         return [ours]
-    names = (ours, *OTHER_NAMES[ours])
+    names = (ours, *OTHER_NAMES.get(ours, ()))
     return [column for column in free if re.sub(r"[\s-]+", "_", column.strip().lower()) in names]
 
 

@@ -117,11 +117,11 @@ def test_words_that_could_be_the_prompt_are_never_dropped_for_what_the_responses
 
 def test_what_the_config_says_goes_first_and_the_rest_is_recognized():
     assert recognize("prompt question chosen rejected", prompt="question")["prompt"] == "question"
-    assert recognize("input instruction output", True, prompt="instruction") == {
+    assert recognize("input instruction output", "targets", prompt="instruction") == {
         "prompt": "instruction",
         "completion": "output",
     }
-    assert recognize("prompt chosen rejected text", True, completion="text") == {
+    assert recognize("prompt chosen rejected text", "targets", completion="text") == {
         "prompt": "prompt",
         "completion": "text",
     }

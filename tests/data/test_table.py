@@ -31,10 +31,10 @@ from dpo.system.launching import launch
 from preference_datasets import get_dataset, identify_dataset
 
 ODD = [
-    Prompt("a", [" b", " c", " b"], [(0, 1), (2, 1)], "keep_end", False, 0),
-    Prompt('"\\\n\u2028\0é漢🙂', ["", "\r\n"], [(1, 0)], "keep_start", True, 1, "mine"),
+    Prompt("a", [" b", " c", " b"], [{"chosen": 0, "rejected": 1}, {"chosen": 2, "rejected": 1}], "keep_end", False, 0),
+    Prompt('"\\\n\u2028\0é漢🙂', ["", "\r\n"], [{"chosen": 1, "rejected": 0}], "keep_start", True, 1, "mine"),
     Prompt("no pair", [" alone"], [], "keep_start", False, 2),
-    Prompt("<user>é", [" b"], [(0,)], "keep_start", True, 3, messages=[{"role": "user", "content": "é"}]),
+    Prompt("<user>é", [" b"], [{"chosen": 0}], "keep_start", True, 3, messages=[{"role": "user", "content": "é"}]),
 ]
 
 
@@ -68,7 +68,6 @@ def test_prompts_come_back_as_they_were(tmp_path, monkeypatch, rows_per_batch):
     assert stored.counts.tolist() == [2, 1, 0, 1]
     with pytest.raises(IndexError):
         stored[4]
-    assert type(stored[0].examples[0]) is tuple
 
 
 def test_a_table_without_prompts_is_empty(tmp_path):

@@ -37,7 +37,7 @@ def policy(tiny_llama):
 def check(policy, reference, batch, name="dpo", options=DPO, other_dtype=None) -> str:
     examples = find_examples(batch)
     if reference is None:
-        examples = [Example(e.prompt, e.responses[:1], TRAINS_ON["targets"]) for e in examples]
+        examples = [Example(e.prompt, e.responses[:1], roles=TRAINS_ON["targets"]) for e in examples]
     lengths = torch.tensor([e.n_scored for e in examples]).T
     config = {"name": name, **options}
     (note,) = check_models(
