@@ -141,7 +141,7 @@ def _read_bounds(bounds: str) -> tuple[Callable[[float], bool], str]:
 
 
 class Resume(Enum):
-    """Whether a resumed run may change a key."""
+    """The freedom of a resumed run to change a key."""
 
     KEEP = "no: another value would make it another run"
     CHANGE = "yes: where it runs, how it rounds, how long it trains, what it logs; changes are printed"

@@ -27,7 +27,7 @@ REFUSED = [
     ("=3", "NAME =3: write NAME=VALUE, with no spaces around ="),
     ("lr = 3", "lr =: write lr=VALUE, with no spaces around ="),
     ("lr", "lr is not an override: write NAME=VALUE"),
-    ("lr==1", "lr==1 is not a valid override"),
+    ("lr==1", "lr==1: some of its characters mean something to Hydra: write "),
     ("loss=dpo loss.beta=0.1,0.5", "loss.beta=0.1,0.5 is not a valid override"),  # a sweep without -m
     ("Lr=1", "unknown key Lr: did you mean lr?"),
     ("loss=1", f"loss=1 is not there; `ls config/loss` shows all {len(LOSSES)}"),
