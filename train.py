@@ -85,7 +85,7 @@ def main(config: DictConfig) -> None:
 
 def run(config: DictConfig) -> None:
     """Train by a validated config, in the processes it asks for."""
-    OmegaConf.resolve(config)
+    OmegaConf.resolve(config)  # here, once: the run's directory contains the time
     place_datasets(config)
     config.local_run_dir = os.path.expanduser(config.local_run_dir)
     plan = resolve(config)
@@ -176,7 +176,7 @@ def work_in(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: 
     from dpo.parallel.mesh import from_rank_0
     from dpo.system.waiting import meet_rank_0
 
-    meet_rank_0("the run's directory")
+    meet_rank_0("the run's directory")  # which it opens alone, with copies of checkpoint and logs if need be
     resume_from = from_rank_0(run.checkpoint if run else None)
     set_seed(plan.run.seed)  # Python's, numpy's and torch's
     set_up_torch(plan)

@@ -22,7 +22,7 @@ from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import find_bos_warnings, identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
 from dpo.numbers import count
-from dpo.settings.plan import Plan
+from dpo.settings.plan import DataPlan, Plan
 from dpo.system.host import release_freed_memory
 from dpo.system.waiting import once_per_machine
 
@@ -58,20 +58,13 @@ class TrainingData:
 
     @classmethod
     def open(
-        cls,
-        place: Path,
-        facts: Mapping[str, Any],
-        tokenizer: Any,
-        *,
-        online: bool,
-        batch_size: int,
-        n_epochs: int | None,
-        n_examples: int | None,
+        cls, place: Path, facts: Mapping[str, Any], tokenizer: Any, plan: DataPlan, *, online: bool
     ) -> TrainingData:
         """Open a table. `online`: training examples are prompts."""
         reports = {split: SplitReport(**facts["reports"][split]) for split in SPLITS}
         epoch = reports["train"].prompts if online else reports["train"].examples
-        updates, dropped = count_updates(epoch, batch_size=batch_size, n_epochs=n_epochs, n_examples=n_examples)
+        size = {"batch_size": plan.batch_size, "n_epochs": plan.n_epochs, "n_examples": plan.n_examples}
+        updates, dropped = count_updates(epoch, **size)
         preflight = Preflight(**reports, updates=updates, dropped_examples=dropped, epoch=epoch)
         train, test = (PromptTable(place / f"{split}.arrow") for split in SPLITS)
         encode = TextEncoder(tokenizer, largest=facts["largest"])
@@ -103,22 +96,13 @@ def build_table(
     Raises InputError for data that is unusable.
     """
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
+    sources = {"dataset_sources": options.dataset_sources, "cache_dir": cache_dir, "tokenizer": tokenizer}
+    made = {"trains_on": options.trains_on, "with_messages": options.online, "notes": notes}
+    lengths = {"max_length": options.max_length, "max_prompt_length": options.max_prompt_length}
     for split in SPLITS:
-        prompts = iterate_prompts(
-            get_dataset,
-            options.names,
-            split,
-            trains_on=options.trains_on,
-            with_messages=options.online,
-            notes=notes,
-            silent=silent,
-            cache_dir=cache_dir,
-            dataset_sources=options.dataset_sources,
-            tokenizer=tokenizer,
-        )
+        prompts = iterate_prompts(get_dataset, options.names, split, silent=silent, **made, **sources)
         counter, path = SplitCounter(encode), place / f"{split}.arrow"
         write_prompts(path, counter.watch(prompts))
-        lengths = {"max_length": options.max_length, "max_prompt_length": options.max_prompt_length}
         reports[split] = asdict(counter.count_tokens(PromptTable(path), **lengths))
         digests[split] = counter.digest.hexdigest()[:32]
         if not reports[split]["examples"]:
@@ -224,8 +208,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
             return json.dumps([str(place), facts])
 
         place, facts = json.loads(once_per_machine(prepare, silence_secs=plan.run.collective_timeout_secs))
-        size = {"batch_size": plan.data.batch_size, "n_epochs": plan.data.n_epochs, "n_examples": plan.data.n_examples}
-        data = TrainingData.open(Path(place), facts, tokenizer, online=options.online, **size)
+        data = TrainingData.open(Path(place), facts, tokenizer, plan.data, online=options.online)
     if not silent:
         print(data.report.describe(plan.data.batch_size), flush=True)
         formats = data.report.train.prompt_formats

@@ -148,7 +148,7 @@ def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
     assert texts == [{"chosen": " yes"}, {"chosen": " sure"}, {"chosen": " no"}]
 
 
-def test_nothing_is_said_of_columns_that_have_our_names_or_were_given(tokenizer):
+def test_columns_with_our_names_or_given_ones_need_no_note(tokenizer):
     ours = get_own([{"prompt": "Q:", "completion": " yes"}], "mine", tokenizer, trains_on="targets")
     given = get_own(QA, "mine", tokenizer, {"prompt": "question", "completion": "answer"}, trains_on="targets")
     assert ours.notes == given.notes == []

@@ -16,6 +16,7 @@ from dpo.data.preflight import DatasetOptions, TrainingData, find_chat_warnings,
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import find_bos_warnings, load_tokenizer
 from dpo.errors import InputError
+from dpo.settings.plan import make_plan
 from preference_datasets import get_dataset, identify_dataset
 
 
@@ -55,7 +56,8 @@ def prepare(folder, *, trains_on: str = "pairs", batch_size: int = 2, batch_part
         options, tokenizer, get_dataset=get_dataset, identify=identify_dataset, batch_size=batch_size,
         batch_parts=batch_parts, cache_dir=None, folder=folder, silent=True,
     )  # fmt: skip
-    return TrainingData.open(place, facts, tokenizer, online=False, batch_size=batch_size, n_epochs=2, n_examples=None)
+    plan = make_plan({"batch_size": batch_size, "n_epochs": 2}).data
+    return TrainingData.open(place, facts, tokenizer, plan, online=False)
 
 
 @pytest.fixture

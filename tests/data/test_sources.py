@@ -149,7 +149,7 @@ def test_a_file_with_one_prompt_has_nothing_left_to_train_on(tmp_path):
 
 
 @pytest.mark.parametrize(("n", "held_out"), [(2, 1), (5, 1), (60, 6)])
-def test_what_of_a_file_is_the_test_split_is_said_once(n, held_out, tmp_path, capsys):
+def test_the_size_of_a_held_out_test_split_is_printed_once(n, held_out, tmp_path, capsys):
     path = write_rows(tmp_path / "all.jsonl", [{"prompt": f"{i}?", "chosen": "b", "rejected": "c"} for i in range(n)])
     sizes = [len(get_dataset("mine", split, dataset_sources={"mine": str(path)})) for split in ("train", "test")]
     assert sizes == [n - held_out, held_out]
@@ -285,7 +285,7 @@ def test_a_path_that_is_not_there_or_not_data_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["./pairs", "/data/pairs", "~/pairs", "data/mine/pairs", "mine/pairs.jsonl"])
-def test_what_cannot_be_a_hub_id_is_never_asked_of_the_hub(path, monkeypatch, tmp_path):
+def test_the_hub_is_never_asked_for_a_path(path, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: pytest.fail("asked the Hub"))
     with pytest.raises(InputError, match="does not exist"):

@@ -26,7 +26,7 @@ from dpo.data.schema import PreferenceData
 from dpo.data.table import FACTS, Prompt, PromptTable, find_or_build, is_whole, iterate_prompts, write_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, RunError
-from dpo.settings.plan import resolve
+from dpo.settings.plan import make_plan, resolve
 from dpo.system.launching import launch
 from preference_datasets import get_dataset, identify_dataset
 
@@ -247,7 +247,7 @@ def test_order_of_three_epochs_is_that_of_lists_of_prompts(names, order, tmp_pat
         options, tokenizer, get_dataset=get_dataset, identify=identify_dataset, batch_size=2, cache_dir=None,
         folder=tmp_path, silent=True,
     )  # fmt: skip
-    data = TrainingData.open(place, facts, tokenizer, online=False, batch_size=2, n_epochs=2, n_examples=None)
+    data = TrainingData.open(place, facts, tokenizer, make_plan({"batch_size": 2, "n_epochs": 2}).data, online=False)
 
     found = []
     for prompts in (

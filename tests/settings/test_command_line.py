@@ -41,7 +41,7 @@ def test_a_fixed_option_of_a_swept_group_is_forced_as_the_default_lacks_it():
     assert "loss.beta=0.1,0.2" in parse(["-m", "loss=dpo,ipo", "loss.beta=0.1,0.2"]).arguments
 
 
-def test_a_path_that_is_there_is_told_with_its_quotes_even_with_a_comma(tmp_path):
+def test_an_existing_path_is_printed_with_its_quotes_even_with_a_comma(tmp_path):
     file = tmp_path / "my rows (1),x.jsonl"
     file.touch()
     [found] = problems_of(f"datasets={file}")

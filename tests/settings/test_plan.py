@@ -59,7 +59,7 @@ def test_groups_of_processes_fill_the_world():
     assert ParallelDims.of(8, tensor_size=2) == ParallelDims(8, shard_size=4, tensor_size=2)
 
 
-def test_what_a_launcher_started_counts_and_what_is_given_before_it(monkeypatch):
+def test_given_processes_count_before_those_of_a_launcher(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert plan_of("trainer=FSDPTrainer").dims.world_size == 8

@@ -26,7 +26,7 @@ from dpo.settings.sweeps import LONGEST_NAME, Job, Sweep
         (["a=https://me:pass@host/x"], "2_a=https_REDACTED_host_x"),
     ],
 )
-def test_a_name_says_what_is_varied_in_characters_that_any_file_system_takes(overrides, name):
+def test_a_name_has_the_varied_overrides_in_characters_of_any_file_system(overrides, name):
     assert Job(2, overrides).name == name
     assert re.fullmatch(r"[\w.=,+-]+", Job(2, overrides).name, re.ASCII)
 
@@ -105,7 +105,7 @@ def test_a_dry_run_of_a_sweep_writes_nothing(command, tmp_path):
     assert not (tmp_path / "sweep").exists()
 
 
-def test_only_what_varies_is_told_to_the_jobs():
+def test_jobs_get_the_keys_that_do_not_vary():
     line = parse(["-m", "loss=dpo", "loss.beta=0.1,0.5", "seed=range(0,3)", "dataset_sources.mine=/a", "~lr"])
     told = line.arguments[-1]
     assert told == "hydra.job.config.override_dirname.exclude_keys=['loss','dataset_sources.mine','lr']"
