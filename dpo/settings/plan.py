@@ -329,7 +329,7 @@ def _read(section: type[Section], values: Mapping[str, Any], prefix: str = "") -
 def _read_loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
     options = {key.removeprefix("loss."): value for key, value in values.items() if key.startswith("loss.")}
     weights = {key.removeprefix("weights."): value for key, value in options.items() if key.startswith("weights.")}
-    options = {key: value for key, value in options.items() if not key.startswith("weights.")}
+    options = {key: value for key, value in options.items() if key.partition(".")[0] != "weights"}
     return options | ({"weights": weights} if weights else {})
 
 

@@ -89,7 +89,9 @@ def test_a_reference_inside_the_policy_computes_as_the_policy_does():
     assert plan_of("loss=sft").reference is None
 
 
-@pytest.mark.parametrize("override", ["trainer=3", "world_size=-1", "tensor_parallel_size=x", "loss.name=[a]"])
+@pytest.mark.parametrize(
+    "override", ["trainer=3", "world_size=-1", "tensor_parallel_size=x", "loss.name=[a]", "+loss.weights=3"]
+)
 def test_a_value_that_makes_no_sense_leaves_a_plan(override):
     assert plan_of("trainer=TensorParallelTrainer", override).dims.world_size in (1, 2)
 
