@@ -275,15 +275,32 @@ def test_an_empty_cell_of_a_table_is_an_empty_text_except_for_a_prompt(tmp_path)
 # chat messages
 
 
-def test_a_template_that_ends_turns_with_eos_leaves_the_last_eos_to_tokenization(chat):
-    data = get_own([HELLO], "mine", chat(ENDS_TURNS_WITH_EOS))
-    assert data == {
-        "<user>Hi<|endoftext|>\n<assistant>": {
-            "responses": ["Hello", "Go away"],
-            "pairs": [(0, 1)],
-            "sft_target": "Hello",
-        }
-    }
+WHOLE = [user("Hi"), assistant("Hello")]
+SHARING = {
+    "chosen": [user("Hi"), assistant("Hm?"), user("Sing"), assistant("La")],
+    "rejected": [user("Hi"), assistant("Hm?"), user("Sing"), assistant("No")],
+}
+OPENS_WITH_THINK = ENDS_TURNS_WITH_SEMICOLON.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "prompt", "responses"),
+    [
+        # tokenization appends the last EOS of a turn
+        (HELLO, ENDS_TURNS_WITH_EOS, "<user>Hi<|endoftext|>\n<assistant>", ["Hello", "Go away"]),
+        # another ending of turns stays
+        (HELLO, ENDS_TURNS_WITH_SEMICOLON, "<user>Hi;<assistant>", ["Hello;", "Go away;"]),
+        # without a prompt, it is the messages that both begin with
+        (SHARING, ENDS_TURNS_WITH_SEMICOLON, "<user>Hi;<assistant>Hm?;<user>Sing;<assistant>", ["La;", "No;"]),
+        # conversations that share everything leave a response each
+        ({"chosen": WHOLE, "rejected": WHOLE}, ENDS_TURNS_WITH_SEMICOLON, "<user>Hi;<assistant>", ["Hello;"] * 2),
+        # a tag that only an open turn shows is not part of the prompt
+        (HELLO, OPENS_WITH_THINK, "<user>Hi;<assistant>", ["Hello;", "Go away;"]),
+    ],
+)
+def test_messages_are_rendered_as_a_prompt_and_its_responses(row, template, prompt, responses, chat):
+    data = get_own([row], "mine", chat(template))
+    assert data == {prompt: {"responses": responses, "pairs": [(0, 1)], "sft_target": responses[0]}}
     assert (data.truncation_mode, data.rendered) == ("keep_start", True)
 
 
@@ -297,34 +314,6 @@ def test_the_messages_of_a_prompt_are_kept_beside_its_text(chat):
     for split in ("train", "test"):
         held = data.hold_out(split)
         assert [*held.messages] == [*held]
-
-
-def test_a_template_that_ends_turns_otherwise_keeps_its_ending(chat):
-    (entry,) = get_own([HELLO], "mine", chat(ENDS_TURNS_WITH_SEMICOLON)).items()
-    assert entry[0] == "<user>Hi;<assistant>"
-    assert entry[1]["responses"] == ["Hello;", "Go away;"]
-
-
-def test_messages_without_a_prompt_share_their_first_messages(chat):
-    row = {
-        "chosen": [user("Hi"), assistant("Hm?"), user("Sing"), assistant("La")],
-        "rejected": [user("Hi"), assistant("Hm?"), user("Sing"), assistant("No")],
-    }
-    (entry,) = get_own([row], "mine", chat(ENDS_TURNS_WITH_SEMICOLON)).items()
-    assert entry[0] == "<user>Hi;<assistant>Hm?;<user>Sing;<assistant>"
-    assert entry[1]["responses"] == ["La;", "No;"]
-
-
-def test_conversations_that_share_everything_still_leave_a_response_each(chat):
-    whole = [user("Hi"), assistant("Hello")]
-    (entry,) = get_own([{"chosen": whole, "rejected": whole}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON)).items()
-    assert (entry[0], entry[1]["responses"]) == ("<user>Hi;<assistant>", ["Hello;", "Hello;"])
-
-
-def test_a_tag_that_only_an_open_turn_shows_is_not_part_of_the_prompt(chat):
-    opens_with_think = ENDS_TURNS_WITH_SEMICOLON.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
-    (entry,) = get_own([HELLO], "mine", chat(opens_with_think)).items()
-    assert (entry[0], entry[1]["responses"][0]) == ("<user>Hi;<assistant>", "Hello;")
 
 
 def test_batches_of_messages_end_with_one_eos_and_keep_those_between_turns(chat, tmp_path):
