@@ -1,4 +1,4 @@
-"""A prompt is put into the form that a model was trained on."""
+"""Prompts in the form that a model was trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of prompts: what comes back, when a table is used again, and what is never used."""
+"""Tables of prompts: their content, and when they are used again."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_a_local_directory_that_cannot_be_made_is_one_sentence(source, tmp_path)
     ],
 )
 def test_order_of_three_epochs_is_that_of_lists_of_prompts(names, order, tmp_path):
-    """The numbers of hh alone were taken when prompts were lists; those with demo when its texts last changed."""
+    # the numbers of hh alone were taken when prompts were lists; those with demo when its texts last changed
     sources = {name: str(GOLDEN / "words") for name in names if name == "hh"}
     options = DatasetOptions(names, sources, trains_on="pairs", online=False, max_length=64, max_prompt_length=32)
     tokenizer = load_tokenizer(str(GOLDEN / "tiny-llama"))
@@ -271,7 +271,7 @@ N_ROWS, TEXT_BYTES = 2000, 10_000
 
 
 def own_memory() -> int:
-    """Bytes of this process that no other one has, and that no file holds."""
+    """Bytes that neither another process nor a file has."""
     gc.collect()
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon"))

@@ -1,4 +1,4 @@
-"""Texts become token ids, labels and padded batches: what is cut, what is scored, what is filled in.
+"""Texts become token ids, labels and padded batches.
 
 The tiny tokenizer gives one token to each of "a" 65, "b" 66, " b" 276, " c" 272, " d" 283, " e" 328, "!" 1; EOS is 0.
 """
@@ -22,7 +22,7 @@ from dpo.errors import InputError
 
 @pytest.fixture
 def tokenizer_with_pad(tokenizer):
-    """The tiny tokenizer, but its pad token "!" (id 1) is not its EOS, so that the two can be told apart."""
+    """The tiny tokenizer, with "!" (id 1) as pad token, not EOS."""
     copied = copy.deepcopy(tokenizer)
     copied.pad_token = "!"
     return copied
