@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -75,7 +76,7 @@ def find_adapter(path: str | Path | None) -> Path | None:
     """A directory in PEFT's format: the path, its LATEST, or its parent."""
     if path is None:
         return None
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     candidates = (path, path / "LATEST", *([path.parent] if path.name == "policy.pt" else []))
     return next((candidate for candidate in candidates if (candidate / CONFIG).is_file()), None)
 

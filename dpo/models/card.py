@@ -94,7 +94,9 @@ def _make_table(header: str, rows: Mapping[str, str], otherwise: str) -> str:
 
 
 def _describe(model: Any, adapter: StoredAdapter | None) -> str:
-    whole = f"Class: `{type(model).__name__}`, weights in {str(model.dtype).removeprefix('torch.')}." if model else ""
+    whole = ""
+    if model is not None:
+        whole = f"Class: `{type(model).__name__}`, weights in {str(model.dtype).removeprefix('torch.')}."
     if adapter is None:
         return whole
     layers = ", ".join(sorted({f"`{layer.rpartition('.')[2]}`" for layer in adapter.layers}))

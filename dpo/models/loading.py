@@ -5,6 +5,7 @@ One at a time: a host holds at most one whole model before it is distributed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -75,7 +76,7 @@ def find_weights(plan: Plan) -> Weights:
     archive = plan.model.archive
     if archive is None:
         return Weights()
-    if plan.reference == "adapter" and Path(archive).expanduser().exists() and find_adapter(archive) is None:
+    if plan.reference == "adapter" and os.path.exists(os.path.expanduser(archive)) and find_adapter(archive) is None:
         raise InputError(
             f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: give a run of lora=lora, "
             f"or choose lora.reference=base"

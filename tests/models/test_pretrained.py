@@ -1,4 +1,4 @@
-"""Models are loaded without dropout and without guesses; a batch's log-probabilities are those of its rows alone."""
+"""Models are loaded without dropout and guesses; rows are scored alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def batch_of(tokenizer, pairs: list[tuple[str, str, str]], max_length: int = 64)
 
 @pytest.fixture(scope="module")
 def batch(tokenizer):
-    """Two pairs of which every text has another length, so everything is padded somewhere."""
+    """Two pairs whose texts all differ in length, so all are padded."""
     return batch_of(
         tokenizer,
         [
