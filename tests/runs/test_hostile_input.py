@@ -22,8 +22,8 @@ from transformers import dynamic_module_utils
 import train as main
 from dpo.checkpoint.files import MANIFEST, hash_manifest
 from dpo.data.collation import find_examples, padded_batch
+from dpo.data.counts import SplitCounter
 from dpo.data.examples import iterate_examples, read_examples
-from dpo.data.preflight import SplitCounter
 from dpo.data.table import PromptTable, iterate_prompts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
