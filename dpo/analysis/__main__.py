@@ -2,12 +2,11 @@
 
     python -m dpo.analysis RUN OUT [--ended]
 
-People use `scripts.report`.
+`--ended`: the run has ended, though it may hold its lock. People use `scripts.report`.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -15,19 +14,10 @@ from pathlib import Path
 from dpo.analysis.page import write_report
 from dpo.errors import InputError
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m dpo.analysis", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
-    parser.add_argument("out", type=Path, metavar="OUT", help="where the report is written")
-    parser.add_argument("--ended", action="store_true", help="the run has ended, though it may hold its lock")
-    asked = parser.parse_args()
+if __name__ == "__main__":
     os.nice(10)  # the run comes first
+    run, out, *options = sys.argv[1:]
     try:
-        write_report([asked.run], asked.out, ended=asked.ended)
+        write_report([Path(run)], Path(out), ended="--ended" in options)
     except InputError as error:
         sys.exit(f"{error}")
-
-
-if __name__ == "__main__":
-    main()

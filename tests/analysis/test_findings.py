@@ -75,7 +75,7 @@ def with_margin(chosen: float, rejected: float, logps: tuple = (-50.0, -50.0)) -
 
 
 def drawing(n: int = 40, **courses) -> Lines:
-    """Updates that draw pairs; `courses` are of metrics, by k from 0 to 1."""
+    """Updates that draw pairs, with `courses` by k from 0 to 1."""
     lines = []
     for k in range(1, n + 1):
         drawn = USUAL | {f"online/{name}": course(k / n) for name, course in courses.items()}

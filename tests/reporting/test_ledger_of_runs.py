@@ -41,7 +41,7 @@ def mean(rows: Sequence[dict], name: str) -> float:
 
 @pytest.fixture(scope="module")
 def run_dir(rows, tmp_path_factory) -> Path:
-    """A run of two epochs, each of 7 batches of 6 of the 44 pairs."""
+    """A run of two epochs, of 7 batches of 6 pairs each."""
     folder = tmp_path_factory.mktemp("ledger") / "run"
     settings = ("ledger=true", "cache_reference_logps=all", "n_examples=84", "eval_every=36", "lr=1e-2")
     run_here(small_run(rows, folder, *settings, "datasets=[hh,more]", "batch_size=6", "do_first_eval=false"))
