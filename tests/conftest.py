@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from support.runs import GOLDEN, run_here, small_run, write_rows
+from support.runs import GOLDEN, run_here, small_run, train_here, write_rows
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -46,6 +49,28 @@ def rows(tmp_path_factory) -> Path:
         write_rows(folder / name / "train.jsonl", [row(i, name) for i in range(22)])
         write_rows(folder / name / "test.jsonl", [row(i, name) for i in range(22, 30)])
     return folder
+
+
+@pytest.fixture(scope="session")
+def trained(rows, tmp_path_factory) -> Callable[..., Path]:
+    """The directory of a complete run with these overrides, trained once: to compare with, and to copy.
+
+    Ask for it before anything is patched.
+    """
+
+    @cache
+    def train_once(*overrides: str) -> Path:
+        run_dir = tmp_path_factory.mktemp("trained") / "run"
+        train_here(small_run(rows, run_dir, *overrides))
+        return run_dir
+
+    return train_once
+
+
+@pytest.fixture
+def copied(trained, tmp_path) -> Callable[..., Path]:
+    """Copy a complete run with these overrides to `tmp_path / name`."""
+    return lambda name, *overrides: shutil.copytree(trained(*overrides), tmp_path / name, symlinks=True)
 
 
 @pytest.fixture

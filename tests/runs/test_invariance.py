@@ -11,16 +11,16 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pytest
 import torch
-from support.faults import Run, kill_after_update
+from support.faults import kill_after_update, start_run
 from support.models import save_reward_model
-from support.runs import read_metrics, run_here, small_run, train
+from support.runs import read_metrics, train_here
 
 from benchmarks.soak import find_differences, read_log
 from dpo.analysis.ledger_file import PARQUET, read_ledger
@@ -199,13 +199,13 @@ def test_how_a_run_is_computed_changes_nothing(feature, way, settings_of, whole,
 
     overrides = [*BASE.split(), *settings.split()]
     if way.killed:  # in its last update, with the checkpoint of the second
-        dying = Run(command("run", *overrides), tmp_path / "log", kill_after_update, 3)
-        assert dying.wait() == -signal.SIGKILL
+        dying = start_run(command("run", *overrides), partial(kill_after_update, 3))
+        assert dying.wait() == -signal.SIGKILL, dying.text
     elif way.first == "":  # by a signal in its third update, in the middle of an epoch
         run_and_stop("run", *overrides)
     elif way.first is not None:
-        start(command("run", *overrides, *way.first.split(), "n_examples=16"))
-    start(command("run", *overrides, *way.settings.split(), "resume=auto"))
+        train_here(command("run", *overrides, *way.first.split(), "n_examples=16"))
+    train_here(command("run", *overrides, *way.settings.split(), "resume=auto"))
 
     if way.is_exact:
         assert_identical(expected, found)
@@ -222,16 +222,9 @@ def test_an_option_changes_what_is_trained(option, whole):
 
 
 @pytest.fixture(scope="module")
-def whole(rows, tmp_path_factory) -> Callable[[str], Path]:
-    """The directory of an uninterrupted run with these settings, which is made once."""
-
-    @cache
-    def run_once(settings: str) -> Path:
-        run_dir = tmp_path_factory.mktemp("whole") / "run"
-        start(small_run(rows, run_dir, *BASE.split(), *settings.split()))
-        return run_dir
-
-    return run_once
+def whole(trained) -> Callable[[str], Path]:
+    """The directory of an uninterrupted run with these settings."""
+    return lambda settings: trained(*BASE.split(), *settings.split())
 
 
 @pytest.fixture(scope="module")
@@ -250,15 +243,6 @@ def settings_of(whole, tokenizer, tmp_path_factory) -> Callable[[str], str]:
         return settings
 
     return find
-
-
-def start(overrides: list[str]) -> None:
-    """Run in this process, or with another trainer in processes of its own."""
-    if any(override.startswith("trainer=") for override in overrides):
-        result = train(*overrides)
-        assert result.returncode == 0, result.stderr
-    else:
-        run_here(overrides)
 
 
 def assert_identical(expected: Path, found: Path) -> None:

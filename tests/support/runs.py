@@ -102,6 +102,15 @@ def run_here(overrides: list[str]) -> None:
     entry.run(config)
 
 
+def train_here(overrides: list[str]) -> None:
+    """Run in this process, or by the command line if another trainer needs processes of its own."""
+    if any(override.startswith("trainer=") for override in overrides):
+        result = train(*overrides)
+        assert result.returncode == 0, result.stderr
+    else:
+        run_here(overrides)
+
+
 def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
     """The overrides of a run of 6 updates with 4 evaluations, which takes a second."""
     settings = {
