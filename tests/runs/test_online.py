@@ -5,25 +5,32 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import signal
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.faults import Run, kill_after_update
-from support.runs import GOLDEN, read_metrics, train
+import transformers
+from support import runs
+from support.faults import kill_after_update, start_run
+from support.models import save_reward_model
+from support.runs import GOLDEN, read_metrics, train, train_here
 from support.trainers import compose, make, next_batch, updates
 
 from benchmarks.soak import WALL_CLOCK, find_differences
 from dpo.checkpoint.files import read_state
 from dpo.errors import InputError
 from dpo.models.pretrained import load_model
-from dpo.models.scoring import ScorerFailed
+from dpo.models.scoring import ScorerFailed, load_scorer
 from dpo.reporting.anomalies import NonFiniteGuard
 from dpo.reporting.events import Update
 from dpo.reporting.files import FileLogger
+from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
 from dpo.training.batches import Batch
 
@@ -168,28 +175,20 @@ RANDOM = "from random import random; from numpy.random import rand; import torch
 RANDOM += "    return [random() + rand() + torch.rand(1) for c in completions]"
 
 
-def test_a_run_with_a_random_scorer_that_is_killed_continues_bit_for_bit(run, command, tmp_path):
+def test_a_random_scorer_gives_a_killed_run_and_several_processes_the_scores_of_one(trained, command, run, tmp_path):
     """The checkpoint is older than the update that dies, whose pairs were drawn and scored already."""
-    settings = (*ONLINE, *write_scorer(tmp_path, RANDOM), "n_examples=24", "ledger=true", "online.n_samples=3")
-    run("whole", *settings)
-    killed = Run(command("killed", *settings), tmp_path / "log", kill_after_update, 4)
-    assert killed.wait() == -signal.SIGKILL
+    settings = (*ONLINE, *IN_EIGHTS, *write_scorer(tmp_path, RANDOM), "n_examples=32", "eval_every=16")
+    whole = trained(*settings)
+    killed = start_run(command("killed", *settings), partial(kill_after_update, 3))
+    assert killed.wait() == -signal.SIGKILL, killed.text
     assert (tmp_path / "killed" / "LATEST").resolve().name == "step-16"
     run("killed", *settings, "resume=auto")
+    assert find_differences(whole, tmp_path / "killed") == []
 
-    assert find_differences(tmp_path / "whole", tmp_path / "killed") == []
-    scores = [line["online/score"] for line in read_metrics(tmp_path / "whole", "train")]
-    assert len({*scores}) == 5
-
-
-def test_a_random_scorer_gives_several_processes_the_scores_of_one(run, command, tmp_path):
-    settings = (*ONLINE, *IN_EIGHTS, *write_scorer(tmp_path, RANDOM), "n_examples=24")
-    run("one", *settings)
-    result = train(*command("two", *settings, *SHARDED))
-    assert result.returncode == 0, result.stderr
-    one, two = ([line["online/score"] for line in read_metrics(tmp_path / name, "train")] for name in ("one", "two"))
+    train_here(command("two", *settings, *SHARDED, "do_first_eval=false"))
+    one, two = ([line["online/score"] for line in read_metrics(d, "train")] for d in (whole, tmp_path / "two"))
     assert one == two
-    assert len(one) == 3
+    assert len({*one}) == 4
 
 
 def test_a_scorer_leaves_the_random_states_as_they_were(tmp_path):
@@ -321,16 +320,29 @@ def test_a_function_gets_texts_and_its_numbers_rank(run, seen, tmp_path):
         ("raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})", r"rewards.py:score failed: E: \?"),
     ],
 )
-def test_a_function_that_fails_ends_the_run_with_a_sentence(body, said, run, tmp_path):
+def test_whatever_a_function_does_wrong_is_a_sentence(body, said, command, tmp_path):
+    plan = resolve(runs.compose(*command("run", *ONLINE, *write_scorer(tmp_path, body))))
+    score = load_scorer(plan, torch.device("cpu"), rows=8)
     with pytest.raises(ScorerFailed, match=said):
-        run("run", *ONLINE, *write_scorer(tmp_path, body))
+        score([SimpleNamespace(text="Why?")] * 8, [SimpleNamespace(text="So.")] * 8)
 
 
-def test_a_function_that_stops_iterating_costs_nothing_that_was_trained(run, tmp_path):
-    stop = "score.calls = getattr(score, 'calls', 0) + 1; return [next(iter([0] * (3 - score.calls)))] * len(prompts)"
-    with pytest.raises(ScorerFailed, match="StopIteration"):
-        run("run", *ONLINE, *write_scorer(tmp_path, stop))
+@pytest.mark.parametrize(
+    ("failing", "said"),
+    [
+        ("next(iter([]))", "StopIteration: "),
+        ("__import__('os')._exit(0)", r"SystemExit: os._exit\(0\) \(.*rewards.py, line 2\)$"),
+        ("exec('raise MemoryError(1)')", r"MemoryError: 1 \(.*rewards.py, line 2\)$"),  # without advice for the run
+    ],
+)
+def test_a_function_that_fails_ends_the_run_with_a_sentence_and_costs_nothing(failing, said, run, tmp_path):
+    body = (
+        f"score.calls = getattr(score, 'calls', 0) + 1; score.calls < 3 or {failing}; return [*map(len, completions)]"
+    )
+    with pytest.raises(ScorerFailed, match=f"rewards.py:score failed: {said}"):
+        run("run", *ONLINE, *write_scorer(tmp_path, body), "eval_every=4", "save_every=12")
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-8"]
+    assert [line["examples"] for line in read_metrics(tmp_path / "run", "eval")] == [0, 4, 8]  # that was due
 
 
 def test_a_function_may_print_any_text_and_fork(command, tmp_path):
@@ -338,14 +350,6 @@ def test_a_function_may_print_any_text_and_fork(command, tmp_path):
     result = train(*command("run", *ONLINE, *write_scorer(tmp_path, f"{fork}; return [*map(len, completions)]")))
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("half \\ud800\n") == 3
-
-
-def test_out_of_memory_in_a_scorer_is_the_scorers(command, tmp_path):
-    scorer = write_scorer(tmp_path, 'raise MemoryError("can\'t allocate memory")')
-    result = train(*command("run", *ONLINE, *scorer))
-    assert result.returncode == 1
-    assert "rewards.py:score failed: MemoryError" in result.stderr
-    assert "try " not in result.stderr
 
 
 def test_a_function_may_turn_gradients_off_and_import_what_is_beside_it(run, tmp_path):
@@ -362,11 +366,11 @@ def test_a_function_may_turn_gradients_off_and_import_what_is_beside_it(run, tmp
 def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_there(grid, command, tmp_path):
     """One that fails by itself, as a service would: the same code continues."""
     body = f"""
-    import pathlib
-    calls = pathlib.Path({str(tmp_path / "calls")!r})
-    calls.write_text(calls.read_text() + "." if calls.exists() else ".")
-    if len(calls.read_text()) == 3:
-        raise ConnectionError("no answer from the scorer's server")
+    with open({str(tmp_path / "calls")!r}, "a+") as calls:
+        calls.write(".")
+        calls.seek(0)
+        if len(calls.read()) == 3:
+            raise ConnectionError("no answer from the scorer's server")
     return [-len(c) for c in completions]"""
     settings = (*ONLINE, *write_scorer(tmp_path, body), *IN_EIGHTS, "n_examples=32", *grid)
     result = train(*command("run", *settings, "do_first_eval=false", "eval_every=32"))
@@ -375,23 +379,8 @@ def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_t
     assert f"{tmp_path}/rewards.py:score failed" in sentence
     assert "Traceback" not in result.stderr
     assert (tmp_path / "run" / "LATEST").resolve().name == "step-16"
-    result = train(*command("run", *settings, "resume=auto"))
-    assert result.returncode == 0, result.stderr
+    train_here(command("run", *settings, "resume=auto"))
     assert [line["examples"] for line in read_metrics(tmp_path / "run", "train")] == [8, 16, 24, 32]
-
-
-def test_a_scorer_that_fails_does_not_cost_the_evaluation_and_the_save_that_are_due(run, tmp_path):
-    body = f"""
-    with open({str(tmp_path / "calls")!r}, "a+") as calls:
-        calls.write(".")
-        calls.seek(0)
-        if len(calls.read()) == 3:
-            raise ConnectionError
-    return [-len(c) for c in completions]"""
-    with pytest.raises(ScorerFailed):
-        run("run", *ONLINE, *write_scorer(tmp_path, body), "eval_every=8")
-    assert [line["examples"] for line in read_metrics(tmp_path / "run", "eval")] == [0, 8]
-    assert (tmp_path / "run" / "BEST").resolve().name == "step-8"
 
 
 def test_a_changed_function_is_not_the_run_that_is_continued(run, tmp_path):
@@ -411,12 +400,42 @@ def test_a_changed_function_is_not_the_run_that_is_continued(run, tmp_path):
         ("import sys; sys.exit(0)", "cannot be run: SystemExit: 0"),
     ],
 )
-def test_a_file_without_the_function_is_refused_before_anything_is_written(code, said, command, tmp_path):
+def test_a_file_without_the_function_is_refused_before_the_run_trains(code, said, run, tmp_path):
     (tmp_path / "rewards.py").write_text(code)
-    scorer = ("online.scorer=function", f"online.function={tmp_path / 'rewards.py'}:score")
-    result = train(*command("run", *ONLINE, *scorer))
-    assert result.returncode == 2
-    assert said in result.stderr
+    with pytest.raises(InputError, match=re.escape(said)):
+        run("run", *ONLINE, "online.scorer=function", f"online.function={tmp_path / 'rewards.py'}:score")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# --- reward models -------------------------------------------------------------------------------------------------
+
+REWARDED = (*ONLINE, "online.scorer=reward_model", "max_length=44")
+
+
+def test_a_reward_model_that_fails_ends_the_run_with_one_sentence(tokenizer, run, tmp_path):
+    place = save_reward_model(tmp_path / "reward", "llama", tokenizer)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(place)
+    model.score.weight.data.fill_(torch.nan)
+    model.save_pretrained(place)
+    with pytest.raises(ScorerFailed, match=f"online.reward_model={place} gave the score nan to the answer"):
+        run("run", *REWARDED, f"online.reward_model={place}")
+
+
+def test_a_continued_run_needs_the_same_reward_model(tokenizer, run, tmp_path):
+    settings = (*REWARDED, f"online.reward_model={save_reward_model(tmp_path / 'reward', 'llama', tokenizer)}")
+    run("run", *settings, "n_examples=4")
+    save_reward_model(tmp_path / "reward", "llama", tokenizer, template="{{ messages }}")
+    with pytest.raises(InputError, match=r"online.reward_model=\S+ has changed since the checkpoint: restore it"):
+        run("run", *settings, "resume=auto")
+
+
+def test_a_template_that_rejects_a_prompt_of_the_data_ends_the_run_before_it_trains(tokenizer, run, tmp_path):
+    """As Gemma's rejects system messages. The prompt is the last of them."""
+    template = "{% for m in messages %}{% if 'number 10' in m['content'] %}{{ raise_exception('not ten') }}{% endif %}"
+    model = save_reward_model(tmp_path / "reward", "llama", tokenizer, template=template + "{% endfor %}ok")
+    with pytest.raises(InputError, match=r"its tokenizer's chat template rejects the prompt.*not ten"):
+        run("run", *REWARDED, f"online.reward_model={model}")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 # --- wrapped models ------------------------------------------------------------------------------------------------

@@ -216,27 +216,27 @@ def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, copied, traine
     before = (whole / "metrics.jsonl").read_bytes()
     copied("other", "n_examples=8", "seed=1")
 
-    run("fork", f"resume={whole}/step-16")
+    run("fork", f"resume={whole}/step-8")
 
     assert find_differences(whole, tmp_path / "fork") == []
     assert (whole / "metrics.jsonl").read_bytes() == before
     with pytest.raises(InputError, match="already holds a run"):
-        run("other", f"resume={whole}/step-16")
+        run("other", f"resume={whole}/step-8")
 
 
 def test_a_run_that_continues_elsewhere_and_dies_at_once_goes_on_with_the_same_command(
     run, run_and_stop, trained, tmp_path, capsys
 ):
     whole = trained()
-    again = ("fork", f"resume={whole}/step-16")
-    run_and_stop(*again, "save_every=40", after=5)
-    shutil.rmtree(tmp_path / "fork" / "step-20")  # as if it had been killed
+    again = ("fork", f"resume={whole}/step-8")
+    run_and_stop(*again, "save_every=40")
+    shutil.rmtree(tmp_path / "fork" / "step-12")  # as if it had been killed
 
     run(*again)
 
-    assert f"continuing from {tmp_path}/fork/step-16" in capsys.readouterr().out
+    assert f"continuing from {tmp_path}/fork/step-8" in capsys.readouterr().out
     assert find_differences(whole, tmp_path / "fork") == []
-    shutil.rmtree(tmp_path / "fork" / "step-16")  # where it began is recorded
+    shutil.rmtree(tmp_path / "fork" / "step-8")  # where it began is recorded
     run(*again)
     assert "step-24: this run is already complete" in capsys.readouterr().out
 

@@ -9,9 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from omegaconf import DictConfig
 
+from benchmarks.soak import read_log
+from dpo.checkpoint.files import read_state
 from support import warm
 from support.warm import ROOT
 
@@ -57,6 +60,16 @@ def train(*overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.C
 def read_metrics(run_dir: Path, split: str) -> list[dict]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["split"] == split]
+
+
+def assert_alike(run_dir: Path, other: Path, tolerance: float = 1e-5) -> None:
+    """Metrics of every update and evaluation, and the trained weights, are those of another run."""
+    close = {"rel": tolerance, "abs": tolerance}
+    for line, theirs in zip(read_log(run_dir), read_log(other), strict=True):
+        assert line.pop("split") == theirs.pop("split")
+        assert line == pytest.approx(theirs, **close)
+    weights, theirs = (read_state(folder / "LATEST" / "policy.pt") for folder in (run_dir, other))
+    torch.testing.assert_close(weights, theirs, rtol=tolerance, atol=tolerance)
 
 
 def assert_gone(pids: list[int], within: float = 10) -> None:
