@@ -52,7 +52,7 @@ def rows(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained(rows, tmp_path_factory) -> Callable[..., Path]:
+def finished(rows, tmp_path_factory) -> Callable[..., Path]:
     """The directory of a complete run with these overrides, trained once: to compare with, and to copy.
 
     Ask for it before anything is patched.
@@ -68,9 +68,9 @@ def trained(rows, tmp_path_factory) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def copied(trained, tmp_path) -> Callable[..., Path]:
+def copied(finished, tmp_path) -> Callable[..., Path]:
     """Copy a complete run with these overrides to `tmp_path / name`."""
-    return lambda name, *overrides: shutil.copytree(trained(*overrides), tmp_path / name, symlinks=True)
+    return lambda name, *overrides: shutil.copytree(finished(*overrides), tmp_path / name, symlinks=True)
 
 
 @pytest.fixture

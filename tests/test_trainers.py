@@ -18,7 +18,6 @@ import train  # noqa: F401  (registers the config's resolvers)
 from dpo.data.collation import collate_prompts
 from dpo.errors import InputError
 from dpo.models.layouts import Padded, pad
-from dpo.models.weights import load_archive
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.state import hold_the_same
 from dpo.training.metrics import Reduced
@@ -215,22 +214,6 @@ def test_a_run_evaluates_at_0_at_every_multiple_and_at_the_end_and_saves_with_it
     assert all(torch.equal(saved[name], value) for name, value in trainer.policy.state_dict().items())
 
 
-def test_a_run_that_ends_on_a_multiple_evaluates_there_once(make_trainer):
-    trainer = make_trainer(*SFT, "eval_every=8", "do_first_eval=false")
-    trainer.train()
-
-    assert [e["examples"] for e in read_metrics(trainer.run_dir, "eval")] == [8, 16]
-
-
-def test_debug_writes_metrics_and_no_checkpoints_and_no_wandb(make_trainer):
-    trainer = make_trainer(*SFT, "debug=true", "wandb.enabled=true", "eval_every=8", "n_examples=12")
-    trainer.train()
-
-    assert trainer.callbacks.callbacks.keys() == {"terminal", "nonfinite", "files", "course"}
-    assert os.listdir(trainer.run_dir) == ["metrics.jsonl"]
-    assert [e["examples"] for e in read_metrics(trainer.run_dir, "eval")] == [0, 8, 12]
-
-
 @pytest.mark.parametrize(
     ("loss", "name", "values"),
     [
@@ -254,27 +237,6 @@ def test_best_points_to_the_best_evaluation_and_latest_to_the_last(loss, name, v
         "LATEST": "step-12",
         "BEST": "step-8",
     }
-
-
-def test_a_saved_run_continues_bit_for_bit_from_its_three_files(make_trainer, tmp_path):
-    options = (*DPO, "optimizer=AdamW", "lr=1e-3", "warmup_steps=4", "batch_size=2")
-    first = make_trainer(*options, run="first")
-    batches = [next(first.train_iterator) for _ in range(4)]
-    for batch in batches[:2]:
-        first.train_step(batch)
-    first.save(tmp_path / "saved", metrics=None)
-    uninterrupted = [first.train_step(batch).metrics for batch in batches[2:]]
-
-    second = make_trainer(*options, run="second")
-    load_archive(second.policy, str(tmp_path / "saved"))
-    for name in ("optimizer", "scheduler"):
-        content = torch.load(tmp_path / "saved" / f"{name}.pt", weights_only=True)
-        getattr(second, name).load_state_dict(content["state"])
-    continued = [second.train_step(batch).metrics for batch in batches[2:]]
-
-    assert torch.equal(flat_weights(second), flat_weights(first))
-    assert [m["lr"] for m in continued] == [m["lr"] for m in uninterrupted] == pytest.approx([6e-4, 8e-4])
-    assert [m["loss/train"] for m in continued] == [m["loss/train"] for m in uninterrupted]
 
 
 LINE = {"split", "examples", "updates"}
@@ -322,16 +284,6 @@ def test_rewards_and_margins_of_a_batch_belong_together(make_trainer, data):
     assert loss.item() == pytest.approx(metrics["loss/train"].mean().item(), rel=1e-6)
     assert loss.requires_grad
     assert not any(value.requires_grad for value in metrics.values())
-
-
-def test_sampling_and_evaluating_do_not_disturb_training(make_trainer):
-    options = (*SFT, "lr=1e-3", "warmup_steps=0", "n_examples=8", "max_length=36")
-    plain = make_trainer(*options, "do_first_eval=false", "self_test=false", run="plain")
-    disturbed = make_trainer(*options, "eval_every=4", "sample_during_eval=true", run="disturbed")
-    plain.train()
-    disturbed.train()
-
-    assert torch.equal(flat_weights(plain), flat_weights(disturbed))
 
 
 def test_samples_are_the_same_for_the_same_seed_and_number_of_examples(make_trainer):

@@ -21,13 +21,12 @@ from support.gpu import (
     WORDS,
     Process,
     Run,
-    distance,
     few_words,
     limit,
     pick,
     wait_until,
 )
-from support.runs import GOLDEN, golden_command
+from support.runs import GOLDEN, distance, golden_command
 
 COMMON = (f"model.name_or_path={TINY}", "model.block_name=LlamaDecoderLayer", "loss=dpo", "loss.beta=0.1",
           "model.reference_dtype=float32", "datasets=[hh]", "n_eval_examples=4", "eval_batch_size=4", "n_epochs=null",

@@ -10,21 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import GOLDEN, SHARED, golden_command, read_metrics, train
-
-
-def close(ours: float, theirs: float, name: str, tolerance: float) -> bool:
-    if name.endswith("accuracies"):
-        return ours == theirs
-    scale = max(abs(theirs), 1.0) if name.startswith("rewards") else abs(theirs)
-    return abs(ours - theirs) <= tolerance * scale
+from support.runs import GOLDEN, SHARED, distance, golden_command, read_metrics, train
 
 
 def assert_same(ours: dict, theirs: dict, tolerance: float, where: str) -> None:
     wrong = [
         f"{where} {name}: {ours[name]} instead of {value}"
         for name, value in theirs.items()
-        if not close(ours[name], value, name, tolerance)
+        if distance(ours[name], value, name) > tolerance
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -90,7 +83,7 @@ def test_bfloat16_stays_within_a_band_of_the_published_float32_run(way, tmp_path
         for name, value in theirs.items():
             kind = re.match("[a-z]+(_norm)?", name)[0]
             if kind in band and not name.endswith("accuracies"):
-                assert close(ours[name], value, name, band[kind]), f"update {i + 1} {name}: {ours[name]}, not {value}"
+                assert_same({name: ours[name]}, {name: value}, band[kind], f"update {i + 1}")
     first = read_metrics(tmp_path / "run", "train")[0]
     assert first["grad_norm"] != pytest.approx(golden["updates"][0]["grad_norm"], rel=1e-5)  # it was bfloat16
 

@@ -20,7 +20,6 @@ from typing import Any, Self, TypeVar
 import pytest
 import torch
 
-from support import warm
 from support.runs import GOLDEN, ROOT, make_environment
 
 GPU = torch.cuda.device_count() > 0
@@ -113,35 +112,23 @@ def few_words(folder: Path, n: int) -> Path:
     return directory
 
 
-def distance(ours: float, theirs: float, key: str) -> float:
-    """The relative difference; for rewards below 1 absolute; for accuracies 0 or infinite."""
-    if key.endswith("accuracies"):
-        return 0.0 if ours == theirs else float("inf")
-    return abs(ours - theirs) / (max(abs(theirs), 1.0) if key.startswith("rewards") else abs(theirs))
-
-
 # --- runs of the command line ----------------------------------------------------------------------------------------
 
 
 class Process:
-    """`python ARGUMENTS` in the background; without a GPU forked from a process that has all imports."""
+    """`python ARGUMENTS` in the background."""
 
     def __init__(self, folder: Path, name: str, *arguments: str, **environment: str) -> None:
-        self.name, own = name, make_environment(**environment)
-        if GPU:
-            self.log = folder / f"{name}.log"
-            with self.log.open("wb") as out:
-                self.process: Any = subprocess.Popen(
-                    [sys.executable, *arguments],
-                    cwd=ROOT,
-                    env=own,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                )
-        else:
-            self.process = warm.Python(*arguments, environment=own, merge=True)
-            self.log = Path(self.process.stdout.name)
+        self.name, self.log = name, folder / f"{name}.log"
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env=make_environment(**environment),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
 
     @property
     def text(self) -> str:
@@ -190,7 +177,7 @@ class Run(Process):
 
 
 def wait_until(there: Callable[[], Any], seconds: float = 60) -> bool:
-    """Whether it came true in that time."""
+    """Wait until a condition holds, for this long at most; return whether it does."""
     deadline = time.monotonic() + seconds
     while not there() and time.monotonic() < deadline:
         time.sleep(0.005)

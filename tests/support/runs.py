@@ -62,6 +62,13 @@ def read_metrics(run_dir: Path, split: str) -> list[dict]:
     return [line for line in lines if line["split"] == split]
 
 
+def distance(ours: float, theirs: float, metric: str) -> float:
+    """The relative difference; for rewards below 1 absolute; for accuracies 0 or infinite."""
+    if metric.endswith("accuracies"):
+        return 0.0 if ours == theirs else float("inf")
+    return abs(ours - theirs) / (max(abs(theirs), 1.0) if metric.startswith("rewards") else abs(theirs))
+
+
 def assert_alike(run_dir: Path, other: Path, tolerance: float = 1e-5) -> None:
     """Metrics of every update and evaluation, and the trained weights, are those of another run."""
     close = {"rel": tolerance, "abs": tolerance}
