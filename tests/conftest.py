@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from support.runs import GOLDEN, run_here, small_run, train_here, write_rows
+
+# Fixtures import what needs torch: xdist reads this file too, before it starts the processes that run tests.
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # the models are tiny: threads would wait for each other
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -21,6 +22,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from support.runs import GOLDEN
+
     from dpo.data.tokenizer import load_tokenizer
 
     return load_tokenizer(str(GOLDEN / "tiny-llama"))
@@ -28,6 +31,9 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def tiny_llama():
+    import torch
+    from support.runs import GOLDEN
+
     from dpo.models.pretrained import load_model
 
     return load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="sdpa")
@@ -36,6 +42,8 @@ def tiny_llama():
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory) -> Path:
     """22 training pairs of 11 prompts (5 batches of 4 and a rest) and 8 test pairs, and a second dataset."""
+    from support.runs import write_rows
+
     folder = tmp_path_factory.mktemp("data")
 
     def row(i: int, dataset: str) -> dict[str, str]:
@@ -57,6 +65,7 @@ def finished(rows, tmp_path_factory) -> Callable[..., Path]:
 
     Ask for it before anything is patched.
     """
+    from support.runs import small_run, train_here
 
     @cache
     def train_once(*overrides: str) -> Path:
@@ -76,12 +85,15 @@ def copied(finished, tmp_path) -> Callable[..., Path]:
 @pytest.fixture
 def command(rows, tmp_path):
     """The overrides of a small run into `tmp_path / name`."""
+    from support.runs import small_run
+
     return lambda name, *overrides: small_run(rows, tmp_path / name, *overrides)
 
 
 @pytest.fixture
 def run(command):
     """Run train.py's `run` in this process."""
+    from support.runs import run_here
 
     return lambda name, *overrides: run_here(command(name, *overrides))
 

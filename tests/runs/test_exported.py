@@ -125,8 +125,8 @@ def test_a_run_that_is_stopped_is_not_exported(run_and_stop, tmp_path):
     assert not (tmp_path / "run" / "LATEST" / "hf").exists()
 
 
-def test_the_best_checkpoint_is_exported_by_hand(trained, tmp_path):
-    asked = ("-m", "scripts.export", f"{trained()}/BEST", str(tmp_path / "best"))
+def test_the_best_checkpoint_is_exported_by_hand(finished, tmp_path):
+    asked = ("-m", "scripts.export", f"{finished()}/BEST", str(tmp_path / "best"))
     result = run_script(*asked, "--dtype", "bfloat16")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == f"exported {tmp_path}/best\n"

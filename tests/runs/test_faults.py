@@ -34,14 +34,14 @@ SLOW = pytest.mark.slow
 
 
 @pytest.fixture
-def whole(trained) -> Path:
+def whole(finished) -> Path:
     """The run that nobody disturbed."""
-    return trained("keep_checkpoints=2")
+    return finished("keep_checkpoints=2")
 
 
 @pytest.fixture
-def whole_sharded(trained) -> Path:
-    return trained(*SHARDED)
+def whole_sharded(finished) -> Path:
+    return finished(*SHARDED)
 
 
 @pytest.fixture

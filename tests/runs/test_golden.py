@@ -32,11 +32,7 @@ GRIDS = {
         "tensor_parallel_size=2",
     ),
 }
-CORNERS = {  # `make test` runs these and the plain runs on `words`, `make test-all` all
-    ("words-dpo", "sharded", 1),
-    ("words-dpo", "cut", 1),
-    ("words-dpo", "cut by the package", 1),
-}
+CORNER = ("words-dpo", "sharded", 1)  # `make test` runs this and the plain runs on `words`, `make test-all` all
 
 
 def over_grids() -> Iterator[Any]:
@@ -45,7 +41,7 @@ def over_grids() -> Iterator[Any]:
         yield pytest.param(run, ("compile=true",), marks=[pytest.mark.slow], id=f"{run}, compiled")
         for mesh, overrides in GRIDS.items():
             for accumulation in (1, 2):
-                marks = [] if (run, mesh, accumulation) in CORNERS else [pytest.mark.slow]
+                marks = [] if (run, mesh, accumulation) == CORNER else [pytest.mark.slow]
                 settings = (*overrides, f"gradient_accumulation_steps={accumulation}")
                 yield pytest.param(run, settings, marks=marks, id=f"{run}, {mesh}, accumulation {accumulation}")
 
@@ -73,9 +69,8 @@ BFLOAT16 = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[] if way == "sharded" else [pytest.mark.slow]) for way in BFLOAT16]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", BFLOAT16)
 def test_bfloat16_stays_within_a_band_of_the_published_float32_run(way, tmp_path):
     golden = repeat("words-dpo", BFLOAT16[way], tmp_path)
     band = {"logps": 5e-3, "loss": 0.1, "grad_norm": 0.1, "rewards": 0.2}  # rewards absolute, the others relative

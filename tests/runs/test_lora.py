@@ -51,9 +51,9 @@ def base(tmp_path) -> Path:
 
 
 @pytest.fixture
-def sft(trained) -> Path:
+def sft(finished) -> Path:
     """The adapter of a run of SFT."""
-    return trained(*LORA, "loss=sft", "n_examples=8", "do_first_eval=false") / "LATEST"
+    return finished(*LORA, "loss=sft", "n_examples=8", "do_first_eval=false") / "LATEST"
 
 
 def needs_bitsandbytes(kind: str) -> None:
@@ -92,10 +92,10 @@ def adapter_of(run_dir: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "reference"), [("lora", "base"), pytest.param("lora", "adapter", marks=SLOW), ("qlora", "adapter")]
 )
-def test_a_reference_that_shares_the_base_is_a_second_model(kind, reference, trained, sft, command, tmp_path):
+def test_a_reference_that_shares_the_base_is_a_second_model(kind, reference, finished, sft, command, tmp_path):
     needs_bitsandbytes(kind)
     adapter = sft if reference == "adapter" else None
-    ours, theirs = (trained(*with_reference(name, adapter), f"lora={kind}", *SAMPLED) for name in (reference, "model"))
+    ours, theirs = (finished(*with_reference(name, adapter), f"lora={kind}", *SAMPLED) for name in (reference, "model"))
     assert_alike(ours, theirs, 1e-6)
     assert (ours / "samples.jsonl").read_text() == (theirs / "samples.jsonl").read_text()
     first, last = read_metrics(ours, "train")[0], read_metrics(ours, "eval")[-1]
@@ -139,9 +139,9 @@ def test_what_is_saved_is_the_adapter_alone_and_peft_loads_it(run, sft, trainers
     assert all(p.requires_grad == (".policy." in name) for name, p in trainer.policy.named_parameters())
 
 
-def test_a_checkpoint_over_4_bits_is_an_adapter_that_peft_loads_and_is_merged_and_asked(trained, command, tmp_path):
+def test_a_checkpoint_over_4_bits_is_an_adapter_that_peft_loads_and_is_merged_and_asked(finished, command, tmp_path):
     needs_bitsandbytes("qlora")
-    directory = trained(*QLORA) / "LATEST"
+    directory = finished(*QLORA) / "LATEST"
     assert all(".lora_" in name for name in read_state(directory / "policy.pt"))
     plan = resolve(compose(*command("test", *QLORA)))
     ours, _ = load_policy(model_loaders(plan)[0], plan, rank=0, resume_from=directory)

@@ -175,10 +175,10 @@ RANDOM = "from random import random; from numpy.random import rand; import torch
 RANDOM += "    return [random() + rand() + torch.rand(1) for c in completions]"
 
 
-def test_a_random_scorer_gives_a_killed_run_and_several_processes_the_scores_of_one(trained, command, run, tmp_path):
+def test_a_random_scorer_gives_a_killed_run_and_several_processes_the_scores_of_one(finished, command, run, tmp_path):
     """The checkpoint is older than the update that dies, whose pairs were drawn and scored already."""
     settings = (*ONLINE, *IN_EIGHTS, *write_scorer(tmp_path, RANDOM), "n_examples=32", "eval_every=16")
-    whole = trained(*settings)
+    whole = finished(*settings)
     killed = start_run(command("killed", *settings), partial(kill_after_update, 3))
     assert killed.wait() == -signal.SIGKILL, killed.text
     assert (tmp_path / "killed" / "LATEST").resolve().name == "step-16"

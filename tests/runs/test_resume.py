@@ -26,7 +26,7 @@ from trainers import BasicTrainer
 WAYS = {
     "in the middle of an epoch": (3, ()),
     "at an epoch's edge": (5, ("n_examples=40",)),
-    "in the third epoch": (13, ("n_examples=64", "eval_every=16")),
+    "in the third epoch": (6, ("n_examples=64", "batch_size=8", "eval_every=32")),
     "at an evaluation": (4, ()),
     "after the last update": (6, ()),
     "after the first update": (1, ("do_first_eval=false",)),
@@ -35,15 +35,16 @@ QUICK = ("in the third epoch",)
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.slow) for w in WAYS])
-def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_stop, trained, tmp_path, capsys):
+def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_stop, finished, tmp_path, capsys):
     updates, settings = WAYS[way]
-    whole = trained(*settings)
+    whole = finished(*settings)
     run_and_stop("stopped", *settings, after=updates)
-    assert find_checkpoints(tmp_path / "stopped")[0].name == f"step-{4 * updates}"
+    step = f"step-{updates * (8 if 'batch_size=8' in settings else 4)}"
+    assert find_checkpoints(tmp_path / "stopped")[0].name == step
 
     run("stopped", *settings, "resume=auto")
 
-    assert f"continuing from {tmp_path}/stopped/step-{4 * updates}" in capsys.readouterr().out
+    assert f"continuing from {tmp_path}/stopped/{step}" in capsys.readouterr().out
     assert find_differences(whole, tmp_path / "stopped") == []
     assert len(read_log(tmp_path / "stopped")) > updates
 
@@ -65,8 +66,8 @@ def test_another_test_split_is_scored_again(run, rows, tmp_path):
     assert read_metrics(tmp_path / "run", "eval")[-1]["loss/eval"] == pytest.approx(math.log(2), rel=1e-6)
 
 
-def test_the_comparison_sees_what_differs(trained):
-    found = find_differences(trained("n_examples=8"), trained("n_examples=8", "seed=1"))
+def test_the_comparison_sees_what_differs(finished):
+    found = find_differences(finished("n_examples=8"), finished("n_examples=8", "seed=1"))
 
     assert {"metrics.jsonl", "policy.lm_head.weight"} <= set(found)
     assert any(place.startswith("optimizer.state") for place in found)
@@ -74,9 +75,9 @@ def test_the_comparison_sees_what_differs(trained):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_again(
-    number, run, trained, tmp_path, monkeypatch
+    number, run, finished, tmp_path, monkeypatch
 ):
-    whole, evaluate, calls = trained(), Evaluator.metrics, []
+    whole, evaluate, calls = finished(), Evaluator.metrics, []
 
     def asked_to_stop_in_it(self):
         calls.append(self)
@@ -95,9 +96,9 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_agai
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
-def test_a_signal_while_it_samples_at_the_end_is_heard_at_the_next_token(number, run, trained, tmp_path, monkeypatch):
+def test_a_signal_while_it_samples_at_the_end_is_heard_at_the_next_token(number, run, finished, tmp_path, monkeypatch):
     settings = ("sample_during_eval=true", "n_eval_model_samples=4", "do_first_eval=false", "eval_every=24")
-    whole, tokens = trained(*settings), []
+    whole, tokens = finished(*settings), []
     samples, forward = Evaluator.samples, LlamaForCausalLM.forward
 
     def sampling(self, **options):
@@ -125,13 +126,13 @@ def test_a_signal_while_it_samples_at_the_end_is_heard_at_the_next_token(number,
     assert find_differences(whole, tmp_path / "stopped") == []  # samples too
 
 
-def test_an_evaluation_more_or_a_save_more_changes_nothing_that_is_trained(run, trained, tmp_path):
+def test_an_evaluation_more_or_a_save_more_changes_nothing_that_is_trained(run, finished, tmp_path):
     more = ("eval_every=4", "save_every=12", "n_eval_examples=8", "num_workers=0")
     run("other", *more, "sample_during_eval=true", "n_eval_model_samples=4")
 
     steps = {path.name for path in find_checkpoints(tmp_path / "other")}
     assert steps == {"step-12", "step-24"}
-    last = [read_state(directory / "step-24" / "policy.pt") for directory in (trained(), tmp_path / "other")]
+    last = [read_state(directory / "step-24" / "policy.pt") for directory in (finished(), tmp_path / "other")]
     assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
 
 
@@ -149,14 +150,14 @@ def test_auto_starts_where_there_is_nothing_and_ends_where_all_is_done(run, tmp_
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_finished_run_goes_on_with_more_examples(run, copied, trained, tmp_path):
+def test_a_finished_run_goes_on_with_more_examples(run, copied, finished, tmp_path):
     copied("run", "n_examples=8")
     run("run", "n_examples=24", "resume=auto")
-    assert find_differences(trained(), tmp_path / "run") == []
+    assert find_differences(finished(), tmp_path / "run") == []
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again(run, trained, tmp_path, capsys):
-    whole = trained("n_examples=8")
+def test_a_run_killed_before_its_first_checkpoint_starts_again(run, finished, tmp_path, capsys):
+    whole = finished("n_examples=8")
     (tmp_path / "killed" / ".step-8.tmp").mkdir(parents=True)
     (tmp_path / "killed" / "metrics.jsonl").write_text('{"split": "train", "exam')
 
@@ -169,7 +170,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(run, trained, tmp
     assert find_differences(whole, tmp_path / "killed") == []
 
 
-def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_continues(run, copied, trained, capsys):
+def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_continues(run, copied, finished, capsys):
     file = copied("damaged") / "step-24" / "optimizer.pt"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -181,7 +182,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_co
     assert f"warning: checkpoint skipped: {file}: checksum mismatch" in said
     assert "continuing from" in said
     assert "step-16" in said
-    assert find_differences(trained(), file.parents[1]) == []
+    assert find_differences(finished(), file.parents[1]) == []
 
 
 def test_what_continues_needs_neither_the_weights_it_replaces_nor_the_files_it_has_read(run, tmp_path, monkeypatch):
@@ -211,8 +212,8 @@ def test_if_every_checkpoint_is_damaged_nothing_is_thrown_away(run, copied, tmp_
     assert len(read_metrics(tmp_path / "run", "train")) == 2
 
 
-def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, copied, trained, tmp_path):
-    whole = trained()
+def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, copied, finished, tmp_path):
+    whole = finished()
     before = (whole / "metrics.jsonl").read_bytes()
     copied("other", "n_examples=8", "seed=1")
 
@@ -225,9 +226,9 @@ def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, copied, traine
 
 
 def test_a_run_that_continues_elsewhere_and_dies_at_once_goes_on_with_the_same_command(
-    run, run_and_stop, trained, tmp_path, capsys
+    run, run_and_stop, finished, tmp_path, capsys
 ):
-    whole = trained()
+    whole = finished()
     again = ("fork", f"resume={whole}/step-8")
     run_and_stop(*again, "save_every=40")
     shutil.rmtree(tmp_path / "fork" / "step-12")  # as if it had been killed
@@ -248,8 +249,8 @@ def test_a_run_in_a_directory_within_a_run_is_another(run, copied, tmp_path):
     assert [p.name for p in find_checkpoints(tmp_path / "runs" / "inner")] == ["step-8"]
 
 
-def test_another_reference_is_noticed(run, copied, trained):
-    archive = trained("n_examples=8")
+def test_another_reference_is_noticed(run, copied, finished):
+    archive = finished("n_examples=8")
     copied("run", f"model.archive={archive}/step-8", "n_examples=8")
     with pytest.raises(InputError, match="the reference model has changed"):
         run("run", "n_examples=12", "resume=auto")
@@ -284,9 +285,9 @@ def test_the_same_checkpoint_damaged_twice_is_put_aside_twice(run, copied, tmp_p
 
 @pytest.mark.slow
 def test_a_full_disk_while_it_begins_elsewhere_leaves_what_the_same_command_can_use(
-    run, trained, tmp_path, monkeypatch
+    run, finished, tmp_path, monkeypatch
 ):
-    whole, begun = trained(), trained("n_examples=16")
+    whole, begun = finished(), finished("n_examples=16")
 
     def full(source: Path, target: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -366,7 +367,7 @@ def test_a_deterministic_run_is_the_same_twice(run, tmp_path, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     try:
         for name in ("a", "b"):
-            run(name, "deterministic=true", "sample_during_eval=true", "n_eval_model_samples=4")
+            run(name, "deterministic=true", "n_examples=8", "sample_during_eval=true", "n_eval_model_samples=4")
             assert torch.are_deterministic_algorithms_enabled()
             assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:

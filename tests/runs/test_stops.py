@@ -33,6 +33,7 @@ STEPS = {
     "self-test": "trainers:self_test",
     "first evaluation": "dpo.training.evaluation:Evaluator.metrics",
 }
+QUICK = ("tokenizer", "dataset", "model", "optimizer", "first evaluation")
 
 
 def assert_stopped_before_training(number: int, status: int, said: str, run_dir: Path) -> None:
@@ -51,7 +52,7 @@ def run_swallowing(step: str, number: int, overrides: list[str]) -> tuple[int, s
     return run.wait(), run.text
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [pytest.param(s, marks=[] if s in QUICK else pytest.mark.slow) for s in STEPS])
 def test_a_signal_at_a_step_of_the_start_ends_the_run_there(step, command, tmp_path):
     number, run_dir = list(STATUS)[len(step) % 3], tmp_path / "run"
     status, said = run_swallowing(step, number, command("run"))
@@ -78,12 +79,17 @@ runpy.run_path("train.py", run_name="__main__")
     ("module", "number", "fate"),
     [
         ("hydra", signal.SIGINT, "raised"),
-        ("hydra", signal.SIGTERM, "swallowed"),
-        ("dpo.settings.validation", signal.SIGTERM, "raised"),
         ("torch", signal.SIGTERM, "swallowed"),
-        ("torch", signal.SIGINT, "raised"),
-        ("transformers", signal.SIGTERM, "raised"),
-        ("torch.optim", signal.SIGINT, "swallowed"),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (
+                ("hydra", signal.SIGTERM, "swallowed"),
+                ("dpo.settings.validation", signal.SIGTERM, "raised"),
+                ("torch", signal.SIGINT, "raised"),
+                ("transformers", signal.SIGTERM, "raised"),
+                ("torch.optim", signal.SIGINT, "swallowed"),
+            )
+        ),
     ],
 )
 def test_a_signal_during_imports_is_one_sentence(module, number, fate, command):
@@ -106,7 +112,9 @@ def ask_both_ranks() -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize("step", ["seed", "model", pytest.param("self-test", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "step", ["model", *(pytest.param(step, marks=pytest.mark.slow) for step in ("seed", "self-test"))]
+)
 def test_of_several_processes_none_goes_on(step, command, tmp_path):
     began = time.monotonic()
     run = start_run(command("run", *SHARDED), partial(call_before, STEPS[step], ask_both_ranks))

@@ -21,8 +21,6 @@ from support.warm import ROOT
 PARTS = ("policy", "optimizer", "scheduler", "trainer", "random")  # of a run's checkpoint, each a NAME.pt
 GOLDEN = ROOT / "tests" / "golden"
 SHARED = ROOT.parent / "shared"  # real data and more golden runs, on the maintainers' machines only
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported, also by processes that are forked
-torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 
 def make_environment(**more: str) -> dict[str, str]:
