@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -14,9 +15,19 @@ import pytest
 # Fixtures import what needs torch: xdist reads this file too, before it starts the processes that run tests.
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # the models are tiny: threads would wait for each other
 
+gc.disable()  # until tests are collected: nothing that they import is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores, for many tests wait; each takes a gigabyte of memory."""
+    """One more than there are cores, as many tests wait.
+
+    Each takes a gigabyte of memory.
+    """
     return min(len(os.sched_getaffinity(0)) + 1, 5)
 
 
@@ -41,7 +52,10 @@ def tiny_llama():
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory) -> Path:
-    """22 training pairs of 11 prompts (5 batches of 4 and a rest) and 8 test pairs, and a second dataset."""
+    """Two datasets of 22 training pairs and 8 test pairs each.
+
+    The pairs have 11 prompts: 5 batches of 4 and a rest.
+    """
     from support.runs import write_rows
 
     folder = tmp_path_factory.mktemp("data")
@@ -61,9 +75,9 @@ def rows(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(rows, tmp_path_factory) -> Callable[..., Path]:
-    """The directory of a complete run with these overrides, trained once: to compare with, and to copy.
+    """The directory of a complete run with these overrides, trained once.
 
-    Ask for it before anything is patched.
+    Compare with it, or copy it. Ask for it before anything is patched.
     """
     from support.runs import small_run, train_here
 

@@ -1,4 +1,4 @@
-"""A test of the acceptance run that fails, raises, crashes or hangs does so alone, and leaves no process behind."""
+"""A test of the acceptance run fails, crashes or hangs alone."""
 
 from __future__ import annotations
 

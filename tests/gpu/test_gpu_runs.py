@@ -1,4 +1,4 @@
-"""Whole runs by the command line: the demo, golden runs, FSDP, resumed runs, launchers and signals, two ranks."""
+"""Whole runs by the command line, under launchers and signals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS = ("logps", "loss", "grad_norm", "rewards")
 
 
 def find_distances(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
-    """The largest distance of each kind of metric, over the updates of two runs."""
+    """The largest distance of each kind of metric over two runs."""
     assert [update["examples"] for update in ours] == [update["examples"] for update in theirs]
     assert ours
     far = dict.fromkeys(KINDS, 0.0)
@@ -189,7 +189,10 @@ def test_processes_stop_by_sigterm_while_loading_and_while_training(tmp_path, re
 
 
 def count_contexts(parent: int) -> int:
-    """The number of CUDA contexts of a run's processes; 0 if nvidia-smi or a container hides the processes."""
+    """The number of CUDA contexts of a run's processes.
+
+    0 if nvidia-smi or a container hides the processes.
+    """
     command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
     listed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.split()
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
@@ -200,7 +203,10 @@ def count_contexts(parent: int) -> int:
 @pytest.mark.slow
 @limit(90)
 def test_processes_started_by_torchrun_and_by_slurm_end_well(tmp_path):
-    """Slurm's two tasks run on the CPU: NCCL does not allow two on one GPU."""
+    """Slurm's two tasks run on the CPU.
+
+    NCCL does not allow two on one GPU.
+    """
     common = (*COMMON, f"dataset_sources.hh={few_words(tmp_path, 40)}", "trainer=FSDPTrainer", "n_examples=8")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "train.py")
     runs = [Run(tmp_path, "torchrun", *common, script=torchrun)]
@@ -259,7 +265,10 @@ assert half.tolist() == [1.0] * 2, half
 
 @pytest.fixture
 def over_gloo(tmp_path):
-    """Start two ranks as torchrun does, but both on the first device; skip if gloo cannot reduce its tensors."""
+    """Start two ranks on the first device, as torchrun does.
+
+    Skips if gloo cannot reduce tensors of that device.
+    """
     if GPU:
         store = str(tmp_path / "store")
         ranks = [Process(tmp_path, f"gloo-{rank}", "-c", COLLECTIVES, str(rank), store) for rank in range(2)]

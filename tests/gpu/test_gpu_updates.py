@@ -1,4 +1,4 @@
-"""Updates of the real loop in this process: where the host waits for the device, what is compiled, memory."""
+"""Updates in this process: waits for the device, compiled blocks, memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_syncs_an_update_waits_for_the_device_once_and_after_its_backward(base, 
 
 
 def count_waits(trainer: type, updates: list[Counter]) -> type:
-    """The trainer, extended to count the waits of each update by phase and place."""
+    """The trainer, counting waits of each update by phase and place."""
 
     class Counted(trainer):
         def train_step(self, batch: Any) -> Any:
@@ -139,7 +139,10 @@ SETTLED = 3  # updates after which no shape may need a new graph
 
 
 class Counts:
-    """A backend of torch.compile that counts graphs and how often they run; without a GPU it generates no code."""
+    """A backend of torch.compile that counts graphs and their runs.
+
+    Without a GPU it generates no code.
+    """
 
     def __init__(self) -> None:
         self.graphs, self.runs = 0, 0
@@ -234,7 +237,7 @@ def test_memory_is_as_the_dry_run_predicted(tmp_path, record):
 
 
 def large_model(folder: Path) -> tuple[str, str]:
-    """Overrides for a random model whose weights dominate the memory of a run."""
+    """Overrides for a model whose weights dominate a run's memory."""
     sizes = pick((12, 1024, 16), (12, 1024, 16), (4, 512, 8))
     return (f"model.name_or_path={write_model(folder / 'llama', describe('llama', *sizes))}", "model.random_init=true")
 
@@ -295,7 +298,7 @@ def test_memory_for_all_gathered_weights_is_found_with_a_full_cache(tmp_path):
 
 
 def fill_cache(spare: int) -> None:
-    """Fill the allocator's cache until only `spare` bytes of the GPU are free."""
+    """Fill the allocator's cache until only `spare` bytes are free."""
     size = torch.cuda.mem_get_info()[0] - spare
     while size > 0:
         try:

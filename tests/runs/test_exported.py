@@ -1,4 +1,4 @@
-"""A complete run leaves its policy as a model of transformers, and names its best checkpoint."""
+"""A complete run is exported to transformers and names its best checkpoint."""
 
 from __future__ import annotations
 

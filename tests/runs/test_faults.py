@@ -1,4 +1,4 @@
-"""Whatever ends a run, nothing that was saved is lost, and continued it is the run that nobody disturbed, bit for bit.
+"""Whatever ends a run, what was saved continues bit for bit.
 
 Every fault happens to a real process. `python -m benchmarks.soak` does the same at random, many times.
 """
@@ -51,7 +51,7 @@ def start(command):
 
 
 def assert_continues(start, whole: Path, run_dir: Path) -> None:
-    """All that is there under its own name is complete, and continued it is the undisturbed run."""
+    """Checkpoints are complete, and continued they give the undisturbed run."""
     for directory in find_checkpoints(run_dir):
         check_complete(directory)
     again = start("resume=auto")

@@ -1,5 +1,8 @@
-"""The published reference's own numbers, reproduced by the real command line: every metric of 16 updates and both
-evaluations. `words` runs anywhere; `llama` needs data that the project does not ship."""
+"""The published reference's own numbers, from the real command line.
+
+Every metric of 16 updates and both evaluations. `words` runs anywhere; `llama` needs data that the project does not
+ship.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ def test_bfloat16_stays_within_a_band_of_the_published_float32_run(way, tmp_path
 
 
 def repeat(run: str, overrides: tuple[str, ...], tmp_path: Path) -> dict:
-    """Run a golden run's command with overrides, into `tmp_path / "run"`; what it is to be compared with."""
+    """Run a golden run's command with overrides; return its numbers."""
     words = run.startswith("words")
     file = (GOLDEN if words else SHARED / "golden") / f"{run}.json"
     if not file.exists():

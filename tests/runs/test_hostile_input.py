@@ -1,4 +1,7 @@
-"""Input from outside is data: a run is right or ends in one clear sentence; nothing is executed or waited for."""
+"""Input from outside is data: right, or refused in one sentence.
+
+Nothing in it is executed, and no file is waited for.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def checkpoint(copied) -> Path:
 
 
 def vouch(checkpoint: Path, **changes: Any) -> None:
-    """Change a manifest, and let its own checksum say that it was so written."""
+    """Change a manifest and its own checksum with it."""
     manifest = json.loads((checkpoint / MANIFEST).read_text()) | changes
     (checkpoint / MANIFEST).write_text(json.dumps({**manifest, "sha256": hash_manifest(manifest)}))
 
@@ -107,7 +110,7 @@ class Bomb:
 
 
 def make_bomb(proof: Path) -> bytes:
-    """A file of torch that leaves `proof` behind if code in it is run."""
+    """A file of torch that leaves `proof` if its code runs."""
     content = io.BytesIO()
     torch.save({"step_idx": 8, "state": {"a": Bomb(proof)}, "metrics": None}, content)
     return content.getvalue()
@@ -445,7 +448,7 @@ def test_random_states_that_no_generator_takes_are_damage(state, tmp_path):
 
 
 def restore(folder: Path, name: str, state: Any, part: Part) -> None:
-    """Write a checkpoint with this state, and let the part continue from it."""
+    """Continue a part from a checkpoint with this state."""
     write_checkpoint(folder / "step-8", {name: state}.items(), step_idx=8, metrics=None, facts={})
     Checkpoints(folder, Mesh(), keep=None, log=print).restore(folder / "step-8", [part])
 

@@ -1,9 +1,9 @@
-"""How a run is computed changes nothing that it trains: one matrix of features and ways.
+"""How a run is computed changes nothing that it trains.
 
-A feature is what a run trains: a loss, an adapter, online pairs. A way is how: layout, microbatches, processes, stops.
-Metrics, ledger, samples and weights are compared with those of the plain run (one process, all else at its default), to
-TOLERANCE, for another order of summation rounds differently; bit for bit if a run was stopped or killed and resumed in
-the same way. `make test` runs the cells of QUICK, `make test-all` the product.
+One matrix. A feature is what a run trains: a loss, an adapter, online pairs. A way is how: layout, microbatches,
+processes, stops. Metrics, ledger, samples and weights are compared with those of the plain run (one process, all else
+at its default), to TOLERANCE, for another order of summation rounds differently; bit for bit if a run was stopped or
+killed and resumed in the same way. `make test` runs the cells of QUICK, `make test-all` the product.
 """
 
 from __future__ import annotations
@@ -162,7 +162,10 @@ FEW_WAYS = ("padded, in parts", "sharded, padded, in parts", "resumed")
 
 
 def is_trained(feature: str, settings: str, name: str) -> bool:
-    """Whether a feature is trained in a way: it is not refused, has an effect, and stands for others of its kind."""
+    """Whether a feature is trained in a way.
+
+    Not if it is refused, has no effect, or another of its kind stands for it.
+    """
     if feature in RESUMED_ONLY:
         return name == "resumed"
     if feature in IN_FEW_WAYS:
@@ -267,6 +270,6 @@ def assert_same(expected: Path, found: Path) -> None:
 
 
 def list_prompts(run_dir: Path) -> list[str]:
-    """The prompts of the samples in a run's directory, if it has any."""
+    """The prompts of the samples in a run's directory."""
     file = run_dir / "samples.jsonl"
     return [json.loads(line)["prompt"] for line in file.read_text().splitlines()] if file.exists() else []

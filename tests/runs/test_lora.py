@@ -1,4 +1,4 @@
-"""Runs with adapters, on a base in full or in 4 bits: references, what a checkpoint holds, what is refused.
+"""Runs with adapters, on a base in full or in 4 bits.
 
 That no layout or stop changes a run is in test_invariance.py; gradients on every mesh are in
 tests/parallel/test_cut_adapters.py.
@@ -67,7 +67,7 @@ def with_reference(reference: str, adapter: Path | None = None) -> tuple[str, ..
 
 
 def loaded(adapter: Path | None = None, base: Path = BASE) -> Any:
-    """The base, with an adapter as PEFT puts it there, which knows nothing of us."""
+    """The base, with an adapter as PEFT puts it there."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     return model if adapter is None else peft.PeftModel.from_pretrained(model, str(adapter))
 
@@ -191,7 +191,7 @@ def test_a_run_whose_frozen_weights_were_exchanged_is_refused(reference, run, ba
 
 
 def test_dropout_is_on_in_updates_and_off_in_evaluations(run, tmp_path, capsys):
-    """At a learning rate that leaves the weights of an SFT adapter as they are."""
+    """The learning rate leaves the weights as they are."""
     short = ("lora=lora", "n_examples=4", "eval_every=4", "warmup_steps=0", "export=false")
     run("sft", *short, "loss=sft", "lr=0.01")
     for dropout in ("0", "0.3"):

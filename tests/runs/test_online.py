@@ -1,4 +1,7 @@
-"""Online DPO: what is drawn, how it is ranked, what scorers may do. (How it is computed: test_invariance.py.)"""
+"""Online DPO: drawing and ranking answers, and what scorers may do.
+
+That it is computed alike everywhere is in test_invariance.py.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,7 @@ def test_the_same_prompt_is_answered_anew_in_the_next_epoch(run, seen, tmp_path)
 
 
 def test_ties_are_trained_on_or_do_not_count(run, seen, tmp_path):
-    """Those of prompts with even numbers alone are equal; without them the loss is the mean over the others."""
+    """Answers to prompts with even numbers are ties."""
     odd = "any(digit in p for digit in '13579')"
     scorer = write_scorer(tmp_path, f"return [len(c) if {odd} else 0.0 for p, c in zip(prompts, completions)]")
     for ties in ("skip", "keep"):
@@ -127,7 +130,7 @@ def test_ties_are_trained_on_or_do_not_count(run, seen, tmp_path):
 
 @pytest.mark.parametrize("loss", ["dpo", "aot"])
 def test_a_batch_of_ties_alone_changes_nothing(loss, run, tmp_path):
-    """Nor does the momentum of the batch before it, which had one pair that counts."""
+    """Nor does the momentum of an earlier batch with one pair."""
     calls = tmp_path / "calls"
     scorer = write_scorer(
         tmp_path,
@@ -146,7 +149,7 @@ def test_a_batch_of_ties_alone_changes_nothing(loss, run, tmp_path):
 
 
 def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
-    """With half of a batch left out of it, losses and gradient are those of a batch that has only the other half."""
+    """Half of a batch without weight is as if left out."""
     for loss in ("dpo", "aot", "beta_dpo"):
         config = compose(
             tmp_path, loss, f"loss={loss}", "loss.beta=0.1", "batch_size=4", "gradient_accumulation_steps=2"
@@ -176,7 +179,7 @@ RANDOM += "    return [random() + rand() + torch.rand(1) for c in completions]"
 
 
 def test_a_random_scorer_gives_a_killed_run_and_several_processes_the_scores_of_one(finished, command, run, tmp_path):
-    """The checkpoint is older than the update that dies, whose pairs were drawn and scored already."""
+    """The update that dies had drawn and scored its pairs."""
     settings = (*ONLINE, *IN_EIGHTS, *write_scorer(tmp_path, RANDOM), "n_examples=32", "eval_every=16")
     whole = finished(*settings)
     killed = start_run(command("killed", *settings), partial(kill_after_update, 3))
@@ -241,7 +244,10 @@ SYNC = (*ONLINE, "online.sync_reference_every=2", "loss.beta=0.1", "optimizer=Ad
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("why", ["ties alone", "refused"])
 def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(why, resumed, run, tmp_path, monkeypatch):
-    """Update 2 is not, and after it the reference is a copy: update 3 begins at a KL of 0, where nothing is ranked."""
+    """After update 2, which is not taken, the reference is a copy.
+
+    Update 3 begins at a KL of 0, where nothing is ranked.
+    """
     calls = tmp_path / "calls"
     score = f"calls = open({str(calls)!r}, 'a+')\n    calls.write('.')\n    calls.seek(0)\n    n = len(calls.read())\n"
     score += "    return [i * (n != 2) for i in range(len(completions))]"
@@ -260,7 +266,10 @@ def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(why, resumed, 
 
 @pytest.mark.parametrize("loss", ["bco", "beta_dpo"])
 def test_after_a_sync_updates_are_those_of_a_new_run(loss, tmp_path):
-    """Its running average is of the reference before. bco's loss is 2 ln 2, with gradients of 1:1, at a shift of 0."""
+    """Running averages of the former reference are gone.
+
+    bco's loss is 2 ln 2, with gradients of 1:1, at a shift of 0.
+    """
     settings = (*DRAWN, "online.sync_reference_every=2", "online.ties=keep", "loss.beta=0.5", "lr=1.0")
     trainer, new = (make(compose(tmp_path, name, f"loss={loss}", *settings)) for name in ("run", "new"))
     before = [trainer.train_step(next_batch(trainer)).metrics for _ in range(2)]
@@ -364,7 +373,7 @@ def test_a_function_may_turn_gradients_off_and_import_what_is_beside_it(run, tmp
 
 @pytest.mark.parametrize("grid", [(), pytest.param(SHARDED, marks=pytest.mark.slow)])
 def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_there(grid, command, tmp_path):
-    """One that fails by itself, as a service would: the same code continues."""
+    """It fails once, as a service would."""
     body = f"""
     with open({str(tmp_path / "calls")!r}, "a+") as calls:
         calls.write(".")

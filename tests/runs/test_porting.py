@@ -1,4 +1,4 @@
-"""Code that was written for the reference: its names, its config, its way to call things."""
+"""Code written for the reference: its names, config and calls."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_strings_that_match_up_to_spaces(one, other, same):
 
 @pytest.fixture
 def scp(tmp_path, monkeypatch):
-    """An scp that copies from a directory of this machine, and notes its arguments."""
+    """An scp that copies from a directory here and notes its arguments."""
     program = tmp_path / "bin" / "scp"
     program.parent.mkdir()
     program.write_text(

@@ -1,4 +1,4 @@
-"""A run that was stopped and continued is the run that was not, bit for bit; one that cannot be is refused in words."""
+"""A resumed run is the uninterrupted one, or refused in words."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_st
 
 
 def test_another_test_split_is_scored_again(run, rows, tmp_path):
-    """With weights that stay, policy and reference agree on it: ln 2. Numbers of its examples are those of others."""
+    """With weights that stay, policy and reference agree on it: ln 2."""
     data = shutil.copytree(rows / "hh", tmp_path / "data")
     settings = (f"dataset_sources.hh={data}", "lr=1e-12")
     run("run", *settings, "n_examples=8")
@@ -315,7 +315,7 @@ def test_changes_that_would_make_it_another_run_are_named(run, copied):
 
 @pytest.fixture(params=["dpo", pytest.param("sft", marks=pytest.mark.slow)])
 def of_a_copy(request, run, tmp_path) -> tuple[Path, tuple[str, ...]]:
-    """A copy of the model, and the settings of a run of it that is complete."""
+    """A copy of the model, and the settings of its complete run."""
     model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
     settings = (f"loss={request.param}", f"model.name_or_path={model}", "n_examples=8")
     run("run", *settings)

@@ -1,4 +1,4 @@
-"""A file of a few rows is enough for a run with the default sizes, under each trainer."""
+"""A few rows are enough for a run, under each trainer."""
 
 from __future__ import annotations
 
