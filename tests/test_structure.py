@@ -1,4 +1,7 @@
-"""The shape of the code: which file may know which. What fails here is drawn in docs/architecture.md."""
+"""The shape of the code: which file may know which.
+
+What fails here is drawn in docs/architecture.md.
+"""
 
 from __future__ import annotations
 

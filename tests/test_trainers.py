@@ -1,4 +1,4 @@
-"""The training loop: what an update is, when the run evaluates and saves, and what it writes down."""
+"""The training loop: updates, evaluations, saves, and what is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IN_PLAIN_SIGHT = ("warmup_steps=0", "optimizer=SGD", "lr=1.0", "max_grad_norm=1e
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """16 training pairs and 4 test pairs in HH's format, of different lengths."""
+    """16 training pairs and 4 test pairs, of different lengths."""
     folder = tmp_path_factory.mktemp("data")
     things = ("umbrella", "map", "spoon", "key", "notebook", "coat", "pump", "kettle")
 
@@ -50,7 +50,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def make_trainer(data, tiny_llama, tmp_path):
-    """A trainer on copies of the tiny Llama, from the real config with a few overrides."""
+    """A trainer on copies of the tiny Llama, from a real config."""
 
     def make(*overrides: str, run: str = "run", dtype: torch.dtype = torch.float32) -> BasicTrainer:
         config = compose(
@@ -303,7 +303,7 @@ def test_samples_are_the_same_for_the_same_seed_and_number_of_examples(make_trai
 
 
 def count_forwards(model: torch.nn.Module) -> list[None]:
-    """A list that grows by an entry whenever the model computes hidden states."""
+    """A list that grows whenever the model computes hidden states."""
     calls: list[None] = []
     model.base_model.register_forward_hook(lambda *_: calls.append(None))
     return calls
@@ -354,7 +354,10 @@ def test_a_cache_of_another_model_is_noticed(make_trainer, tmp_path):
 
 
 def note_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The places of ours that read a tensor's numbers: on a GPU the host waits there for the device."""
+    """Note the places of ours that read a tensor's numbers.
+
+    On a GPU the host waits there for the device.
+    """
     places: list[str] = []
 
     def noting(read):

@@ -1,6 +1,7 @@
-"""A run that is asked to stop stops, at every step of its start, even inside a library that swallows exceptions.
+"""A stop signal ends a run at any step of its start.
 
-With nothing to save it says that in one sentence; where there is a checkpoint, how to continue.
+Also inside a library that swallows exceptions. With nothing to save it says that in one sentence; where there is a
+checkpoint, how to continue.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def assert_stopped_before_training(number: int, status: int, said: str, run_dir:
 
 
 def run_swallowing(step: str, number: int, overrides: list[str]) -> tuple[int, str]:
-    """The status of a run in which the signal comes at this step, and all that it printed."""
+    """Status and output of a run with a signal at this step."""
     run = start_run(overrides, partial(swallow_signal_in, STEPS[step], number))
     return run.wait(), run.text
 
@@ -105,7 +106,7 @@ SHARDED = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_e
 
 
 def ask_both_ranks() -> None:
-    """Let the parent pass a signal on while each rank is in a call that swallows exceptions."""
+    """Stop both ranks, each in a call that swallows exceptions."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK")) == "0":
         time.sleep(1)
         os.kill(os.getppid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Chromium without a window, driven over two pipes: what a page looks like at a width, and which errors it had."""
+"""A headless Chromium, driven over two pipes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Browser:
-    """A page of Chromium. `events` are the messages that it sent by itself."""
+    """A page of Chromium.
+
+    `events` are the messages that it sent by itself.
+    """
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers, self._numbers = commands, answers, itertools.count(1)
@@ -73,7 +76,7 @@ class Browser:
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def errors(self) -> list[str]:
-        """Exceptions, lines of the console and of the browser's log: a page without scripts has none."""
+        """Exceptions and messages of the console and the browser."""
         kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         return [json.dumps(event["params"]) for event in self.events if event["method"] in kinds]
 

@@ -21,7 +21,7 @@ def compose(command: str) -> DictConfig:
 
 
 def find_refusals(command: str) -> list[str]:
-    """The problems that train.py would print: of the config, or of the command line if it cannot be composed."""
+    """The problems that train.py would print for a command."""
     line = parse(shlex.split(command))
     if not (line.is_sweep or line.config_dir):
         try:

@@ -1,4 +1,4 @@
-"""Runs of train.py in processes that start in no time, and faults that happen in them."""
+"""Runs of train.py beside the test, and faults that happen in them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def start_run(overrides: list[str], fault: Callable[[], None] | None = None, **e
 def start_interpreter(
     *arguments: str, prepare: Callable[[], object] = lambda: None, **environment: str
 ) -> subprocess.Popen[str]:
-    """`python ARGUMENTS` in a new interpreter that has imported nothing, in a session of its own."""
+    """`python ARGUMENTS` in a new interpreter and a session of its own."""
 
     def begin() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # wherever the tests run
@@ -48,7 +48,10 @@ def start_interpreter(
 
 
 def kill_at_step_of_saving(number: int) -> None:
-    """SIGKILL this process at the `number`-th call that brings a checkpoint's files or names to the disk."""
+    """SIGKILL this process at a step of saving.
+
+    That is the `number`-th call that brings a checkpoint's files or names to the disk.
+    """
     calls = 0
 
     def dying(call: Callable) -> Callable:
@@ -90,19 +93,22 @@ def kill_after_update(number: int) -> None:
 
 
 def run_out_of_memory_at(number: int) -> None:
-    """Ask torch for more memory than there is, in the update after this many."""
+    """Ask torch for too much memory in the update after this many."""
     import torch
 
     at_update(number, partial(torch.empty, 10**13))
 
 
 def swallow_signal_in(place: str, number: int) -> None:
-    """Let a signal come when `MODULE:NAME` is called, which goes on whatever is raised."""
+    """Let a signal come in `MODULE:NAME`, which swallows what is raised."""
     call_before(place, partial(signal.raise_signal, number))
 
 
 def call_before(place: str, act: Callable[[], Any]) -> None:
-    """Call `act` before the first call of `MODULE:NAME`, and swallow what it raises."""
+    """Call `act` before the first call of `MODULE:NAME`.
+
+    What it raises is swallowed.
+    """
     module, _, names = place.partition(":")
     *path, name = names.split(".")
     owner = reduce(getattr, path, importlib.import_module(module))
@@ -119,6 +125,6 @@ def call_before(place: str, act: Callable[[], Any]) -> None:
 
 
 def limit_file_size(n_bytes: int) -> None:
-    """Let writes of more than this to a file fail, as on a full disk."""
+    """Let longer files fail to be written, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, n_bytes))

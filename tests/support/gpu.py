@@ -1,4 +1,4 @@
-"""What the tests in `tests/gpu` share: sizes, models and data, runs of the command line, the real loop in-process.
+"""Sizes, models, data and runs of the tests in `tests/gpu`.
 
 On a GPU they measure models of a useful size; without one they run small, which only shows that they run.
 """
@@ -35,7 +35,7 @@ needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 
 def limit(seconds: float) -> pytest.MarkDecorator:
-    """The time limit of a test on a GPU; without one, tests share few cores with other work."""
+    """The time limit of a test, longer without a GPU."""
     return pytest.mark.timeout(seconds if GPU else 4 * seconds)
 
 
@@ -48,7 +48,7 @@ def pick(full: Choice, quick: Choice, small: Choice) -> Choice:
 
 
 def describe(family: str, layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    """The config of a small model of a family (`llama` or `gpt_neox`), with the vocabulary of the golden runs."""
+    """The config of a small model of a family, `llama` or `gpt_neox`."""
     return {
         "model_type": family, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
         "intermediate_size": 4 * hidden if family == "gpt_neox" else 8 * hidden // 3 // 8 * 8,
@@ -76,7 +76,7 @@ def write_model(directory: Path, settings: dict[str, Any]) -> Path:
 
 
 def build(settings: dict[str, Any], *, dtype: torch.dtype, attention: str, device: str = DEVICE) -> Any:
-    """The model with random weights, the same at every call, created on the device; without dropout."""
+    """A model with random weights, the same at every call."""
     import transformers
 
     from dpo.models.pretrained import disable_dropout
@@ -91,7 +91,7 @@ def build(settings: dict[str, Any], *, dtype: torch.dtype, attention: str, devic
 
 
 def random_pairs(n: int, *, prompt: tuple[int, int], response: tuple[int, int], seed: int = 0) -> list[Any]:
-    """`n` pairs of random tokens, with prompt and response lengths in these ranges."""
+    """`n` pairs of random tokens with lengths in these ranges."""
     from dpo.data.examples import Example
 
     draw = random.Random(seed)
@@ -103,7 +103,7 @@ def random_pairs(n: int, *, prompt: tuple[int, int], response: tuple[int, int], 
 
 
 def few_words(folder: Path, n: int) -> Path:
-    """The first `n` pairs of the golden runs' data, as a dataset of its own; its directory."""
+    """Write a dataset of the golden runs' first `n` pairs."""
     directory = folder / f"words-{n}"
     directory.mkdir(exist_ok=True)
     for file in ("train.jsonl", "test.jsonl"):
@@ -169,7 +169,7 @@ class Run(Process):
         super().__init__(folder, name, *script, *fixed, *overrides, **environment)
 
     def records(self, file: str = "metrics.jsonl", split: str | None = None) -> list[dict[str, Any]]:
-        """The complete lines of a log of the run, of one split if given."""
+        """The complete lines of one of the run's logs."""
         path = self.directory / file
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
         found = [json.loads(line) for line in lines]
@@ -177,7 +177,7 @@ class Run(Process):
 
 
 def wait_until(there: Callable[[], Any], seconds: float = 60) -> bool:
-    """Wait until a condition holds, for this long at most; return whether it does."""
+    """Wait until a condition holds; return whether it does in time."""
     deadline = time.monotonic() + seconds
     while not there() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -188,7 +188,10 @@ def wait_until(there: Callable[[], Any], seconds: float = 60) -> bool:
 
 
 def train_here(folder: Path, name: str, base: str, watch: Callable[[type], type], *overrides: str) -> None:
-    """`train.work` in this process; `watch` turns the trainer class of that name into one that a test observes."""
+    """Run `train.work` in this process with an observed trainer.
+
+    `watch` turns the trainer class `base` into the one that runs.
+    """
     import torch.distributed as dist
 
     import train

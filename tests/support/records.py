@@ -1,4 +1,4 @@
-"""Run directories made by hand: the records that a run leaves, with numbers that a test chooses."""
+"""Run directories made by hand, with numbers that a test chooses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PREFLIGHT = {
 
 
 def update(number: int, **metrics: Any) -> dict[str, Any]:
-    """A line of training: 4 examples in 2 seconds, 100 tokens a second. `_` in a metric's name stands for `/`."""
+    """A line of training, of 4 examples in 2 seconds."""
     usual = {
         "grad_norm": 1.0,
         "lr": 1e-6,
@@ -82,7 +82,10 @@ def sample(
 
 
 def drawn(examples: int, *texts: str, prompt: str = "\n\nHuman: Hi\n\nAssistant:") -> dict:
-    """A prompt with answers that an update drew: the last is the best, the first, which was cut off, the worst."""
+    """A prompt with the answers that an update drew.
+
+    The last is the best; the first, which was cut off, the worst.
+    """
     answers = [
         {"text": text, "score": float(i), "tokens": i + 1, "ended": i > 0} for i, text in enumerate(texts or ("a", "b"))
     ]
@@ -99,7 +102,10 @@ def write_run(
     updates: int | None = None,
     preflight: Mapping[str, Any] | None = None,
 ) -> Path:
-    """The directory of a run of so many `updates` (None: those in the lines) with these lines of metrics."""
+    """Write the directory of a run with these lines of metrics.
+
+    `updates`: in the whole run; None: as many as the lines have.
+    """
     total = max((line["updates"] for line in lines), default=0) if updates is None else updates
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "metrics.jsonl", list(lines))

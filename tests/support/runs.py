@@ -1,4 +1,4 @@
-"""What tests of runs share: the real command line in a subprocess, small settings, a run's metrics."""
+"""Runs of the command line, small settings, a run's metrics."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def make_environment(**more: str) -> dict[str, str]:
 
 
 def run_script(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` without a terminal, forked from a process that has imported torch."""
+    """`python ARGUMENTS` without a terminal, in a forked process."""
     return warm.run(*arguments, cwd=cwd, environment=make_environment(**environment), timeout=200)
 
 
 def run_python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The same in a new interpreter, for what is promised of its start."""
+    """`python ARGUMENTS` in a new interpreter, which has imported nothing."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -49,7 +49,7 @@ def run_python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subproc
 
 
 def train(*overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python train.py OVERRIDES`, W&B off unless an override or the environment says otherwise."""
+    """`python train.py OVERRIDES`, with W&B off unless they name it."""
     if not any(o.startswith("wandb.enabled") for o in overrides):
         overrides = (*overrides, "wandb.enabled=false")
     return run_script(str(ROOT / "train.py"), *overrides, cwd=cwd, **environment)
@@ -61,14 +61,17 @@ def read_metrics(run_dir: Path, split: str) -> list[dict]:
 
 
 def distance(ours: float, theirs: float, metric: str) -> float:
-    """The relative difference; for rewards below 1 absolute; for accuracies 0 or infinite."""
+    """The relative difference of two values of a metric.
+
+    Absolute for rewards below 1; 0 or infinite for accuracies.
+    """
     if metric.endswith("accuracies"):
         return 0.0 if ours == theirs else float("inf")
     return abs(ours - theirs) / (max(abs(theirs), 1.0) if metric.startswith("rewards") else abs(theirs))
 
 
 def assert_alike(run_dir: Path, other: Path, tolerance: float = 1e-5) -> None:
-    """Metrics of every update and evaluation, and the trained weights, are those of another run."""
+    """Two runs have the same metrics and trained weights."""
     close = {"rel": tolerance, "abs": tolerance}
     for line, theirs in zip(read_log(run_dir), read_log(other), strict=True):
         assert line.pop("split") == theirs.pop("split")
@@ -121,7 +124,7 @@ def run_here(overrides: list[str]) -> None:
 
 
 def train_here(overrides: list[str]) -> None:
-    """Run in this process, or by the command line if another trainer needs processes of its own."""
+    """Train in this process, or in several if a trainer is named."""
     if any(override.startswith("trainer=") for override in overrides):
         result = train(*overrides)
         assert result.returncode == 0, result.stderr
@@ -130,7 +133,7 @@ def train_here(overrides: list[str]) -> None:
 
 
 def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
-    """The overrides of a run of 6 updates with 4 evaluations, which takes a second."""
+    """The overrides of a run of 6 updates with 4 evaluations."""
     settings = {
         "loss": "dpo",
         "exp_name": "test",
@@ -159,7 +162,7 @@ def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
 
 
 def golden_command(golden: dict, data: str, run_dir: str) -> list[str]:
-    """The overrides that repeat a golden run: its `config`, a float32 reference, the tiny Llama."""
+    """The overrides that repeat a golden run."""
     settings = {k: v for k, v in golden["config"].items() if k != "loss"}
     loss = dict(golden["config"]["loss"])
     name = loss.pop("name")

@@ -1,8 +1,9 @@
-"""Python processes that start in no time, for they are forked from one that has imported what a run needs.
+"""Python processes that start in no time.
 
-`Python` does what `python ARGUMENTS` does, with an environment, a directory and output of its own, and `launch` what
-`dpo.system.launching.launch` does. The workers that they start are forked too. They cannot show how an interpreter
-starts: what a test promises of imports, of signals before them and of spawned workers needs real processes.
+They are forked from one that has imported what a run needs. `Python` does what `python ARGUMENTS` does, with an
+environment, a directory and output of its own, and `launch` what `dpo.system.launching.launch` does. The workers that
+they start are forked too. They cannot show how an interpreter starts: what a test promises of imports, of signals
+before them and of spawned workers needs real processes.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ CONTEXT.set_forkserver_preload(
 
 
 class Python:
-    """`python ARGUMENTS` without a terminal, in a process with the methods of subprocess.Popen.
+    """`python ARGUMENTS` without a terminal, with methods of subprocess.Popen.
 
-    `session`: it leads a session, as a command in a terminal does. `merge`: errors go where output goes.
-    `fault`: a function that is called in the process first.
+    `session`: it leads a session, as a command in a terminal does. `merge`: errors go where output goes. `fault`: a
+    function that is called in the process first.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ def run(*arguments: str, cwd: Path, environment: Mapping[str, str], timeout: flo
 def launch(
     worker: Callable, world_size: int, *args: Any, constants: Mapping[str, Any] | None = None, **options
 ) -> None:
-    """`dpo.system.launching.launch` in a process of its own, whose workers are forked; `constants` of its module are
-    changed there. Raises what it raises."""
+    """`dpo.system.launching.launch` in a process of its own, with forked workers.
+
+    `constants` of its module are changed there. Raises what it raises.
+    """
     receiver, sender = CONTEXT.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(Path.cwd(), dict(os.environ), Path(folder, "out"), Path(folder, "err"))
@@ -150,7 +153,7 @@ class Setting(NamedTuple):
 
 
 def redirect(out: Path, err: Path) -> None:
-    """Standard output and error of this process go to files from now on, and nothing comes in."""
+    """Send output and errors to files; nothing comes in."""
     appending = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for number, (path, flags) in enumerate(((Path(os.devnull), os.O_RDONLY), (out, appending), (err, appending))):
         os.dup2(os.open(path, flags), number)
