@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.gpu import (
+    COMMON,
     GPU,
     TINY,
     WITHOUT_TF32,
@@ -28,10 +29,6 @@ from support.gpu import (
 )
 from support.runs import GOLDEN, distance, golden_command
 
-COMMON = (f"model.name_or_path={TINY}", "model.block_name=LlamaDecoderLayer", "loss=dpo", "loss.beta=0.1",
-          "model.reference_dtype=float32", "datasets=[hh]", "n_eval_examples=4", "eval_batch_size=4", "n_epochs=null",
-          "do_first_eval=false", "sample_during_eval=false", "max_length=96", "max_prompt_length=64", "batch_size=4",
-          "warmup_steps=2")  # fmt: skip
 FSDP = ("trainer=FSDPTrainer", "world_size=1")
 KINDS = ("logps", "loss", "grad_norm", "rewards")
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.gpu import (
+    COMMON,
     DEVICE,
     GPU,
     TINY,
@@ -31,8 +32,9 @@ from support.gpu import (
 )
 from support.runs import ROOT
 
-COMMON = ("loss=dpo", "loss.beta=0.1", "datasets=[hh]", "n_eval_examples=4", "eval_batch_size=4",
-          "sample_during_eval=false", "max_prompt_length=64", "model.reference_dtype=float32")  # fmt: skip
+from dpo.training.objective import Objective
+from trainers import Trainer
+
 MOST_READS = 1  # reads of the device by the host per update
 TIMES_FASTER_COMPILED = 0.9  # than eager: not slower, with a margin for noise
 PREDICTION = 0.15 if GPU else 0.3  # relative; on a CPU libraries take most of the memory of so small a run
@@ -48,15 +50,14 @@ BEFORE, WITHIN, AFTER = "before the first forward", "from the first forward to t
 @pytest.mark.slow
 @limit(60)
 @pytest.mark.parametrize("base", ["BasicTrainer", "FSDPTrainer"])
-def test_syncs_an_update_waits_for_the_device_once_and_after_its_backward(base, tmp_path, record):
+def test_syncs_an_update_waits_for_the_device_once_and_after_its_backward(base, tmp_path, record, monkeypatch):
     """Two epochs: in the second the reference's log-probabilities are cached.
 
     Without a GPU nothing is counted: tests/test_trainers.py counts what would wait.
     """
-    updates: list[Counter] = []
-    own = ("batch_size=8", "gradient_accumulation_steps=2", "n_epochs=2", "max_length=96")
-    data = (f"model.name_or_path={TINY}", f"dataset_sources.hh={few_words(tmp_path, 24)}")
-    train_here(tmp_path, base, base, lambda trainer: count_waits(trainer, updates), *COMMON, *own, *data)
+    updates = count_waits(monkeypatch)
+    own = ("batch_size=8", "gradient_accumulation_steps=2", "n_epochs=2")
+    train_here(tmp_path, base, f"trainer={base}", *COMMON, *own, f"dataset_sources.hh={few_words(tmp_path, 24)}")
     counted = updates[1:]  # the first is the warm-up
     most = max(update.total() for update in counted)
     for phase, place in sorted(set().union(*counted)):
@@ -66,32 +67,27 @@ def test_syncs_an_update_waits_for_the_device_once_and_after_its_backward(base, 
     assert most <= MOST_READS
 
 
-def count_waits(trainer: type, updates: list[Counter]) -> type:
-    """The trainer, counting waits of each update by phase and place."""
+def count_waits(monkeypatch: pytest.MonkeyPatch) -> list[Counter]:
+    """The waits of each update by phase and place."""
+    updates: list[Counter] = []
+    phase = BEFORE
+    step, clip, losses = Trainer.train_step, Trainer.clip_gradient, Objective.losses
 
-    class Counted(trainer):
-        def train_step(self, batch: Any) -> Any:
-            assert not (GPU and torch.backends.cuda.cudnn_sdp_enabled())
-            self.phase, losses = BEFORE, self.objective.losses
-            counts: Counter = Counter()
+    def enter(name: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        nonlocal phase
+        phase = name
+        return method(*args, **options)
 
-            def within(*args: Any, **kwargs: Any) -> Any:
-                self.phase = WITHIN
-                return losses(*args, **kwargs)
+    def counted_step(trainer: Trainer, batch: Any) -> Any:
+        assert not (GPU and torch.backends.cuda.cudnn_sdp_enabled())
+        updates.append(counts := Counter())
+        with waits(lambda: counts.update([(phase, find_place())])):
+            return enter(BEFORE, step, trainer, batch)
 
-            self.objective.losses = within
-            try:
-                with waits(lambda: counts.update([(self.phase, find_place())])):
-                    return super().train_step(batch)
-            finally:
-                self.objective.losses = losses
-                updates.append(counts)
-
-        def clip_gradient(self) -> torch.Tensor:
-            self.phase = AFTER
-            return super().clip_gradient()
-
-    return Counted
+    monkeypatch.setattr(Trainer, "train_step", counted_step)
+    monkeypatch.setattr(Trainer, "clip_gradient", lambda trainer: enter(AFTER, clip, trainer))
+    monkeypatch.setattr(Objective, "losses", lambda *args, **options: enter(WITHIN, losses, *args, **options))
+    return updates
 
 
 def find_place() -> str:
@@ -175,7 +171,7 @@ def test_compile_blocks_and_flex_attention_stay_compiled_after_sampling(tmp_path
     counts = Counts()
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=counts))
-        compiled = time_updates(tmp_path, "compiled", counts, *common, "compile=true")
+        compiled = time_updates(tmp_path, "compiled", patch, counts, *common, "compile=true")
     settled = compiled[SETTLED:]
     runs, blocks = min(update["runs"] for update in settled), settled[0]["blocks"]
     new_graphs = sum(update["graphs"] for update in settled)
@@ -183,7 +179,7 @@ def test_compile_blocks_and_flex_attention_stay_compiled_after_sampling(tmp_path
     if GPU:
         seconds = {"compiled": median(update["seconds"] for update in settled)}
         for name, own in (("plain", ()), ("flex", ("model.attn_implementation=flex_attention",))):
-            updates = time_updates(tmp_path, name, None, *common, *own)[SETTLED:]
+            updates = time_updates(tmp_path, name, monkeypatch, None, *common, *own)[SETTLED:]
             seconds[name] = median(update["seconds"] for update in updates)
         times = {name: seconds["plain"] / seconds[name] for name in ("compiled", "flex")}
         record("compiled {compiled:.2f} times as fast, flex {flex:.2f} times sdpa".format_map(times), **seconds)
@@ -194,26 +190,27 @@ def test_compile_blocks_and_flex_attention_stay_compiled_after_sampling(tmp_path
     assert new_graphs == 0
 
 
-def time_updates(folder: Path, name: str, counts: Counts | None, *overrides: str) -> list[dict[str, Any]]:
+def time_updates(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, counts: Counts | None, *overrides: str
+) -> list[dict[str, Any]]:
     """Time and graphs of each update; sampling comes before the first."""
     updates: list[dict[str, Any]] = []
+    step = Trainer.train_step
 
-    def watch(trainer: type) -> type:
-        class Watched(trainer):
-            def train_step(self, batch: Any) -> Any:
-                graphs, runs = (counts.graphs, counts.runs) if counts else (0, 0)
-                made: list[Any] = []
-                update = {"seconds": measure_seconds(lambda: made.append(super(Watched, self).train_step(batch)))}
-                if counts:
-                    forwards = len(batch.microbatches) * 2  # the policy's and the reference's, each pair once
-                    update["blocks"] = self.policy.config.num_hidden_layers * forwards
-                    update |= {"graphs": counts.graphs - graphs, "runs": counts.runs - runs}
-                updates.append(update)
-                return made[0]
+    def timed_step(trainer: Trainer, batch: Any) -> Any:
+        graphs, runs = (counts.graphs, counts.runs) if counts else (0, 0)
+        made: list[Any] = []
+        update = {"seconds": measure_seconds(lambda: made.append(step(trainer, batch)))}
+        if counts:
+            forwards = len(batch.microbatches) * 2  # the policy's and the reference's, each pair once
+            update["blocks"] = trainer.policy.config.num_hidden_layers * forwards
+            update |= {"graphs": counts.graphs - graphs, "runs": counts.runs - runs}
+        updates.append(update)
+        return made[0]
 
-        return Watched
-
-    train_here(folder, name, "BasicTrainer", watch, *overrides, "do_first_eval=true")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", timed_step)
+        train_here(folder, name, *overrides, "do_first_eval=true")
     return updates
 
 
@@ -246,26 +243,22 @@ def large_model(folder: Path) -> tuple[str, str]:
 @pytest.mark.slow
 @limit(45)
 @pytest.mark.parametrize("base", ["BasicTrainer", "FSDPTrainer"])
-def test_memory_of_the_reference_is_given_back_once_all_pairs_are_scored(base, tmp_path, record):
+def test_memory_of_the_reference_is_given_back_once_all_pairs_are_scored(base, tmp_path, record, monkeypatch):
     shares: list[float] = []
+    score = Trainer.check_and_score_reference
 
-    def watch(trainer: type) -> type:
-        class Watched(trainer):
-            def check_and_score_reference(self) -> None:
-                held = [getattr(p, "_local_tensor", p) for p in self.reference_model.parameters()]
-                size = sum(tensor.nbytes for tensor in held)
-                held = [(weakref.ref(tensor), tensor.nbytes) for tensor in held]
-                before = torch.cuda.memory_allocated() if GPU else 0
-                super().check_and_score_reference()
-                alive = sum(n for tensor, n in held if tensor() is not None)
-                freed = before - torch.cuda.memory_allocated() if GPU else size - alive
-                shares.append(freed / size)
+    def watch(trainer: Trainer) -> None:
+        held = [getattr(p, "_local_tensor", p) for p in trainer.reference_model.parameters()]
+        size = sum(tensor.nbytes for tensor in held)
+        held = [(weakref.ref(tensor), tensor.nbytes) for tensor in held]
+        before = torch.cuda.memory_allocated() if GPU else 0
+        score(trainer)
+        alive = sum(n for tensor, n in held if tensor() is not None)
+        shares.append((before - torch.cuda.memory_allocated() if GPU else size - alive) / size)
 
-        return Watched
-
-    own = ("max_length=96", "batch_size=4", "n_examples=8", "n_epochs=null", "cache_reference_logps=all")
-    model = large_model(tmp_path) if GPU else (f"model.name_or_path={TINY}",)
-    train_here(tmp_path, base, base, watch, *COMMON, *model, f"dataset_sources.hh={few_words(tmp_path, 40)}", *own)
+    monkeypatch.setattr(Trainer, "check_and_score_reference", watch)
+    own = ("n_examples=8", "cache_reference_logps=all", f"dataset_sources.hh={few_words(tmp_path, 40)}")
+    train_here(tmp_path, base, f"trainer={base}", *COMMON, *own, *(large_model(tmp_path) if GPU else ()))
     record(f"{shares[0]:.0%} of the reference's bytes (at least {GIVEN_BACK:.0%})", share=shares[0])
     assert shares[0] >= GIVEN_BACK
 
@@ -273,27 +266,23 @@ def test_memory_of_the_reference_is_given_back_once_all_pairs_are_scored(base, t
 @pytest.mark.gpu
 @pytest.mark.slow
 @limit(45)
-def test_memory_for_all_gathered_weights_is_found_with_a_full_cache(tmp_path):
+def test_memory_for_all_gathered_weights_is_found_with_a_full_cache(tmp_path, monkeypatch):
     """After 20 updates under FSDP."""
     from dpo.parallel.sharding import gathered_weights
 
     found: list[bool] = []
+    train = Trainer.train
 
-    def watch(trainer: type) -> type:
-        class Watched(trainer):
-            def train(self) -> None:
-                super().train()
-                if GPU:
-                    fill_cache(sum(p.numel() * p.element_size() for p in self.policy.parameters()))
-                with gathered_weights(self.policy) as fit:
-                    found.append(fit)
+    def train_and_gather(trainer: Trainer) -> None:
+        train(trainer)
+        if GPU:
+            fill_cache(sum(p.numel() * p.element_size() for p in trainer.policy.parameters()))
+        with gathered_weights(trainer.policy) as fit:
+            found.append(fit)
 
-        return Watched
-
-    own = ("max_length=96", "batch_size=2", "n_examples=40", "n_epochs=null")
-    model = large_model(tmp_path) if GPU else (f"model.name_or_path={TINY}",)
-    data = f"dataset_sources.hh={few_words(tmp_path, 40)}"
-    train_here(tmp_path, "fits", "FSDPTrainer", watch, *COMMON, *model, data, *own)
+    monkeypatch.setattr(Trainer, "train", train_and_gather)
+    own = ("trainer=FSDPTrainer", "batch_size=2", "n_examples=40", f"dataset_sources.hh={few_words(tmp_path, 40)}")
+    train_here(tmp_path, "fits", *COMMON, *own, *(large_model(tmp_path) if GPU else ()))
     assert found == [True]
 
 

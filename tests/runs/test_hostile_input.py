@@ -474,16 +474,6 @@ def test_the_state_of_every_optimizer_fits_it_and_no_other_model(name):
         assert "parameter 0: " in find_misfit(optimizer, other)
 
 
-def test_another_optimizers_state_and_settings_are_named():
-    adam, rmsprop = (stepped(OPTIMIZERS[name], (2,)) for name in ("AdamW", "RMSprop"))
-    assert "parameter 0: its keys are step, square_avg, not exp_avg, exp_avg_sq, step" in find_misfit(
-        adam, rmsprop.state_dict()
-    )
-    state = adam.state_dict()
-    state["param_groups"][0]["eps"] = "small"
-    assert find_misfit(adam, state) == "its settings eps should be 1e-08"
-
-
 def test_a_state_that_does_not_fit_ends_the_run_in_words(checkpoint, run):
     replace_state(checkpoint / "optimizer.pt", lambda state: {**state, "state": {0: {"step": torch.zeros(())}}})
     with pytest.raises(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -86,10 +85,6 @@ class Browser:
             event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"
         ]
         return [url for url in sent if not url.startswith("data:")]
-
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        picture = self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
-        path.write_bytes(base64.b64decode(picture))
 
     def press(self, key: str, code: int) -> None:
         for kind in ("keyDown", "keyUp"):

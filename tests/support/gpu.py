@@ -9,7 +9,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -31,6 +30,10 @@ VOCABULARY = 1024  # of the tokenizer in tests/golden/tiny-llama
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # overrides the program's setting in cuBLAS and cuDNN
 Choice = TypeVar("Choice")
 
+COMMON = ("loss=dpo", "loss.beta=0.1", "datasets=[hh]", f"model.name_or_path={TINY}", "model.reference_dtype=float32",
+          "model.block_name=LlamaDecoderLayer", "n_epochs=null", "n_eval_examples=4", "eval_batch_size=4",
+          "do_first_eval=false", "sample_during_eval=false", "max_length=96", "max_prompt_length=64", "batch_size=4",
+          "warmup_steps=2")  # fmt: skip
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 
@@ -154,7 +157,7 @@ class Process:
 
     def stop(self, seconds: float) -> int | None:
         """Send SIGTERM, and return the exit status, as `wait` does."""
-        self.process.send_signal(signal.SIGTERM)
+        self.process.terminate()
         return self.wait(seconds)
 
 
@@ -171,8 +174,7 @@ class Run(Process):
     def records(self, file: str = "metrics.jsonl", split: str | None = None) -> list[dict[str, Any]]:
         """The complete lines of one of the run's logs."""
         path = self.directory / file
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-        found = [json.loads(line) for line in lines]
+        found = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]] if path.exists() else []
         return [line for line in found if split in (None, line.get("split"))]
 
 
@@ -187,27 +189,19 @@ def wait_until(there: Callable[[], Any], seconds: float = 60) -> bool:
 # --- the real loop in this process -----------------------------------------------------------------------------------
 
 
-def train_here(folder: Path, name: str, base: str, watch: Callable[[type], type], *overrides: str) -> None:
-    """Run `train.work` in this process with an observed trainer.
-
-    `watch` turns the trainer class `base` into the one that runs.
-    """
+def train_here(folder: Path, name: str, *overrides: str) -> None:
+    """Run `train.work` in this process; a test patches the trainer."""
     import torch.distributed as dist
 
     import train
     from benchmarks.harness import compose
+    from dpo.settings.plan import resolve
     from dpo.system.launching import _backend, init_distributed
-    from trainers import TRAINERS
 
-    original = TRAINERS[base]
-    config = compose([f"local_run_dir={folder / name}", f"local_dirs=[{folder}]", f"trainer={base}", *overrides])
-    if original.spec.multi_process and not dist.is_initialized():
+    config = compose([f"local_run_dir={folder / name}", f"local_dirs=[{folder}]", *overrides])
+    if resolve(config).trainer.multi_process and not dist.is_initialized():
         init_distributed(0, 1, backend=_backend(0), store=dist.FileStore(f"{folder / name}.store", 1))
-    TRAINERS[base] = watch(original)
-    try:
-        train.work(0, 1, config)
-    finally:
-        TRAINERS[base] = original
+    train.work(0, 1, config)
 
 
 def measure_seconds(action: Callable[[], Any]) -> float:

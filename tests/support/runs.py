@@ -132,28 +132,22 @@ def train_here(overrides: list[str]) -> None:
         run_here(overrides)
 
 
+SMALL = (
+    "loss=dpo exp_name=test model.reference_dtype=float32 eval_batch_size=4 n_eval_examples=4 eval_every=8 "
+    "n_examples=24 n_epochs=null lr=1e-3 warmup_steps=4 max_length=48 max_prompt_length=32 sample_during_eval=false "
+    "wandb.enabled=false"
+)
+
+
 def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
     """The overrides of a run of 6 updates with 4 evaluations."""
     settings = {
-        "loss": "dpo",
-        "exp_name": "test",
+        **dict(setting.split("=", 1) for setting in SMALL.split()),
         "local_run_dir": run_dir,
         "local_dirs": f"[{run_dir.parent}]",
         "model.name_or_path": GOLDEN / "tiny-llama",
-        "model.reference_dtype": "float32",
         "dataset_sources.hh": rows / "hh",
         "dataset_sources.more": rows / "more",
-        "eval_batch_size": 4,
-        "n_eval_examples": 4,
-        "eval_every": 8,
-        "n_examples": 24,
-        "n_epochs": "null",
-        "lr": 1e-3,
-        "warmup_steps": 4,
-        "max_length": 48,
-        "max_prompt_length": 32,
-        "sample_during_eval": "false",
-        "wandb.enabled": "false",
     }
     settings |= dict(override.split("=", 1) for override in overrides)
     if settings["loss"] == "dpo":
