@@ -17,8 +17,9 @@ unexport PYTHONDONTWRITEBYTECODE  # each process would compile the tests anew
 demo: $(VENV)/.installed
 	$(RUN) -m scripts.demo
 
+# together: the check of types alone would leave all cores but one idle
 test: $(VENV)/.installed-dev
-	$(MAKE) -j2 lint tests  # the check of types has one core to itself, and would leave the others idle
+	$(MAKE) -j2 lint tests
 
 tests:
 	$(RUN) -m pytest -q $(IN_PARALLEL) --durations=30

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from support.runs import PARTS, ROOT, compose, read_metrics, train
+from support.runs import GOLDEN, PARTS, compose, read_metrics, train
 from transformers import dynamic_module_utils
 
 import train as main
@@ -128,7 +128,8 @@ def test_code_in_a_checkpoint_is_refused_and_not_run_even_if_the_manifest_vouche
 
 def test_a_manifest_cannot_point_elsewhere(checkpoint, run):
     files = json.loads((checkpoint / MANIFEST).read_text())["files"]
-    vouch(checkpoint, files={**files, "../../secret": files.pop("policy.pt")})
+    files["../../secret"] = files.pop("policy.pt")
+    vouch(checkpoint, files=files)
     with pytest.raises(InputError, match=r"manifest\.json lists files elsewhere: \.\./\.\./secret"):
         run("run", "resume=auto")
 
@@ -191,41 +192,26 @@ def test_of_hydras_own_keys_only_harmless_ones_may_be_set(override, harmless):
 
 @pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped", "a/../../escaped"])
 def test_names_cannot_escape(name, tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    shutil.copy(ROOT / "tests" / "golden" / "words" / "train.jsonl", folder)
-    shutil.copy(ROOT / "tests" / "golden" / "words" / "test.jsonl", folder)
+    folder = shutil.copytree(GOLDEN / "words", tmp_path / "data")
     config = compose(f"exp_name={name}", "model.name_or_path=x", f"local_dirs=[{tmp_path}]")
     assert any(problem.startswith("exp_name=") for problem in main.find_config_problems(config))
     before = set(os.listdir(tmp_path))
-    prompts = load_prompts(
-        [name],
-        "train",
-        silent=True,
-        cache_dir=str(tmp_path / "cache"),
-        dataset_sources={name: str(folder)},
-        tokenizer=None,
-    )
-    assert len(prompts) > 0
+    options = {"silent": True, "cache_dir": str(tmp_path / "cache"), "tokenizer": None}
+    assert len(load_prompts([name], "train", dataset_sources={name: str(folder)}, **options)) > 0
     assert set(os.listdir(tmp_path)) - before <= {"cache"}
 
 
 def test_config_values_reach_no_shell_and_no_import(tmp_path):
     proof = tmp_path / "proof"
-    for override in (
-        f"trainer=os.system('touch {proof}')",
-        f"optimizer=__import__('os').system('touch {proof}')",
-        f"model.name_or_path=$(touch {proof})",
-        f"dataset_sources.hh=;touch {proof}",
-        f"loss.name=`touch {proof}`",
-    ):
+    for key, value in {
+        "trainer": f"os.system('touch {proof}')",
+        "optimizer": f"__import__('os').system('touch {proof}')",
+        "model.name_or_path": f"$(touch {proof})",
+        "dataset_sources.hh": f";touch {proof}",
+        "loss.name": f"`touch {proof}`",
+    }.items():
         config = compose("exp_name=x", "model.name_or_path=x")
-        key, value = override.split("=", 1)
-        target = config
-        *path, last = key.split(".")
-        for part in path:
-            target = target[part]
-        target[last] = value
+        OmegaConf.update(config, key, value)
         main.find_config_problems(config)
     assert not proof.exists()
 
