@@ -1,4 +1,4 @@
-"""The datasets as `{prompt: {responses, pairs, sft_target}}`, and the order in which their examples are trained on.
+"""The datasets as `{prompt: {responses, pairs, sft_target}}`, and the reference's batch iterator.
 
 `hh`, `shp` and `se` are the paper's; `demo` is ours; any other name is the user's own data (see `dpo/data/custom.py`).
 Modules that only `se` needs are imported where they are used, for a quick start.
@@ -28,7 +28,7 @@ from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.schema import PreferenceData, get_field
 from dpo.data.sources import HUB_IDS, identify_source, load_rows
-from dpo.data.table import Prompt, iterate_prompts
+from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.settings.places import Source
@@ -37,7 +37,7 @@ from dpo.settings.plan import Plan
 if TYPE_CHECKING:
     import datasets
 
-ROWS_PER_WORKER = 5000  # Stack Exchange's: a few seconds of work, more than a worker's start takes
+ROWS_PER_WORKER = 5000  # rows of Stack Exchange, a few seconds of work: more than it takes to start a worker
 
 
 def _progress(rows: Sequence, name: str, silent: bool) -> Iterable:
@@ -55,7 +55,10 @@ def extract_anthropic_prompt(prompt_and_response: str) -> str:
 
 
 def strings_match_up_to_spaces(str_a: str, str_b: str) -> bool:
-    """Return whether two texts are equal except for spaces, up to the length of the shorter one."""
+    """Return whether two texts are equal except for spaces.
+
+    They are compared up to the length of the shorter one.
+    """
     shorter, longer = sorted((text.replace(" ", "") for text in (str_a, str_b)), key=len)
     return longer.startswith(shorter)
 
@@ -101,7 +104,8 @@ def get_hh(
         data.add_pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
     if diverged:
         data.notes.append(
-            f"HH {split}: the rejected dialogue leaves the chosen one's prompt in {diverged} rows; cut like the others"
+            f"HH {split}: in {diverged} rows the rejected dialogue does not begin with the chosen one's prompt; it is "
+            f"cut like the others"
         )
     return data
 
@@ -134,7 +138,10 @@ def get_shp(
 
 
 def _strip_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check a Stack Exchange row and convert its HTML to text. Raises InputError for a damaged row."""
+    """Check a Stack Exchange row and convert its HTML to text.
+
+    Raises InputError for a damaged row.
+    """
     get_field(row, "question", where)
     if not get_field(row, "answers", where, list):
         raise InputError(f"{where}: answers is empty")
@@ -146,13 +153,13 @@ def _strip_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _strip_in_processes(rows: datasets.Dataset, where: str) -> datasets.Dataset:
-    """Apply `_strip_row` to all rows, on all available CPUs if there are many rows; cached."""
+    """Apply `_strip_row` to all rows, on all CPUs if worthwhile; cached."""
     workers = min(len(os.sched_getaffinity(0)), len(rows) // ROWS_PER_WORKER)
     if workers < 2:
         return rows.map(_strip_row, fn_kwargs={"where": where})
     import multiprocess  # used by datasets for its workers
 
-    # not forked from here: this process may have a GPU, threads, a lock on its run's directory
+    # forkserver: children must not inherit this process's GPU, threads or lock on its run directory
     before = multiprocess.get_start_method(allow_none=True)
     multiprocess.set_start_method("forkserver", force=True)
     multiprocess.set_forkserver_preload([__name__])
@@ -165,10 +172,10 @@ def _strip_in_processes(rows: datasets.Dataset, where: str) -> datasets.Dataset:
 def get_se(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["se"])
 ) -> PreferenceData:
-    """Stack Exchange: every pair of a question's answers; a tie counts as (later, earlier).
+    """Stack Exchange: every pair of a question's answers.
 
-    The source has one split, `train`: shuffled with seed 42, its first 1 % is our test split. A repeated question keeps
-    its last row.
+    A tie counts as (later, earlier). The source has one split, `train`: shuffled with seed 42, its first 1 % is our
+    test split. A repeated question keeps its last row.
     """
     rows = load_rows(source, "train", cache_dir)
     order = np.random.default_rng(42).permutation(len(rows))  # the same as datasets.Dataset.shuffle(seed=42)
@@ -184,7 +191,7 @@ def get_se(
         responses = [" " + answer["text"] for answer in row["answers"]]
         scores = [answer["pm_score"] for answer in row["answers"]]
         later_of = ((i, j) for i in range(len(scores)) for j in range(i + 1, len(scores)))
-        first_score = dict(zip(reversed(responses), reversed(scores), strict=True))  # a repeated text: its first score
+        first_score = dict(zip(reversed(responses), reversed(scores), strict=True))  # a repeated text keeps its first
         data[f"\n\nHuman: {row['question']}\n\nAssistant:"] = {
             "responses": responses,
             "pairs": [(i, j) if scores[i] > scores[j] else (j, i) for i, j in later_of],
@@ -204,20 +211,22 @@ def get_dataset(
     cache_dir: str | None = None,
     dataset_sources: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
-    sft_mode: bool = False,
+    trains_on: str = "pairs",
 ) -> PreferenceData:
-    """Load a dataset's split: `{prompt: {"responses": [str], "pairs": [(better, worse)], "sft_target": str}}`.
+    """Load a split of a dataset as `{prompt: {responses, pairs, sft_target}}`.
 
-    `dataset_sources[name]` redirects a built-in dataset and is required for any other name; `tokenizer` renders the
-    user's own data if it has chat messages; with `sft_mode` such data needs no pairs. A source without splits, such as
-    one file, is split by prompt: a tenth, at least one, drawn with seed 42, is the test split.
-    Raises InputError for an unknown name, a missing split, a row without a field, and empty data.
+    Per prompt: responses, a list of str; pairs (better, worse) of indices into it; and the SFT target, a str.
+
+    `dataset_sources[name]` redirects a built-in dataset and is required for any other name. `tokenizer` renders the
+    user's own data if it has chat messages; such data needs the columns of what a loss `trains_on`. A source without
+    splits, such as one file, is split by prompt: a tenth, at least one, drawn with seed 42, is the test split. Raises
+    InputError for an unknown name, a missing split, a row without a field, and empty data.
     """
     value = (dataset_sources or {}).get(name)
     if name == "demo":
         if value is not None:
             raise InputError(
-                f"dataset_sources.demo={value}: the demo data is made on the spot; name your own otherwise"
+                f"dataset_sources.demo={value}: the demo data is generated; choose another name for your own data"
             )
         return get_demo(split)
     if value is None and name not in HUB_IDS:
@@ -225,7 +234,9 @@ def get_dataset(
         raise InputError(f"dataset {name!r} is not one of {known}; for own data give dataset_sources.{name}=PATH_OR_ID")
     source = Source.parse(name, HUB_IDS[name] if value is None else value)
     if source.columns and name in LOADERS:
-        raise InputError(f"dataset_sources.{name} renames columns, and {name} has its own; name your data otherwise")
+        raise InputError(
+            f"dataset_sources.{name} renames columns, but {name} has its own; choose another name for your data"
+        )
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
@@ -233,7 +244,7 @@ def get_dataset(
         if not source.has_no_splits:
             origin += f" ({split})"
         try:
-            data = get_own(rows, origin, tokenizer, source.columns, name=name, sft_mode=sft_mode)
+            data = get_own(rows, origin, tokenizer, source.columns, name=name, trains_on=trains_on)
         except ColumnsError as error:
             if split == "train" or source.has_no_splits:
                 raise
@@ -251,29 +262,27 @@ def get_dataset(
                 f"dataset {name} ({source.path}) has no examples in its train split, as its only prompt is held out as "
                 f"test split: add prompts, or give a directory of train and test files"
             )
-        if split == "test":  # the other notes are on the same records as for train
+        if split == "test":  # its other notes are on the same records as those of train
             of_all = f"{len(data):,} of {n_prompts:,}"
             data.notes = [f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {of_all}"]
     if not data:
         raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split")
     first = next(iter(data.values()))
-    assert set(first) == {"responses", "pairs", "sft_target"}, f"{name} gives {set(first)}"
+    assert {"responses", "pairs", "sft_target"} <= set(first), f"{name} gives {set(first)}"
     if not silent:
         print("".join(f"{note}\n" for note in data.notes), end="")
     return data
 
 
 def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[str, Any]) -> Any:
-    """A JSON value that changes with a dataset's content; None where that is not known, as for others' loaders."""
+    """A JSON value that changes with a dataset's content.
+
+    None if that is not known, as for loaders that are not ours.
+    """
     if LOADERS.get(name, get_own).__module__ not in (__name__, get_own.__module__):
         return None
     value = dataset_sources.get(name) or HUB_IDS.get(name)
     return name if value is None else [name, identify_source(Source.parse(name, value), cache_dir)]
-
-
-def load_prompts(names: Sequence[str], split: str, *, sft_mode: bool = False, **dataset_options: Any) -> list[Prompt]:
-    """Load the prompts of several datasets as a list; options as for `get_dataset`."""
-    return list(iterate_prompts(get_dataset, names, split, sft_mode=sft_mode, **dataset_options))
 
 
 def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
@@ -297,16 +306,17 @@ def get_batch_iterator(
     cache_dir: str | None = None,
     dataset_sources: Mapping[str, Any] | None = None,
 ) -> Iterator[PaddedBatch]:
-    """Load the datasets, tokenize, and yield batches (see `iterate_examples`), as in the reference implementation.
+    """Load the datasets, tokenize, and yield batches, as the reference does.
 
-    As there, batches of both splits are whole, and with `n_examples` alone the data is repeated. The trainers evaluate
-    differently, on each example once (`iterate_once`).
+    The order is that of `iterate_examples`. As in the reference, batches of both splits are whole, and with
+    `n_examples` alone the data is repeated. The trainers evaluate differently, on each example once (`iterate_once`).
     Raises InputError if neither `n_epochs` nor `n_examples` is given, or no epoch would fill a single batch.
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")
-    options = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
-    prompts = load_prompts(names, split, silent=silent, sft_mode=sft_mode, **options)
+    options: dict[str, Any] = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
+    options |= {"silent": silent, "trains_on": "targets" if sft_mode else "pairs"}
+    prompts = list(iterate_prompts(get_dataset, names, split, **options))
     counts = [len(prompt.examples) for prompt in prompts]
     available = sum(counts)
     if available < batch_size:

@@ -1,4 +1,4 @@
-"""The trainers: their shared loop, and the placement of policy and reference in each."""
+"""The trainers: their shared loop, and where each places its models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpo.checkpoint.saver import Checkpoints
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401  (the reference has one here)
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.losses import _get_batch_logps, find_loss, preference_loss  # noqa: F401  (the reference has two here)
+from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401  (the reference has two here)
 from dpo.models import adapters
 from dpo.models.layouts import Microbatch
 from dpo.models.loading import FOLLOWING, load_policy, load_reference, notes_on_base
@@ -46,7 +46,7 @@ from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator, notes_on_interval
 from dpo.training.first_update import FirstUpdate
 from dpo.training.metrics import REFERENCE, peak_memory_gb
-from dpo.training.objective import SIDES, BatchContext, Columns, make_objective
+from dpo.training.objective import BatchContext, Columns, make_objective
 from dpo.training.online import OnlineBatches
 from dpo.training.optimization import OPTIMIZERS, Schedule
 from dpo.training.reference import Reference, ReferenceLogps
@@ -58,10 +58,11 @@ LONG_SECS = 5  # an evaluation predicted to take longer is announced
 
 
 class Trainer:
-    """Trains a policy in this process, which may be one of several; subclasses place the models.
+    """Trains a policy in this process, which may be one of several.
 
-    `policy` and `reference_model` are models, or functions that load one; the reference is loaded once the policy is in
-    place. Keys that `config` lacks get the defaults of `config/`; `run_dir` is created if it does not exist.
+    Subclasses place the models. `policy` and `reference_model` are models, or functions that load one; the reference is
+    loaded once the policy is in place. Keys that `config` lacks get the defaults of `config/`; `run_dir` is created if
+    it does not exist.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Trainer:
     ) -> None:
         config = with_defaults(config, run_dir=run_dir)
         require(config)
-        self.config, self.seed, self.run_dir = config, seed, Path(run_dir)  # these five are the reference's
+        self.config, self.seed, self.run_dir = config, seed, Path(run_dir)  # these five names are the reference's
         self.rank, self.world_size = rank, world_size
         plan = self.plan = resolve(config, trainer=self.spec, world_size=world_size)
         self.loss = plan.loss
@@ -90,15 +91,16 @@ class Trainer:
         self.tokenizer = data.tokenizer
         self.policy, frozen = self._place_policy(policy, resume_from)
         self.reference = self._make_reference(reference_model, frozen)
-        self.optimizer = self.make_optimizer()
+        self.optimizer = self.make_optimizer()  # after placement, which replaces parameters
         self.scheduler = Schedule.of(plan.training, self.optimizer, updates=data.report.updates, size=mesh.data_size)
+        # answers may be as long as max_length allows
         longest = plan.data.max_length if plan.online else data.report.longest(plan.data.max_length)
         objective = self.objective = make_objective(
             plan, self.policy, self.reference, mesh, longest=longest, log=progress.line
         )
         stop = self.stop = StopRequest(mesh)
         self.batches = self._make_batches()
-        self.eval_batches = list(self.batches.test())
+        self.eval_batches = list(self.batches.test())  # kept: every evaluation uses them
         self.first_update = FirstUpdate.of(plan, data, [len(batch.examples) for batch in self.eval_batches])
         self.evaluator = Evaluator(plan, data, objective, self.eval_batches, progress, stop, seed=seed)
         parameters = adapters.count_parameters(self.policy)
@@ -107,7 +109,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self.run_dir, mesh, keep=plan.run.keep_checkpoints, log=progress.line)
         parts = {"checkpoints": self.checkpoints, "callbacks": self.callbacks, **objective.parts, **self.batches.parts}
         self.state = RunState(self.reference, frozen, rank=rank, **parts)
-        if resume_from is not None:
+        if resume_from is not None:  # last: by now every part exists
             self.checkpoints.restore(resume_from, self._parts())
         for note in self.notes():
             progress.line(note)
@@ -127,9 +129,8 @@ class Trainer:
     def _make_reference(self, reference_model: Any, frozen: str | None) -> Reference | None:
         plan = self.plan
         lengths = plan.data.max_length, plan.data.max_prompt_length
-        logps = ReferenceLogps(
-            self.data.n_examples, 4 if self.loss.needs_tails else 2, repr((self.data.identity, *lengths))
-        )
+        identity = repr((self.data.identity, *lengths))
+        logps = ReferenceLogps(self.data.n_examples, len(self.loss.reference_columns), identity)
         if plan.reference in ("base", "adapter"):
             adapter = adapters.REFERENCE if plan.reference == "adapter" else None
             return Reference(self.policy, frozen, logps, adapters.switch(self.policy, adapter))
@@ -147,7 +148,10 @@ class Trainer:
 
     @property
     def reference_model(self) -> torch.nn.Module | None:
-        """The separate reference model; None if there is none, or once all its log-probabilities are cached."""
+        """The separate reference model, if it is loaded.
+
+        None if the reference is not a model of its own, or once all its log-probabilities are cached.
+        """
         return self.reference.model if self.reference and self.reference.model is not self.policy else None
 
     # --- defined by subclasses --------------------------------------------------------------------------------------
@@ -179,9 +183,10 @@ class Trainer:
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train to the end of the data; evaluate and save when due and after the last update.
+        """Train to the end of the data, evaluating and saving when due.
 
-        On a stop signal it finishes the update (several processes possibly one more), saves, and raises Stopped.
+        Also evaluates and saves after the last update. On a stop signal it finishes the update (several processes
+        possibly one more), saves, and raises Stopped.
         """
         if self.state.batch_counter == 0:
             for note in self.first_update.messages:
@@ -191,10 +196,11 @@ class Trainer:
         with self._ending_in_order():
             for item in self.progress.updates(self.train_iterator, total=total, done=done):
                 self.evaluate_and_save_if_due()
-                batch = self.batches.draw(item, update=self.state.batch_counter)  # may fail, so after the save
+                # an online batch takes long and its scorer may fail, so draw it after the evaluation and save
+                batch = self.batches.draw(item, update=self.state.batch_counter)
                 update = self.train_step(batch)
                 self.callbacks.emit("update", update)
-                self.checkpoints.check()
+                self.checkpoints.check()  # a checkpoint that cannot be written ends the run now, not at the next save
                 self.stop.raise_if_agreed()
             self.evaluate_and_save_if_due(last=True)
         found, (name, sign) = self.checkpoints, self.loss.best
@@ -204,32 +210,33 @@ class Trainer:
             self.progress.line(f"BEST is {step}, with {name} {best:.4g}; that of LATEST is {latest:.4g}")
 
     def train_step(self, batch: Batch) -> Update:
-        """One update on a global batch, the same on every process."""
+        """Make one update on a global batch, the same on every process."""
         start, objective = time.perf_counter(), self.objective
         self.policy.train()
         context = objective.prepare(batch, update=self.state.batch_counter)
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
-            accumulate(self.policy, last=i == len(batch.microbatches))
-            metrics.append(self._backward(microbatch, context))
+            accumulate(self.policy, last=i == len(batch.microbatches))  # reduce over replicas once per update
+            metrics.append(self._backward(microbatch, context))  # tensors on the device, so the host runs ahead
             self.progress.part(i, len(batch.microbatches), "microbatch")
-        release_gathered(self.reference_model)
+        release_gathered(self.reference_model)  # it has no backward pass that would do it
         norm, stop = self.clip_gradient(), bool(self.stop.signals)
-        # summed over the ranks: only rank 0 adds the norm, which is equal on all; every rank adds whether to stop
+        # scalars are summed over the ranks: rank 0 alone adds the norm, equal on all; every rank adds whether to stop
         scalars = {"grad_norm": norm if self.rank == 0 else torch.zeros_like(norm), "stop": torch.full_like(norm, stop)}
         # the only synchronization of host and device in an update; also lets the processes agree on stopping
         reduced = objective.reduce(metrics, len(batch.examples), context.numbers, scalars)
         self.stop.is_agreed = reduced.scalars.pop("stop") > 0
         [lr] = self.scheduler.get_last_lr()
-        counters = self.state.count(len(batch.examples))
-        update = Update(*counters, batch.examples, reduced.examples, reduced.means(batch.weights), batch.drawn)
-        if self.callbacks.allow(update) and any(batch.weights):
+        counters = self.state.count(len(batch.examples))  # before any veto: skipped updates count
+        means = reduced.means(batch.examples, batch.weights)
+        update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
+        if self.callbacks.allow(update) and any(batch.weights):  # if all are ties, momentum would still move weights
             self.optimizer.step()
             self.scheduler.step()
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
         self.optimizer.zero_grad()
-        seconds = time.perf_counter() - start + sum(batch.seconds.values())
+        seconds = time.perf_counter() - start + sum(batch.seconds.values())  # with sampling and scoring
         own = {
             "lr": lr,
             **batch.metrics,
@@ -242,7 +249,10 @@ class Trainer:
         return update._replace(metrics={**update.metrics, **own})
 
     def _backward(self, microbatch: Microbatch, context: BatchContext) -> tuple[torch.Tensor, Columns]:
-        """Add a microbatch's gradient. Returns its indices and metrics, so that its inputs and graph are freed."""
+        """Add a microbatch's gradient; return its indices and metrics.
+
+        As a function of its own, it frees the inputs and the graph when it returns.
+        """
         microbatch = microbatch.to(self.objective.device)
         with self.objective.dropout.on(microbatch.inputs, update=self.state.batch_counter):
             losses, metrics = self.objective.losses(microbatch, context, split="train")
@@ -259,14 +269,18 @@ class Trainer:
     # --- before, between and after updates ---------------------------------------------------------------------------
 
     def check_and_score_reference(self) -> None:
-        """Run the self-test before the first update; with `cache_reference_logps=all`, score all pairs."""
-        # later the policy differs from the reference
+        """Run the self-test, then score all pairs with the reference.
+
+        The self-test runs only before the first update, the scoring only with `cache_reference_logps=all`.
+        """
+        # the self-test expects equal models: after an update the policy differs from the reference
         if self.state.batch_counter == 0 and self.plan.training.self_test:
             start = time.perf_counter()
             self.self_test()
             self._predict_evaluation(time.perf_counter() - start)
         if self.plan.caches_reference_first:
             path = self.reference.logps.find_path(self.plan.run.local_dir, self.reference.digest)
+            # all batches of the run, with those that a resumed run has trained on: its file is the same
             batches = itertools.chain(self.eval_batches, self.batches.train())
             total = len(self.eval_batches) + self.data.report.updates
             self.progress.line(self.objective.score_all(self.progress.over(batches, total=total, what="score"), path))
@@ -278,18 +292,21 @@ class Trainer:
             self.progress.line(note)
 
     def _predict_evaluation(self, seconds: float) -> None:
-        """Print the predicted time of the first evaluation, if long, given the seconds of the self-test."""
+        """Log the predicted time of the first evaluation, if long.
+
+        `seconds` is the time of the self-test.
+        """
         examples = [example for batch in self.eval_batches for example in batch.examples]
         tested = examples[: self.first_update.tested]
         n_tokens, n_tested = (sum(example.n_tokens for example in some) for some in (examples, tested))
-        n_forwards = 2 if self.loss.reference else 1  # the self-test has one more, of the policy
+        n_forwards = 2 if self.loss.reference else 1  # the self-test runs the policy once more
         predicted = seconds * n_forwards / (n_forwards + 1) * n_tokens / n_tested
         if self.plan.evaluation.do_first_eval and predicted > LONG_SECS:
             self.progress.line(f"the evaluation takes about {clock_time(predicted)}, at the speed of the self-test")
 
     @contextmanager
     def _ending_in_order(self) -> Iterator[None]:
-        """Inside, stop signals are handled. On any ending, save what is due and inform the callbacks."""
+        """Handle stop signals inside; at any end, save and inform callbacks."""
         with on_stop_signals(self._note_signal):
             try:
                 yield
@@ -299,7 +316,7 @@ class Trainer:
                     self.callbacks.emit("abort", str(ending))
                 elif self._has_unsaved():
                     self.save()
-                self.callbacks.emit("end")  # before the others end, as sending the rest may take a while
+                self.callbacks.emit("end")  # first, while the other processes still wait: W&B may upload for a while
                 self.checkpoints.finish()
                 raise
             finally:
@@ -317,18 +334,22 @@ class Trainer:
     # --- evaluation and checkpoints --------------------------------------------------------------------------------
 
     def evaluate_and_save_if_due(self, *, last: bool = False) -> None:
-        """Evaluate, sample and save, each if it is due and not done yet; `last`: all are due."""
+        """Evaluate, sample and save, each if due and not done yet.
+
+        With `last` all are due.
+        """
         state, metrics = self.state, None
         if state.evaluated_at != state.example_counter and (last or self.evaluation_is_due()):
             evaluated = self.evaluator.metrics()
-            metrics, examples = evaluated.means(), [e for batch in self.eval_batches for e in batch.examples]
+            examples = [example for batch in self.eval_batches for example in batch.examples]
+            metrics = evaluated.means(examples)
             is_first = state.batch_counter == 0
             is_wanted = self.first_update.draws_samples if is_first else self.plan.evaluation.sample_during_eval
             samples = self.evaluator.samples(n_examples=state.example_counter) if is_wanted else []
             counters = state.batch_counter, state.example_counter
             evaluation = Evaluation(*counters, metrics, samples, examples, evaluated.examples)
             self.callbacks.emit("evaluation", evaluation)
-            state.evaluated_at, state.saved_at = state.example_counter, -1  # -1: save again, with the metrics
+            state.evaluated_at, state.saved_at = state.example_counter, -1  # so that it is saved, with these metrics
         save_every = self.plan.run.save_every or self.plan.eval_interval
         if self._has_unsaved() and (last or state.example_counter % save_every == 0):
             self.save(metrics=metrics)
@@ -341,7 +362,10 @@ class Trainer:
         return 0 < self.state.example_counter != self.state.saved_at and not self.plan.run.debug
 
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
-        """Save to `output_dir`, or to the run's `step-N`: as LATEST, and as BEST if `metrics` are the best yet."""
+        """Save to `output_dir`, or to the run's `step-N`.
+
+        The latter becomes LATEST, and BEST if `metrics` are the best yet.
+        """
         state, (name, sign) = self.state, self.loss.best
         if output_dir is None:
             state.saved_at = state.example_counter
@@ -369,7 +393,10 @@ class Trainer:
 
 
 class BasicTrainer(Trainer):
-    """One process, with layers spread over all its GPUs; without a GPU, on the CPU."""
+    """One process, with layers spread over all its GPUs.
+
+    Without a GPU it computes on the CPU.
+    """
 
     spec = choices.BASIC
 
@@ -379,21 +406,30 @@ class BasicTrainer(Trainer):
         return model
 
     def concatenated_forward(self, model: torch.nn.Module, batch: PaddedBatch) -> tuple[torch.Tensor, ...]:
-        """(chosen, rejected) log-probabilities, each (B,), of a batch of this process; under SFT (chosen,)."""
+        """Log-probabilities of this process's batch: (chosen, rejected), each (B,).
+
+        Under SFT only (chosen,).
+        """
         columns = self.objective.forward(model, self._make_microbatch(batch))
-        return tuple(columns[side] for side in SIDES if side in columns)
+        return tuple(columns[role] for role in ROLES if role in columns and f"{role}_input_ids" in batch)
 
     def get_batch_metrics(
         self, batch: PaddedBatch, loss_config: DictConfig, train: bool = True
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The mean loss of a batch of this process, and detached per-example metrics, each (B,)."""
+        """Mean loss and per-example metrics of this process's batch.
+
+        The metrics are detached, each (B,).
+        """
         split = "train" if train else "eval"
         microbatch, loss = self._make_microbatch(batch), find_loss(loss_config)
         losses, metrics = self.objective.losses(microbatch, split=split, loss=loss)
         return losses.mean(), {name: values for name, values in metrics.items() if not name.startswith(REFERENCE)}
 
     def get_batch_samples(self, batch: PaddedBatch) -> tuple[list[str], list[str]]:
-        """(policy, reference) continuations of the batch's prompts; the second is empty without a reference."""
+        """(policy, reference) continuations of the batch's prompts.
+
+        The second is empty without a reference.
+        """
         continue_prompts = partial(self.evaluator.continuations, n_examples=self.state.example_counter)
         policy, *reference = (continue_prompts(model, batch) for model in self.evaluator.sampled_models())
         return policy, reference[0] if reference else []
@@ -404,7 +440,7 @@ class BasicTrainer(Trainer):
 
 
 class FSDPTrainer(BasicTrainer):
-    """Parameters, gradients and optimizer state sharded over the processes, policy and reference alike."""
+    """Sharded parameters, gradients and optimizer state, for policy and reference alike."""
 
     spec = choices.FSDP
 
@@ -425,15 +461,18 @@ class FSDPTrainer(BasicTrainer):
 
 
 class TensorParallelTrainer(FSDPTrainer):
-    """Every layer cut over `tensor_parallel_size` processes (null: all), with FSDP across such groups."""
+    """Layers sliced over `tensor_parallel_size` processes, with FSDP across such groups.
+
+    With null, a layer is sliced over all processes.
+    """
 
     spec = choices.TENSOR_PARALLEL
 
 
 class PackageTensorParallelTrainer(BasicTrainer):
-    """One process, with every layer split over its devices by the package `tensor_parallel`.
+    """One process, with layers split by the package `tensor_parallel`.
 
-    The reference implementation did the same.
+    A layer is spread over the process's devices, as in the reference implementation.
     """
 
     spec = choices.PACKAGE

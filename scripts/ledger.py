@@ -57,7 +57,7 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
         options["tokenizer"] = tokenizer
     texts = {}
     for (split, name), digests in wanted.items():
-        for prompt in iterate_prompts(get_dataset, [name], split, sft_mode=False, **options):
+        for prompt in iterate_prompts(get_dataset, [name], split, trains_on="pairs", **options):
             for index in range(len(prompt.examples)):
                 responses = prompt.texts(index)
                 digest = text_digest(prompt.text, responses.values())

@@ -1,4 +1,4 @@
-"""What the documents say exists: every command is one that runs, every link, file, test and make target is there."""
+"""Commands, links, files, tests and make targets in the documents exist."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from dpo.settings.command_line import parse
 from dpo.settings.plan import resolve
 from dpo.settings.validation import find_config_problems
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 NAMES = {page: str(page.relative_to(ROOT)) for page in PAGES}
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b(?!\.md)")
-# by who follows CONTRIBUTING.md, as tests/runs/test_seams.py, or docs/online.md
+# by readers who follow CONTRIBUTING.md (tests/runs/test_seams.py does) or docs/online.md
 TO_BE_WRITTEN = ("config/loss/cpo.yaml", "loss=cpo", "rewards.py")
-GPUS = 4  # on which a command is imagined that leaves the number of processes to the machine
+GPUS = 4  # of the imagined machine, for commands that leave it the number of processes
 
 
-def commands_of(text: str) -> list[str]:
-    """Lines of code blocks, whole where a backslash continues them, and code within sentences; no comments."""
+def read_commands(text: str) -> list[str]:
+    """Lines of code blocks, continued ones joined, and inline code; without comments."""
     lines = [line for block in FENCED.findall(text) for line in block.replace("\\\n", " ").splitlines()]
     return [re.sub(r"\s+#.*", "", line).strip() for line in (*lines, *INLINE.findall(FENCED.sub("", text)))]
 
 
-ALL = [(NAMES[page], command) for page in PAGES for command in commands_of(TEXTS[page])]
+ALL = [(NAMES[page], command) for page in PAGES for command in read_commands(TEXTS[page])]
 
 
-def those_with(pattern: str) -> list[tuple[str, str]]:
-    """Each command once, with the page that has it first."""
+def find_commands(pattern: str) -> list[tuple[str, str]]:
+    """Commands that match, once each, with the first page that has it."""
     found = {command: page for page, command in reversed(ALL) if re.search(pattern, command)}
     return [(page, command) for command, page in found.items()]
 
 
 def compose(arguments: list[str]) -> DictConfig:
-    """The config of a command, of a sweep's first job. Raises what Hydra says if it cannot be composed."""
+    """Compose the config of a command, or of a sweep's first job."""
     line = parse(arguments)
     overrides = [o.partition(",")[0] if line.is_sweep and "[" not in o else o for o in line.overrides]
     with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
@@ -57,7 +57,7 @@ def compose(arguments: list[str]) -> DictConfig:
 
 @pytest.fixture
 def filled_in(tmp_path):
-    """A command with what only the user knows: run of SFT, data, config files, code, processes; `...` left out."""
+    """Fill in what only the user knows: data, files, number of processes."""
     (tmp_path / "MINE" / "experiment").mkdir(parents=True)
     (tmp_path / "MINE" / "experiment" / "NAME.yaml").write_text("# @package _global_\nlr: 1e-6\n")
     (tmp_path / "RUN_OF_SFT").mkdir()
@@ -82,7 +82,7 @@ def filled_in(tmp_path):
     return fill_in
 
 
-@pytest.mark.parametrize(("page", "command"), those_with(r"\btrain\.(py|sbatch) [^)]"))
+@pytest.mark.parametrize(("page", "command"), find_commands(r"\btrain\.(py|sbatch) [^)]"))
 def test_a_command_of_train_is_accepted(page, command, filled_in):
     arguments = filled_in(command.removeprefix('eval "$(').removesuffix(')"'))
     line = parse(arguments)
@@ -97,7 +97,7 @@ def test_a_command_of_train_is_accepted(page, command, filled_in):
 
 
 def test_there_are_commands_and_a_wrong_one_is_not_accepted(filled_in):
-    assert len(those_with(r"\btrain\.py ")) > 30
+    assert len(find_commands(r"\btrain\.py ")) > 30
     with pytest.raises(HydraException):
         compose(filled_in("python train.py loss=dpo loss.betta=0.1 ..."))
     assert find_config_problems(compose(filled_in("python train.py experiment=hh_pythia28_sft batch_size=3"))) != []
@@ -107,7 +107,7 @@ def test_there_are_commands_and_a_wrong_one_is_not_accepted(filled_in):
 
 
 @pytest.mark.parametrize(
-    ("page", "command"), those_with(r"python3? (-\w+ )*-m (scripts|benchmarks|experiments|pytest)")
+    ("page", "command"), find_commands(r"python3? (-\w+ )*-m (scripts|benchmarks|experiments|pytest)")
 )
 def test_a_module_that_is_run_is_there_and_takes_the_flags(page, command):
     module, arguments = re.search(r"-m (\S+)(.*)", command).groups()
@@ -131,8 +131,8 @@ def test_every_make_target_is_there():
 # --- what is named -------------------------------------------------------------------------------------------------
 
 
-def anchors_of(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+def find_anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -145,14 +145,14 @@ def test_every_link_leads_somewhere(page):
         if target.startswith(("https://", "http://")):
             continue
         file = page.parent / target if target else page
-        if not file.exists() or (anchor and anchor not in anchors_of(file)):
+        if not file.exists() or (anchor and anchor not in find_anchors(file)):
             broken.append("".join(link))
     assert broken == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
 def test_every_file_that_is_named_is_there(page):
-    """Paths below a directory of ours, and files with a suffix that only files of ours have; no placeholders."""
+    """Paths below our directories, and file names with our suffixes, without placeholders."""
     folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {".git", ".venv", ".cache"}
     ours = {path.name for folder in folders for path in (ROOT / folder).rglob("*.*")} | {f.name for f in ROOT.iterdir()}
     lost = []
@@ -174,3 +174,9 @@ def test_every_test_that_is_named_is_there(page):
     functions = set(re.findall(r"^def (test_\w+)", "".join(tests.values()), re.MULTILINE))
     named = set(re.findall(r"\b(test_\w+(?:\.py)?)", TEXTS[page]))
     assert {name for name in named if name not in functions and name.removesuffix(".py") + ".py" not in tests} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
+def test_lines_are_at_most_120_columns_wide(page):
+    """Rows of printed tables are as wide as their numbers."""
+    assert [line for line in TEXTS[page].splitlines() if len(line) > 120 and not line.startswith("| ")] == []

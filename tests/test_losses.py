@@ -21,6 +21,12 @@ DEFAULTS = {name: load_defaults(name)["loss"] for name in LOSSES}
 PAIR = tuple(torch.tensor([x], dtype=torch.float64) for x in (-10.0, -13.0, -11.0, -12.0))
 
 
+def compute(config: dict, scores: Scores) -> tuple[torch.Tensor, ...]:
+    """Losses and rewards, of chosen and of rejected responses."""
+    found = find_loss(config)(scores)
+    return found.losses, *found.rewards.values()
+
+
 def minus_log_sigmoid(x: float) -> float:
     return math.log(1 + math.exp(-x))
 
@@ -105,9 +111,9 @@ def test_the_table_of_losses_hands_its_options_on():
     scores = Scores(PAIR[0], lengths, PAIR[1], lengths, *PAIR[2:])
     expected = preference_loss(*PAIR, 0.5, label_smoothing=0.25, reference_free=True)
     config = {"name": "dpo", "beta": 0.5, "label_smoothing": 0.25, "reference_free": True}
-    assert tuple(find_loss(config)(scores)) == expected
-    assert tuple(find_loss({"name": "ipo", "beta": 0.5})(scores)) == preference_loss(*PAIR, 0.5, ipo=True)
-    assert find_loss({"name": "sft"})(Scores(PAIR[0], lengths)) == (-PAIR[0], None, None)
+    assert compute(config, scores) == expected
+    assert compute({"name": "ipo", "beta": 0.5}, scores) == preference_loss(*PAIR, 0.5, ipo=True)
+    assert compute({"name": "sft"}, Scores(PAIR[0], lengths)) == (-PAIR[0],)
     assert [LOSSES[name].reference for name in ("sft", "dpo", "ipo")] == [False, True, True]
 
 
@@ -166,7 +172,7 @@ def test_every_loss_is_worked_by_hand():
 @pytest.mark.parametrize("name", WORKED)
 def test_a_pair_worked_by_hand(name):
     options, expected = WORKED[name]
-    losses, chosen, rejected = find_loss({"name": name, "beta": HALF, **options})(SCORES)
+    losses, chosen, rejected = compute({"name": name, "beta": HALF, **options}, SCORES)
 
     assert losses.item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
     by_length = name in ("dpo_norm", "ipo", "simpo", "orpo")
@@ -179,7 +185,7 @@ def test_a_pair_worked_by_hand(name):
 
 def test_dpop_penalises_a_chosen_response_that_became_less_likely():
     scores = SCORES._replace(chosen=PAIR[0] - 1.5)  # u_w = -0.5, h = 0.5
-    losses, *_ = find_loss({"name": "dpop", "beta": HALF, "penalty": 3.0})(scores)
+    losses, *_ = compute({"name": "dpop", "beta": HALF, "penalty": 3.0}, scores)
     assert losses.item() == pytest.approx(minus_log_sigmoid(0.5 * (0.5 - 3 * 0.5)), rel=1e-12)
 
 
@@ -207,7 +213,7 @@ def test_alpha_of_beta_dpo_counts_nats_at_any_beta(beta):
     """As the authors' code does: 5 nats against the usual 3 are 2 too many, for 1 + 0.6 * 2 = 2.2 times beta."""
     scores = SCORES._replace(chosen=PAIR[0] + 3, average=3.0)  # h = 5
     config = {"name": "beta_dpo", "beta": beta, "alpha": 0.6, "momentum": 1.0}
-    losses, chosen, rejected = find_loss(config)(scores)
+    losses, chosen, rejected = compute(config, scores)
     assert losses.item() == pytest.approx(minus_log_sigmoid(2.2 * beta * 5), rel=1e-12)
     gap = LOSSES["beta_dpo"].running_statistic(chosen.item(), rejected.item(), beta)  # for the next update
     assert gap == pytest.approx(5)
@@ -232,7 +238,7 @@ def test_a_mix_is_a_weighted_sum():
 )
 def test_rewards_of_a_mix_are_of_log_ratios_or_without_a_reference_of_mean_log_probabilities(weights, rewards):
     config = {**MIX, "gamma": 0.3, "weights": weights}
-    _, chosen, rejected = find_loss(config)(SCORES)
+    _, chosen, rejected = compute(config, SCORES)
     assert (chosen.item(), rejected.item()) == rewards
 
 
@@ -262,7 +268,7 @@ def test_what_changes_log_ratios_leaves_the_parts_of_a_mix_without_a_reference_a
 # --- options of all losses of pairs ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.pairwise])
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.trains_on == "pairs"])
 def test_the_sft_term_is_per_token_beside_every_loss_of_pairs(name):
     config = {**DEFAULTS[name], "beta": HALF} | ({"weights": {"simpo": 1, "dpo": 1}} if name == "mix" else {})
     assert config.pop("sft_weight") == 0
@@ -282,7 +288,7 @@ def test_ld_alpha_counts_the_tails_less_in_policy_and_reference():
     scores = SCORES._replace(**tails, reference_rejected_tail=PAIR[1] * 0 - 8)
     config = {"name": "hinge", "beta": 0.1, "ld_alpha": 0.25}
     u_l = (-13 + 0.75 * 6) - (-12 + 0.75 * 8)
-    losses, chosen, rejected = find_loss(config)(scores)
+    losses, chosen, rejected = compute(config, scores)
     assert losses.item() == pytest.approx(1 - 0.1 * (1 - u_l), rel=1e-12)
     assert (chosen.item(), rejected.item()) == pytest.approx((0.1, 0.1 * u_l), rel=1e-12)
 
@@ -298,7 +304,7 @@ def test_ld_alpha_counts_the_tails_less_in_policy_and_reference():
 )
 def test_under_another_divergence_f_of_the_ratio_stands_for_the_log_ratio(divergence, derivative):
     config = {"name": "dpo", "beta": HALF, "label_smoothing": 0, "reference_free": False}
-    losses, chosen, rejected = find_loss({**config, "f_divergence": divergence, "f_alpha": 0.3})(SCORES)
+    losses, chosen, rejected = compute({**config, "f_divergence": divergence, "f_alpha": 0.3}, SCORES)
 
     u_w, u_l = derivative(math.e), derivative(1 / math.e)
     assert losses.item() == pytest.approx(minus_log_sigmoid(HALF * (u_w - u_l)), rel=1e-12)
@@ -389,7 +395,7 @@ def test_gradients_of_every_loss_agree_with_finite_differences(name, options):
 
     logps = [fixed.chosen.clone().requires_grad_(), fixed.rejected.clone().requires_grad_()]
     assert torch.autograd.gradcheck(total, logps)
-    losses, *rewards = find_loss(config)(fixed._replace(chosen=logps[0], rejected=logps[1]))
+    losses, *rewards = compute(config, fixed._replace(chosen=logps[0], rejected=logps[1]))
     assert losses.shape == (5,)
     assert losses.requires_grad
     assert not any(reward.requires_grad for reward in rewards)
@@ -423,12 +429,12 @@ AT_EQUAL_MODELS = {  # of docs/metrics.md, under the defaults of config/loss and
 def test_where_policy_and_reference_agree_a_loss_is_a_constant(name, divergence):
     policy = torch.tensor([-10.0, -3.5]), torch.tensor([4, 1]), torch.tensor([-13.0, -9.0]), torch.tensor([3, 8])
     config = {**DEFAULTS[name], "beta": 0.1, "f_divergence": divergence, "f_alpha": 0.5}
-    losses, *rewards = find_loss(config)(Scores(*policy, policy[0], policy[2]))
+    losses, *rewards = compute(config, Scores(*policy, policy[0], policy[2]))
 
     assert losses.mean().item() == pytest.approx(AT_EQUAL_MODELS[name], rel=1e-6)
     assert not any(reward.any() for reward in rewards)
 
 
 def test_a_reference_without_pairs_is_refused():
-    with pytest.raises(ValueError, match="must be pairwise: give reference=False"):
-        Loss(LOSSES["sft"].fn, pairwise=False)
+    with pytest.raises(ValueError, match="has no reference: give reference=False"):
+        Loss(LOSSES["sft"].fn, trains_on="targets")

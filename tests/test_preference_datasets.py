@@ -252,7 +252,7 @@ def prompts_of(*sizes: int) -> list[Prompt]:
         Prompt(
             text=f"{i}",
             responses=[f"{i}{sign}{j}" for j in range(size) for sign in "><"],
-            examples=[(2 * j, 2 * j + 1) for j in range(size)],
+            examples=[{"chosen": 2 * j, "rejected": 2 * j + 1} for j in range(size)],
             truncation_mode="keep_end",
             rendered=False,
             number=i,
@@ -337,7 +337,7 @@ def test_sft_takes_one_target_per_prompt_and_no_rejected_keys(tokenizer):
     data = PreferenceData(truncation_mode="keep_end")
     for number in range(2):
         data.add_pair(f"{number}", f"{number} target", "worse")
-    targets = list(iterate_prompts(lambda *_, **__: data, ["mine"], "train", sft_mode=True))
+    targets = list(iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="targets"))
     (batch,) = batches_of(targets, tokenizer, shuffle=False, batch_size=2)
     assert batch["chosen_response_only"] == ["0 target", "1 target"]
     assert not [key for key in batch if "rejected" in key]

@@ -345,7 +345,10 @@ def _sees_the_difference_alone(run: Run) -> bool:
         return False
     weights = run.setting("loss.weights", {})
     parts = [LOSSES[name] for name, weight in weights.items() if weight] or [run.objective]
-    return all(part.pairwise and part.margin_only for part in parts) and not number(run.setting("loss.sft_weight")) > 0
+    return (
+        all(part.trains_on == "pairs" and part.margin_only for part in parts)
+        and not number(run.setting("loss.sft_weight")) > 0
+    )
 
 
 def length_in_margin(run: Run) -> Iterator[Finding]:

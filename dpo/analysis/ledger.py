@@ -16,16 +16,17 @@ from dpo.analysis.runs import Run
 from dpo.errors import InputError
 from dpo.numbers import count, figure, percent, signed
 
-PERIODS = 10  # equal parts of a run's updates, which are compared
+PERIODS = 10  # equal parts of a run's updates
 LENGTHS = (-64, -16, 0, 1, 17, 65)  # lower ends of the classes of length differences, in tokens
-LARGEST_ROUNDING = 0.01  # of a reward, where policy and reference are equal but for their dtype
+LARGEST_ROUNDING = 0.01  # of a reward, if policy and reference differ only in dtype
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair over its visits after the first update.
+    """A pair, over its visits after the first update.
 
-    Earlier margins are 0 or rounding errors."""
+    Margins before it are 0 or rounding errors.
+    """
 
     example: str
     dataset: str
@@ -35,8 +36,8 @@ class Pair:
     last_margin: float
     highest_margin: float
     relative_margin: float  # mean of its margins, each divided by the median |margin| of its period and split
-    texts: Mapping[str, str] | None = None  # prompt, chosen, rejected; in the ledger itself only if it was drawn
-    scores: tuple[float, float] | None = None  # of chosen and rejected, if it was drawn
+    texts: Mapping[str, str] | None = None  # prompt, chosen, rejected; the ledger has them only for drawn pairs
+    scores: tuple[float, float] | None = None  # of chosen and rejected, for drawn pairs
 
     def __str__(self) -> str:
         return f"{self.example} {self.dataset} ({self.split})"
@@ -50,12 +51,12 @@ class Pair:
 
 
 FindTexts = Callable[[Run, Sequence[Pair]], Mapping[str, Mapping[str, str]]]
-"""Finds the texts of a run's pairs, by example. Raises InputError if they cannot be loaded."""
+"""Finds the texts of a run's pairs, by example; raises InputError if they cannot be loaded."""
 
 
 @dataclass(frozen=True)
 class LengthClass:
-    """Pairs with similar length differences (chosen minus rejected tokens), at their last visit."""
+    """Pairs with similar length differences, at their last visit."""
 
     difference: str
     pairs: int
@@ -65,7 +66,7 @@ class LengthClass:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Margins at the last visits against chosen minus rejected tokens."""
+    """Margins at the last visits, against chosen minus rejected tokens."""
 
     split: str
     correlation: float | None  # Pearson's; None if lengths or margins are all equal
@@ -74,9 +75,10 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Period:
-    """Means over the visits to a dataset's examples in a period of a run.
+    """Means over the visits to a dataset's examples in a period.
 
-    None where SFT has no value."""
+    Values that SFT does not have are None.
+    """
 
     dataset: str
     split: str
@@ -106,15 +108,18 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class LedgerSummary:
-    """Summary of a ledger. Lists of pairs hold at most the number asked for; `n_` counts all."""
+    """Summary of a ledger.
+
+    Lists of pairs are cut to the number asked for; `n_` fields count all.
+    """
 
     rows: int
     examples: int
     truncated: int  # examples
     n_seen_again: int  # pairs with at least two visits after the first update
-    n_never_flipped: int  # of these: the margin was never above 0
+    n_never_flipped: int  # those among them whose margin was never above 0
     never_flipped: list[Pair]
-    n_suspected_noise: int  # never right either, and wrong by more than the typical margin of their period
+    n_suspected_noise: int  # never right, and wrong by more than the typical margin of their period
     suspected_noise: list[Pair]
     lengths: list[Lengths]
     drift: list[Period]
@@ -129,14 +134,14 @@ class LedgerSummary:
         return [*self.never_flipped, *self.suspected_noise]
 
     def with_texts(self, texts: Callable[[Pair], Mapping[str, str] | None], note: str | None = None) -> LedgerSummary:
-        """The summary with `texts(pair)` in each listed pair."""
+        """Put `texts(pair)` into each listed pair."""
         never, noise = (
             [replace(pair, texts=texts(pair)) for pair in pairs] for pairs in (self.never_flipped, self.suspected_noise)
         )
         return replace(self, never_flipped=never, suspected_noise=noise, note=note)
 
     def find_texts(self, run: Run, find: FindTexts) -> LedgerSummary:
-        """The summary with texts, or a note that says why any are missing."""
+        """Put texts into the listed pairs, or explain why any are missing."""
         wanted = [pair for pair in self.listed if pair.texts is None]
         if not wanted:
             return self
@@ -150,7 +155,10 @@ class LedgerSummary:
         return self.with_texts(lambda pair: pair.texts or texts.get(pair.example), note)
 
     def lists(self) -> list[PairList]:
-        """Lists of pairs; none without pairs, or without a visit after the first update."""
+        """Lists of pairs.
+
+        Empty without pairs, or if none was visited after the first update.
+        """
         if not self.lengths:
             return []
         never = (
@@ -190,7 +198,7 @@ class LedgerSummary:
 
 
 def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
-    """Summarize a ledger, with `top` pairs in each list, the worst first."""
+    """Summarize a ledger, with `top` pairs in each list, worst first."""
     table = encode(table)
     pairs = _Pairs(table)
     wrong = pairs.wrong
@@ -214,20 +222,22 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 class _Pairs:
     """Pairs of both splits, without ties, as arrays.
 
-    They are in order of the first visit after the first update."""
+    Ordered by their first visit after the first update.
+    """
 
     def __init__(self, table: pa.Table) -> None:
         updates, margins = _numbers(table, "update"), _numbers(table, "margin")
         applied = updates - _is_train(table)  # updates of the policy before the visit
         finite = np.isfinite(margins)
-        # margins between equal models are rounding errors, also with a float16 reference; others are larger
+        # margins of equal models are rounding errors, even with a float16 reference; the cap is for models that differ
         rounding = min(abs(margins[finite & (applied == 0)]).max(initial=0.0), LARGEST_ROUNDING)
         rows = (finite & (applied > 0) & ~_is_tie(table)).nonzero()[0]
         self._table, margins = table, margins[rows]
         splits, periods = _codes(table, "split")[rows], _periods(table)[rows]
+        # margins grow while training, so each is compared with those of its time
         scale = np.maximum(_medians(abs(margins), periods * 2 + splits), rounding)
         relative = np.divide(margins, scale, out=np.zeros_like(margins), where=scale > 0)
-        keys = _codes(table, "example")[rows] * 2 + splits
+        keys = _codes(table, "example")[rows] * 2 + splits  # one number per example and split
         _, self._first, pair, self.visits = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
         n = len(self.visits)
         self._last = np.zeros(n, dtype=np.int64)
@@ -311,13 +321,16 @@ def _drift(table: pa.Table) -> list[Period]:
 
 
 def _mean(values: np.ndarray) -> float | None:
-    """Mean of the finite values, None without any; a skipped update may have NaN."""
+    """Mean of the finite values, None without any.
+
+    A skipped update may have NaN.
+    """
     values = values[np.isfinite(values)]
     return float(values.mean()) if len(values) else None
 
 
 def _numbers(table: pa.Table, name: str) -> np.ndarray:
-    """A column, NaN where it has no value."""
+    """A column as an array, NaN for nulls."""
     return table[name].to_numpy()
 
 
@@ -334,7 +347,7 @@ def _is_train(table: pa.Table) -> np.ndarray:
 
 
 def _is_tie(table: pa.Table) -> np.ndarray:
-    """Return whether the scorer left each row's pair undecided, (rows,)."""
+    """Return whether each row's pair is a tie, (rows,)."""
     if "tie" not in table.schema.names:
         return np.zeros(len(table), dtype=bool)
     return pc.fill_null(table["tie"], False).to_numpy()
@@ -343,14 +356,14 @@ def _is_tie(table: pa.Table) -> np.ndarray:
 def _periods(table: pa.Table) -> np.ndarray:
     """Period of each row: a tenth of the run's updates.
 
-    An evaluation belongs to the updates before it."""
+    An evaluation belongs to the updates before it.
+    """
     updates = _numbers(table, "update")
     last = max(int(updates.max()), 1) if len(updates) else 1
     return np.ceil(updates * min(PERIODS, last) / last).astype(np.int64)
 
 
 def _medians(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """The median of each value's group."""
     medians = np.empty_like(values)
     for group in np.unique(groups):
         medians[groups == group] = np.median(values[groups == group])

@@ -1,4 +1,4 @@
-"""The files of a ledger: one row for each visit to an example.
+"""The files of a ledger, with a row per example and visit.
 
 A training run appends to `ledger.arrows`, an Arrow stream that can be read after a kill and that a resumed run can
 truncate. `ledger.parquet` is made from it, and depends on its rows alone.
@@ -27,7 +27,7 @@ SCHEMA = pa.schema(
         "update": pa.int64(),
         "epoch": pa.int64(),
         "split": pa.string(),
-        "policy_chosen": pa.float64(),  # holds float32, which losses usually are computed in, exactly
+        "policy_chosen": pa.float64(),  # exact for float32, the usual dtype of log-probabilities
         "policy_rejected": pa.float64(),
         "reference_chosen": pa.float64(),
         "reference_rejected": pa.float64(),
@@ -38,10 +38,10 @@ SCHEMA = pa.schema(
         "margin": pa.float64(),
     }
 )
-DRAWN = pa.schema(  # further columns of a run that draws pairs; null in rows whose pair is from the data
+DRAWN = pa.schema(  # more columns in an online run; null in rows whose pair is from the data
     {
         "tie": pa.bool_(),
-        "prompt": pa.large_string(),  # may be more than 2 GB together
+        "prompt": pa.large_string(),  # all rows together may exceed 2 GB
         "chosen": pa.large_string(),
         "rejected": pa.large_string(),
         "others": pa.list_(pa.large_string()),
@@ -72,7 +72,10 @@ def begin(stream: Path, schema: pa.Schema = SCHEMA) -> None:
 
 
 def append(stream: Path, columns: Mapping[str, Any]) -> None:
-    """Append rows in one write: lists or tensors by column, None for a column without values."""
+    """Append rows in one write.
+
+    `columns` has lists or tensors by name, None for a column without values.
+    """
     n, schema = len(columns["example"]), make_schema(columns)
     with stream.open("ab") as file:
         file.write(pa.record_batch([_column(f, columns[f.name], n) for f in schema], schema=schema).serialize())
@@ -86,9 +89,10 @@ def _column(field: pa.Field, values: Any, n: int) -> pa.Array:
 
 
 def write_parquet(stream: Path, target: Path) -> int:
-    """Write a stream's rows as Parquet, whole or not at all, in constant memory.
+    """Write a stream's rows as Parquet, atomically and in constant memory.
 
-    Returns their number."""
+    Returns their number.
+    """
     n, schema = 0, encoded(_schema_in(stream))
     with (
         replacing(target) as beside,
@@ -101,9 +105,10 @@ def write_parquet(stream: Path, target: Path) -> int:
 
 
 def read_ledger(run_dir: Path) -> pa.Table | None:
-    """Read all rows so far, in order; None if the run has no ledger.
+    """Read all rows so far, in order; None without a ledger.
 
-    Raises InputError for another kind of file."""
+    Raises InputError for another kind of file.
+    """
     if (run_dir / STREAM).exists():
         empty = encoded(_schema_in(run_dir / STREAM)).empty_table()
         table = pa.concat_tables([empty, *_groups(run_dir / STREAM)])
@@ -118,7 +123,10 @@ def read_ledger(run_dir: Path) -> pa.Table | None:
 
 
 def _groups(stream: Path) -> Iterator[pa.Table]:
-    """Yield the rows in tables of ROW_GROUP, however they were appended; the last may have fewer."""
+    """Yield the rows in tables of ROW_GROUP, the last perhaps smaller.
+
+    They do not depend on how the rows were appended.
+    """
     waiting, n = [], 0
     for batch in _batches(stream):
         waiting.append(batch)
@@ -133,14 +141,17 @@ def _groups(stream: Path) -> Iterator[pa.Table]:
 
 
 def encode(table: pa.Table) -> pa.Table:
-    """The table with one chunk per column, and recurring texts dictionary-encoded."""
+    """Combine a table's chunks and dictionary-encode recurring texts."""
     schema = encoded(make_schema(table.schema.names))
     columns = [table[field.name].combine_chunks().cast(field.type) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _schema_in(stream: Path) -> pa.Schema:
-    """Read the schema at the start of a stream. Raises InputError if it is not a ledger's."""
+    """Read the schema at the start of a stream.
+
+    Raises InputError if it is not a ledger's.
+    """
     check_readable(stream)
     with stream.open("rb") as file, _explaining(stream):
         schema = pa.ipc.open_stream(file).schema
@@ -152,7 +163,8 @@ def _schema_in(stream: Path) -> pa.Schema:
 def find_end(stream: Path, size: int) -> int:
     """End of the last whole append within the first `size` bytes.
 
-    0 if the stream does not begin like a ledger."""
+    0 if the stream does not begin like a ledger.
+    """
     end = 0
     with suppress(InputError):
         _schema_in(stream)
@@ -164,24 +176,27 @@ def find_end(stream: Path, size: int) -> int:
 
 
 def _batches(stream: Path) -> Iterator[pa.RecordBatch]:
-    """Batches as they were appended, up to the first that is not whole."""
+    """Yield the batches appended, up to the first that is incomplete."""
     return (batch for batch, _ in _appends(stream) if batch is not None)
 
 
 def _appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
-    """Whole appends of a stream, each with its end; the first, None, is the schema."""
+    """Yield each whole append of a stream, with its end.
+
+    The first item is None, with the end of the schema.
+    """
     with stream.open("rb") as file:
         with _explaining(stream):
             reader = pa.ipc.open_stream(file)
         yield None, file.tell()
         try:
             for batch in reader:
-                batch.validate(full=True)  # texts whose places are damaged would be read from anywhere
+                batch.validate(full=True)  # damaged offsets of texts would be read out of bounds
                 yield batch, file.tell()
         except pa.ArrowException:
             return
         except OSError as error:
-            if error.errno is not None:  # from the system, not Arrow's for a truncated body
+            if error.errno is not None:  # the system's; Arrow's own, for a truncated body, has none
                 raise
 
 

@@ -1,4 +1,4 @@
-"""Prompts asked outside of training, in the form that a model was trained on."""
+"""Prompts asked outside of training, in the form used in training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpo.data.table import Prompt
 from dpo.errors import InputError
 
 HUMAN = "\n\nHuman:"
-IN_HH_FORM = frozenset((*HUB_IDS, "demo"))  # datasets whose prompts are dialogues of HUMAN and ASSISTANT
+IN_HH_FORM = frozenset((*HUB_IDS, "demo"))  # datasets whose prompts are dialogues in HH's form
 CHAT, HH, RAW = "chat", "hh", "raw"
 AUTO = "auto"
 FORMS = (AUTO, CHAT, HH, RAW)
@@ -28,24 +28,30 @@ TURN = re.compile(f"({HUMAN}|{ASSISTANT})")
 
 
 def find_format(prompt: str, *, rendered: bool) -> str:
-    """Form of a prompt in training: `chat` if `rendered` by a chat template, `hh` for a dialogue, or `raw`."""
+    """The form of a prompt in training: `chat`, `hh` or `raw`.
+
+    `chat` if `rendered` by a chat template, `hh` for a dialogue.
+    """
     if rendered:
         return CHAT
     return HH if prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT) else RAW
 
 
 def common_format(formats: Mapping[str, str | None], datasets: Iterable[str]) -> str | None:
-    """The form that all of a run's datasets share; None if they differ or it is unknown.
+    """The form shared by a run's datasets; None if they differ.
 
-    `formats` has the forms of own data, as the preflight recorded them."""
+    None too if one is unknown. `formats` has the forms of the user's own data, as the preflight recorded them.
+    """
     found = {HH if name in IN_HH_FORM else formats.get(name) for name in datasets}
     return found.pop() if len(found) == 1 else None
 
 
 def choose_form(form: str, trained_on: str | None, tokenizer: Any) -> str:
-    """Resolve `auto`: the form that a model was trained on if known, else `chat` with a template, else `raw`.
+    """Resolve `auto` to a form.
 
-    Raises InputError for `chat` if the tokenizer has no template."""
+    If known, it is the one that the model was trained on; else `chat` if the tokenizer has a template; else `raw`.
+    Raises InputError for `chat` without a template.
+    """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if form == CHAT and not has_template:
         raise InputError("the tokenizer has no chat template: give --format hh or --format raw")
@@ -57,10 +63,10 @@ def choose_form(form: str, trained_on: str | None, tokenizer: Any) -> str:
 
 
 def render(asked: Asked, form: str, tokenizer: Any, where: str) -> str:
-    """Render a prompt, a string or chat messages `{role, content}`, as the text that the model is fed.
+    """Render a prompt as the text that the model is fed.
 
-    A string is the human's turn, except in `raw`, and in `hh` if it is a dialogue already, where it is fed as it is.
-    Raises InputError that names `where` the prompt is from.
+    The prompt is a string or chat messages `{role, content}`. A string is the human's turn, except in `raw`, and in
+    `hh` if it is a dialogue already: then it is fed as it is. Raises InputError that names `where` the prompt is from.
     """
     if isinstance(asked, str):
         if not asked.strip():
@@ -92,7 +98,10 @@ def _as_chat(messages: list[dict[str, str]], tokenizer: Any, where: str) -> str:
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:
-    """A prompt and its answer as messages: the rendered ones, a dialogue's turns, or one user turn."""
+    """A prompt and its answer as messages.
+
+    The prompt becomes the messages it was rendered from, a dialogue's turns, or one user turn.
+    """
     form = find_format(prompt.text, rendered=prompt.rendered)
     if form == HH:
         return _turns(prompt.text, answer)
@@ -103,7 +112,8 @@ def as_messages(prompt: Prompt, answer: str) -> Messages:
 def _turns(dialogue: str, answer: str) -> Messages:
     """Turns of an open dialogue, and the answer.
 
-    Successive turns of one speaker become one, as templates demand that speakers alternate."""
+    Successive turns of one speaker are joined, as templates demand that speakers alternate.
+    """
     _, *parts, _ = TURN.split(dialogue)
     messages: Messages = []
     for speaker, said in zip(parts[::2], [*parts[1::2], answer], strict=True):

@@ -1,4 +1,4 @@
-"""The reference's padded batch, which `get_batch_iterator` yields and the trainers' public methods take."""
+"""The reference's padded batch, for `get_batch_iterator` and the trainers' public methods."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from dpo.losses import IGNORE_INDEX
 
 
 class PaddedBatch(TypedDict):
-    """Rows of a collated batch; in SFT mode without `rejected` keys, and `chosen` holds the SFT target.
+    """Rows of a collated batch.
 
-    Texts: `chosen` is prompt plus response. Tensors (rows, tokens), int64: chosen and rejected padded on the right,
-    prompt on the left (as generation wants it), with the pad token, 0 in masks and -100 in labels.
+    In SFT mode there are no `rejected` keys, and `chosen` holds the SFT target. Texts: `chosen` is prompt plus
+    response. Tensors (rows, tokens), int64: chosen and rejected padded on the right, prompt on the left (as generation
+    wants it), with the pad token, 0 in masks and -100 in labels.
     """
 
     prompt: list[str]
@@ -40,7 +41,7 @@ class PaddedBatch(TypedDict):
 def batch_element(
     prompt: str, texts: Mapping[str, str], prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """One element of a `PaddedBatch` before padding, from an example's texts and token ids."""
+    """One element of a `PaddedBatch` before padding."""
     element: dict[str, Any] = {"prompt": prompt}
     for (name, text), ids in zip(texts.items(), responses, strict=True):
         element[name] = prompt + text
@@ -62,10 +63,11 @@ def tokenize_batch_element(
     max_length: int,
     max_prompt_length: int,
 ) -> dict[str, Any]:
-    """The reference's name for one tokenized pair: texts, and lists of ids, masks and labels (see `PaddedBatch`).
+    """Tokenize one pair; the name is the reference's.
 
-    Prompt and responses are tokenized separately, without special tokens; EOS is appended to each response; prompt
-    tokens are labelled -100. Raises InputError if a text already contains EOS or the truncation mode is unknown.
+    Returns texts, and lists of ids, masks and labels (see `PaddedBatch`). Prompt and responses are tokenized
+    separately, without special tokens; EOS is appended to each response; prompt tokens are labelled -100. Raises
+    InputError if a text already contains EOS or the truncation mode is unknown.
     """
     if truncation_mode not in ("keep_start", "keep_end"):
         raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
@@ -82,7 +84,10 @@ def tokenize_batch_element(
 
 
 def find_examples(batch: PaddedBatch) -> list[Example]:
-    """Recover the examples of a padded batch; prompt tokens are those labelled -100."""
+    """Recover the examples of a padded batch.
+
+    Prompt tokens are those labelled -100.
+    """
     sides = [side for side in ("chosen", "rejected") if f"{side}_input_ids" in batch]
     responses, prompts = [], []
     for side in sides:
@@ -93,7 +98,7 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
         prompts.append([tuple(row[:start]) for row, start in zip(rows, starts, strict=True)])
         responses.append([tuple(row[start:]) for row, start in zip(rows, starts, strict=True)])
     assert all(p == prompts[0] for p in prompts), "chosen and rejected have one prompt"
-    return [Example(p, r) for p, r in zip(prompts[0], zip(*responses, strict=True), strict=True)]
+    return [Example(p, r, roles=tuple(sides)) for p, r in zip(prompts[0], zip(*responses, strict=True), strict=True)]
 
 
 def padded_batch(
@@ -109,14 +114,20 @@ def padded_batch(
 
 
 def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, torch.Tensor]:
-    """Pad the prompts of examples on the left, for generation: `prompt_{input_ids,attention_mask}`."""
+    """Pad the prompts of examples on the left, for generation.
+
+    Returns `prompt_{input_ids,attention_mask}`.
+    """
     elements = [{"prompt_input_ids": list(e.prompt), "prompt_attention_mask": [1] * len(e.prompt)} for e in examples]
     batch: Any = collate(elements, find_pad_token(tokenizer))
     return batch
 
 
 def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
-    """Pad rows of token lists to a batch of int64 tensors on the CPU; other values are collected in lists."""
+    """Pad rows of token lists to a batch of int64 tensors.
+
+    The tensors are on the CPU. Values of other keys are collected in lists.
+    """
     pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
     batch: Any = {}
     for key in rows[0]:
@@ -132,9 +143,9 @@ def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
 
 
 def find_pad_token(tokenizer: Any) -> int:
-    """Id of the pad token, or of EOS, as in the reference, for a tokenizer without a pad token.
+    """Id of the pad token, or of EOS, as in the reference.
 
-    Raises InputError if it has neither.
+    Raises InputError for a tokenizer with neither.
     """
     if tokenizer.pad_token_id is not None:
         return tokenizer.pad_token_id
@@ -144,12 +155,15 @@ def find_pad_token(tokenizer: Any) -> int:
 
 
 def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], PaddedBatch]:
-    """The reference's name for a function from tokenized rows to a padded `PaddedBatch`."""
+    """Make a function from tokenized rows to a `PaddedBatch`; the reference's name."""
     return partial(collate, pad_token_id=find_pad_token(tokenizer))
 
 
 def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
-    """Chosen rows, then rejected rows, padded to one length: `concatenated_{input_ids,attention_mask,labels}`."""
+    """Concatenate chosen rows, then rejected rows, padded to one length.
+
+    Returns `concatenated_{input_ids,attention_mask,labels}`.
+    """
     rows: dict[str, Any] = {**batch}
     length = max(rows["chosen_input_ids"].shape[1], rows["rejected_input_ids"].shape[1])
     pad_values = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
@@ -162,7 +176,10 @@ def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
 
 
 def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
-    """Pad `tensor` on the right of `dim` up to `length`; a tensor that is long enough is returned unchanged."""
+    """Pad a tensor on the right of `dim` up to `length`.
+
+    One that is long enough is returned unchanged.
+    """
     missing = length - tensor.size(dim)
     if missing <= 0:
         return tensor

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from dpo.data.schema import ASSISTANT, is_message
 from dpo.errors import InputError
-from dpo.settings.choices import COLUMNS
+from dpo.settings.choices import COLUMNS, FORMS, PAIRS, TARGETS
 
 # further names that a column may have
 OTHER_NAMES = {
@@ -23,7 +23,6 @@ OTHER_NAMES = {
     "completion": ("response", "output", "answer", "target"),
     "messages": ("conversation", "conversations"),
 }
-PAIRS, TARGETS, CHATS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
 PLAIN = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accepts without quotes
 DIALOGUE, PROSE, OTHER = "dialogue", "prose", ""  # kinds of content; see `_kind`
 LOOKED_AT = 100  # records that decide the kind
@@ -83,9 +82,9 @@ def _is_prose(value: Any) -> bool:
 
 
 def recognize_columns(
-    present: Mapping[str, str], given: Mapping[str, str], *, name: str, origin: str, sft_mode: bool
+    present: Mapping[str, str], given: Mapping[str, str], *, name: str, origin: str, trains_on: str
 ) -> Columns:
-    """Recognize the columns of a pair, or under SFT also of a prompt with its completion, or of messages.
+    """Recognize the columns of what a loss trains on, in one of its FORMS.
 
     `given` has the columns that the config names for dataset `name`. A pair's prompt may be missing if chosen and
     rejected hold it: if they are dialogues, if nothing else could be a prompt, or if the config names these two alone.
@@ -94,16 +93,17 @@ def recognize_columns(
     """
     _check_given(present, given, name, origin)
     fitting = {ours: [given[ours]] if ours in given else _find(ours, present, given) for ours in COLUMNS}
-    forms = [form for form in (PAIRS, TARGETS, CHATS) if given.keys() <= set(form)]
+    forms = [form for form in dict.fromkeys(chain.from_iterable(FORMS.values())) if given.keys() <= set(form)]
     complete = [form for form in forms if all(fitting[ours] for ours in form if (form, ours) != (PAIRS, "prompt"))]
+    usable = [form for form in complete if form in FORMS[trains_on]]
     beside = {}
     by_name = sorted((column.strip().lower(), column) for column in fitting["prompt"])
     if [name for name, _ in by_name] == ["input", "instruction"]:  # as in Alpaca
         (_, extra), (_, instruction) = by_name
         beside, fitting["prompt"] = {"input": extra}, [instruction]
-    if not complete or (not sft_mode and PAIRS not in complete):
-        raise ColumnsError(_tell_missing(present, fitting, complete, name=name, origin=origin, sft_mode=sft_mode))
-    form = complete[0]
+    if not usable:
+        raise ColumnsError(_tell_missing(present, fitting, complete, name=name, origin=origin, trains_on=trains_on))
+    form = usable[0]
     whole = form == PAIRS and all(  # the prompt and a response each
         ours in given or present[fitting[ours][0]] == DIALOGUE for ours in ("chosen", "rejected")
     )
@@ -132,11 +132,11 @@ def _tell_missing(
     *,
     name: str,
     origin: str,
-    sft_mode: bool,
+    trains_on: str,
 ) -> str:
     """Message on the columns that a loss needs, those present, and the fix."""
     listed = f"the columns are {', '.join(present)}"
-    if not sft_mode:
+    if trains_on == "pairs":
         missing = " and ".join(ours for ours in ("chosen", "rejected") if not fitting[ours])
         otherwise = ", or train on what is there with loss=sft" if complete else ""
         labelled = any(column.strip().lower() == "label" for column in present)  # as in KTO's data
@@ -155,7 +155,7 @@ def _tell_missing(
 def _check_given(present: Iterable[str], given: Mapping[str, str], name: str, origin: str) -> None:
     if unknown := given.keys() - set(COLUMNS):
         raise InputError(f"columns has unknown names {', '.join(sorted(unknown))}; the names are {', '.join(COLUMNS)}")
-    if not any(given.keys() <= set(form) for form in (PAIRS, TARGETS, CHATS)):
+    if not any(given.keys() <= set(form) for form in chain.from_iterable(FORMS.values())):
         raise InputError(
             f"dataset_sources.{name}.columns names {', '.join(given)}: give those of pairs ({', '.join(PAIRS)}), "
             f"of targets ({', '.join(TARGETS)}), or messages alone"
@@ -177,7 +177,7 @@ def _find(ours: str, present: Iterable[str], given: Mapping[str, str]) -> list[s
     free = [column for column in present if column not in given.values()]
     if ours in free:
         return [ours]
-    names = (ours, *OTHER_NAMES[ours])
+    names = (ours, *OTHER_NAMES.get(ours, ()))
     return [column for column in free if re.sub(r"[\s-]+", "_", column.strip().lower()) in names]
 
 

@@ -22,7 +22,7 @@ def get_own(
     columns: Mapping[str, str] = MappingProxyType({}),
     *,
     name: str = "mine",
-    sft_mode: bool = False,
+    trains_on: str = "pairs",
 ) -> PreferenceData:
     """Convert own records to preference data.
 
@@ -36,7 +36,7 @@ def get_own(
     Raises InputError that names the record and `origin`.
     """
     data: PreferenceData | None = None
-    recognized = recognize_columns(find_columns(rows), columns, name=name, origin=origin, sft_mode=sft_mode)
+    recognized = recognize_columns(find_columns(rows), columns, name=name, origin=origin, trains_on=trains_on)
     found = recognized.used
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"

@@ -1,4 +1,7 @@
-"""Examples of a run: their order and their token ids. Independent of tensors and processes."""
+"""Examples of a run: their order and their token ids.
+
+Independent of tensors and processes.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import numpy as np
 
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, append_eos, truncate
+from dpo.losses import TRAINS_ON
 
 DIGEST_BYTES = 16
 
@@ -22,49 +26,55 @@ class TextExample(NamedTuple):
 
     prompt: Prompt
     index: int  # among the prompt's examples
-    texts: dict[str, str]  # chosen (under SFT the target) and, for a pair, rejected
+    texts: dict[str, str]  # by role
 
 
 class Example(NamedTuple):
     """An example as token ids for the model: truncated, including EOS."""
 
     prompt: tuple[int, ...]
-    responses: tuple[tuple[int, ...], ...]  # chosen, rejected; under SFT the target
-    id: tuple[int, int] | None = None  # (index of the prompt in its split, of the example in its prompt)
+    responses: tuple[tuple[int, ...], ...]  # as many in all examples of a run
+    id: tuple[int, int] | None = None  # (index of the prompt in its split, index of the example in its prompt)
     dataset: str = ""
-    digest: str = ""  # the `text_digest`, which is the same in other runs
-    truncated: bool = False  # the prompt or a response
+    digest: str = ""  # `text_digest`, which is the same in every run
+    truncated: bool = False  # prompt or response
+    roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens, counting the prompt once per response."""
+        """Number of tokens, with the prompt once per response."""
         return sum(len(self.prompt) + len(response) for response in self.responses)
 
     @property
     def n_scored(self) -> tuple[int, ...]:
-        """Number of scored tokens per response; without a prompt nothing predicts the first."""
+        """Number of scored tokens per response.
+
+        Without a prompt, nothing predicts the first token.
+        """
         return tuple(len(response) - (0 if self.prompt else 1) for response in self.responses)
 
 
 def text_digest(prompt: str, responses: Iterable[str]) -> str:
-    """Digest of an example's texts, independent of the dataset's name and the example's place in it."""
+    """Digest of an example's texts, independent of its place in the data."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for text in (prompt, *responses):
         data = text.encode("utf-8", "surrogatepass")
-        digest.update(len(data).to_bytes(8, "little") + data)
+        digest.update(len(data).to_bytes(8, "little") + data)  # with lengths, so that ("ab", "c") is not ("a", "bc")
     return digest.hexdigest()
 
 
 def list_examples(prompt: Prompt) -> list[TextExample]:
-    """All examples of a prompt."""
     return [TextExample(prompt, index, prompt.texts(index)) for index in range(len(prompt.examples))]
 
 
 def read_examples(prompts: Sequence[Prompt], places: Iterable[tuple[int, int]]) -> list[TextExample]:
-    """The examples with these ids: (index of the prompt, of the example in its prompt)."""
+    """Read the examples at `places`.
+
+    A place is (index of the prompt, index of the example in its prompt).
+    """
     read, known = [], None
     for number, index in places:
-        if known is None or known.number != number:
+        if known is None or known.number != number:  # examples of a prompt come one after another: decode it once
             known = prompts[number]
         read.append(TextExample(known, index, known.texts(index)))
     return read
@@ -79,14 +89,14 @@ def iterate_examples(
     n_examples: int | None,
     seed: int,
 ) -> Iterator[list[tuple[int, int]]]:
-    """Yield the ids of each batch's examples in the reference's order, until `n_epochs` or `n_examples` is reached.
+    """Yield each batch's example ids in the reference's order.
 
-    `counts` has the number of examples of each prompt. Each epoch shuffles the prompts again, starting from the
-    previous order; pairs of a prompt stay together. The partial batch at the end of an epoch is dropped, but its
-    examples count towards `n_examples`. With fewer examples than `batch_size`, or without any limit, it never ends:
-    callers check that.
+    Ends when `n_epochs` or `n_examples` is reached. `counts` has the number of examples per prompt. Each epoch shuffles
+    the prompts again, starting from the previous order; pairs of a prompt stay together. The partial batch at the end
+    of an epoch is dropped, but its examples count towards `n_examples`. With fewer examples than `batch_size`, or
+    without any limit, it never ends: callers check that.
     """
-    order = array("I", range(len(counts)))
+    order = array("I", range(len(counts)))  # 4 bytes a prompt, and shuffled like a list
     epoch_seeds = np.random.RandomState(seed)
     epoch = seen = 0
     while n_epochs is None or epoch < n_epochs:
@@ -108,9 +118,10 @@ def iterate_examples(
 def iterate_once(
     counts: Sequence[int], *, batch_size: int, n_examples: int, seed: int
 ) -> Iterator[list[tuple[int, int]]]:
-    """Yield the ids of the first epoch's examples in the same order, each once, at most `n_examples`.
+    """Yield the first epoch's example ids in batches, each once.
 
-    The last batch may be partial."""
+    At most `n_examples`, in the same order. The last batch may be partial.
+    """
     singles = iterate_examples(counts, batch_size=1, shuffle=True, n_epochs=1, n_examples=n_examples, seed=seed)
     while batch := [example for [example] in itertools.islice(singles, batch_size)]:
         yield batch
@@ -119,7 +130,10 @@ def iterate_once(
 def encode_examples(
     examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
 ) -> list[Example]:
-    """Tokenize and truncate examples. Raises InputError for a text that contains EOS."""
+    """Tokenize and truncate examples.
+
+    Raises InputError for a text that contains EOS.
+    """
     ids = encode(text for prompt, _, texts in examples for text in (prompt.text, *texts.values()))
     encoded = []
     for prompt, index, texts in examples:
@@ -133,6 +147,7 @@ def encode_examples(
                 prompt.dataset,
                 text_digest(prompt.text, texts.values()),
                 truncated=(prompt_ids, responses) != whole,
+                roles=tuple(texts),
             )
         )
     return encoded

@@ -334,7 +334,7 @@ class DatasetOptions(NamedTuple):
 
     names: list[str]
     dataset_sources: Mapping[str, Any]
-    sft_mode: bool
+    trains_on: str
     online: bool  # also has the messages of chats
     max_length: int
     max_prompt_length: int
@@ -356,7 +356,7 @@ def build_table(
             get_dataset,
             options.names,
             split,
-            sft_mode=options.sft_mode,
+            trains_on=options.trains_on,
             with_messages=options.online,
             notes=notes,
             silent=silent,
@@ -447,7 +447,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
     options = DatasetOptions(
         plan.data.datasets,
         plan.data.dataset_sources,
-        sft_mode=not plan.loss.pairwise,
+        trains_on=plan.loss.trains_on,
         online=plan.online is not None,
         max_length=plan.data.max_length,
         max_prompt_length=plan.data.max_prompt_length,

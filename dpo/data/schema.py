@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypedDict
 
 from dpo.data.tokenization import TruncationMode
@@ -33,7 +33,8 @@ class Entry(TypedDict):
 class PreferenceData(dict[str, Entry]):
     """`{prompt: {responses, pairs, sft_target}}`, and how to tokenize its texts.
 
-    Also the messages from which a chat template has rendered each prompt, and `notes` to print about the data."""
+    Also the messages from which a chat template rendered each prompt, and `notes` about the data, to print.
+    """
 
     def __init__(self, *, truncation_mode: TruncationMode, rendered: bool = False) -> None:
         super().__init__()
@@ -43,7 +44,10 @@ class PreferenceData(dict[str, Entry]):
         self.notes: list[str] = []
 
     def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
-        """Add two responses; number `better` (0 or 1) is preferred and becomes the prompt's SFT target."""
+        """Add two responses; number `better` (0 or 1) is preferred.
+
+        It becomes the prompt's SFT target.
+        """
         entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
         n = len(entry["responses"])
         entry["responses"] += [first, second]
@@ -56,8 +60,26 @@ class PreferenceData(dict[str, Entry]):
         entry["responses"].append(target)
         entry["sft_target"] = target
 
+    def take(self, trains_on: str) -> Iterator[tuple[str, list[str], list[dict[str, int]]]]:
+        """Remove each prompt; yield its text, responses and examples.
+
+        Examples are of the kind `trains_on` (a key of `TRAINS_ON`), and map roles to indices into the responses. SFT
+        trains on a prompt's target, or on all responses if there are no pairs.
+        """
+        for prompt in list(self):  # removed one by one, as a second copy of all texts might not fit into memory
+            entry = self.pop(prompt)
+            responses = entry["responses"]
+            if trains_on == "pairs":
+                yield prompt, responses, [{"chosen": better, "rejected": worse} for better, worse in entry["pairs"]]
+            else:
+                targets = [entry["sft_target"]] if entry["pairs"] else responses
+                yield prompt, targets, [{"chosen": place} for place in range(len(targets))]
+
     def hold_out(self, split: str) -> PreferenceData:
-        """Train or test split of data without splits: a tenth of the prompts, at least one, is test."""
+        """Train or test split of data without splits.
+
+        A tenth of the prompts, at least one, is the test split.
+        """
         prompts = list(self)
         random.Random(42).shuffle(prompts)
         n_test = max(1, len(prompts) // 10)
@@ -75,16 +97,20 @@ def is_message(value: Any) -> bool:
 
 
 def is_sharegpt(message: Any) -> bool:
-    """Return whether a chat message has ShareGPT's fields in place of role and content."""
+    """Return whether a chat message has ShareGPT's fields.
+
+    They are `from` and `value`, in place of `role` and `content`.
+    """
     return isinstance(message, Mapping) and {"from", "value"} <= message.keys() and "role" not in message
 
 
 def get_field(row: Mapping[str, Any], key: str, where: str, kind: type | tuple[type, ...] = str) -> Any:
-    """Return `row[key]`.
+    """Return `row[key]`, checked.
 
-    Raises InputError that names the record (`where`) if it is missing, null, of another type or not Unicode."""
+    Raises InputError that names the record (`where`) if the value is missing, null, of another type or not Unicode.
+    """
     value = row.get(key, MISSING) if isinstance(row, Mapping) else MISSING
-    if value is None or value != value:
+    if value is None or value != value:  # NaN differs from itself
         null = "null" if value is None else "NaN, which is how pandas writes null"
         raise InputError(f"{where}: {key} is {null}: give it a value, or remove the record")
     if not isinstance(value, kind) or isinstance(value, bool):

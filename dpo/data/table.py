@@ -1,8 +1,9 @@
-"""Prompts with their responses, in Arrow files that all processes map: texts are in memory once per machine.
+"""Prompts with their responses, in Arrow files that all processes map.
 
-A table is a directory `examples/KEY` of a local directory: `train.arrow`, `test.arrow`, and `facts.json` with what was
-counted when it was built and the checksums of all three. It is built beside its place and renamed, so a directory
-without a `.` is complete; whoever opens one verifies it. Tables may be deleted at any time: the next run builds anew.
+So texts are in memory once per machine. A table is a directory `examples/KEY` of a local directory: `train.arrow`,
+`test.arrow`, and `facts.json` with counts taken while it was built and the checksums of all three. It is built beside
+its place and renamed, so a directory whose name has no leading dot is complete; whoever opens one verifies it. Tables
+may be deleted at any time: the next run builds anew.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ import pyarrow as pa
 from dpo.data.schema import Messages, PreferenceData
 from dpo.data.tokenization import TruncationMode
 from dpo.errors import InputError, RunError
+from dpo.losses import ROLES
 from dpo.system.plain_files import read_json, remove
 
 FACTS = "facts.json"
 SPLITS = ("train", "test")
-LEFT_SECS = 24 * 3600  # a directory that is still being built after this time is what a killed process left
+LEFT_SECS = 24 * 3600  # a directory still being built after this time was left by a killed process
 ROWS_PER_BATCH = 1000
-ROLES = {1: ("chosen",), 2: ("chosen", "rejected")}  # of an example's responses, by their number; a target is `chosen`
 SCHEMA = pa.schema(
     {
         "text": pa.large_string(),
         "responses": pa.list_(pa.large_string()),
-        "examples": pa.list_(pa.list_(pa.int32())),
+        "examples": pa.list_(pa.struct({role: pa.int32() for role in ROLES})),
         "truncation_mode": pa.string(),
         "rendered": pa.bool_(),
         "dataset": pa.string(),
@@ -45,21 +46,20 @@ SCHEMA = pa.schema(
 
 
 class Prompt(NamedTuple):
-    """A prompt with its responses, and the examples that a run makes of them."""
+    """A prompt with its responses, and the examples made of them."""
 
     text: str
     responses: list[str]
-    examples: list[tuple[int, ...]]  # (chosen, rejected), or (target,): indices into responses
+    examples: list[dict[str, int]]  # by role: indices into responses
     truncation_mode: TruncationMode
-    rendered: bool  # by a chat template: special tokens in the text are intended
-    number: int = 0  # its index in its split
-    dataset: str = ""  # the name of its dataset
-    messages: Messages | None = None  # that were rendered
+    rendered: bool  # by a chat template, so special tokens in the text are intended
+    number: int = 0  # index in its split
+    dataset: str = ""
+    messages: Messages | None = None  # from which the text was rendered
 
     def texts(self, index: int) -> dict[str, str]:
         """The responses of an example by role."""
-        chosen = self.examples[index]
-        return {role: self.responses[place] for role, place in zip(ROLES[len(chosen)], chosen, strict=True)}
+        return {role: self.responses[place] for role, place in self.examples[index].items()}
 
 
 def iterate_prompts(
@@ -67,28 +67,22 @@ def iterate_prompts(
     names: Sequence[str],
     split: str,
     *,
-    sft_mode: bool,
+    trains_on: str,
     with_messages: bool = False,
     notes: list[str] | None = None,
     **dataset_options: Any,
 ) -> Iterator[Prompt]:
     """Yield the prompts of several datasets, one dataset after another.
 
-    Their examples are all pairs, or with `sft_mode` the target; without pairs every response is one. `notes` gets what
-    the loaders have to say. Each prompt is dropped once yielded: a second copy of all texts might not fit into memory.
+    Examples are of the kind `trains_on` (a key of `TRAINS_ON`). The loaders' notes are added to `notes`.
     """
     numbers = count()
     for name in names:
-        data = get_dataset(name, split, sft_mode=sft_mode, **dataset_options)
+        data = get_dataset(name, split, trains_on=trains_on, **dataset_options)
         if notes is not None:
             notes += data.notes
-        for text in list(data):
-            messages = data.messages.pop(text, None)
-            entry = data.pop(text)
-            responses, examples = entry["responses"], list(entry["pairs"])
-            if sft_mode:
-                responses = [entry["sft_target"]] if examples else responses
-                examples = [(index,) for index in range(len(responses))]
+        for text, responses, examples in data.take(trains_on):
+            messages = data.messages.pop(text, None)  # removed like the prompt, to free memory
             yield Prompt(
                 text,
                 responses,
@@ -111,9 +105,9 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
 
 
 class PromptTable(Sequence[Prompt]):
-    """The prompts of a split in a mapped Arrow file, each made when it is asked for; numbers stay in memory.
+    """The prompts of a split, in a mapped Arrow file.
 
-    `counts` has the number of examples of each prompt.
+    A `Prompt` is made whenever it is asked for. `counts` has the number of examples per prompt, in memory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,7 +127,7 @@ class PromptTable(Sequence[Prompt]):
             return [self[number] for number in range(len(self))[place]]
         number = range(len(self))[place]  # handles negative indices, and raises IndexError
         row = {name: self._table[name][number].as_py() for name in SCHEMA.names}
-        row["examples"] = [tuple(example) for example in row["examples"]]
+        row["examples"] = [{role: i for role, i in example.items() if i is not None} for example in row["examples"]]
         row["messages"] = row["messages"] and json.loads(row["messages"])
         return Prompt(**row, number=number)
 
@@ -145,10 +139,11 @@ def find_or_build(
     *,
     scratch: Path | None = None,
 ) -> Path:
-    """The table `key` in `folder`, built there, or in `scratch` if given, unless a whole one is there.
+    """Find the table `key` in `folder`, or build it.
 
-    `build` writes both splits into a directory; it returns the facts, and whether `key` still names what it read. A
-    table without a key is always built, and named after its content. Raises RunError if nothing can be written.
+    It is built in `scratch` if given, else in `folder`. `build` writes both splits into a directory; it returns the
+    facts, and whether `key` still identifies the data that it read. A table without a key is always built, and named
+    after its content. Raises RunError if nothing can be written.
     """
     if key is not None and is_whole(folder / key):
         return folder / key
@@ -175,12 +170,15 @@ def find_or_build(
 
 
 def _publish(beside: Path, place: Path) -> Path:
-    """Rename a built table into place, unless another process was first; a damaged one there is removed."""
+    """Rename a built table into place, unless another process was first.
+
+    A damaged table there is removed.
+    """
     while True:
         try:
             return beside.rename(place)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # something is there already
                 raise
         if is_whole(place):
             return place
@@ -189,7 +187,10 @@ def _publish(beside: Path, place: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove directories of processes that were killed while building, a day later."""
+    """Remove directories of processes that were killed while building.
+
+    Only a day later, as others may still be building.
+    """
     for left in folder.glob(".*"):
         with suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime > LEFT_SECS:
@@ -197,7 +198,10 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_facts(place: Path) -> dict[str, Any]:
-    """The counts taken when a table was built. Raises InputError or OSError if it cannot be read, or was changed."""
+    """Read the counts taken when a table was built.
+
+    Raises InputError or OSError if the file cannot be read or was changed.
+    """
     content = read_json(place / FACTS)
     if not isinstance(content, dict) or content.pop("sha256", None) != _hash_facts(content):
         raise InputError(f"{place / FACTS} is damaged")
@@ -205,7 +209,7 @@ def read_facts(place: Path) -> dict[str, Any]:
 
 
 def is_whole(place: Path) -> bool:
-    """Return whether a table is there and has its checksums."""
+    """Return whether a table is there, with the right checksums."""
     try:
         files = read_facts(place)["files"]
         return all(_hash(place / name) == digest for name, digest in files.items())

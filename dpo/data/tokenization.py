@@ -1,4 +1,7 @@
-"""Conversion of texts to token ids: many at a time, EOS, truncation. Independent of datasets and processes."""
+"""Conversion of texts to token ids, with EOS and truncation.
+
+Independent of datasets and processes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ class TextEncoder:
         self._n_embeddings = math.inf
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """The token ids of each distinct text. Raises InputError for an id without an embedding in the model."""
+        """Tokenize each distinct text.
+
+        Raises InputError for a token id without an embedding in the model.
+        """
         distinct = list(dict.fromkeys(texts))
         if not distinct:
             return {}
@@ -36,7 +42,10 @@ class TextEncoder:
         return dict(zip(distinct, rows, strict=True))
 
     def check_vocabulary(self, n_embeddings: float) -> None:
-        """Raise InputError, now or later, once a text has a token id without an embedding in the model."""
+        """Raise InputError, now or later, for an id without an embedding.
+
+        The model may be loaded after some texts were tokenized.
+        """
         self._n_embeddings = n_embeddings
         if self.largest >= n_embeddings:
             raise InputError(
@@ -52,10 +61,11 @@ def truncate(
     max_length: int,
     max_prompt_length: int,
 ) -> tuple[list[int], list[list[int]]]:
-    """Truncate a prompt and its responses (EOS included) to `max_length` tokens together, if the longest is too long.
+    """Truncate a prompt and its responses to `max_length` tokens together.
 
-    The reference's rule: first the prompt to `max_prompt_length` (keeping its start or its end), then, if that is not
-    enough, every response to `max_length - max_prompt_length`, even if a short prompt leaves more room.
+    EOS counts. If the prompt with the longest response is too long, the reference's rule applies: first the prompt is
+    cut to `max_prompt_length` (keeping its start or its end), then, if that is not enough, every response to
+    `max_length - max_prompt_length`, even if a short prompt leaves more room.
     """
     longest = max(map(len, responses))
     if len(prompt) + longest > max_length:
@@ -68,9 +78,10 @@ def truncate(
 def append_eos(
     prompt: str, responses: Sequence[str], ids: Mapping[str, list[int]], tokenizer: Any, *, rendered: bool = False
 ) -> tuple[list[int], list[list[int]]]:
-    """The `ids` of a prompt, and of its responses with EOS appended.
+    """Append EOS to the token ids of responses.
 
-    Raises InputError if a text contains EOS, unless a chat template has `rendered` it: there EOS ends a turn.
+    Returns the prompt's ids, and each response's with EOS. Raises InputError if a text contains EOS, unless a chat
+    template has `rendered` it: there EOS ends a turn.
     """
     eos = tokenizer.eos_token_id
     if eos is None:
@@ -91,6 +102,6 @@ def encode_texts(
     max_prompt_length: int,
     rendered: bool = False,
 ) -> tuple[list[int], list[list[int]]]:
-    """Token ids of a prompt and of its responses, EOS appended, truncated together."""
+    """Tokenize a prompt and its responses, append EOS, and truncate them together."""
     whole = append_eos(prompt, responses, encode([prompt, *responses]), encode.tokenizer, rendered=rendered)
     return truncate(*whole, truncation_mode, max_length, max_prompt_length)

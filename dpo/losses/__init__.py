@@ -1,6 +1,7 @@
-"""Table of losses, and the needs of each in data, models and checkpoints.
+"""Table of the losses and their needs.
 
-Its functions are in `formulas.py`, the options that losses share in `options.py`. Imports no torch.
+The functions are in `formulas.py`, the options that losses share in `options.py`. Imports no torch, so that a config is
+checked quickly.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dpo.losses.options import OPTIONS, change_losses, change_scores
 __all__ = [
     "IGNORE_INDEX",
     "LOSSES",
+    "ROLES",
+    "TRAINS_ON",
     "Loss",
     "Losses",
     "Scores",
@@ -25,33 +28,57 @@ __all__ = [
     "preference_loss",
 ]
 
+# kinds of training examples, and the roles of the responses in each; the target of SFT is `chosen`
+TRAINS_ON = {"pairs": ("chosen", "rejected"), "targets": ("chosen",)}
+ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
+
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss and its needs. `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options."""
+    """A loss and its needs.
+
+    `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options.
+    """
 
     fn: Callable[..., Losses]
-    pairwise: bool = True  # trains on pairs; else on SFT targets
+    trains_on: str = "pairs"  # a key of TRAINS_ON
     reference: bool = True  # needs the reference's log-probabilities
     # the metric by which checkpoints are ranked; +1: higher wins
     best: tuple[str, int] = ("rewards_eval/accuracies", +1)
-    margin_only: bool = True  # log-ratios enter by their difference alone, for which f_divergence is derived
+    margin_only: bool = True  # depends only on the difference of log-ratios, for which f_divergence is derived
     batch_statistic: Callable[..., Any] | None = None  # (scores of a global batch, **options) -> values, (B, k)
-    running_statistic: Callable[[float, float, float], float] | None = None  # of mean rewards and beta
-    needs_label_smoothing: bool = False  # is infinite without it
-    per_token: bool | str = False  # rewards are means over tokens, not sums; the name of an option: if it is on
-    # from `find_loss`: the loss's name, its own options, and those that all losses have
+    # (mean chosen reward, mean rejected reward, beta) -> value, averaged over updates
+    running_statistic: Callable[[float, float, float], float] | None = None
+    needs_label_smoothing: bool = False  # is infinite at label_smoothing=0
+    per_token: bool | str = False  # rewards are means over tokens, not sums; or the name of the option that decides
+    # from `bind`: the loss's name, its own options, and those that all losses share
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     common: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.reference and not self.pairwise:
-            raise ValueError("a loss with a reference must be pairwise: give reference=False")
+        if self.reference and self.trains_on == "targets":
+            raise ValueError("a loss of targets has no reference: give reference=False")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles of the responses in its examples."""
+        return TRAINS_ON[self.trains_on]
+
+    @property
+    def reference_columns(self) -> list[str]:
+        """Names of the reference's log-probabilities that the loss needs.
+
+        They are fields of `Scores` without the prefix `reference_`.
+        """
+        return [*self.roles, *(f"{role}_tail" for role in self.roles if self.needs_tails)]
 
     @property
     def can_be_mixed(self) -> bool:
-        """Return whether it may be part of a mix: each example's loss depends on that example alone."""
+        """Return whether a mix may contain this loss.
+
+        Each example's loss must depend on that example alone.
+        """
         return self.batch_statistic is None
 
     @property
@@ -65,34 +92,43 @@ class Loss:
         return bool(self.common.get("wpo"))
 
     def bind(self, name: str, options: Mapping[str, Any], common: Mapping[str, Any]) -> Loss:
-        """The loss with the options of a run."""
+        """Bind the options of a run."""
         per_token = bool(options.get(self.per_token)) if isinstance(self.per_token, str) else self.per_token
         return replace(self, name=name, options=options, common=common, per_token=per_token)
 
     def __call__(self, scores: Scores) -> Losses:
-        """Compute losses and rewards. Options that all losses have are off where they are not given."""
-        losses, *rewards = self.compute(scores)
-        return Losses(change_losses(losses, scores, **self.common) if self.pairwise else losses, *rewards)
+        """Compute losses and rewards.
+
+        Shared options are off where they are not given.
+        """
+        found = self.compute(scores)
+        if self.trains_on != "pairs":
+            return found
+        return found._replace(losses=change_losses(found.losses, scores, **self.common))
 
     def compute(self, scores: Scores) -> Losses:
-        """Compute losses and rewards, without the options that change losses."""
+        """Compute losses and rewards, before the options that change losses."""
         return self.fn(self.change(scores), **self.options)
 
     def change(self, scores: Scores) -> Scores:
-        """Apply the options that change scores, which concern only a loss with a reference."""
+        """Apply the options that change scores.
+
+        They are defined only for losses with a reference.
+        """
         return change_scores(scores, **self.common) if self.reference else scores
 
     def find_batch_statistic(self, scores: Scores) -> Any:
-        """Compute the statistic of a global batch for each of its examples, (B, k)."""
+        """Compute the statistic of a global batch, (B, k)."""
         assert self.batch_statistic is not None
         return self.batch_statistic(self.change(scores), **self.options)
 
 
 @dataclass(frozen=True)
 class Mix(Loss):
-    """A weighted sum of losses, with the needs of its parts, each with the options that it knows.
+    """A weighted sum of losses, with the needs of its parts.
 
-    Rewards are beta times log-ratios, or, where no part has a reference, beta times mean log-probabilities.
+    Each part gets the options that its function takes. Rewards are beta times log-ratios, or beta times mean
+    log-probabilities if no part has a reference.
     """
 
     fn: Any = None  # each part has its own
@@ -123,7 +159,7 @@ class Mix(Loss):
         )
 
     def compute(self, scores: Scores) -> Losses:
-        losses = scores.chosen * 0
+        losses = scores.chosen * 0  # zeros of the right shape, dtype and device
         for weight, loss in self.parts:
             losses = losses + weight * loss.compute(scores).losses
         rewards = self.change(scores).log_ratios() if self.reference else scores.mean_logps()
@@ -131,14 +167,14 @@ class Mix(Loss):
 
 
 def find_loss(loss_config: Mapping[str, Any]) -> Loss:
-    """Find the loss that `config.loss` names, with its options."""
+    """Find the loss that `config.loss` names and bind its options."""
     options = {key: value for key, value in loss_config.items() if key != "name"}
     common = {key: options.pop(key) for key in OPTIONS if key in options}
     return LOSSES[loss_config["name"]].bind(loss_config["name"], options, common)
 
 
 LOSSES = {
-    "sft": Loss(formulas.sft, pairwise=False, reference=False, best=("loss/eval", -1)),
+    "sft": Loss(formulas.sft, trains_on="targets", reference=False, best=("loss/eval", -1)),
     "dpo": Loss(formulas.dpo),
     "ipo": Loss(formulas.ipo, per_token="average"),
     "hinge": Loss(formulas.hinge),

@@ -1,13 +1,14 @@
-"""Pure tensor functions: log-probabilities of labels, and the losses on them.
+"""Pure tensor functions: log-probabilities of labels, and losses.
 
-docs/metrics.md also has the name and source of each formula. Imports nothing of ours, and torch only inside functions:
-the table of losses is read before anything else is loaded.
-Shapes: B examples, T tokens, V vocabulary entries.
+docs/metrics.md has the name and source of each formula. Imports nothing of ours, and torch only inside functions: the
+table of losses is read before anything else is loaded. Shapes: B examples, T tokens, V vocabulary entries.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -17,10 +18,10 @@ IGNORE_INDEX = -100  # label of a token that is not scored: prompt and padding
 
 
 def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = False) -> Tensor:
-    """Log-probability of the labels of each row, (B,): the sum over scored tokens, or their mean.
+    """Sum or average the log-probabilities of each row's labels, (B,).
 
-    `logits` (B, T, V) predict the *next* token, so position t is scored against `labels[:, t + 1]`; labels (B, T)
-    are -100 where nothing is scored. DPO's derivation asks for the sum, not the mean.
+    `logits` (B, T, V) predict the *next* token, so position t is scored against `labels[:, t + 1]`; labels (B, T) are
+    -100 where nothing is scored. DPO's derivation asks for the sum, not the mean.
     """
     assert logits.shape[:-1] == labels.shape
     targets = labels[:, 1:]  # (B, T-1)
@@ -41,14 +42,15 @@ def preference_loss(
     ipo: bool = False,
     reference_free: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses, chosen rewards, rejected rewards), each (B,), from summed log-probabilities (B,).
+    """Losses and rewards of DPO, cDPO or IPO, each (B,).
+
+    Returns (losses, chosen rewards, rejected rewards) for summed log-probabilities (B,). Rewards are detached.
 
     DPO: eq. 7 of arXiv 2305.18290; with `label_smoothing` eps in [0, 0.5), conservative DPO, which assumes that a
     fraction eps of the pairs is flipped (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036,
-    without `label_smoothing`.
-    `reference_free` treats the reference as uniform in the loss; the rewards still use it. Rewards are detached.
+    without `label_smoothing`. `reference_free` treats the reference as uniform in the loss; the rewards still use it.
     """
-    from torch.nn.functional import logsigmoid  # here: validation reads LOSSES, and needs no torch
+    from torch.nn.functional import logsigmoid  # imported here, as validation reads LOSSES without torch
 
     h = policy_chosen_logps - policy_rejected_logps
     if not reference_free:
@@ -66,9 +68,10 @@ NOT_NEEDED: Any = None  # in place of a tensor that the loss does not need
 
 
 class Scores(NamedTuple):
-    """Input of a loss: summed log-probabilities of B examples and their numbers of summed tokens, each (B,).
+    """Input of a loss: log-probabilities summed over each response's tokens.
 
-    Under a loss that is not pairwise, `chosen` is the SFT target, and there is no `rejected`.
+    Every tensor is (B,) unless noted. An example without a response of some role has 0 there, also as its length. The
+    target of SFT is `chosen`.
     """
 
     chosen: Tensor
@@ -77,38 +80,47 @@ class Scores(NamedTuple):
     rejected_lengths: Tensor = NOT_NEEDED
     reference_chosen: Tensor = NOT_NEEDED
     reference_rejected: Tensor = NOT_NEEDED
-    chosen_tail: Tensor = NOT_NEEDED  # the part of the log-probability from tokens beyond the shorter response's length
+    chosen_tail: Tensor = NOT_NEEDED  # log-probability of the tokens beyond the shorter response's length
     rejected_tail: Tensor = NOT_NEEDED
     reference_chosen_tail: Tensor = NOT_NEEDED
     reference_rejected_tail: Tensor = NOT_NEEDED
     chosen_squares: Tensor = NOT_NEEDED  # the sum over tokens of log sum_v pi(v)^2, detached
     rejected_squares: Tensor = NOT_NEEDED
-    batch_statistic: Tensor | None = None  # (B, k): of these examples; None: they are the whole batch
-    average: float = 0.0  # of `Loss.running_statistic` over the updates so far
+    batch_statistic: Tensor | None = None  # (B, k); None: these examples are the whole batch
+    average: float = 0.0  # running average of `Loss.running_statistic`
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """log pi - log ref of the chosen and of the rejected responses."""
+        """Log-ratios log pi - log ref of chosen and rejected responses."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     def mean_logps(self) -> tuple[Tensor, Tensor]:
-        """log pi per token of the chosen and of the rejected responses."""
+        """Mean log-probabilities per token of chosen and rejected responses."""
         return self.chosen / self.chosen_lengths, self.rejected / self.rejected_lengths
 
 
 class Losses(NamedTuple):
-    """Output of a loss, each (B,). Rewards are detached; a pairwise loss must give them, others have none."""
+    """Output of a loss, each tensor (B,).
+
+    All but the losses are detached. A loss of pairs must give both rewards.
+    """
 
     losses: Tensor
-    chosen_rewards: Tensor | None = None
-    rejected_rewards: Tensor | None = None
+    rewards: Mapping[str, Tensor] = MappingProxyType({})  # by role
+    metrics: Mapping[str, Tensor] = MappingProxyType({})  # further metrics, logged as NAME/train and NAME/eval
 
 
 # --- the losses: u_w and u_l are log pi - log ref of chosen and rejected, h = u_w - u_l -------------------------------
 
 
 def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losses:
-    """Losses, with rewards of beta times `u_w` and `u_l`."""
-    return Losses(losses, (beta * u_w).detach(), (beta * u_l).detach())
+    """Add rewards, beta times `u_w` and `u_l`, to losses."""
+    return Losses(losses, {"chosen": (beta * u_w).detach(), "rejected": (beta * u_l).detach()})
+
+
+def _preference_loss(scores: Scores, *options: Any, **named: Any) -> Losses:
+    logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
+    losses, chosen, rejected = preference_loss(*logps, *options, **named)
+    return Losses(losses, {"chosen": chosen, "rejected": rejected})
 
 
 def _mean_ratios(scores: Scores) -> tuple[Tensor, Tensor]:
@@ -127,8 +139,7 @@ def sft(scores: Scores, **_: Any) -> Losses:  # a ported config may have beta
 
 
 def dpo(scores: Scores, *, beta: float, label_smoothing: float, reference_free: bool) -> Losses:
-    logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
-    return Losses(*preference_loss(*logps, beta, label_smoothing, reference_free=reference_free))
+    return _preference_loss(scores, beta, label_smoothing, reference_free=reference_free)
 
 
 def dpo_norm(scores: Scores, *, beta: float) -> Losses:
@@ -138,22 +149,30 @@ def dpo_norm(scores: Scores, *, beta: float) -> Losses:
 
 
 def ipo(scores: Scores, *, beta: float, average: bool = False) -> Losses:
-    """Eq. 17 of arXiv 2310.12036; `average`: on means over tokens, as the authors computed it."""
+    """IPO (arXiv 2310.12036, eq. 17).
+
+    `average` takes means over tokens in place of sums, as the authors computed it.
+    """
     if not average:
-        logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
-        return Losses(*preference_loss(*logps, beta, ipo=True))
+        return _preference_loss(scores, beta, ipo=True)
     u_w, u_l = _mean_ratios(scores)
     return with_rewards((u_w - u_l - 1 / (2 * beta)) ** 2, u_w, u_l, beta)
 
 
 def hinge(scores: Scores, *, beta: float) -> Losses:
-    """SLiC's loss (arXiv 2305.10425) on DPO's log-ratios, as in arXiv 2309.06657; its margin is 1 / beta."""
+    """SLiC's hinge loss (arXiv 2305.10425) on DPO's log-ratios.
+
+    As in arXiv 2309.06657; the margin is 1 / beta.
+    """
     u_w, u_l = scores.log_ratios()
     return with_rewards((1 - beta * (u_w - u_l)).relu(), u_w, u_l, beta)
 
 
 def robust(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
-    """Robust DPO (arXiv 2403.00409): unbiased if the fraction `label_smoothing` of the pairs is flipped."""
+    """Robust DPO (arXiv 2403.00409).
+
+    Unbiased if the fraction `label_smoothing` of the pairs is flipped.
+    """
     u_w, u_l = scores.log_ratios()
     kept, flipped = _minus_log_sigmoid(beta * (u_w - u_l)), _minus_log_sigmoid(-beta * (u_w - u_l))
     losses = ((1 - label_smoothing) * kept - label_smoothing * flipped) / (1 - 2 * label_smoothing)
@@ -161,7 +180,10 @@ def robust(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
 
 
 def exo(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
-    """EXO for pairs (arXiv 2402.00856, eq. 16): KL(policy's preference, smoothed label)."""
+    """EXO for pairs (arXiv 2402.00856, eq. 16).
+
+    KL(policy's preference || smoothed label).
+    """
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l)
     prefers_chosen = margin.sigmoid() * (-_minus_log_sigmoid(margin) - math.log1p(-label_smoothing))
@@ -170,7 +192,10 @@ def exo(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
 
 
 def discopop(scores: Scores, *, beta: float, tau: float) -> Losses:
-    """DiscoPOP (arXiv 2406.08414, eq. 5): logistic and exponential loss, mixed by the margin."""
+    """DiscoPOP (arXiv 2406.08414, eq. 5).
+
+    Logistic and exponential loss, mixed by the margin.
+    """
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l)
     logistic = (-margin / tau).sigmoid() * _minus_log_sigmoid(margin)
@@ -185,14 +210,20 @@ def simpo(scores: Scores, *, beta: float, gamma: float) -> Losses:
 
 
 def orpo(scores: Scores, *, beta: float) -> Losses:
-    """ORPO (arXiv 2403.07691, eq. 6 and 7): SFT per token, and the odds of means over tokens; beta is its lambda."""
+    """ORPO (arXiv 2403.07691, eq. 6 and 7).
+
+    SFT per token, and the odds ratio of means over tokens; beta is the paper's lambda.
+    """
     chosen, rejected = scores.mean_logps()
     log_odds = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
     return with_rewards(-chosen + beta * _minus_log_sigmoid(log_odds), chosen, rejected, beta)
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, where a magnitude below the dtype's epsilon counts as epsilon."""
+    """log(1 - exp(x)) for x < 0.
+
+    A magnitude below the dtype's epsilon counts as epsilon, so that the result is finite.
+    """
     import torch
 
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
@@ -212,33 +243,48 @@ def apo_down(scores: Scores, *, beta: float) -> Losses:
 
 
 def nca(scores: Scores, *, beta: float) -> Losses:
-    """NCA for pairs (arXiv 2402.05369, section 4.1): each response's likelihood against the reference's."""
+    """NCA for pairs (arXiv 2402.05369, section 4.1).
+
+    Each response's likelihood is compared with the reference's.
+    """
     u_w, u_l = scores.log_ratios()
     against = (_minus_log_sigmoid(-beta * u_w) + _minus_log_sigmoid(-beta * u_l)) / 2
     return with_rewards(_minus_log_sigmoid(beta * u_w) + against, u_w, u_l, beta)
 
 
-def bco(scores: Scores, *, beta: float, momentum: float = 1.0) -> Losses:  # momentum: of `scores.average`
-    """BCO (arXiv 2404.04656) for pairs, without the density ratio; the reward shift is from earlier updates."""
+def bco(scores: Scores, *, beta: float, momentum: float = 1.0) -> Losses:
+    """BCO (arXiv 2404.04656) for pairs, without the density ratio.
+
+    The reward shift is averaged over earlier updates, with `momentum`.
+    """
     u_w, u_l = scores.log_ratios()
     chosen, rejected = beta * u_w - scores.average, beta * u_l - scores.average
     return with_rewards(_minus_log_sigmoid(chosen) + _minus_log_sigmoid(-rejected), u_w, u_l, beta)
 
 
 def sppo(scores: Scores, *, beta: float) -> Losses:
-    """SPPO (arXiv 2405.00675, eq. 4.7) where the chosen response always wins; 1 / beta is its eta."""
+    """SPPO (arXiv 2405.00675, eq. 4.7).
+
+    The chosen response always wins; 1 / beta is the paper's eta.
+    """
     u_w, u_l = scores.log_ratios()
     return with_rewards((u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2, u_w, u_l, beta)
 
 
 def dpop(scores: Scores, *, beta: float, penalty: float) -> Losses:
-    """DPO-Positive (arXiv 2402.13228, eq. 3): a chosen response below the reference costs; `penalty` is its lambda."""
+    """DPO-Positive (arXiv 2402.13228, eq. 3).
+
+    A chosen response less likely than under the reference is penalized; `penalty` is the paper's lambda.
+    """
     u_w, u_l = scores.log_ratios()
     return with_rewards(_minus_log_sigmoid(beta * (u_w - u_l - penalty * (-u_w).relu())), u_w, u_l, beta)
 
 
 def cal_dpo(scores: Scores, *, beta: float) -> Losses:
-    """Cal-DPO (arXiv 2412.14516, algorithm 1): log-ratios are pulled to +-1 / (2 beta); no beta in the sigmoid."""
+    """Cal-DPO (arXiv 2412.14516, algorithm 1).
+
+    Log-ratios are pulled to +-1 / (2 beta). There is no beta in the sigmoid.
+    """
     u_w, u_l = scores.log_ratios()
     calibration = (u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2
     return with_rewards(_minus_log_sigmoid(u_w - u_l) + calibration, u_w, u_l, beta)
@@ -250,7 +296,7 @@ def mean_reward(chosen: float, rejected: float, beta: float) -> float:
 
 
 def mean_gap(chosen: float, rejected: float, beta: float) -> float:
-    """Gap of mean log-ratios from mean rewards, in nats, which beta-DPO averages over updates."""
+    """Gap between mean log-ratios, in nats, for beta-DPO."""
     return (chosen - rejected) / beta
 
 
@@ -258,7 +304,10 @@ def mean_gap(chosen: float, rejected: float, beta: float) -> float:
 
 
 def find_batch_beta(scores: Scores, *, beta: float, alpha: float, momentum: float, **_: Any) -> Tensor:
-    """Beta of a batch, (B, 1): section 4 of arXiv 2407.08639, with M in nats, without beta, as in its code."""
+    """Beta of a batch for beta-DPO, (B, 1).
+
+    Section 4 of arXiv 2407.08639; M is in nats, without beta, as in the authors' code.
+    """
     u_w, u_l = scores.log_ratios()
     mean = (u_w - u_l).detach().mean()
     average = momentum * scores.average + (1 - momentum) * mean
@@ -266,7 +315,10 @@ def find_batch_beta(scores: Scores, *, beta: float, alpha: float, momentum: floa
 
 
 def beta_dpo(scores: Scores, *, beta: float, alpha: float, momentum: float) -> Losses:
-    """beta-DPO (arXiv 2407.08639): DPO whose beta follows the batch's gap; without the filter of examples."""
+    """beta-DPO (arXiv 2407.08639), without its filter of examples.
+
+    DPO whose beta follows the gap of the batch.
+    """
     constants = scores.batch_statistic
     if constants is None:
         constants = find_batch_beta(scores, beta=beta, alpha=alpha, momentum=momentum)
@@ -279,24 +331,32 @@ def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
-    """For each value, the one of `others` with the same rank, (B,), detached."""
+    """For each value, take the entry of `others` with its rank.
+
+    (B,), detached.
+    """
     places = values.detach().argsort(stable=True).argsort()
     return others.detach().sort().values[places]
 
 
 def aot_partners(scores: Scores, **_: Any) -> Tensor:
+    """The reference's margin of the same rank for each example, (B, 1)."""
     reference = scores.reference_chosen - scores.reference_rejected
     return _take_at_same_rank(scores.chosen - scores.rejected, reference)[:, None]
 
 
 def aot(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
-    """AOT for pairs (arXiv 2406.05882): the policy's margins, sorted, above the reference's, sorted."""
+    """AOT for pairs (arXiv 2406.05882).
+
+    The policy's sorted margins should exceed the reference's, rank by rank.
+    """
     partners = aot_partners(scores) if scores.batch_statistic is None else scores.batch_statistic
     losses = _smoothed(beta * (scores.chosen - scores.rejected - partners[:, 0]), label_smoothing)
     return with_rewards(losses, *scores.log_ratios(), beta)
 
 
 def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
+    """The other role's log-ratios of the same rank, (B, 2)."""
     import torch
 
     u_w, u_l = scores.log_ratios()
@@ -304,9 +364,13 @@ def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
 
 
 def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
-    """AOT for unpaired responses (arXiv 2406.05882): log-ratios of all chosen, sorted, above those of all rejected."""
+    """AOT for unpaired responses (arXiv 2406.05882).
+
+    The sorted log-ratios of all chosen responses should exceed those of all rejected ones, rank by rank.
+    """
     partners = aot_unpaired_partners(scores) if scores.batch_statistic is None else scores.batch_statistic
     u_w, u_l = scores.log_ratios()
     of_chosen = _smoothed(beta * (u_w - partners[:, 0]), label_smoothing)
-    of_rejected = _smoothed(beta * (partners[:, 1] - u_l), label_smoothing)  # the same sum; here for its gradient
+    # both terms sum over the same pairs of ranks, so the second contributes its gradient, not its value
+    of_rejected = _smoothed(beta * (partners[:, 1] - u_l), label_smoothing)
     return with_rewards(of_chosen + of_rejected - of_rejected.detach(), u_w, u_l, beta)

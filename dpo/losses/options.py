@@ -1,6 +1,6 @@
-"""Options of pairwise losses (`config/loss/options/`), applied to scores and losses.
+"""Options of pairwise losses, applied to scores and losses.
 
-Pure tensor functions, like those of `formulas.py`.
+Pure tensor functions, as in `formulas.py`. The options' keys are in `config/loss/options/`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ OPTIONS = ("sft_weight", "wpo", "ld_alpha", "f_divergence", "f_alpha")  # all bu
 
 
 def with_lighter_tails(scores: Scores, alpha: float) -> Scores:
-    """LD-DPO (arXiv 2409.06411): tokens beyond the shorter response's length have the weight `alpha`."""
+    """LD-DPO (arXiv 2409.06411).
+
+    Tokens beyond the shorter response's length have the weight `alpha`.
+    """
     names = ("chosen", "rejected", "reference_chosen", "reference_rejected")
     return scores._replace(
         **{name: getattr(scores, name) - (1 - alpha) * getattr(scores, f"{name}_tail") for name in names}
@@ -25,7 +28,7 @@ def with_lighter_tails(scores: Scores, alpha: float) -> Scores:
 
 
 def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(pi / ref), shifted to 0 where they agree (arXiv 2309.16240, table 1)."""
+    """f'(pi / ref), shifted to 0 at equality (arXiv 2309.16240, table 1)."""
     import torch
     from torch.nn.functional import logsigmoid
 
@@ -38,16 +41,17 @@ def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
 
 
 def with_divergence(scores: Scores, divergence: str, alpha: float) -> Scores:
-    """Scores whose log-ratios are replaced by f' of the ratios, as another divergence demands."""
+    """Replace log-ratios by f' of the ratios, for another divergence."""
     u_w, u_l = (f_derivative(u, divergence, alpha) for u in scores.log_ratios())
-    none = u_w.detach() * 0
+    none = u_w.detach() * 0  # losses subtract the reference's part, which f' already contains
     return scores._replace(chosen=u_w, rejected=u_l, reference_chosen=none, reference_rejected=none)
 
 
 def wpo_weights(scores: Scores) -> Tensor:
-    """WPO (arXiv 2406.11827, eq. 2, sampled alignment): how likely the policy is to write both responses, (B,).
+    """Weights of WPO (arXiv 2406.11827, eq. 2, sampled alignment), (B,).
 
-    The mean over tokens of log pi(token) - log sum_v pi(v)^2, exponentiated; detached.
+    How likely the policy is to write both responses: exp of the mean over tokens of log pi(token) - log sum_v pi(v)^2,
+    detached.
     """
     chosen = (scores.chosen - scores.chosen_squares) / scores.chosen_lengths
     rejected = (scores.rejected - scores.rejected_squares) / scores.rejected_lengths
@@ -57,14 +61,17 @@ def wpo_weights(scores: Scores) -> Tensor:
 def change_scores(
     scores: Scores, *, ld_alpha: float = 1, f_divergence: str = "reverse_kl", f_alpha: float = 0.5, **_: Any
 ) -> Scores:
-    """Apply these options to the scores of a loss with a reference; without options, return them unchanged."""
+    """Apply `ld_alpha` and `f_divergence` to a loss's scores."""
     if ld_alpha != 1:
         scores = with_lighter_tails(scores, ld_alpha)
     return scores if f_divergence == "reverse_kl" else with_divergence(scores, f_divergence, f_alpha)
 
 
 def change_losses(losses: Tensor, scores: Scores, *, sft_weight: float = 0, wpo: bool = False, **_: Any) -> Tensor:
-    """Apply `wpo` and `sft_weight` to losses of pairs; `scores` are as the models gave them."""
+    """Apply `wpo` and `sft_weight` to losses of pairs.
+
+    `scores` are those before `change_scores`.
+    """
     if wpo:
         losses = losses * wpo_weights(scores)
     return losses - sft_weight * scores.chosen / scores.chosen_lengths if sft_weight else losses

@@ -1,4 +1,4 @@
-"""Masked attention in bfloat16 on a CPU, the same as torch's kernel in less than half of its time.
+"""Masked bfloat16 attention on a CPU, over twice as fast as torch's.
 
 On a CPU torch's kernel multiplies bfloat16 no faster than float32, and computes all columns whatever the mask. Here all
 products are in bfloat16, and only over columns that the mask allows; softmax and sums over queries are in float32. Like
@@ -18,7 +18,7 @@ BLOCK = 96  # queries at a time: their scores stay in the processor's cache
 
 
 def register() -> None:
-    """Make models with `attn_implementation="sdpa"` use this attention where it applies."""
+    """Use this attention in models with `attn_implementation="sdpa"`, where it applies."""
     AttentionInterface.register("sdpa", attention_forward)
 
 
@@ -32,9 +32,10 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as for "sdpa", (R, L, H, D) for (R, H, L, D); ours for bfloat16 on a CPU with an additive mask.
+    """Attention with the signature of transformers' "sdpa".
 
-    In all other cases it is transformers' own.
+    (R, L, H, D) for (R, H, L, D). Ours for bfloat16 on a CPU with an additive mask; in all other cases transformers'
+    own.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     masked = attention_mask is not None and attention_mask.is_floating_point() and not attention_mask.requires_grad
@@ -55,9 +56,10 @@ def attention_forward(
 def masked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """softmax(scale * query @ key.T + mask) @ value: (R, H, L, D) for (R, H, L, D), (R, K, L, D), (R, K, L, D).
+    """softmax(scale * query @ key.T + mask) @ value.
 
-    The mask is (R or 1, 1, L, L); H / K consecutive query heads share a key and a value head.
+    (R, H, L, D) for (R, H, L, D), (R, K, L, D), (R, K, L, D). The mask is (R or 1, 1, L, L); H / K consecutive query
+    heads share a key and a value head.
     """
     out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=value.dtype)
     with torch.autocast("cpu", enabled=False):
@@ -79,12 +81,16 @@ def masked_attention_backward(
     mask: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value; sums over queries are in float32."""
+    """Gradients of query, key and value.
+
+    Sums over queries are in float32.
+    """
     grads = [torch.zeros(x.shape) for x in (query, key, value)]
     with torch.autocast("cpu", enabled=False):
         g, q, grad_query = (_grouped(x, key) for x in (grad, query, grads[0]))
         k, v, grad_key, grad_value = (x.flatten(0, 1) for x in (key, value, *grads[1:]))
-        delta = _grouped((grad.float() * out).sum(-1, keepdim=True), key)  # (R * K, H / K, L, 1)
+        # sum over columns of p * (grad @ value.T), as in FlashAttention: (R * K, H / K, L, 1)
+        delta = _grouped((grad.float() * out).sum(-1, keepdim=True), key)
         for rows, columns in _blocks(mask):
             g_rows, q_rows, delta_rows = (x[:, :, rows].flatten(1, 2) for x in (g, q, delta))
             p = _probabilities(q_rows, k[:, columns], mask[:, :, rows, columns], scale)
@@ -98,20 +104,29 @@ def masked_attention_backward(
 
 
 def _grouped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """(R, H, L, D) as (R * K, H / K, L, D)."""
+    """Group query heads by key head.
+
+    (R * K, H / K, L, D) for (R, H, L, D).
+    """
     return x.unflatten(1, (key.shape[1], -1)).flatten(0, 1)
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention probabilities (R * K, H / K * rows, columns), in float32."""
+    """Attention probabilities of a block, in float32.
+
+    (R * K, H / K * rows, columns).
+    """
     scores = (q @ k.mT).float().mul_(scale)
     scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)
     return scores.softmax(-1)
 
 
 def _blocks(mask: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yields the rows of each block and the range of columns that any of them sees (all columns if none)."""
-    seen = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L)
+    """Yield the rows of each block, and the columns they see.
+
+    The columns are a range that covers what any of the rows sees; all if none sees any.
+    """
+    seen = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L): by any row of the batch
     for start in range(0, len(seen), BLOCK):
         rows = slice(start, start + BLOCK)
         columns = seen[rows].any(0).nonzero()

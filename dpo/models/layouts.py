@@ -1,4 +1,4 @@
-"""Layouts of examples for the model, and which of them a model supports.
+"""Layouts of examples for the model, and which of them it supports.
 
 `padded` is the reference implementation's; `shared_prefix` gives the same numbers from a fraction of the tokens (see
 `dpo/models/packing.py`).
@@ -17,7 +17,7 @@ import torch
 
 from dpo.data.examples import Example
 from dpo.errors import one_sentence
-from dpo.losses import IGNORE_INDEX
+from dpo.losses import IGNORE_INDEX, ROLES
 from dpo.models.logprobs import TokenLogps, packed_logps, sequence_logps, token_logps
 from dpo.models.packing import Packed, pack, split_evenly
 from dpo.parallel.sharding import run_as_forward
@@ -26,7 +26,10 @@ from dpo.system.arithmetic import without_tf32
 
 @dataclass
 class PaddedRows:
-    """Each response in its own row after its prompt: first all chosen (under SFT the targets), then all rejected."""
+    """Each response in its own row after its prompt.
+
+    First all chosen responses (under SFT the targets), then all rejected ones.
+    """
 
     input_ids: torch.Tensor  # (sides * B, T), int64 like the others
     attention_mask: torch.Tensor
@@ -34,19 +37,20 @@ class PaddedRows:
     sides: int
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PaddedRows:
-        """A copy with `change` applied to every tensor, to move or pin it."""
+        """Apply `change` to every tensor, to move or pin it."""
         return PaddedRows(change(self.input_ids), change(self.attention_mask), change(self.labels), self.sides)
 
 
 class Microbatch(NamedTuple):
-    """The inputs of one forward.
+    """The inputs of one forward pass.
 
     All processes take part in every forward, so a process without examples (B = 0) feeds the first of the batch and
     discards the result.
     """
 
-    indices: torch.Tensor  # (B,) int64: which examples of the global batch
-    lengths: torch.Tensor  # (sides, B) int64: scored tokens of each response
+    indices: torch.Tensor  # (B,) int64, of the examples in the global batch
+    lengths: torch.Tensor  # (sides, B) int64: scored tokens per response
+    roles: torch.Tensor  # (sides, B) int64: each response's role, as an index into ROLES
     inputs: PaddedRows | Packed
 
     @classmethod
@@ -58,7 +62,8 @@ class Microbatch(NamedTuple):
     ) -> Microbatch:
         fed = [examples[i] for i in indices] or examples[:1]
         lengths = torch.tensor([example.n_scored for example in fed]).T[:, : len(indices)]
-        return cls(torch.tensor(indices, dtype=torch.int64), lengths, lay_out(fed))
+        roles = torch.tensor([[*map(ROLES.index, example.roles)] for example in fed]).T[:, : len(indices)]
+        return cls(torch.tensor(indices, dtype=torch.int64), lengths, roles, lay_out(fed))
 
     def to(self, device: torch.device | str) -> Microbatch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -72,28 +77,40 @@ class Microbatch(NamedTuple):
         return self.map(torch.Tensor.pin_memory)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
-        """A copy with `change` applied to every tensor, to move or pin it."""
-        return Microbatch(change(self.indices), change(self.lengths), self.inputs.map(change))
+        return Microbatch(change(self.indices), change(self.lengths), change(self.roles), self.inputs.map(change))
+
+    def by_role(self, values: torch.Tensor, roles: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Split values of responses, (sides, B), by role into (B,).
+
+        0 where an example has no response of that role.
+        """
+        return {role: values.where(self.roles == ROLES.index(role), 0).sum(0) for role in roles}
 
 
 class Padded:
-    """Each response in its own row after its prompt, padded to the longest of the global batch."""
+    """Each response in its own row, padded to the global batch's longest."""
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
-        """Split the global batch into `parts * size` microbatches; return numbers `rank`, `rank + size`, ..."""
+        """Split a global batch into `parts` microbatches per process.
+
+        Returns the microbatches of process `rank` among `size`: numbers `rank`, `rank + size`, ...
+        """
         length = max(len(e.prompt) + len(response) for e in examples for response in e.responses)
-        shares = np.array_split(np.arange(len(examples)), parts * size)[rank::size]
+        shares = np.array_split(np.arange(len(examples)), parts * size)[rank::size]  # the last may be empty
         return [Microbatch.of(examples, share.tolist(), partial(pad, length=length)) for share in shares]
 
     def forward(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
-        """Score each example's responses, (sides, B, T), on the device of the inputs."""
+        """Score each example's responses, (sides, B, T)."""
         rows = inputs.input_ids, inputs.attention_mask, inputs.labels
         found = sequence_logps(model, *rows, with_squares=with_squares)
         return found.map(lambda values: values.to(inputs.input_ids.device).unflatten(0, (inputs.sides, -1)))
 
 
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
-    """Rows of `length` tokens, padded on the right with token 0, which the mask hides."""
+    """Lay out rows of `length` tokens, padded on the right.
+
+    The padding is token 0, which the mask hides.
+    """
     sides = len(examples[0].responses)
     input_ids, attention_mask = np.zeros((2, sides * len(examples), length), dtype=np.int64)
     labels = np.full_like(input_ids, IGNORE_INDEX)
@@ -107,10 +124,10 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
 
 
 class SharedPrefix:
-    """Each prompt once and each of its distinct responses once, packed into rows.
+    """Each prompt and each of its distinct responses once, packed into rows.
 
     Microbatches have about equally many tokens. `windows` maps the kinds of the model's attention layers to the number
-    of tokens they look back, None for all; the length of a row is a multiple of `alignment`.
+    of tokens they look back, None for all; a row's length is a multiple of `alignment`.
     """
 
     def __init__(self, windows: Mapping[str, int | None], *, max_length: int, alignment: int = 1) -> None:
@@ -118,39 +135,43 @@ class SharedPrefix:
         self.alignment = alignment
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
-        shares = split_evenly(examples, parts * size)[rank::size]  # neighbours, equally long, run at the same time
+        # neighbours are about equally long and run at the same time, so that no process waits for another
+        shares = split_evenly(examples, parts * size)[rank::size]
         return [Microbatch.of(examples, share, self.pack) for share in shares]
 
     def pack(self, examples: Sequence[Example]) -> Packed:
         return pack(examples, row_tokens=self.row_tokens, alignment=self.alignment)
 
     def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
-        """Score each example's responses, (sides, B, T), on the device of the inputs."""
+        """Score each example's responses, (sides, B, T)."""
         found = run_as_forward(model, partial(packed_logps, with_squares=with_squares), inputs, self.windows)
         return found.map(lambda values: values.to(inputs.response_index.device)[inputs.response_index])
 
 
 def row_tokens(max_length: int) -> int:
-    """The largest number of tokens in a prompt's tree: a prompt and two responses always fit.
+    """The largest number of tokens in a prompt's tree.
 
-    Rows are at most twice as long (`pack`).
+    A prompt with two responses always fits. Rows are at most twice as long (`pack`).
     """
     return 2 * max_length
 
 
-GPU_ALIGNMENT = 64  # tokens: CUDA's fused attention copies a mask with unaligned rows in every layer
+GPU_ALIGNMENT = 64  # tokens; CUDA's fused attention copies a mask with unaligned rows in every layer
 Layout = Padded | SharedPrefix
 
 
 class Longest(NamedTuple):
-    """A run's largest numbers of tokens: in a prompt with one response, and in a shared-prefix row."""
+    """The largest numbers of tokens in a run."""
 
-    example: int
-    row: int
+    example: int  # in a prompt with one response
+    row: int  # in a shared-prefix row
 
     @classmethod
     def of(cls, example: int, n_examples: int, max_length: int) -> Longest:
-        """Bounds for microbatches of up to `n_examples`, the longest of `example` tokens."""
+        """Bounds for microbatches of up to `n_examples` examples.
+
+        The longest example has `example` tokens.
+        """
         return cls(example, min(2 * n_examples * example, 2 * row_tokens(max_length)))
 
 
@@ -163,22 +184,25 @@ def choose_layout(
     longest: Longest | None = None,
     vetoed: Callable[[bool], bool] = bool,
 ) -> tuple[Layout, str | None]:
-    """The layout called `name`; or `Padded`, and a message why this model does not support it.
+    """Choose the layout called `name`, or `Padded` and a message why.
 
     Runs two pairs through the model in both layouts, short and as long as the `longest` of the run (None: as
-    `max_length` allows). `vetoed(here)` is whether `here` is true on any process that shares the model.
+    `max_length` allows). `vetoed(here)` returns whether `here` is true on any process that shares the model.
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
     if isinstance(layout, SharedPrefix):
         longest = longest or Longest(max_length, 2 * row_tokens(max_length))
         reason = _find_difference(model, layout, longest, TOLERANCES.get(compute_dtype, HALF_PRECISION))
-        if vetoed(reason is not None):
+        if vetoed(reason is not None):  # processes that share the model must agree: their collectives follow the layout
             layout, reason = Padded(), reason or "differs on another process"
     return layout, reason and f"layout=padded: {type(model).__name__} {reason}"
 
 
 def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, str | None]:
-    """The layout called `name`, or `Padded` and the reason in the model's class or config. Runs nothing."""
+    """Choose a layout by the model's class and config alone.
+
+    Returns `Padded` and the reason if the model rules the layout out. Runs nothing.
+    """
     if name == "padded":
         return Padded(), None
     windows = find_windows(model, max_length)
@@ -189,7 +213,10 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
 
 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
-    """The window of each kind of attention layer, None for all tokens; or why the model rules the layout out."""
+    """The window of each kind of attention layer, in tokens.
+
+    None stands for all tokens. Returns a reason instead if the model rules the layout out.
+    """
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no positions"
     config = model.config.get_text_config()
@@ -204,6 +231,7 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
         return f"has layers of another kind ({', '.join(sorted(unknown))})"
     if kind := _find_length_dependent_rope(config, max_length):
         return f"has rotary frequencies that depend on a batch's longest row ({kind})"
+    # a packed row is longer than any example: masks over columns would hide what an example alone sees
     row = 2 * row_tokens(max_length)
     for key in COUNTS_COLUMNS:
         if isinstance(size := getattr(config, key, None), int) and 0 < size < row:
@@ -218,18 +246,21 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     return {"sliding_attention": window}
 
 
-# config keys for attention over a fixed number of columns, whatever positions and masks say; a key that this list
-# lacks shows as a difference on rows as long as the run's
+# config keys for attention over a fixed number of columns, whatever positions and masks say; for a key that is not in
+# this list, log-probabilities differ on rows as long as the run's, and `_find_difference` sees it
 COUNTS_COLUMNS = ("window_size", "attention_window_size", "attention_chunk_size", "keep_window_size")
 
 
 def _is_mask(buffer: torch.Tensor) -> bool:
-    """Return whether a buffer is square, with an entry for each pair of columns, like GPT-Neo's causal mask."""
+    """Return whether a buffer is a square mask, like GPT-Neo's causal mask."""
     return buffer.ndim >= 2 and buffer.shape[-1] == buffer.shape[-2] > 1 and buffer.numel() == buffer.shape[-1] ** 2
 
 
 def _find_length_dependent_rope(config: Any, max_length: int) -> str | None:
-    """The kind of rotary positions, if their frequencies change beyond the length of pretraining; else None."""
+    """Name the kind of rotary positions whose frequencies depend on length.
+
+    They change once a row exceeds the length of pretraining. None for other kinds.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]
     limits = [getattr(config, f"{key}max_position_embeddings", None) for key in ("original_", "")]
@@ -240,15 +271,18 @@ def _find_length_dependent_rope(config: Any, max_length: int) -> str | None:
     return None
 
 
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative
-HALF_PRECISION = 0.02
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative difference of summed log-probabilities
+HALF_PRECISION = 0.02  # the same for other dtypes
 
 
 @torch.no_grad()
 def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, tolerance: float) -> str | None:
-    """The difference of log-probabilities between the layouts, or None, on short pairs and the run's longest."""
+    """Compare log-probabilities of both layouts; return the difference, or None.
+
+    The pairs are short, and then as long as the run's longest.
+    """
     vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
-    beyond = max((window or 0 for window in layout.windows.values()), default=0)
+    beyond = max((window or 0 for window in layout.windows.values()), default=0)  # prompts that exceed every window
     short = _two_pairs(vocabulary, (beyond + 5, 4, 6), (beyond + 2, 7, 3))
     n = max(longest.example, 12)
     long = _two_pairs(vocabulary, (5, n - 5, n - 6), (2, 7, 3))
@@ -263,10 +297,10 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
                 expected = plain(model, padded.to(device).inputs)
                 found = layout.forward(model, packed.map(lambda x: x.to(device))).logps.sum(-1)
                 difference = (found - expected).abs()
-                if not (difference <= tolerance * expected.abs()).all():
+                if not (difference <= tolerance * expected.abs()).all():  # true for NaN too
                     off = (difference / expected.abs()).max().item()
                     return f"gives log-probabilities with shared prefixes that are off by {off:.2g}"
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # a RuntimeError, but no fault of the layout
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # from unsuitable models
         return f"refuses shared prefixes: {one_sentence(error)}"
@@ -280,7 +314,10 @@ def _sum_padded(model: Any, rows: PaddedRows) -> torch.Tensor:
 
 
 def _sum_scored(model: Any, rows: PaddedRows) -> torch.Tensor:
-    """Sum as `_sum_padded` does, from logits of scored tokens alone."""
+    """Sum as `_sum_padded` does, from logits of scored tokens alone.
+
+    All logits of a row as long as the run's longest might not fit into memory.
+    """
     return run_as_forward(model, _scored_logps, rows).unflatten(0, (rows.sides, -1))
 
 
@@ -293,7 +330,10 @@ def _scored_logps(model: Any, rows: PaddedRows) -> torch.Tensor:
 
 
 def _two_pairs(vocabulary: int, *lengths: tuple[int, int, int]) -> list[Example]:
-    """Pairs of random tokens, with these lengths of prompt, chosen and rejected response."""
+    """Make pairs of random tokens.
+
+    `lengths` has the tokens of prompt, chosen and rejected response for each.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(n: int) -> tuple[int, ...]:

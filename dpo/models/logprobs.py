@@ -15,13 +15,13 @@ from dpo.models.packing import Packed, tree_block_mask, tree_mask
 
 
 class TokenLogps(NamedTuple):
-    """Log-probabilities of the scored tokens of n responses, followed by zeros."""
+    """Log-probabilities of the scored tokens of n responses, zero-padded."""
 
     logps: torch.Tensor  # (n, T)
     squares: torch.Tensor | None = None  # log sum_v pi(v)^2 at each predicted token, (n, T), detached
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenLogps:
-        """A copy with `change` applied to both tensors, to move or reorder them."""
+        """Apply `change` to both tensors, to move or reorder them."""
         return TokenLogps(*(None if values is None else change(values) for values in self))
 
 
@@ -33,7 +33,10 @@ def sequence_logps(
     *,
     with_squares: bool = False,
 ) -> TokenLogps:
-    """Score the labelled tokens of (B, T) inputs, contiguous in each row; softmax in float32 or higher."""
+    """Score the labelled tokens of (B, T) inputs.
+
+    Labelled tokens are contiguous in each row. The softmax is in float32 or higher.
+    """
     logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     logps = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     targets = labels[:, 1:].to(logits.device)
@@ -41,7 +44,7 @@ def sequence_logps(
     places = torch.arange(scored.shape[1], device=scored.device)
     within = places < scored.sum(-1, keepdim=True)
     columns = (scored.int().argmax(-1, keepdim=True) + places).where(within, 0)  # columns of the response's tokens
-    found = [logps.gather(2, targets.where(scored, 0).unsqueeze(2)).squeeze(2)]
+    found = [logps.gather(2, targets.where(scored, 0).unsqueeze(2)).squeeze(2)]  # gather does not take -100
     if with_squares:
         found.append((2 * logps.detach()).logsumexp(-1))
     return TokenLogps(*(values.gather(1, columns) * within for values in found))
@@ -50,14 +53,20 @@ def sequence_logps(
 def packed_logps(
     model: Any, packed: Packed, windows: Mapping[str, int | None], *, with_squares: bool = False
 ) -> TokenLogps:
-    """Score the U responses of `packed`; equal to `sequence_logps` of each response alone."""
+    """Score the U responses of `packed`.
+
+    Equal to `sequence_logps` of each response alone, up to rounding.
+    """
     hidden, targets = _scored_rows(model, packed, windows)
     found = token_logps(model, hidden, targets, with_squares=with_squares)
     return found.map(lambda values: _by_response(values, packed))
 
 
 def _scored_rows(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hidden states that predict the scored tokens, (N, H), and these tokens, (N,)."""
+    """Hidden states that predict the scored tokens, and these tokens.
+
+    (N, H) and (N,).
+    """
     masks = _masks(model, packed, windows)
     hidden = model.base_model(
         packed.input_ids,
@@ -69,14 +78,17 @@ def _scored_rows(model: Any, packed: Packed, windows: Mapping[str, int | None]) 
 
 
 def _by_response(values: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """Values of the scored tokens by response, (U, T)."""
+    """Arrange values of the scored tokens by response, (U, T)."""
     n_responses, longest = packed.shape
     table = values.new_zeros(n_responses * longest).index_put((packed.slots.to(values.device),), values)
     return table.view(n_responses, longest)
 
 
 def _masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Any]:
-    """The mask for each kind of attention layer, in the form that the model's attention needs."""
+    """Make the mask of each kind of attention layer.
+
+    Block masks for FlexAttention, else additive ones.
+    """
     attention, device = model.config._attn_implementation, packed.input_ids.device.type
     if attention == "flex_attention":
         return packed.masks(attention, lambda: {k: tree_block_mask(packed, window=w) for k, w in windows.items()})
@@ -89,14 +101,18 @@ def _masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dic
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where the mask is true, the dtype's minimum elsewhere: faster than bool in attention on a CPU."""
+    """Mask to add to attention scores: 0, or the dtype's minimum.
+
+    0 where a token is seen. On a CPU it is faster than a bool mask.
+    """
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 class _PickedLogSoftmax(torch.autograd.Function):
-    """`logits.log_softmax(-1)` at the targets, in float32 or higher: (N,) for (N, V).
+    """`logits.log_softmax(-1)` at the targets: (N,) for (N, V).
 
-    Computed a few rows at a time, and recomputed in the backward pass, so that no second tensor of size (N, V) exists.
+    In float32 or higher, computed a few rows at a time and recomputed in the backward pass, so that no second tensor of
+    size (N, V) exists.
     """
 
     @staticmethod
@@ -110,7 +126,7 @@ class _PickedLogSoftmax(torch.autograd.Function):
         logits, targets = ctx.saved_tensors
         for rows, target, grad_row in _in_pieces(logits, targets[:, None], grad[:, None]):
             grad_rows = _log_softmax(rows).exp_().mul_(-grad_row).scatter_add_(1, target, grad_row)
-            rows.copy_(grad_rows)  # in place: nothing else uses the logits
+            rows.copy_(grad_rows)  # in place, as nothing else uses the logits: saves a tensor of size (N, V)
         return logits, None
 
 
@@ -125,20 +141,23 @@ def _log_sum_squares(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Split all tensors into pieces: on a CPU as many rows as fit its cache, elsewhere all rows."""
+    """Split all tensors into pieces of equally many rows.
+
+    On a CPU as many rows as fit its cache, elsewhere all of them.
+    """
     n_rows = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
     return zip(*(tensor.split(n_rows) for tensor in (logits, *others)), strict=True)
 
 
-LOGITS_AT_ONCE = 2**25  # logits, 134 MB in float32
+LOGITS_AT_ONCE = 2**25  # logits per chunk, 134 MB in float32
 
-IN_CACHE = 2**20  # logits
+IN_CACHE = 2**20  # logits that fit a CPU's cache
 
 
 def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with_squares: bool = False) -> TokenLogps:
-    """Score `targets` (N,) from hidden states (N, H), in chunks of rows; each result (N,).
+    """Score `targets` (N,) from hidden states (N, H), in chunks.
 
-    The backward pass recomputes the logits of every chunk but the last, with which it begins.
+    Each result is (N,). The backward pass recomputes the logits of every chunk but the last, with which it begins.
     """
     head, scale = model.get_output_embeddings(), logit_scale(model.config)
 
@@ -150,6 +169,7 @@ def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with
     n_chunks = max(1, math.ceil(len(targets) * model.config.get_text_config().vocab_size / LOGITS_AT_ONCE))
     chunks = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
     *earlier, last = chunks
+    # the last chunk's logits are needed first in the backward pass, so recomputing them would save no memory
     found = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in earlier]
     return TokenLogps(*map(torch.cat, zip(*found, score(*last), strict=True)))
 

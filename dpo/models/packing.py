@@ -1,8 +1,9 @@
-"""The shared-prefix layout: a prompt once, then each of its distinct responses once, as a tree in one row.
+"""Shared-prefix layout: a prompt and its distinct responses as a tree.
 
     prompt | chosen | rejected     positions restart after the prompt; responses do not see each other
 
-A response's last token predicts nothing, so it is not fed. Pure index arithmetic, without models or processes.
+Prompt and responses are fed once each. A response's last token predicts nothing, so it is not fed. Pure index
+arithmetic, without models or processes.
 """
 
 from __future__ import annotations
@@ -19,36 +20,39 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dpo.data.examples import Example
 
-ATTENTION_LENGTH = 2048  # measured on a small model
-NONE = -1  # tree index of padding; branch index of a prompt
+ATTENTION_LENGTH = 2048  # tokens in a row for which attention costs as much as the rest; measured on a small model
+NONE = -1  # tree index of padding, branch index of a prompt
 
 
 @dataclass
 class Packed:
-    """R rows of L tokens, each with several trees, and the positions of U responses' log-probabilities in them.
+    """R packed rows of L tokens, and the places of scored tokens.
 
-    All tensors are int64. N is the number of scored tokens, T the largest number in one response, B the number of
-    examples.
+    A row has several trees. All tensors are int64. N is the number of scored tokens, U the number of responses, T the
+    largest number of tokens in one response, B the number of examples.
     """
 
     input_ids: torch.Tensor  # (R, L)
     position_ids: torch.Tensor  # (R, L)
     tree: torch.Tensor  # (R, L): which tree a token belongs to, NONE for padding
-    branch: torch.Tensor  # (R, L): which response of its tree, NONE for the prompt
+    branch: torch.Tensor  # (R, L): which response a token belongs to, NONE for the prompt
     scored: torch.Tensor  # (N,): row * L + column of the token that predicts a response token
     targets: torch.Tensor  # (N,): the token to predict
     slots: torch.Tensor  # (N,): response * T + index in the response
-    response_index: torch.Tensor  # (sides, B): index of an example's chosen and of its rejected response
+    response_index: torch.Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
     _masks: tuple[Any, Any] | None = None  # (purpose, masks)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
-        """A copy with `change` applied to every tensor, to move or pin it."""
+        """Apply `change` to every tensor, to move or pin it."""
         tensors = (getattr(self, field.name) for field in fields(self)[:-2])
         return Packed(*map(change, tensors), shape=self.shape)
 
     def masks(self, purpose: Any, make: Callable[[], Any]) -> Any:
-        """`make()`, cached by purpose, as policy and reference often share masks. Only the last is kept."""
+        """Return `make()`, cached by purpose.
+
+        Policy and reference often share masks. Only the last ones are kept.
+        """
         if self._masks is None or self._masks[0] != purpose:
             self._masks = (purpose, make())
         return self._masks[1]
@@ -60,10 +64,10 @@ def count_tokens(example: Example) -> int:
 
 
 def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
-    """Split the indices of the examples into `parts` lists of about equally many fed tokens.
+    """Split examples into `parts` lists with about equally many fed tokens.
 
-    Long examples come first; the last lists are empty if there are fewer examples than lists. Examples of a prompt stay
-    together, so that few prompts are run in two lists.
+    Returns their indices. Long examples come first; the last lists are empty if there are fewer examples than lists.
+    Examples of a prompt stay together, so that few prompts are fed in two lists.
     """
     longest: dict[tuple, tuple[int, int]] = {}  # by prompt, with an index that tells equally long prompts apart
     for i, example in enumerate(examples):
@@ -71,19 +75,20 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
         longest[example.prompt] = max(length, count_tokens(example)), number
     order = sorted(range(len(examples)), key=lambda i: longest[examples[i].prompt], reverse=True)
     seen: set[tuple] = set()
-    costs = []
+    costs = []  # of each example, without what earlier examples already feed
     for i in order:
         prompt, responses = examples[i][:2]
         new = [r for r in dict.fromkeys(responses) if (prompt, r) not in seen]
         costs.append(sum(len(r) - 1 for r in new) + (0 if prompt in seen else len(prompt)))
         seen |= {prompt, *((prompt, r) for r in new)}
+    # cut the line of all costs into equal parts; an example belongs to the part in which its middle lies
     sums = list(accumulate(costs))
     middles = [total - cost / 2 for total, cost in zip(sums, costs, strict=True)]
     bounds, n_empty = [0], max(0, parts - len(order))
     parts -= n_empty
     for k in range(1, parts):
         nearest = bisect_left(middles, sums[-1] * k / parts)
-        bounds.append(min(max(nearest, bounds[-1] + 1), len(order) - (parts - k)))
+        bounds.append(min(max(nearest, bounds[-1] + 1), len(order) - (parts - k)))  # at least one example per part
     full = [sorted(order[start:end]) for start, end in zip(bounds, [*bounds[1:], len(order)], strict=True)]
     return full + [[]] * n_empty
 
@@ -95,10 +100,10 @@ class _Tree(NamedTuple):
 
 
 def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, length: int | None = None) -> Packed:
-    """Pack the trees of the examples into rows whose length is a multiple of `alignment`.
+    """Pack the trees of the examples into rows.
 
-    A prompt with more responses than fit with it in `row_tokens` is repeated. `length` is that of the rows; None
-    chooses the cheapest, at most twice `row_tokens`.
+    The row length is `length` or, if None, the cheapest one up to twice `row_tokens`, rounded up to a multiple of
+    `alignment`. A prompt is repeated if its responses do not all fit into `row_tokens` with it.
     """
     indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> response -> index
     count = 0
@@ -110,7 +115,8 @@ def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, le
                 count += 1
     response_index = [[indices[p][response] for response in responses] for p, responses, *_ in examples]
     trees = [tree for prompt, known in indices.items() for tree in _trees(prompt, known, row_tokens)]
-    trees.sort(key=lambda tree: -tree.length)
+    trees.sort(key=lambda tree: -tree.length)  # first-fit-decreasing wastes little room
+    # longer rows waste less room but cost more attention, so try several lengths
     lengths = _row_lengths(trees, alignment) if length is None else [-(-length // alignment) * alignment]
     rows, length = min((_fill_rows(trees, length) for length in lengths), key=_cost)
     longest = max(len(response) for known in indices.values() for response in known)
@@ -118,6 +124,10 @@ def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, le
 
 
 def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[_Tree]:
+    """Make the trees of a prompt, each of at most `row_tokens`.
+
+    A tree with a single response may be longer.
+    """
     trees: list[_Tree] = []
     for response, number in responses.items():
         fed = len(response) - 1
@@ -129,15 +139,18 @@ def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[
 
 
 def _row_lengths(trees: list[_Tree], alignment: int) -> list[int]:
-    """Row lengths to try: from the longest tree's to twice that, at most the sum of all trees, rounded up."""
+    """Row lengths to try, from the longest tree's to twice that.
+
+    At most the sum of all trees, rounded up to multiples of `alignment`.
+    """
     longest = max(1, trees[0].length)
     most = max(longest, min(2 * longest, sum(tree.length for tree in trees)))
-    lengths = (longest + (most - longest) * i // 16 for i in range(17))
+    lengths = (longest + (most - longest) * i // 16 for i in range(17))  # trying every length would take long
     return sorted({-(-length // alignment) * alignment for length in lengths})
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> tuple[list[list[_Tree]], int]:
-    """Put each tree, the longest first, into the first row with room for it."""
+    """Put each tree, the longest first, into the first row with room."""
     rows: list[list[_Tree]] = []
     room: list[int] = []
     for tree in trees:
@@ -151,7 +164,10 @@ def _fill_rows(trees: list[_Tree], length: int) -> tuple[list[list[_Tree]], int]
 
 
 def _cost(filling: tuple[list[list[_Tree]], int]) -> float:
-    """The relative cost of rows: matrix products per token, and attention, which costs as much at ATTENTION_LENGTH."""
+    """Relative cost of rows: matrix products per token, plus attention.
+
+    Attention costs as much as the rest in rows of ATTENTION_LENGTH.
+    """
     rows, length = filling
     return len(rows) * length * (1 + length / ATTENTION_LENGTH)
 
@@ -170,18 +186,19 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
             tree_of[i, at : at + tree.length] = number
             input_ids[i, at : at + n] = tree.prompt
             position_ids[i, at : at + n] = range(n)
-            last, at = at + n - 1, at + n
+            last, at = at + n - 1, at + n  # the prompt's last token predicts the first token of every response
             for response, ids in tree.branches:
                 end = at + len(ids) - 1
                 input_ids[i, at:end] = ids[:-1]
                 position_ids[i, at:end] = range(n, n + end - at)
                 branch_of[i, at:end] = response
-                first = 0 if n else 1  # without a prompt nothing predicts the first token
+                first = 0 if n else 1  # without a prompt, nothing predicts the first token
                 columns = [last, *range(at, end)][first:]
                 scored += [i * length + column for column in columns]
                 targets += ids[first:]
                 slots += range(response * shape[1] + first, response * shape[1] + len(ids))
                 at = end
+    # in the order of Packed's fields
     tensors = (input_ids, position_ids, tree_of, branch_of, *map(_int64, (scored, targets, slots)), response_index)
     return Packed(*(torch.from_numpy(np.ascontiguousarray(t)) for t in tensors), shape=shape)
 
@@ -191,13 +208,14 @@ def _int64(values: list[int]) -> np.ndarray:
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
-    """Return whether a token (second to last dim) sees another, (R, 1, L, L) bool.
+    """Return whether a token sees another, (R, 1, L, L) bool.
 
-    It sees the tokens of its prompt and of its own response that are not later and, with a sliding window, are fewer
-    than `window` positions back. Padding sees padding.
+    The second to last dim has the token that sees. It sees the tokens of its prompt and of its own response that are
+    not later and, with a sliding window, are fewer than `window` positions back. Padding sees padding.
     """
     tree, branch, position = packed.tree, packed.branch, packed.position_ids
     seen = tree[:, :, None] == tree[:, None, :]
+    # in place, as masks are (R, L, L)
     seen &= (branch[:, None, :] == NONE) | (branch[:, :, None] == branch[:, None, :])
     seen &= torch.ones(tree.shape[1], tree.shape[1], dtype=torch.bool, device=tree.device).tril()
     if window is not None:

@@ -106,7 +106,7 @@ class CourseWarner(Callback):
         loss = context.plan.loss
         self._reference = loss.reference
         # weights of wpo move with the policy, and the loss with them: it is not compared with its start
-        self._may_collapse = loss.pairwise and not loss.needs_squares
+        self._may_collapse = loss.trains_on == "pairs" and not loss.needs_squares
         self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
         self._first: dict[str, float] = {}  # means of the first 20
         self._width = count_window(context.plan.data.batch_size)

@@ -1,4 +1,7 @@
-"""Events of a run, and its callbacks: each owns its files and its part of a checkpoint."""
+"""Events of a run, and its callbacks.
+
+Each callback owns its files and its part of a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,24 @@ from dpo.settings.plan import Plan
 
 
 class Update(NamedTuple):
-    """A global batch, trained on, or skipped because a callback did not allow it. Counts include it."""
+    """A global batch, trained on or skipped.
+
+    It is skipped if a callback does not allow it; counts include it all the same.
+    """
 
     number: int
-    n_examples: int  # trained on so far
+    n_examples: int  # so far
     examples: Sequence[Example]
-    table: Mapping[str, torch.Tensor]  # of each example, (B,): metrics and the reference's log-probabilities
+    table: Mapping[str, torch.Tensor]  # per example, (B,): metrics and the reference's log-probabilities
     metrics: Mapping[str, float]  # means over the examples and grad_norm; in `on_update` also lr and speed
-    drawn: Mapping[int, Drawn] = MappingProxyType({})  # by place in `examples`: the pairs that the policy wrote
+    drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by place in `examples`
 
 
 class Sample(NamedTuple):
-    """A prompt with continuations by policy and reference, the latter None if missing or freed."""
+    """A prompt with continuations by policy and reference.
+
+    The reference's is None if the run has no reference, or has freed it.
+    """
 
     prompt: str
     policy: str
@@ -43,7 +52,7 @@ class Evaluation(NamedTuple):
     metrics: Mapping[str, float]
     samples: Sequence[Sample]
     examples: Sequence[Example] = ()
-    table: Mapping[str, torch.Tensor] = MappingProxyType({})  # of each example, (B,), as an update's
+    table: Mapping[str, torch.Tensor] = MappingProxyType({})  # per example, (B,), as in `Update`
 
 
 class RunContext(NamedTuple):
@@ -53,7 +62,7 @@ class RunContext(NamedTuple):
     run_dir: Path
     rank: int
     data: TrainingData
-    log: Callable[[str], None]  # prints a line, on rank 0
+    log: Callable[[str], None]  # prints a message, on rank 0
     parameters: ParameterCount | None = None  # of the policy
 
 
@@ -71,34 +80,52 @@ class Callback:
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        """Return whether this process gets such a callback; most run on rank 0 only."""
+        """Return whether this process gets such a callback.
+
+        Most run on rank 0 only.
+        """
         return context.rank == 0
 
     def on_start(self) -> None:
-        """The run starts, or continues from the state given to `load_state_dict`."""
+        """Handle the start of a run, or its resumption.
+
+        On a resume `load_state_dict` was called before.
+        """
 
     def allows(self, update: Update) -> bool:
-        """Return whether the optimizer may apply an update; its gradient is computed. All ranks must agree."""
+        """Return whether the optimizer may apply an update.
+
+        Its gradient is computed. All ranks must agree.
+        """
         return True
 
     def on_update(self, update: Update) -> None:
-        """An update was applied, or skipped because a callback did not allow it."""
+        """Handle an update that was applied, or skipped by a veto."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """The policy was evaluated."""
+        """Handle an evaluation."""
 
     def on_abort(self, reason: str) -> None:
-        """The run ends because of NaN or infinite values; `on_end` follows. `reason` is a sentence."""
+        """Handle an end because of NaN or infinite values.
+
+        `on_end` follows. `reason` is a sentence.
+        """
 
     def on_end(self) -> None:
-        """The run has ended: it is complete, was stopped by a signal, or aborted on NaN."""
+        """Handle the end: the run is complete, was stopped, or aborted."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State needed on resume, for a checkpoint: tensors, numbers, texts, and lists and dicts of them."""
+        """State needed on resume, for a checkpoint.
+
+        Tensors, numbers, texts, and lists and dicts of them.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`, which is empty if the checkpoint has none of this callback."""
+        """Continue from a `state_dict()`.
+
+        The state is empty if the checkpoint has none for this callback.
+        """
 
 
 class Callbacks:
@@ -110,7 +137,7 @@ class Callbacks:
 
     @classmethod
     def of(cls, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> Callbacks:
-        """Build from the callbacks given by name, then the wanted ones of the table."""
+        """Make the given callbacks, then the wanted ones of the table."""
         wanted = {name: callback for name, callback in table.items() if callback.is_wanted(context)}
         return cls({**given, **{name: callback(context) for name, callback in wanted.items()}})
 
@@ -121,11 +148,14 @@ class Callbacks:
 
     def allow(self, update: Update) -> bool:
         """Return whether all callbacks allow an update."""
-        answers = [callback.allows(update) for callback in self.callbacks.values()]  # every one is asked
+        answers = [callback.allows(update) for callback in self.callbacks.values()]  # ask all, as each may log or count
         return all(answers)
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """Non-empty states of the callbacks, and the kept states of callbacks now switched off."""
+        """Non-empty states of the callbacks.
+
+        Includes states of callbacks that are switched off, kept for a later run.
+        """
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         for name, state in states.items():
             _check_plain(state, f"{name}.state_dict()")
@@ -138,7 +168,10 @@ class Callbacks:
 
 
 def _check_plain(value: Any, place: str) -> None:
-    """Check a state. Raises TypeError for a value that a checkpoint, which is read as data, would not restore."""
+    """Raise TypeError for a value that a checkpoint would not restore.
+
+    Checkpoints are read as data, not as arbitrary Python objects.
+    """
     if isinstance(value, dict):
         for key, item in value.items():
             _check_plain(item, f"{place}[{key!r}]")

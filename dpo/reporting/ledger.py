@@ -1,6 +1,6 @@
-"""`ledger.parquet`: values of each example at each visit; columns and files are in `dpo/analysis/ledger_file.py`.
+"""`ledger.parquet`: values of each example at each visit.
 
-Only runs with a ledger import pyarrow.
+Columns and files are in `dpo/analysis/ledger_file.py`, which only runs with a ledger import.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from dpo.system.run_directory import PARQUET, STREAM
 if TYPE_CHECKING:
     import torch
 
-GROWTH = 2  # growth of the rows since the last ledger.parquet before an evaluation writes it again
+GROWTH = 2  # factor by which rows grow before an evaluation writes ledger.parquet again
 
 
 class Ledger(Appender):
-    """Ledger of the examples of each update, even a skipped one, and of each evaluation.
+    """Callback that records the examples of each update and evaluation.
 
-    An append is one write of some kilobytes. All rows are read and written as Parquet at the start, at an evaluation if
-    they have doubled, and at the end: together at most three times the cost at the end.
+    It records skipped updates too. An append is one write of some kilobytes. All rows are read and written as Parquet
+    at the start, at an evaluation if they have doubled, and at the end: together at most three times the cost at the
+    end.
     """
 
     files, derived = (STREAM,), (PARQUET,)
@@ -78,24 +79,35 @@ class Ledger(Appender):
         table: Mapping[str, torch.Tensor],
         drawn: Mapping[int, Drawn] = MappingProxyType({}),
     ) -> None:
-        """Add a row for each example of update or evaluation `number`, by a policy after `done` updates."""
+        """Append the examples of update or evaluation `number`.
+
+        The policy has done `done` updates.
+        """
         from dpo.analysis.ledger_file import DRAWN, append
 
         context, n = self.context, len(examples)
         updates_per_epoch = context.data.report.epoch // context.plan.data.batch_size
-        tokens = list(zip(*(example.n_scored for example in examples), strict=True))
+        tokens = [dict(zip(example.roles, example.n_scored, strict=True)) for example in examples]
+
+        def pick(metric: str, role: str) -> list[float | None] | None:
+            """Values of a metric, None for examples without this role."""
+            if metric not in table:
+                return None
+            rows = zip(table[metric].tolist(), examples, strict=True)
+            return [value if role in example.roles else None for value, example in rows]
+
         columns: dict[str, Any] = {
             "example": [example.digest for example in examples],
             "dataset": [example.dataset for example in examples],
             "update": [number] * n,
             "epoch": [done // updates_per_epoch] * n,
             "split": [split] * n,
-            "policy_chosen": table[f"logps_{split}/chosen"],
-            "policy_rejected": table.get(f"logps_{split}/rejected"),
-            "reference_chosen": table.get("reference/chosen"),
-            "reference_rejected": table.get("reference/rejected"),
-            "chosen_tokens": tokens[0],
-            "rejected_tokens": tokens[1] if len(tokens) > 1 else None,
+            "policy_chosen": pick(f"logps_{split}/chosen", "chosen"),
+            "policy_rejected": pick(f"logps_{split}/rejected", "rejected"),
+            "reference_chosen": pick("reference/chosen", "chosen"),
+            "reference_rejected": pick("reference/rejected", "rejected"),
+            "chosen_tokens": [n.get("chosen") for n in tokens],
+            "rejected_tokens": [n.get("rejected") for n in tokens],
             "truncated": [example.truncated for example in examples],
             "loss": table[f"loss/{split}"],
             "margin": table.get(f"rewards_{split}/margins"),

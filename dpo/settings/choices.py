@@ -68,4 +68,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 LR_SCALINGS = ("none", "linear", "sqrt")
 NAN_POLICIES = ("raise", "skip")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
-COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")  # our names for columns of own data
+# our names for the columns of own data: what a loss trains on, and the forms in which records may have it
+PAIRS, TARGETS, CHATS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
+FORMS: dict[str, tuple[tuple[str, ...], ...]] = {"pairs": (PAIRS,), "targets": (PAIRS, TARGETS, CHATS)}
+COLUMNS = tuple(dict.fromkeys(column for forms in FORMS.values() for form in forms for column in form))

@@ -63,7 +63,7 @@ def _list_losses(fits: Callable[[Loss], bool], between: str = ", ") -> str:
 
 SEVERAL = "a trainer of several processes: trainer=FSDPTrainer"
 REFERENCE = f"a loss with a reference: any but {_list_losses(lambda loss: not loss.reference)}"
-PAIRS = f"a loss of pairs: any but {_list_losses(lambda loss: not loss.pairwise)}"
+PAIRS = f"a loss of pairs: any but {_list_losses(lambda loss: loss.trains_on != 'pairs')}"
 MARGIN = (
     "a loss whose log-ratios enter by their difference alone: "
     f"loss={_list_losses(lambda loss: loss.reference and loss.margin_only, ' or ')}"
@@ -91,7 +91,7 @@ CHECKS = (
           lambda v, p: v["sample_during_eval"] or v["online.name"] == "online"),
     needs("do_first_sampling", "do_first_eval=true and sample_during_eval=true",
           lambda v, p: v["do_first_eval"] and v["sample_during_eval"]),
-    needs("loss.sft_weight", PAIRS, lambda v, p: p.loss.pairwise, "error"),
+    needs("loss.sft_weight", PAIRS, lambda v, p: p.loss.trains_on == "pairs", "error"),
     needs("loss.wpo loss.ld_alpha", REFERENCE, lambda v, p: p.loss.reference, "error"),
     needs("loss.f_divergence", MARGIN, lambda v, p: p.loss.reference and p.loss.margin_only, "error"),
     needs("loss.f_alpha", "loss.f_divergence=alpha", lambda v, p: v["loss.f_divergence"] == "alpha"),
@@ -181,7 +181,7 @@ CHECKS = (
     Check(lambda v, p: v["loss.reference_free"] and v["loss.f_divergence"] != "reverse_kl",
           "loss.f_divergence={loss.f_divergence} is a divergence from the reference: set loss.reference_free=false"),
     # --- online pairs
-    Check(lambda v, p: v["online.name"] == "online" and not p.loss.pairwise,
+    Check(lambda v, p: v["online.name"] == "online" and p.loss.trains_on != "pairs",
           "online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
     Check(lambda v, p: v["online.name"] == "online" and v["cache_reference_logps"] == "all",
           "cache_reference_logps=all needs pairs that are known before: leave it out with online=online"),
@@ -244,7 +244,7 @@ def _explain_missing(key: str, v: Values) -> str:
 def _may_be_pairwise(key: str) -> bool:
     """Return whether a key is the weight of a loss of pairs, or of none that is known."""
     loss = LOSSES.get(key.removeprefix(WEIGHTS))
-    return key.startswith(WEIGHTS) and (loss is None or loss.pairwise)
+    return key.startswith(WEIGHTS) and (loss is None or loss.trains_on == "pairs")
 
 
 def _find_script(v: Values) -> Path:

@@ -1,4 +1,4 @@
-"""The global batches of a run, prepared ahead of time in background threads."""
+"""Global batches of a run, prepared ahead of time in background threads."""
 
 from __future__ import annotations
 
@@ -25,23 +25,28 @@ Result = TypeVar("Result")
 
 
 class Batch(NamedTuple):
-    """All that an update or an evaluation takes: B examples, the same on every process, and this process's part."""
+    """B examples of an update or evaluation, and this process's microbatches.
+
+    Examples, weights and numbers are the same on every process.
+    """
 
     examples: list[Example]
-    weights: Sequence[float]  # of each example in the means of loss and metrics; 0 for a tie
+    weights: Sequence[float]  # per example, in the means of loss and metrics; 0 for a tie
     microbatches: list[Microbatch]
-    numbers: Sequence[int]  # of each example, in both splits; empty if the reference's log-probabilities are not cached
-    drawn: Mapping[int, Drawn] = MappingProxyType({})  # by place in the batch: the pairs that the policy wrote
-    metrics: Mapping[str, float] = MappingProxyType({})  # of the drawing
-    seconds: Mapping[str, float] = MappingProxyType({})  # that each part of the drawing took
+    numbers: Sequence[int]  # per example, over both splits, for the reference's cache; empty to bypass it
+    # the last three are for online pairs
+    drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by place in the batch
+    metrics: Mapping[str, float] = MappingProxyType({})
+    seconds: Mapping[str, float] = MappingProxyType({})  # spent on sampling and on scoring
 
 
 def prefetch(
     items: Iterable[Item], prepare: Callable[[Item], Result], *, workers: int, ahead: int = 2
 ) -> Iterator[Result]:
-    """Yield `prepare(item)` for each item in order, up to `ahead` of them early, in `workers` threads (0: this one).
+    """Yield `prepare(item)` for each item in order, prepared ahead.
 
-    Tokenizers and tensor operations let other threads run. An error in `prepare` is raised where its result is due.
+    Up to `ahead` results are prepared early, in `workers` threads; with 0 workers each is prepared when it is due.
+    Tokenizers and tensor operations release Python's lock. An error in `prepare` is raised where its result is due.
     """
     if not workers:
         yield from map(prepare, items)
@@ -55,13 +60,16 @@ def prefetch(
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
-        finally:
+        finally:  # also when the consumer stops early: the pool would otherwise finish what is queued
             for future in waiting:
                 future.cancel()
 
 
 class Batches:
-    """The batches of a run, each prepared for process `rank` of the `size` processes that see different rows."""
+    """The batches of a run, prepared for one process.
+
+    `rank` counts among the `size` processes that see different examples.
+    """
 
     def __init__(
         self, plan: Plan, data: TrainingData, layout: Layout, *, seed: int, rank: int = 0, size: int = 1
@@ -72,19 +80,23 @@ class Batches:
         self.parts: dict[str, Any] = {}  # parts of checkpoints
         counts = data.train.counts, data.test.counts
         ends = np.cumsum(np.concatenate(counts))
-        self._first_numbers = np.split(ends - np.concatenate(counts), [len(counts[0])])  # of each prompt's examples
+        # the number of each prompt's first example, per split; numbers continue from train to test
+        self._first_numbers = np.split(ends - np.concatenate(counts), [len(counts[0])])
 
     def train(self, *, skip: int = 0) -> Iterator[Any]:
-        """Training batches in the reference implementation's order, up to its stop rule.
+        """Iterate over training batches in the reference's order.
 
-        The first `skip` are not prepared: a resumed run has already trained on them.
+        Ends by the reference's stop rule. The first `skip` batches are not prepared: a resumed run has trained on them.
         """
         source, n_microbatches = (self.data.train, self._first_numbers[0]), self.plan.data.gradient_accumulation_steps
         prepare = partial(self._prepare, *source, n_microbatches=n_microbatches)
         return self._iterate_train(prepare, self.data.train.counts.tolist(), skip=skip)
 
     def draw(self, item: Any, *, update: int) -> Batch:
-        """The batch of an update, made from an item that `train` yields: here the item itself."""
+        """Make the batch of an update from an item of `train`.
+
+        Here the item is the batch.
+        """
         return item
 
     def _iterate_train(self, prepare: Callable[..., Result], counts: Sequence[int], *, skip: int) -> Iterator[Result]:
@@ -100,7 +112,10 @@ class Batches:
         return prefetch(itertools.islice(batches, skip, None), prepare, workers=plan.data.num_workers)
 
     def test(self) -> Iterator[Batch]:
-        """Evaluation batches, one microbatch per process; each example comes once, and the last may be partial."""
+        """Iterate over evaluation batches, one microbatch per process.
+
+        Each example comes once, and the last batch may be partial.
+        """
         return self._iterate_test(partial(self._prepare, self.data.test, self._first_numbers[1], n_microbatches=1))
 
     def test_sizes(self) -> list[int]:
@@ -118,18 +133,17 @@ class Batches:
         return prefetch(batches, prepare, workers=plan.data.num_workers)
 
     def read_prompts(self, places: Sequence[tuple[int, int]]) -> list[Prompt]:
-        """The prompts of a batch."""
         return [self.data.train[number] for number, _ in places]
 
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:
-        """The examples as token ids, truncated."""
+        """Tokenize and truncate examples."""
         lengths = {"max_length": self.plan.data.max_length, "max_prompt_length": self.plan.data.max_prompt_length}
         return encode_examples(texts, self.data.encode, **lengths)
 
     def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
-        """This process's microbatches of a global batch."""
+        """Split a global batch into microbatches; return this process's."""
         microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=self.size)
-        if torch.cuda.is_available():  # from pinned memory the copy does not wait
+        if torch.cuda.is_available():  # copies from pinned memory are asynchronous
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         return microbatches
 

@@ -1,4 +1,4 @@
-"""Evaluating a policy on the evaluation batches, and sampling from it and the reference."""
+"""Evaluation of a policy, and samples from it and the reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpo.training.stop import StopRequest
 
 
 def notes_on_interval(plan: Plan) -> list[str]:
-    """A warning if the interval differs from `eval_every`."""
+    """A warning if evaluations cannot come exactly every `eval_every`."""
     interval, wanted = plan.eval_interval, plan.evaluation.eval_every
     if interval == wanted:
         return []
@@ -51,7 +51,7 @@ class Evaluator:
         self.mesh, self.progress, self.stop, self.seed = objective.mesh, progress, stop, seed
 
     def metrics(self) -> Reduced:
-        """The metrics of all examples of the evaluation batches."""
+        """Evaluate the policy on all evaluation batches."""
         objective = self.objective
         objective.policy.eval()
         metrics = objective.evaluate(self._one_by_one())
@@ -66,10 +66,10 @@ class Evaluator:
             yield batch
 
     def samples(self, *, n_examples: int) -> list[Sample]:
-        """Continuations of the first `n_eval_model_samples` evaluation prompts, or of all if there are fewer.
+        """Sample continuations of the first `n_eval_model_samples` evaluation prompts.
 
-        They are sampled in whole batches, at least one. `n_examples`, the number of examples the policy was trained on,
-        is part of the random seed.
+        Whole batches are sampled, at least one; fewer prompts if the data has fewer. `n_examples`, the number of
+        examples the policy was trained on, is part of the random seed.
         """
         at_most = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
         examples = [batch.examples for batch in self.batches[:at_most]]
@@ -83,7 +83,10 @@ class Evaluator:
         return list(map(Sample, fed, policy, reference))
 
     def sampled_models(self) -> Iterator[Any]:
-        """The policy and then the reference, if there is one; the reference is in use while it is yielded."""
+        """Yield the policy, then the reference if there is one.
+
+        The reference is in use while it is yielded.
+        """
         yield self.objective.policy
         reference = self.objective.reference
         if reference is not None and reference.model is not None:
@@ -91,7 +94,7 @@ class Evaluator:
                 yield reference.model
 
     def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[str]:
-        """Continuations of this process's collated prompts."""
+        """Sample continuations of this process's collated prompts."""
         plan = self.plan
         most = plan.data.max_length - prompts["prompt_input_ids"].shape[1]
         most = min(most, plan.evaluation.n_eval_tokens or most)

@@ -1,6 +1,7 @@
-"""The work before the first update: its size, printed before it begins, and whether sampling is put off.
+"""The work before the first update, announced with its size.
 
-Everything is counted from config and data, nothing is measured: every process and every start decides alike.
+Also decides whether sampling is postponed to the second evaluation. Everything is counted from config and data, not
+measured, so every process and every restart decides alike.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from dpo.data.preflight import TrainingData
 from dpo.numbers import count
 from dpo.settings.plan import Plan
 
-# trained tokens that take as long as one sampled token: between 1 (SmolLM2-135M) and 4 (the tests' tiny-llama), both
-# measured on one CPU core (docs/metrics.md)
+# cost of a sampled token in trained tokens: measured between 1 (SmolLM2-135M) and 4 (the tests' tiny-llama) on one CPU
+# core (docs/metrics.md)
 SAMPLED_COST = 3
-MOST = 0.1  # largest share of a run for samples before its first update, unless they are asked for
+MOST = 0.1  # largest share of a run's time for samples before its first update, unless they are asked for
 
 
 class FirstUpdate(NamedTuple):
@@ -23,7 +24,7 @@ class FirstUpdate(NamedTuple):
 
     tested: int  # examples in the self-test
     draws_samples: bool
-    messages: list[str]  # to print at the start: each item with its size and the keys that change it
+    messages: list[str]  # the items, each with its size and the keys that change it
 
     @classmethod
     def of(cls, plan: Plan, data: TrainingData, sizes: Sequence[int]) -> FirstUpdate:
@@ -66,7 +67,7 @@ class FirstUpdate(NamedTuple):
 
 
 def _count_samples(plan: Plan, data: TrainingData, sizes: Sequence[int]) -> tuple[int, int, int]:
-    """Upper bounds on the prompts that an evaluation samples for, the models that continue them, and all tokens."""
+    """Upper bounds on sampled prompts, models and tokens of an evaluation."""
     n_batches = max(1, plan.evaluation.n_eval_model_samples // plan.data.eval_batch_size)
     prompts = sum(sizes[:n_batches])
     frees_reference = plan.reference == "model" and plan.caches_reference_first
@@ -77,7 +78,10 @@ def _count_samples(plan: Plan, data: TrainingData, sizes: Sequence[int]) -> tupl
 
 
 def _count_trained(plan: Plan, data: TrainingData) -> int:
-    """Tokens that a run trains on, each prompt counted once for its responses, and the cost of online samples."""
+    """Tokens that a run trains on, with the cost of online samples.
+
+    A prompt counts once, however many responses it has.
+    """
     train = data.report.train
     per_example = train.mean_prompt_tokens + train.mean_chosen_tokens + (train.mean_rejected_tokens or 0)
     if plan.online:

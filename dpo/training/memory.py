@@ -1,8 +1,8 @@
-"""Prediction of a run's memory from shapes alone, and the settings that would reduce it.
+"""Prediction of a run's memory, and of the settings that reduce it.
 
-Models without weights run a forward and a backward on the largest microbatch, a step of sampling, and the scoring of
-answers, with fake tensors; a tracker records the memory in use. What is held throughout is counted from the policy's
-parameters.
+Models without weights run a forward and a backward pass on the largest microbatch, a step of sampling, and the scoring
+of answers, on fake tensors; a tracker records the memory in use. Memory that is held throughout is computed from the
+policy's parameters.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ PURPOSES = (
     "kv_cache",  # keys and values of the tokens so far, while answers are sampled
     "update",  # temporaries of an optimizer that updates all parameters at once, on a GPU
     "kept",  # freed but kept by the allocator, on a CPU
-    "process",  # Python, libraries and data: host memory
+    "process",  # Python, libraries and data, in host memory
 )
-TEMPORARY = ("gradients", "optimizer", "activations", "logits", "kv_cache")  # is allocated anew while training
-# share of it that a single process on a CPU keeps as holes (`malloc.keep_freed_memory`), measured on SmolLM2
+TEMPORARY = ("gradients", "optimizer", "activations", "logits", "kv_cache")  # allocated while training
+# share of TEMPORARY lost to fragmentation in a single process on a CPU, which keeps freed memory; measured on SmolLM2
 KEPT = 0.2
 REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)
 ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
-LOOKED_AT = 50  # global batches that are searched for the largest microbatch
+LOOKED_AT = 50  # global batches that are searched for the largest microbatch: laying out a whole run takes long
 
 
 def predict(plan: Plan, data: TrainingData) -> Bytes:
-    """The peak memory of a process.
+    """Predict the peak memory of a process.
 
     Too high under tensor parallelism, where it counts the activations of whole layers.
     """
@@ -70,7 +70,7 @@ def predict(plan: Plan, data: TrainingData) -> Bytes:
 
 
 def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
-    """The peak memory of a process in each phase of a run, by the phase's name."""
+    """Predict a process's peak memory in each phase of a run."""
     policy = find_policy_structure(plan, plan.model.policy_dtype)
     held = _count_held(plan, policy)
     reward = find_reward_structure(plan) if plan.online and plan.online.scorer == "reward_model" else None
@@ -84,20 +84,20 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
         checkpoint_activations(policy)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
     trained, evaluations = _find_batches(plan, data, layout)
-    n_backwards = min(plan.data.gradient_accumulation_steps, 2)  # the second finds gradients of the first
+    n_backwards = min(plan.data.gradient_accumulation_steps, 2)  # the second runs beside the first's gradients
     update = _find_microbatch_peak(plan, policy, fake, layout, trained, n_backwards=n_backwards)
     evaluated = (microbatch for batch in evaluations for microbatch in batch.microbatches)
     scoring = _find_microbatch_peak(plan, policy, fake, layout, evaluated, n_backwards=0)
-    held["process"] = 0 if plan.gpus else resident_memory()  # with what was imported to predict
+    held["process"] = 0 if plan.gpus else resident_memory()  # measured here, with all libraries imported
 
     phases: dict[str, Bytes] = {}
     between_updates = _without(held, "gradients", "reduced", "update")
     if plan.reference == "model" and plan.caches_reference_first:
         phases["scoring the reference"] = _without(between_updates, "optimizer") + scoring
-        held, between_updates = (_without(need, "reference") for need in (held, between_updates))  # it is freed
-    phases["training"] = held + max(update, scoring, key=Bytes.total)  # evaluations included
+        held, between_updates = (_without(need, "reference") for need in (held, between_updates))  # freed by then
+    phases["training"] = held + max(update, scoring, key=Bytes.total)  # with evaluations
     if plan.evaluation.sample_during_eval:
-        # sampling is predicted with forwards of the last two tokens
+        # at least 2 tokens, as `_while_sampling` feeds the last two one by one
         n_prompt = max(2, *(len(example.prompt) for batch in evaluations for example in batch.examples))
         n_new = plan.data.max_length - n_prompt
         rows = -(-max(len(batch.examples) for batch in evaluations) // plan.dims.data_size)
@@ -113,7 +113,7 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
         phases["sampling"] = _while_sampling(
             plan, policy, fake, between_updates, sampling, rows=rounds.rows, n_prompt=n_prompt, autocast=autocast
         )
-        if reward:  # which sees whole prompts
+        if reward:  # it reads whole prompts, which the policy's limits do not truncate
             longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
             length = min(longest, reward.limit or longest)
             peak = _find_scoring_peak(reward.model, fake, device, rows=rounds.scored, length=length)
@@ -132,12 +132,15 @@ def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-# --- what is held -----------------------------------------------------------------------------------------------------
+# --- memory held throughout -------------------------------------------------------------------------------------------
 
 
 def _count_held(plan: Plan, policy: Any) -> Bytes:
-    """Memory held throughout training: all but activations, and freed memory that the allocator keeps."""
-    dims, buffers = plan.dims, _count_bytes(policy.buffers())  # every process has all buffers
+    """Memory held throughout training.
+
+    Everything but activations and the freed memory that the allocator keeps.
+    """
+    dims, buffers = plan.dims, _count_bytes(policy.buffers())  # buffers are not sharded
     shards = dims.shard_size * dims.tensor_size
     adapter, second = (list(adapter_weights(policy, name).values()) for name in (POLICY, REFERENCE))
     trained = _count_bytes(trained_parameters(policy)) // shards
@@ -157,11 +160,12 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
         blocks = [[*block.parameters()] for block in find_blocks(policy, plan.model.block_name)]
         within = {parameter for block in blocks for parameter in block}
         root = [parameter for parameter in policy.parameters() if parameter not in within]
-        at_once = _count(root) + 2 * max(map(_count, blocks))  # the block that runs, and the next
+        at_once = _count(root) + 2 * max(map(_count, blocks))  # the running block, and the next, which is prefetched
         held["gathered"] = at_once * DTYPES[plan.compute_dtype].itemsize // dims.tensor_size
         reduced = max(_count(p for p in unit if p.requires_grad) for unit in (root, *blocks))
         held["reduced"] = reduced * REDUCED // dims.tensor_size
-    if plan.gpus and dims.world_size == 1 and plan.training.optimizer not in ONE_BY_ONE:  # shards are, one by one
+    # parameters that are shards are updated one by one
+    if plan.gpus and dims.world_size == 1 and plan.training.optimizer not in ONE_BY_ONE:
         held["update"] = int(trained * temporaries)
     return held
 
@@ -171,26 +175,29 @@ def _count(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _measure_optimizer(name: str) -> tuple[float, float]:
-    """Bytes of state, and of temporaries in an update, per byte of parameter; measured on a small parameter."""
+    """Bytes of state and of temporaries per byte of parameter.
+
+    Measured by updating a small parameter.
+    """
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = OPTIMIZERS[name]([parameter], lr=0.1, foreach=True)  # as on a GPU
-    optimizer.step()
+    optimizer.step()  # the first step makes the states, which must not count as temporaries
     states = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
     with MemoryTracker([parameter, parameter.grad, *states]) as tracker:
         optimizer.step()
     return _count_bytes(states) / parameter.nbytes, tracker.peak.total() / parameter.nbytes
 
 
-# --- what comes and goes ----------------------------------------------------------------------------------------------
+# --- memory of single phases ------------------------------------------------------------------------------------------
 
 
 def _find_batches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[list[Microbatch], list[Batch]]:
-    """The microbatches of the run's first training batches, and its evaluation batches."""
+    """Microbatches of the first training batches, and the evaluation batches."""
     limit = min(plan.data.n_examples or 10**9, LOOKED_AT * plan.data.batch_size)
     first, kind = plan.change("n_examples", limit), LongestAnswers if plan.online else Batches
     trained, evaluations = [], []
-    for rank in range(min(plan.dims.data_size, 4)):
+    for rank in range(min(plan.dims.data_size, 4)):  # microbatches of further ranks are about as large
         batches = kind(first, data, layout, seed=plan.run.seed, rank=rank, size=plan.dims.data_size)
         trained += [microbatch for batch in batches.train() for microbatch in batch.microbatches]
         evaluations += batches.test()
@@ -198,18 +205,23 @@ def _find_batches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[list[
 
 
 class LongestAnswers(Batches):
-    """The batches of an online run with the longest answers, `max_new_tokens`, and the longest pairs of the data."""
+    """Batches of an online run with the longest possible sequences.
+
+    Answers have `max_new_tokens`, and pairs from the data are the longest of their prompts.
+    """
 
     def train(self, *, skip: int = 0) -> Iterator[Batch]:
         return self._iterate_train(self._longest, [1] * len(self.data.train), skip=skip)
 
     def _longest(self, places: Sequence[tuple[int, int]]) -> Batch:
         plan, prompts = self.plan, self.read_prompts(places)
-        answers = tuple((token,) * plan.online.max_new_tokens for token in (0, 1))  # with no token in common
+        # two answers that differ, as the shared-prefix layout would pack equal ones once
+        answers = tuple((token,) * plan.online.max_new_tokens for token in (0, 1))
         examples = [encode_prompt(prompt, self.data, plan)._replace(responses=answers) for prompt in prompts]
         if n := plan.n_offline:
             pairs = [self.encode(list_examples(prompt)) for prompt in prompts]
             longest = [max(of_prompt, key=lambda pair: pair.n_tokens) for of_prompt in pairs]
+            # any prompt may get a pair from the data: take those that it makes longest
             more = [pair.n_tokens - drawn.n_tokens for pair, drawn in zip(longest, examples, strict=True)]
             for place in sorted(range(len(prompts)), key=lambda place: -more[place])[:n]:
                 examples[place] = longest[place]
@@ -226,7 +238,10 @@ def _find_microbatch_peak(
     *,
     n_backwards: int,
 ) -> Bytes:
-    """The peak of activations and logits on the largest microbatch; without a backward, of a forward in evaluation."""
+    """Peak of activations and logits on the largest microbatch.
+
+    With `n_backwards=0` there is no backward pass, as in evaluation.
+    """
     largest, device = max(microbatches, key=lambda microbatch: microbatch.n_tokens), policy.device.type
     policy.train(n_backwards > 0)
     autocast = DTYPES.get(plan.model.autocast)
@@ -243,12 +258,12 @@ def _find_microbatch_peak(
 
 
 class Rounds(NamedTuple):
-    """Sizes in which the answers of an update are sampled and scored."""
+    """Sizes of the batches in which answers are sampled and scored."""
 
-    answers: int  # number of answers of an update, on all processes
-    batches: int  # number of batches that a process samples, each with one forward per token
+    answers: int  # per update, on all processes
+    batches: int  # sampled by a process per update, each with one forward pass per token
     rows: int  # answers in a batch
-    scored: int  # texts that a reward model scores at a time
+    scored: int  # texts that a reward model reads at a time
 
     @classmethod
     def of(cls, plan: Plan) -> Rounds:
@@ -270,10 +285,10 @@ def _while_sampling(
     n_prompt: int,
     autocast: str | None,
 ) -> Bytes:
-    """The memory of a process while it samples `rows` answers to prompts of `n_prompt` tokens.
+    """Memory of a process that samples `rows` answers at once.
 
-    The peak is reached while the prompts are read, or at the last token. All weights are gathered where they fit
-    (`sharding.gathered_weights`).
+    The prompts have `n_prompt` tokens. The peak comes while the prompts are read, or at the last token. All weights are
+    gathered if they fit (`sharding.gathered_weights`).
     """
     device, n_new, peaks = policy.device, sampling.max_new_tokens, []
     with (
@@ -297,10 +312,11 @@ def _while_sampling(
             with MemoryTracker.of(policy) as tracker:
                 if n_before == 0:
                     cache = forward(n_prompt, 0, None)
-                else:  # the first of two forwards replaces the whole cache by a tracked one
+                else:  # the first of two forwards replaces the cache by one that is tracked
                     for more in (2, 1):
                         cache = forward(1, n_prompt + n_before - more, cache)
             layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "keys")]
+            # the tracker cannot tell the cache from other activations
             kv = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
             peaks.append(tracker.peak + Counter(kv_cache=kv) - Counter(activations=kv))
             del cache, layers
@@ -314,8 +330,11 @@ def _while_sampling(
 
 
 def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, rows: int, length: int) -> Bytes:
-    """The peak of a reward model's forward on `rows` texts of `length` tokens; the model has no weights."""
-    model.config.get_text_config().pad_token_id = 0
+    """Peak of a reward model's forward pass on `rows` texts.
+
+    The texts have `length` tokens, and the model has no weights.
+    """
+    model.config.get_text_config().pad_token_id = 0  # classifiers refuse several rows without one
     with fake, torch.no_grad():
         model = on_device(model, device, None)
         ids = torch.ones(rows, length, dtype=torch.long, device=device)
@@ -326,7 +345,7 @@ def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, rows: i
 
 # --- reports -------------------------------------------------------------------------------------------------------
 
-HELP = (  # keys, and the value to try; None: nothing
+HELP = (  # settings that may save memory: the key, and the value to try (None: not applicable)
     ("gradient_accumulation_steps", lambda plan: 2 * plan.data.gradient_accumulation_steps),
     ("activation_checkpointing", lambda plan: True),
     ("model.attn_implementation", lambda plan: "sdpa"),
@@ -341,13 +360,13 @@ HELP = (  # keys, and the value to try; None: nothing
     ("online.max_new_tokens", lambda plan: plan.online.max_new_tokens // 2 if plan.online else None),
     ("lora", lambda plan: "lora" if plan.lora is None else None),
     ("lora", lambda plan: None if plan.quantized else "qlora"),
-    # without a second model
+    # saves the second model
     ("lora.reference", lambda plan: plan.lora and ("adapter" if find_adapter(plan.model.archive) else "base")),
 )
 
 
 def suggest(plan: Plan, data: TrainingData) -> list[str]:
-    """The three settings that would save the most, each with the memory a process would then need."""
+    """The three settings that save most, with the memory then needed."""
     need, found = predict(plan, data), []
     for key, change in HELP:
         value = change(plan)
@@ -360,13 +379,13 @@ def suggest(plan: Plan, data: TrainingData) -> list[str]:
             total = predict(other, data).total()
         except InputError:  # bitsandbytes has no kernels for this machine
             continue
-        if need.total() - total > 0.03 * (need.total() - need["process"]):
+        if need.total() - total > 0.03 * (need.total() - need["process"]):  # smaller savings are not worth a try
             found.append((total, f"{key}={str(value).lower() if value is True else value} ({total / 1e9:.2f} GB)"))
     return [text for _, text in sorted(found)[:3]]
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
-    """Print the memory that the run would need and, if it would not fit, settings that would help."""
+    """Print the memory needed and, if it won't fit, helpful settings."""
     phases, available = predict_phases(plan, data), _device_memory(plan)
     need = max(phases.values(), key=Bytes.total)
     for purpose in PURPOSES:
@@ -391,12 +410,15 @@ def print_prediction(plan: Plan, data: TrainingData) -> None:
 
 @contextmanager
 def explaining_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
-    """Inside, running out of memory raises RunError with the memory needed and the settings that would help."""
+    """Raise RunError with advice where memory runs out inside.
+
+    The message has the memory that a process needs, and settings that would reduce it.
+    """
     try:
         yield
     except RunError:  # already explains itself
         raise
-    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError, on CUDA and in its CPU allocator
+    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeErrors, on a GPU and on a CPU
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "t allocate memory" not in str(error):
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors they hold
@@ -414,7 +436,10 @@ def _join(found: list[str]) -> str:
 
 
 def _device_memory(plan: Plan) -> int:
-    """Bytes available to one process: its GPU, all GPUs if it is the only process, or its share of host memory."""
+    """Bytes available to one process.
+
+    Those of its GPU; of all GPUs if it is the only process; or its share of host memory.
+    """
     if torch.cuda.is_available():
         gpus = range(1 if plan.trainer.multi_process else torch.cuda.device_count())
         return sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)

@@ -1,6 +1,6 @@
-"""Bytes of tensors by purpose, tracked while operations create and free them.
+"""Memory of tensors by purpose, tracked as operations create and free them.
 
-The tensors are real, or fake: with shapes and lifetimes but no data (`torch._subclasses.FakeTensorMode`).
+Tensors are real or fake; fake ones have shapes and lifetimes but no data (`torch._subclasses.FakeTensorMode`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from dpo.models.adapters import trained_parameters
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Track the storages of all tensors that operations inside this context create."""
+    """Track the storages of all tensors created inside this context.
+
+    `live` and `peak` are bytes by purpose. Storages are counted once, however many tensors view them.
+    """
 
     def __init__(self, held: Iterable[torch.Tensor], *, vocabulary: int | None = None) -> None:
         super().__init__()
         self.vocabulary = vocabulary
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._kinds = {tensor.untyped_storage()._cdata: "held" for tensor in held}
+        self._kinds = {tensor.untyped_storage()._cdata: "held" for tensor in held}  # by the storage's address
 
     @classmethod
     def of(cls, model: Any) -> MemoryTracker:
-        """A tracker that distinguishes a model's gradients and logits from its activations."""
+        """Make a tracker that distinguishes gradients and logits from activations."""
         tracker = cls((*model.parameters(), *model.buffers()), vocabulary=model.get_output_embeddings().weight.shape[0])
         for parameter in trained_parameters(model):
             parameter.register_post_accumulate_grad_hook(tracker._is_gradient)
@@ -47,10 +50,11 @@ class MemoryTracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._kinds:
             return
+        # by shape, as an operation does not know what its result is for
         self._kinds[key] = "logits" if tensor.ndim and tensor.shape[-1] == self.vocabulary else "activations"
         size = storage.nbytes()
         self.live[self._kinds[key]] += size
-        weakref.finalize(storage, self._forget, key, size)
+        weakref.finalize(storage, self._forget, key, size)  # its address may be used again
         if self.live.total() > self.peak.total():
             self.peak = self.live.copy()
 
@@ -67,9 +71,10 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def on_device(policy: Any, device: str, gathered: torch.dtype | None) -> Any:
-    """Replace the tensors of a policy on the meta device by new ones; in a FakeTensorMode they take no memory.
+    """Materialize a policy from the meta device on `device`.
 
-    Parameters get the dtype `gathered` (None: keep their own). PEFT cannot put adapters into a model of fake tensors.
+    In a FakeTensorMode its tensors take no memory; PEFT cannot add adapters to a model that was built in one.
+    Parameters get the dtype `gathered`; None keeps their own.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay tied
     for module in policy.modules():

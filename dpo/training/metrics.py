@@ -1,4 +1,4 @@
-"""Per-example metrics of all processes: one reduction per update."""
+"""Per-example metrics of all processes, reduced once per update."""
 
 from __future__ import annotations
 
@@ -10,30 +10,42 @@ from typing import NamedTuple
 
 import torch
 
-REFERENCE = "reference/"  # prefix of the reference's log-probabilities, which are stored beside the metrics
+from dpo.data.examples import Example
+from dpo.losses import ROLES
 
-# for each microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each
+REFERENCE = "reference/"  # prefix of the reference's log-probabilities, which travel with the metrics
+
+# per microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each
 MicrobatchMetrics = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 
 class Reduced(NamedTuple):
     """The metrics of a global batch over all processes, on the host."""
 
-    examples: dict[str, torch.Tensor]  # metrics and, after REFERENCE, log-probabilities, (B,) each, in order
+    examples: dict[str, torch.Tensor]  # metrics, and log-probabilities under REFERENCE, (B,) each
     scalars: dict[str, float]
 
-    def means(self, weights: Sequence[float] = ()) -> dict[str, float]:
-        """Means of the metrics, and the scalars; without `weights`, or if all are 0, all examples count alike."""
-        metrics = {name: values for name, values in self.examples.items() if not name.startswith(REFERENCE)}
-        values = torch.stack(list(metrics.values())).double()
-        weights = weights if any(weights) else [1.0] * values.shape[1]
-        means = (values * torch.tensor(weights)).sum(1) / sum(weights)
-        return dict(zip(metrics, means.tolist(), strict=True)) | self.scalars
+    def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
+        """Compute the means of the metrics, and add the scalars.
+
+        Without `weights`, or if all are 0, every example counts alike. Given `examples`, a metric whose name ends in a
+        role is a mean over the examples with a response of that role; it is missing if there are none.
+        """
+        means = {}
+        for name, values in self.examples.items():
+            if name.startswith(REFERENCE):
+                continue
+            counts = torch.tensor(weights if any(weights) else [1.0] * len(values))  # a batch of ties has metrics too
+            if (role := name.rpartition("/")[2]) in ROLES and examples:
+                counts = counts * torch.tensor([role in example.roles for example in examples])
+            if counts.any():
+                means[name] = ((values.double() * counts).sum() / counts.sum()).item()
+        return means | self.scalars
 
     def find_kl(self, places: Sequence[int]) -> dict[str, float]:
-        """`online/kl`, KL(policy || reference) on the responses of these examples; empty if that is unknown.
+        """`online/kl`, KL(policy || reference) on the responses of these examples.
 
-        See docs/metrics.md for the estimator.
+        `places` are indices in the batch. Empty without places or reference. See docs/metrics.md for the estimator.
         """
         if not places or f"{REFERENCE}chosen" not in self.examples:
             return {}
@@ -52,9 +64,9 @@ def reduce_metrics(
 ) -> Reduced:
     """Combine the metrics of all microbatches and processes.
 
-    This takes one collective and one copy to the host, which waits for the device. `add` sums a tensor over the
-    processes, which hold zeros where another has values. Among processes that see the same examples, one `counts`.
-    `scalars` are summed as they are.
+    Takes one collective and one copy to the host, which waits for the device. `add` sums a tensor over the processes;
+    each holds zeros for the examples of others. Where several processes see the same examples, `counts` is true on one.
+    `scalars` are summed too.
     """
     names = list(metrics[0][1])
     values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (examples here, names)
@@ -70,7 +82,10 @@ def reduce_metrics(
 
 
 def peak_memory_gb() -> float:
-    """Peak memory of this process in GB (1e9 bytes): allocated on the GPUs if there are any, else resident."""
+    """Peak memory of this process in GB (1e9 bytes).
+
+    Memory allocated on the GPUs if there are any, else resident memory.
+    """
     if torch.cuda.is_available():
         return sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux

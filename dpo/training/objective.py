@@ -1,6 +1,6 @@
-"""Log-probabilities, losses and metrics of the examples of microbatches, reduced over all processes.
+"""Log-probabilities, losses and metrics of examples, reduced over all processes.
 
-The frozen reference's part is cached by example, so that it scores none twice in a run.
+The frozen reference's log-probabilities are cached by example, so that each example is scored once in a run.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_m
 from dpo.training.reference import Reference, read_logps
 
 Columns = dict[str, torch.Tensor]  # values of B examples by name, each (B,)
-SIDES = ("chosen", "rejected")
 
 
-def sum_tokens(tokens: TokenLogps, lengths: torch.Tensor, *, tails: bool) -> Columns:
-    """A model's fields of `Scores`, by name: sums over the tokens of responses with `lengths`, (sides, B).
+def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str], *, tails: bool) -> Columns:
+    """Sum a model's log-probabilities over each response's tokens.
 
-    With `tails` also the sums over the tokens beyond the shorter response's length.
+    Returns fields of `Scores` by name. With `tails` also sums over the tokens beyond the shorter response's length.
     """
+    lengths = microbatch.lengths
+    # without the example that a process feeds when it has none of its own
     logps, squares = (None if values is None else values[:, : lengths.shape[1]] for values in tokens)
     sums = {"": logps.sum(-1)}
     if tails:
@@ -45,29 +46,35 @@ def sum_tokens(tokens: TokenLogps, lengths: torch.Tensor, *, tails: bool) -> Col
         sums["_tail"] = (logps * beyond).sum(-1)
     if squares is not None:
         sums["_squares"] = squares.sum(-1)
-    return {side + kind: row for kind, rows in sums.items() for side, row in zip(SIDES, rows, strict=False)}
+    return {role + kind: row for kind, rows in sums.items() for role, row in microbatch.by_role(rows, roles).items()}
 
 
-def make_scores(policy: Columns, lengths: torch.Tensor, reference: Columns) -> Scores:
-    """The inputs of a loss, from the sums of the policy and of the reference (empty if there is none)."""
-    named = {f"{side}_lengths": n for side, n in zip(SIDES, lengths, strict=False)}
+def make_scores(policy: Columns, lengths: Columns, reference: Columns) -> Scores:
+    """Make a loss's input from sums of policy and reference.
+
+    `lengths` are the numbers of scored tokens by role.
+    """
+    named = {f"{role}_lengths": n for role, n in lengths.items()}
     return Scores(**policy, **named, **{f"reference_{name}": values for name, values in reference.items()})
 
 
 class BatchContext(NamedTuple):
-    """Values computed once per global batch of B examples, on the device, for its microbatches."""
+    """Values computed once per global batch, for all its microbatches.
 
-    weights: torch.Tensor  # (B,): those of the batch
+    B is the number of examples; tensors are on the device.
+    """
+
+    weights: torch.Tensor  # (B,), from `Batch.weights`
     total_weight: float  # their sum, or 1 if all are 0
     reference: torch.Tensor | None = None  # from `cached_reference`
     statistic: torch.Tensor | None = None  # (B, k): `Scores.batch_statistic`
-    numbers: Sequence[int] = ()  # under which to cache the reference's log-probabilities
+    numbers: Sequence[int] = ()  # of the examples whose reference log-probabilities are still to be cached
 
 
 class RunningAverage:
-    """The running average of `Loss.running_statistic` over the updates with the same reference.
+    """The running average of `Loss.running_statistic` over updates.
 
-    A part of checkpoints.
+    It starts anew when the reference changes. A part of checkpoints.
     """
 
     def __init__(self) -> None:
@@ -83,10 +90,12 @@ class RunningAverage:
 class Objective:
     """The loss of a policy, whose gradient an update follows.
 
-    `autocast` is the dtype in which float32 weights are multiplied, None for their own. While the `models_are_equal`,
-    rewards differ only by rounding, so accuracies are 0. Every `follow_every` updates the reference becomes a copy of
-    the policy; as that makes the models equal repeatedly, no accuracies are logged while they are. `seed` is for the
-    `dropout` of the policy's adapter, which is on only in updates.
+    `autocast` is the dtype in which float32 weights are multiplied; None keeps their own.
+
+    While `models_are_equal`, rewards differ only by rounding, so accuracies are 0. Every `follow_every` updates the
+    reference becomes a copy of the policy. As that makes the models equal repeatedly, no accuracies are then logged.
+
+    `seed` is for the dropout of the policy's adapter, which is on only in updates.
     """
 
     def __init__(
@@ -103,7 +112,6 @@ class Objective:
         seed: int = 0,
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh, self.loss = policy, reference, layout, mesh, loss
-        self.cached_columns = [*SIDES, *(f"{side}_tail" for side in SIDES if loss.needs_tails)]
         self.average = RunningAverage()
         self.parts = {"average": self.average} if loss.running_statistic else {}  # parts of checkpoints
         self.autocast, self.models_are_equal, self.follow_every = autocast, models_are_equal, follow_every
@@ -111,13 +119,16 @@ class Objective:
         self.dropout = AdapterDropout(policy, seed=seed)
 
     def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False) -> Columns:
-        """Run a model on a microbatch on the device and return `sum_tokens` of its examples."""
+        """Run a model on a microbatch and sum its log-probabilities.
+
+        Returns the columns of `sum_tokens`. The microbatch is on the device.
+        """
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             tokens = self.layout.forward(model, microbatch.inputs, with_squares=with_squares)
-        return sum_tokens(tokens, microbatch.lengths, tails=self.loss.needs_tails)
+        return sum_tokens(tokens, microbatch, self.loss.roles, tails=self.loss.needs_tails)
 
     def reference_forward(self, microbatch: Microbatch) -> Columns:
-        """The same for the reference, which must have a model."""
+        """Run `forward` on the reference, which must have a model."""
         with self.reference.in_use():
             return self.forward(self.reference.model, microbatch)
 
@@ -129,10 +140,10 @@ class Objective:
         split: str,
         loss: Loss | None = None,
     ) -> tuple[torch.Tensor, Columns]:
-        """Losses of the examples of a microbatch on the device, (B,), and their detached metrics.
+        """Compute the losses of a microbatch, (B,), and detached metrics.
 
-        `loss` replaces the run's. The metrics include the reference's log-probabilities, under REFERENCE.
-        Raises InputError for a loss that needs values which the run's forwards do not compute.
+        `loss` replaces the run's loss. The metrics include the reference's log-probabilities, under REFERENCE. Raises
+        InputError for a loss that needs values which the run's forward passes do not compute.
         """
         loss = loss or self.loss
         if loss.needs_tails > self.loss.needs_tails or loss.needs_squares > self.loss.needs_squares:
@@ -145,43 +156,48 @@ class Objective:
         return found.losses, self._metrics(scores, reference, found, split=split)
 
     def _metrics(self, scores: Scores, reference: Columns, found: Losses, *, split: str) -> Columns:
-        """The metrics of each example, detached, and the reference's log-probabilities."""
-        losses, chosen, rejected = found
-        metrics: Columns = {}
-        if chosen is not None and rejected is not None:
-            metrics = {f"rewards_{split}/chosen": chosen, f"rewards_{split}/rejected": rejected}
+        """Metrics per example, detached, with the reference's log-probabilities."""
+        metrics = {f"rewards_{split}/{role}": rewards for role, rewards in found.rewards.items()}
+        if found.rewards and self.loss.trains_on == "pairs":
+            chosen, rejected = found.rewards["chosen"], found.rewards["rejected"]
             if not (self.models_are_equal and self.follow_every):
                 ranked_right = (chosen > rejected) & (not self.models_are_equal)
                 metrics[f"rewards_{split}/accuracies"] = ranked_right.to(chosen)
             metrics[f"rewards_{split}/margins"] = chosen - rejected
-            metrics[f"logps_{split}/rejected"] = scores.rejected.detach()
-        metrics |= reference
-        return metrics | {f"logps_{split}/chosen": scores.chosen.detach(), f"loss/{split}": losses.detach()}
+        for role in reversed([*found.rewards] or ["chosen"]):  # the reference logs rejected first
+            metrics[f"logps_{split}/{role}"] = getattr(scores, role).detach()
+        metrics |= {f"{name}/{split}": values for name, values in found.metrics.items()}
+        return metrics | reference | {f"loss/{split}": found.losses.detach()}
 
     def _score(
         self, microbatch: Microbatch, cached: torch.Tensor | None, *, with_reference: bool
     ) -> tuple[Scores, Columns]:
-        """The inputs of a loss for a microbatch, and the reference's part of them, under REFERENCE."""
+        """Score a microbatch with policy and reference.
+
+        Returns a loss's input, and the reference's log-probabilities under REFERENCE.
+        """
         reference: Columns = {}
         if with_reference and cached is not None:
-            reference = dict(zip(self.cached_columns, cached[microbatch.indices].unbind(1), strict=True))
-        elif with_reference:  # before the policy's forward, whose activations stay
+            reference = dict(zip(self.loss.reference_columns, cached[microbatch.indices].unbind(1), strict=True))
+        elif with_reference:  # before the policy's forward, whose activations stay in memory
             with torch.no_grad():
                 reference = self.reference_forward(microbatch)
         policy = self.forward(self.policy, microbatch, with_squares=self.loss.needs_squares)
-        reference = {name: values.to(policy["chosen"]) for name, values in reference.items()}
-        scores = make_scores(policy, microbatch.lengths, reference)
+        reference = {name: values.to(policy["chosen"]) for name, values in reference.items()}  # device and dtype
+        scores = make_scores(policy, microbatch.by_role(microbatch.lengths, self.loss.roles), reference)
         return scores, {f"{REFERENCE}{name}": values for name, values in reference.items()}
 
     @torch.no_grad()
     def prepare(self, batch: Batch, *, update: int) -> BatchContext:
-        """Compute what the microbatches of a global batch share.
+        """Compute the values that the microbatches of a global batch share.
 
-        The loss's statistic of the batch costs a forward of the policy on every microbatch, with the dropout of the
-        update. It is of the examples with a weight, and None if the loss computes it itself or has none.
+        A batch statistic costs a forward pass of the policy on every microbatch, with the dropout of the update. It
+        covers the examples with a weight; it is None if the loss has none, or computes it itself from a single
+        microbatch.
         """
         weights = torch.tensor(batch.weights)
         given = self._to_device(weights), sum(batch.weights) or 1.0
+        # a loss that sees the whole batch at once computes its statistic itself
         is_whole = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if self.loss.batch_statistic is None or is_whole:
             cached = self.cached_reference(batch)
@@ -189,6 +205,7 @@ class Objective:
         whole, _ = self._score_all([batch], update=update)
         statistic, counts = None, weights > 0
         if any(batch.weights):
+            # ties are left out of the statistic, as they are of the loss
             scores = Scores(*(values[counts] if torch.is_tensor(values) else values for values in whole))
             found = self.loss.find_batch_statistic(scores._replace(average=self.average.value))
             statistic = found.new_zeros(len(counts), found.shape[1])
@@ -198,21 +215,24 @@ class Objective:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Reduced:
-        """The metrics of all examples of the batches; the loss is computed as for one batch of them all.
+        """Evaluate all examples of the batches, as one batch.
 
-        The running average over updates is replaced by its limit if every update were like this, so that the loss
-        depends only on weights and examples.
+        The running average is replaced by its limit if every update were like this batch, so that the loss depends only
+        on weights and examples.
         """
         scores, reference = self._score_all(batches)
         found, options = self.loss(scores), self.loss.options
         if self.loss.running_statistic and options["momentum"] < 1:
-            chosen, rejected = (values.mean().item() for values in found[1:])
+            chosen, rejected = (found.rewards[role].mean().item() for role in ("chosen", "rejected"))
             average = self.loss.running_statistic(chosen, rejected, options["beta"])
-            found = self.loss(scores._replace(average=average))
+            found = self.loss(scores._replace(average=average))  # rewards do not depend on the average
         return Reduced(self._metrics(scores, reference, found, split="eval"), {})
 
     def _score_all(self, batches: Iterable[Batch], *, update: int | None = None) -> tuple[Scores, Columns]:
-        """`_score` for every example of the batches, on every process, in float64; caches the reference's part."""
+        """Score every example of the batches on every process, in float64.
+
+        Also caches the reference's log-probabilities.
+        """
         table, numbers, n_examples, is_cached = [], [], 0, True
         for batch in batches:
             cached = self.cached_reference(batch)
@@ -223,13 +243,16 @@ class Objective:
                 columns = {name: values.double() for name, values in (columns | reference).items()}
                 table.append((microbatch.indices + n_examples, columns))
             n_examples, numbers = n_examples + len(batch.examples), [*numbers, *batch.numbers]
-            is_cached &= cached is not None or not self.loss.reference
+            is_cached &= cached is not None or not self.loss.reference  # then there is nothing to cache
         whole = self.reduce(table, n_examples, [] if is_cached else numbers).examples
         reference = {name: values for name, values in whole.items() if name.startswith(REFERENCE)}
         return Scores(**{name: values for name, values in whole.items() if name not in reference}), reference
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Follow a step of the optimizer on a global batch with these metrics."""
+        """Update running values after a step of the optimizer.
+
+        `metrics` are the means over the global batch.
+        """
         self.models_are_equal = False
         if self.loss.running_statistic:
             rewards, options = (metrics["rewards_train/chosen"], metrics["rewards_train/rejected"]), self.loss.options
@@ -237,22 +260,26 @@ class Objective:
             self.average.value = momentum * self.average.value + (1 - momentum) * value
 
     def sync_if_due(self, number: int) -> None:
-        """Make the reference a copy of the policy if that is due after update `number`, applied or not."""
+        """Copy the policy to the reference if due after update `number`.
+
+        Skipped updates count too.
+        """
         if self.follow_every and number % self.follow_every == 0:
             self.reference.follow(self.policy)
             self.models_are_equal = True
             self.average.value = 0.0  # it averaged log-ratios to the former reference
 
     def cached_reference(self, batch: Batch) -> torch.Tensor | None:
-        """The reference's cached log-probabilities of a global batch, on the device; None unless all are cached.
+        """The reference's cached log-probabilities of a global batch, if complete.
 
-        (B, 2), or (B, 4) with tails.
+        (B, columns of `Loss.reference_columns`), on the device. None unless all examples are cached.
         """
         cached = self.reference.logps.find(batch.numbers) if self.loss.reference else None
         return None if cached is None else self._to_device(cached)
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy values of the host to the device, for which neither waits."""
+        """Copy a host tensor to the device asynchronously."""
+        # from pinned memory neither host nor device waits
         return values.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else values
 
     def reduce(
@@ -262,19 +289,22 @@ class Objective:
         numbers: Sequence[int],
         scalars: Mapping[str, torch.Tensor] | None = None,
     ) -> Reduced:
-        """The metrics of all examples, on every process, and the sums of `scalars` over the processes.
+        """Gather metrics of all examples and sum `scalars`, on every process.
 
-        With `numbers`, also caches the reference's log-probabilities.
+        With `numbers`, also caches the reference's log-probabilities of these examples.
         """
         reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
         if numbers:
-            columns = [reduced.examples[f"{REFERENCE}{name}"] for name in self.cached_columns]
+            columns = [reduced.examples[f"{REFERENCE}{name}"] for name in self.loss.reference_columns]
             self.reference.logps.add(numbers, torch.stack(columns, dim=1))
         return reduced
 
     @torch.no_grad()
     def score(self, batch: Batch) -> torch.Tensor:
-        """The reference's log-probabilities of a global batch, (B, 2) or with tails (B, 4), on every process."""
+        """Score a global batch with the reference, on every process.
+
+        (B, columns of `Loss.reference_columns`).
+        """
         metrics = [
             (microbatch.indices, self.reference_forward(microbatch))
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches)
@@ -283,13 +313,14 @@ class Objective:
         return torch.stack(list(reduced.examples.values()), dim=1)
 
     def score_all(self, batches: Iterable[Batch], path: Path) -> str:
-        """Cache all pairs of the batches, from the file at `path` or scored now, and write the file.
+        """Cache all pairs of the batches, and write the file at `path`.
 
-        Returns a message about it. Raises InputError if the file disagrees with the reference's current values.
+        Pairs come from that file if it exists, else they are scored. Returns a message about it. Raises InputError if
+        the file disagrees with the reference's current values.
         """
         logps = self.reference.logps
         stored = read_logps(path, logps.shape) if self.mesh.rank == 0 and path.exists() else None
-        stored, seed = from_rank_0((stored, secrets.randbits(32)))
+        stored, seed = from_rank_0((stored, secrets.randbits(32)))  # all processes must score the same batches
         n_scored = logps.score_all(batches, self.score, stored, path=path, seed=seed)
         if self.mesh.rank == 0:
             logps.save(path)
@@ -309,13 +340,13 @@ def make_objective(
 ) -> Objective:
     """Make the objective, with a layout that both models support.
 
-    `log` gets the reason if that is not the layout asked for. `longest` is the largest number of tokens of a prompt
+    `log` gets the reason if that is not the layout asked for. `longest` is the largest number of tokens in a prompt
     with one response.
     """
     autocast = DTYPES[plan.model.autocast] if plan.model.autocast else None
     device = next(policy.parameters()).device
     tried = [(policy, plan.compute_dtype)]
-    if reference is not None and type(reference.model) is not type(policy):  # may not support the same layout
+    if reference is not None and type(reference.model) is not type(policy):  # it may not support the same layout
         tried.append((reference.model, plan.reference_dtype))
     layout = None
     for model, dtype in tried:
@@ -328,13 +359,13 @@ def make_objective(
                 longest=Longest.of(longest, max(plan.data.batch_size, plan.data.eval_batch_size), plan.data.max_length),
                 vetoed=mesh.any,
             )
-        release_gathered(model)
+        release_gathered(model)  # no backward pass has done it
         if note:
             log(note)
             break
     equal = False
     if reference is not None:
-        ours = weights_in_use(policy)
+        ours = weights_in_use(policy)  # listed first: the reference may be the policy with another adapter
         with reference.in_use():
             equal = hold_the_same(ours, weights_in_use(reference.model), mesh)
     assert layout is not None

@@ -1,7 +1,7 @@
-"""Online pairs: the best and the worst of the policy's answers to a prompt, as ranked by a scorer.
+"""Online pairs: best and worst of the policy's answers to a prompt.
 
-Online DPO is from arXiv 2402.04792. An answer depends only on the weights, the config's seed, and its place in the
-run: neither on other prompts nor on the number of processes, up to rounding. So nothing about it needs to be saved.
+A scorer ranks the answers (online DPO, arXiv 2402.04792). An answer depends only on the weights, the config's seed and
+its place in the run, up to rounding: not on other prompts or the number of processes. So nothing about it is saved.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from dpo.training.stop import StopRequest
 
 Answered = tuple[Prompt, list[Answer]]
 Item = TypeVar("Item")
-LOOKED_AT = 400  # training prompts that are checked at the start
-OFFLINE, SCORING = 1, 2  # mixed into the seeds of everything but answers
+LOOKED_AT = 400  # training prompts that the scorer checks at the start
+OFFLINE, SCORING = 1, 2  # mixed into the seeds, so that these random numbers differ from one another
 
 
 class ScorerState:
@@ -46,15 +46,16 @@ class ScorerState:
         return {"scorer": self.scorer.digest}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Raises InputError if the scorer has changed."""
+        """Check the scorer. Raises InputError if it has changed."""
         if state["scorer"] != self.scorer.digest:
             raise InputError(f"{self.scorer.name} has changed since the checkpoint: restore it, or start a new run")
 
 
 class OnlineBatches(Batches):
-    """The batches of a run whose training pairs are drawn from the policy; `train` yields the prompts of each batch.
+    """Batches of a run whose training pairs are drawn from the policy.
 
-    `draw` raises Stopped before a sampled token if any process was asked to stop.
+    `train` yields the prompts of each batch. `draw` raises Stopped before a sampled token if any process was asked to
+    stop.
     """
 
     def __init__(
@@ -86,7 +87,10 @@ class OnlineBatches(Batches):
         return self._iterate_train(self.read_prompts, [1] * len(self.data.train), skip=skip)
 
     def draw(self, item: Sequence[Prompt], *, update: int) -> Batch:
-        """Draw the batch of an update, a pair for each prompt, on every process. Raises ScorerFailed on all."""
+        """Draw the pairs of an update, one per prompt, on every process.
+
+        `n_offline` prompts get a pair from the data in place of answers. Raises ScorerFailed on every process.
+        """
         prompts, pairs = item, self._offline(item, update)
         examples = dict(zip(pairs, self.encode(list(pairs.values())), strict=True))
         asked = {
@@ -101,6 +105,7 @@ class OnlineBatches(Batches):
         drawn, weights = {}, [1.0] * len(prompts)
         for (place, example), of_prompt in zip(asked.items(), scores, strict=True):
             drawn[place] = one = _choose_pair(prompts[place], answers[place], of_prompt)
+            # a tie stays in the batch without a weight, so that every process has as many forwards as without ties
             weights[place] = float(self.keeps_ties or not one.is_tie)
             examples[place] = example._replace(
                 responses=tuple(side.tokens for side in one.pair),
@@ -112,42 +117,46 @@ class OnlineBatches(Batches):
             in_order,
             weights,
             self.split(in_order, self.plan.data.gradient_accumulation_steps),
-            numbers=(),  # the reference will hardly see the same pairs again
+            numbers=(),  # the reference's part is not cached: the same pairs hardly come again
             drawn=drawn,
             metrics=_metrics([*drawn.values()]),
             seconds={"sampling": sampled - start, "scoring": time.perf_counter() - sampled},
         )
 
     def _offline(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
-        """The places of a batch that get a pair from the data, each with a random pair of its prompt."""
+        """Choose `n_offline` places of a batch for pairs from the data.
+
+        Each gets a random pair of its prompt.
+        """
         rng = np.random.default_rng([self.seed, update, OFFLINE])
         places = sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist())
         pairs = {place: list_examples(prompts[place]) for place in places}
         return {place: of_prompt[rng.integers(len(of_prompt))] for place, of_prompt in pairs.items()}
 
     def _answer(self, asked: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:
-        """Sample `n_samples` answers to each prompt; every process gets all of them, by the prompt's place.
+        """Sample `n_samples` answers per prompt; returned on every process by place.
 
-        Prompts are dealt by length, so that each process samples for equally many, of about the same lengths.
+        Prompts are dealt out by length, so that every process samples for about as many, of about the same lengths.
         """
         by_length = sorted(asked, key=lambda place: len(asked[place].prompt))
         own = by_length[self.rank :: self.size]
-        # a process with one prompt less answers the last one twice, as all processes take part in every batch
+        # a process with one prompt less repeats the longest, as all processes take part in every forward
         places = own + by_length[-1:] * (-(-len(by_length) // self.size) - len(own))
         batches = _in_groups(places, max(1, self.plan.data.eval_batch_size // self.size))
         answers: list[tuple[int, list[Answer]]] = []
         policy = self.objective.policy.eval()
-        with gathered_weights(policy):
+        with gathered_weights(policy):  # once for all tokens, where memory allows
             for batch in self.progress.over(batches, total=len(batches), what="sample"):
                 answers += zip(batch, self._answer_batch(policy, asked, batch, update), strict=True)
-        return dict(self.mesh.gather_list(answers[: len(own)]))
+        return dict(self.mesh.gather_list(answers[: len(own)]))  # without the repeated prompt
 
     def _answer_batch(
         self, policy: Any, asked: Mapping[int, Example], places: Sequence[int], update: int
     ) -> list[list[Answer]]:
-        """The answers to one batch of prompts, given by their places."""
+        """Sample answers to the prompts at these places."""
         n = self.n_samples
         first = update * self.plan.data.batch_size
+        # an answer's number in the run seeds its sampling, whichever process and batch it is in
         numbers = [(first + place) * n + sample for place in places for sample in range(n)]
         most = self.sampling.max_new_tokens
 
@@ -161,18 +170,22 @@ class OnlineBatches(Batches):
             before_each_forward(policy, before_token),
             torch.autocast(self.objective.device.type, dtype=autocast, enabled=autocast is not None),
         ):
+            # in step, as each forward gathers shards from all processes
             tokenizer, in_step = self.data.tokenizer, self.mesh.world_size > 1
             return _in_groups(answer(policy, tokenizer, prompts, numbers, self.sampling, in_step=in_step), n)
 
     def _score(self, answered: Sequence[Answered], update: int) -> list[list[float]]:
-        """The score of each answer, less the penalty if the answer was cut off; on every process."""
-        if self.scorer.in_parallel:
+        """Score all answers, on every process.
+
+        The penalty is subtracted from the score of an answer without EOS.
+        """
+        if self.scorer.in_parallel:  # otherwise rank 0 scores all answers: only it has loaded the user's function
             own = np.array_split(np.arange(len(answered)), self.mesh.world_size)[self.mesh.rank]
             outcomes = self.mesh.gather_all(self._outcome([answered[i] for i in own], update))
         else:
             outcomes = [from_rank_0(self._outcome(answered, update) if self.mesh.rank == 0 else None)]
         for outcome in outcomes:
-            if isinstance(outcome, str):
+            if isinstance(outcome, str):  # errors are exchanged too, so that all processes fail at the same place
                 raise ScorerFailed(outcome)
         scores = [score for outcome in outcomes for score in outcome]
         answers = [one for _, of_prompt in answered for one in of_prompt]
@@ -180,9 +193,9 @@ class OnlineBatches(Batches):
         return _in_groups(penalized, self.n_samples)
 
     def _outcome(self, answered: Sequence[Answered], update: int) -> list[float] | str:
-        """Scores, or an error message, for the other processes.
+        """Score answers, or return the error message for the other processes.
 
-        Random numbers are seeded by the update, so that a resumed run draws them again.
+        Random generators are seeded by the update, so that a resumed run draws the same numbers.
         """
         prompts = [prompt for prompt, answers in answered for _ in answers]
         try:
@@ -193,32 +206,41 @@ class OnlineBatches(Batches):
 
 
 def _in_groups(items: Sequence[Item], size: int) -> list[list[Item]]:
-    """The items in order, `size` at a time."""
+    """Split the items into lists of `size`, in order."""
     return [[*items[start : start + size]] for start in range(0, len(items), size)]
 
 
 def some_prompts(data: TrainingData) -> list[Prompt]:
-    """The training prompts, or about LOOKED_AT evenly spaced ones if there are more."""
+    """The training prompts, or about LOOKED_AT evenly spaced ones if more."""
     return data.train[:: max(1, len(data.train) // LOOKED_AT)]
 
 
 def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
-    """An example without responses, its prompt truncated as for responses of `max_new_tokens`."""
+    """Tokenize a prompt to an example without responses.
+
+    It is truncated to leave room for `max_new_tokens`.
+    """
     ids = data.encode([prompt.text])
     whole, _ = append_eos(prompt.text, [], ids, data.tokenizer, rendered=prompt.rendered)
-    room = [[0] * plan.online.max_new_tokens]
+    room = [[0] * plan.online.max_new_tokens]  # stands in for a response
     cut, _ = truncate(whole, room, prompt.truncation_mode, plan.data.max_length, plan.data.max_prompt_length)
-    return Example(tuple(cut), (), (prompt.number, 0), prompt.dataset, truncated=cut != whole)
+    return Example(tuple(cut), (), id=(prompt.number, 0), dataset=prompt.dataset, truncated=cut != whole)
 
 
 def _choose_pair(prompt: Prompt, answers: Sequence[Answer], scores: Sequence[float]) -> Drawn:
-    """The best and the worst of a prompt's answers; among equal scores, the first and the last."""
+    """Choose the best and the worst of a prompt's answers.
+
+    Among equal scores these are the first best and the last worst, so that a tie has two answers too.
+    """
     scored = [one._replace(score=score) for one, score in zip(answers, scores, strict=True)]
     return Drawn(prompt.text, scored, int(np.argmax(scores)), len(scores) - 1 - int(np.argmin(scores[::-1])))
 
 
 def _metrics(drawn: Sequence[Drawn]) -> dict[str, float]:
-    """Means over all answers, over the best and over the worst, and the share of prompts with a tie."""
+    """Metrics of the drawn answers.
+
+    Means over all answers, over the best and over the worst, and the share of prompts with a tie.
+    """
     answers = [answer for one in drawn for answer in one.answers]
     best, worst = zip(*(one.pair for one in drawn), strict=True)
     return {

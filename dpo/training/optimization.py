@@ -14,7 +14,7 @@ from dpo.settings import choices
 from dpo.settings.plan import TrainingPlan
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in choices.OPTIMIZERS}
-SCHEDULES = {  # remaining part of the decay when the fraction `done` of it is over
+SCHEDULES = {  # fraction of the decay that remains, by the fraction `done`
     "constant": lambda done: 1.0,
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: (1.0 + math.cos(math.pi * done)) / 2,
@@ -23,7 +23,10 @@ LR_SCALINGS = {"none": lambda processes: 1, "linear": lambda processes: processe
 
 
 def notes_on_scaling(training: TrainingPlan, size: int) -> list[str]:
-    """A message on the initial learning rate if it is scaled, in `size` processes that see different rows."""
+    """A message on the initial learning rate, if it is scaled.
+
+    `size` is the number of processes that see different examples.
+    """
     lr, scaling = training.lr, training.lr_scaling
     if scaling == "none":
         return []
@@ -31,11 +34,13 @@ def notes_on_scaling(training: TrainingPlan, size: int) -> list[str]:
 
 
 class Schedule(LambdaLR):
-    """The learning rate of each update: linear warm-up, then constant or decayed to `min_ratio` after `updates`.
+    """Learning rate by update: linear warm-up, then constant or decaying.
 
-    It depends only on how many updates were applied. So a resumed run has the rates of one that was never stopped; if
-    its length has changed, it has the rates of a run of the new length from there on. The base rate stays the one it
-    began with, whatever the number of processes. `notes` are messages to log at the start.
+    It decays to `min_ratio` after `updates`. `notes` are messages to log at the start.
+
+    The rate depends only on how many updates were applied. So a resumed run has the rates of one that was never
+    stopped; if its length has changed, it has the rates of a run of the new length from there on. The base rate stays
+    the one it began with, whatever the number of processes.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class Schedule(LambdaLR):
         self.notes: list[str] = []
 
         def factor(update: int) -> float:
-            if update <= warmup_steps:
+            if update <= warmup_steps:  # as in the reference: the first update has a rate above 0
                 return (update + 1) / (warmup_steps + 1)
             done = min(1.0, (update - warmup_steps) / max(1, updates - warmup_steps))
             return min_ratio + (1.0 - min_ratio) * SCHEDULES[kind](done)
@@ -55,7 +60,10 @@ class Schedule(LambdaLR):
 
     @classmethod
     def of(cls, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, size: int) -> Schedule:
-        """The schedule of a run of `updates`, in `size` processes that see different rows."""
+        """Make the schedule of a run of `updates`.
+
+        Scales the optimizer's rate for the `size` processes that see different examples.
+        """
         for group in optimizer.param_groups:
             group["lr"] *= LR_SCALINGS[training.lr_scaling](size)
         curve = {"kind": training.schedule, "min_ratio": training.min_lr_ratio, "warmup_steps": training.warmup_steps}
@@ -76,6 +84,7 @@ class Schedule(LambdaLR):
             self.notes = [f"learning rate {self.base_lrs[0]:.6g}, as the run began; a new one would have {ours[0]:.6g}"]
         former = state["updates"]
         before = self._last_lr
+        # the saved rate is of the former curve; the next update already follows this run's
         self._last_lr = [lr * curve(self.last_epoch) for lr, curve in zip(self.base_lrs, self.lr_lambdas, strict=True)]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr

@@ -1,6 +1,7 @@
-"""The frozen reference, and a cache of its log-probabilities, so that each example is scored once.
+"""The frozen reference, and a cache of its log-probabilities.
 
-A file of the cache serves other runs with the same reference, data and lengths, for another beta or loss.
+Each example is scored once. A file of the cache serves other runs with the same reference, data and lengths, with
+another beta or loss.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ TOLERANCE = 1e-2  # relative error of a stored log-probability: allows half-prec
 
 
 def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
-    """Read a file written by `ReferenceLogps.save`. Raises InputError for any other file."""
+    """Read a file written by `ReferenceLogps.save`, (examples, columns).
+
+    Raises InputError for any other file or shape.
+    """
     try:
         check_readable(path)
         with np.load(path, allow_pickle=False) as file:
@@ -42,10 +46,10 @@ def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
 
 
 class ReferenceLogps:
-    """The cached log-probabilities of the reference: a row for each example of the data, NaN where not known.
+    """Cached log-probabilities of the reference, NaN where not known.
 
-    Rows have the columns of `Objective.cached_columns`; an example's number is that of `Batch.numbers`. `identity`
-    tells apart data and lengths, by which examples are other token ids.
+    One row per example, numbered as in `Batch.numbers`, with the columns of `Loss.reference_columns`. `identity` names
+    the data and lengths, which decide an example's token ids.
     """
 
     def __init__(self, n_examples: int, n_columns: int, identity: str = "") -> None:
@@ -57,12 +61,18 @@ class ReferenceLogps:
         return n_examples, n_columns
 
     def add(self, numbers: Sequence[int], values: torch.Tensor) -> None:
-        """Add the log-probabilities of these examples, on the host; values that are not finite stay unknown."""
+        """Add log-probabilities of these examples, (B, columns), on the host.
+
+        Values that are not finite stay unknown.
+        """
         rows = values.double().numpy()
         self._known[numbers] = np.where(np.isfinite(rows), rows, np.nan)
 
     def find(self, numbers: Sequence[int]) -> torch.Tensor | None:
-        """The rows of these examples, in float64; None unless all are known, and for no examples."""
+        """The rows of these examples, in float64.
+
+        None if any is unknown, or if there are no examples.
+        """
         rows = self._known[numbers] if len(numbers) else None
         return None if rows is None or np.isnan(rows).any() else torch.from_numpy(rows)
 
@@ -70,7 +80,7 @@ class ReferenceLogps:
         self._known.fill(np.nan)
 
     def find_path(self, folder: str | Path, reference_digest: str | None) -> Path:
-        """The file of these examples' log-probabilities by this reference."""
+        """The file for these examples and this reference."""
         name = hashlib.sha256(repr((reference_digest, self.identity, self.shape)).encode()).hexdigest()
         return Path(folder) / "reference_logps" / f"{name}.npz"
 
@@ -78,7 +88,10 @@ class ReferenceLogps:
         return {"logps": torch.from_numpy(self._known.copy()), "identity": self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`; if it is of other data, such as another test split, nothing stays known."""
+        """Restore a `state_dict()`; ignore one of other data.
+
+        Another test split, for example, makes other data.
+        """
         logps = state["logps"].numpy()
         if state["identity"] == self.identity and logps.shape == self._known.shape:
             self._known = logps.astype(np.float64)
@@ -100,13 +113,13 @@ class ReferenceLogps:
         path: Path,
         seed: int,
     ) -> int:
-        """Cache all examples of the batches and return how many were scored.
+        """Cache all examples of the batches; return how many were scored.
 
-        Rows come from those `stored` in the file at `path`, else from `score`. One batch whose rows were all stored,
-        drawn by `seed`, is scored too: raises InputError if the file differs from the scores.
+        Rows come from `stored`, the content of the file at `path`, else from `score`. One batch that is stored
+        completely, drawn by `seed`, is scored to check the file. Raises InputError if they differ.
         """
         if stored is not None:
-            self._known = np.where(np.isnan(self._known), stored, self._known)
+            self._known = np.where(np.isnan(self._known), stored, self._known)  # the run's own values come first
         n_scored = n_known = 0
         drawn, draw = None, random.Random(seed)
         for batch in batches:
@@ -122,14 +135,14 @@ class ReferenceLogps:
                 n_scored += len(batch.numbers)
             elif stored is not None and not np.isnan(stored[batch.numbers]).any():
                 n_known += 1
-                drawn = batch if draw.randrange(n_known) == 0 else drawn
+                drawn = batch if draw.randrange(n_known) == 0 else drawn  # reservoir sampling: each is as likely
         if drawn is not None:
             _compare(stored, drawn.numbers, score(drawn), path)
         return n_scored
 
 
 def _compare(stored: np.ndarray | None, numbers: Sequence[int], values: torch.Tensor, path: Path) -> None:
-    """Raises InputError if rows of a file differ from the reference's current values."""
+    """Raise InputError if a file's rows differ from the reference's values."""
     if stored is None:
         return
     now = values.double().numpy()
@@ -145,7 +158,7 @@ class Reference:
     """The frozen reference: a model and its cached log-probabilities.
 
     Without a model, all pairs of the run are cached. Inside `in_use()` the model computes as the reference: it may be
-    the policy itself, with another adapter or none.
+    the policy, with another adapter or none.
     """
 
     def __init__(
@@ -162,7 +175,7 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, policy: torch.nn.Module) -> None:
-        """Copy the weights of the policy, which is sharded alike, and empty the cache."""
+        """Copy the policy's weights, sharded alike, and empty the cache."""
         release_gathered(policy)
         release_gathered(self.model)
         for ours, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
@@ -170,7 +183,7 @@ class Reference:
         self.logps.clear()
 
     def free(self) -> None:
-        """Free the model's memory, unless the model is the policy itself."""
+        """Free the model, unless it is the policy itself."""
         if self.in_use is not nullcontext:
             return
         self.model = None

@@ -1,4 +1,4 @@
-"""The step-0 self-test: checks of a run's assumptions on a few examples, before the first update."""
+"""Step-0 self-test: a run's assumptions, checked before the first update."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from dpo.settings.plan import Plan
 from dpo.training.objective import Columns, Objective, make_scores
 
 Forward = Callable[[], Columns]
-ULPS = 8  # largest difference between two forwards of the same inputs
+ULPS = 8  # largest relative difference between two forwards of the same inputs, in epsilons of the dtype
 
 
 def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> list[str]:
-    """Run `check_models` on the first two examples per process, without the adapter's dropout; a message says so."""
+    """Run `check_models` on the first two examples per process.
+
+    The adapter's dropout is off, and a message says so.
+    """
     mesh = objective.mesh
     few = list(examples[: 2 * mesh.data_size])
     few += few[:1] * (mesh.data_size - len(few))  # every process needs one
@@ -30,7 +33,7 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
         objective.policy,
         partial(objective.forward, objective.policy, microbatch, with_squares=objective.loss.needs_squares),
         partial(objective.reference_forward, microbatch) if plan.loss.reference else None,
-        lengths=microbatch.lengths,
+        lengths=microbatch.by_role(microbatch.lengths, objective.loss.roles),
         loss=objective.loss,
         other_dtype=plan.compute_dtype if plan.compute_dtype != plan.reference_dtype else None,
         repeats_to=DTYPES[plan.model.autocast or plan.compute_dtype] if mesh.tensor_size > 1 else None,
@@ -46,20 +49,21 @@ def check_models(
     forward: Forward,
     reference_forward: Forward | None,
     *,
-    lengths: torch.Tensor,
+    lengths: Columns,
     loss: Loss,
     other_dtype: str | None = None,
     repeats_to: torch.dtype | None = None,
 ) -> list[str]:
-    """Check policy and reference. Returns messages to print. Leaves the policy in train mode.
+    """Check policy and reference on a few examples; return messages.
 
-    `forward` returns the policy's log-probabilities of a few examples as `Objective.forward` does,
-    `reference_forward` those of the reference, None if the loss needs none; `lengths` are their scored tokens,
-    (sides, B).
-    Checks that log-probabilities are finite; that train-mode and eval-mode forwards agree up to rounding (that of dtype
-    `repeats_to`, if repeated forwards agree no better); and that rewards are 0 and the loss is that of equal models
-    (ln 2 for DPO), unless the reference computes in another dtype than the policy's, `other_dtype`. Raises InputError
-    with the failed check and its likely cause.
+    Checks that log-probabilities are finite; that train-mode and eval-mode forwards agree up to rounding; that rewards
+    are 0; and that the loss is that of equal models (ln 2 for DPO). Raises InputError with the failed check and its
+    likely cause. Leaves the policy in train mode.
+
+    `forward` returns the policy's log-probabilities as `Objective.forward` does, `reference_forward` the reference's;
+    it is None if the loss needs none. `lengths` are the numbers of scored tokens by role. `other_dtype` is the policy's
+    dtype if the reference computes in another: then rewards need not be 0. `repeats_to` is the dtype whose rounding is
+    allowed between forwards, if not that of the log-probabilities.
     """
     in_train, of_reference, scale = _check_forwards(policy, forward, reference_forward, repeats_to)
     if reference_forward is None:
@@ -74,16 +78,16 @@ def check_models(
             f"self-test: the {name} loss of equal models is {expected} with loss.beta={beta}, which overflows float32: "
             f"choose a beta closer to 0.1"
         )
-    losses, *rewards = loss(scores)
-    reward = max(r.abs().max().item() for r in rewards)
+    found = loss(scores)
+    reward = max(values.abs().max().item() for values in found.rewards.values())
     if other_dtype:
         return [
             f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
             f"the policy, so the first rewards are rounding errors of up to {reward:.2g}; for 0 set "
             f"model.reference_dtype={other_dtype}"
         ]
-    tolerance = 1e-4 * beta * max(1.0, scale)
-    first_loss = losses.mean().item()
+    tolerance = 1e-4 * beta * max(1.0, scale)  # rewards are beta times differences of log-probabilities
+    first_loss = found.losses.mean().item()
     if reward > tolerance:
         raise InputError(
             f"self-test: first rewards reach {reward:.3g} instead of 0, so policy and reference do not hold the same "
@@ -100,9 +104,10 @@ def _check_forwards(
     reference_forward: Forward | None,
     repeats_to: torch.dtype | None,
 ) -> tuple[Columns, Columns, float]:
-    """Log-probabilities of policy and reference, checked, and the policy's largest magnitude.
+    """Run and check the forwards of policy and reference.
 
-    Raises InputError if they are not finite, or if the policy's differ between train and eval mode.
+    Returns the log-probabilities of both, and the policy's largest magnitude. Raises InputError if any are not finite,
+    or if the policy's differ between train and eval mode.
     """
     policy.eval()
     in_eval = forward()

@@ -140,33 +140,33 @@ QA = [{"question": "Q:", "answer": " yes"}, {"question": "P:", "answer": " no"},
 
 
 def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
-    data = get_own(QA, "mine", tokenizer, sft_mode=True)
+    data = get_own(QA, "mine", tokenizer, trains_on="targets")
     assert data.notes == ["mine: columns prompt=question, completion=answer"]
     assert data == {
         "Q:": {"responses": [" yes", " sure"], "pairs": [], "sft_target": " sure"},
         "P:": {"responses": [" no"], "pairs": [], "sft_target": " no"},
     }
-    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", sft_mode=True)
+    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="targets")
     texts = [example.texts for prompt in prompts for example in list_examples(prompt)]
     assert texts == [{"chosen": " yes"}, {"chosen": " sure"}, {"chosen": " no"}]
 
 
 def test_nothing_is_said_of_columns_that_have_our_names_or_were_given(tokenizer):
-    ours = get_own([{"prompt": "Q:", "completion": " yes"}], "mine", tokenizer, sft_mode=True)
-    given = get_own(QA, "mine", tokenizer, {"prompt": "question", "completion": "answer"}, sft_mode=True)
+    ours = get_own([{"prompt": "Q:", "completion": " yes"}], "mine", tokenizer, trains_on="targets")
+    given = get_own(QA, "mine", tokenizer, {"prompt": "question", "completion": "answer"}, trains_on="targets")
     assert ours.notes == given.notes == []
 
 
 def test_the_last_message_of_a_chat_is_the_target_and_the_rest_is_prompt(chat):
     turns = [user("Hi"), assistant("Hm?"), user("Sing"), assistant("La")]
     template = chat(ENDS_TURNS_WITH_SEMICOLON)
-    data = get_own([{"messages": turns}], "mine", template, sft_mode=True)
+    data = get_own([{"messages": turns}], "mine", template, trains_on="targets")
     assert [*data.items()] == [
         ("<user>Hi;<assistant>Hm?;<user>Sing;<assistant>", {"responses": ["La;"], "pairs": [], "sft_target": "La;"})
     ]
     assert [*data.messages.values()] == [turns[:-1]]
     # the same as prompt and completion
-    assert get_own([{"prompt": turns[:-1], "completion": turns[-1:]}], "mine", template, sft_mode=True) == data
+    assert get_own([{"prompt": turns[:-1], "completion": turns[-1:]}], "mine", template, trains_on="targets") == data
 
 
 def test_messages_may_be_of_sharegpts_form(chat):
@@ -174,15 +174,15 @@ def test_messages_may_be_of_sharegpts_form(chat):
     row = {"conversations": [{"from": speaker, "value": text} for speaker, text in said]}
     turns = [{"role": "system", "content": "Be"}, user("Hi"), assistant("Hm?"), user("Sing"), assistant("La")]
     template = chat(ENDS_TURNS_WITH_SEMICOLON)
-    data = get_own([row], "mine", template, sft_mode=True)
-    assert data == get_own([{"messages": turns}], "mine", template, sft_mode=True)
+    data = get_own([row], "mine", template, trains_on="targets")
+    assert data == get_own([{"messages": turns}], "mine", template, trains_on="targets")
     assert [*data.messages.values()] == [turns[:-1]]
 
 
 def test_the_input_of_an_instruction_comes_below_it(tokenizer):
     row = {"instruction": "Sum up.", "output": " A"}
     rows = [{**row, "input": "Text"}, {**row, "input": ""}, {**row, "input": None}, row]
-    data = get_own(rows, "mine", tokenizer, sft_mode=True)
+    data = get_own(rows, "mine", tokenizer, trains_on="targets")
     assert data.notes == ["mine: columns prompt=instruction, completion=output, input=input"]
     assert {prompt: entry["responses"] for prompt, entry in data.items()} == {
         "Sum up.\n\nText": [" A"],
@@ -195,7 +195,7 @@ def test_the_input_of_an_instruction_comes_below_it(tokenizer):
     # unless the config says what the prompt is
     assert list(get_own(pairs, "mine", tokenizer, {"prompt": "instruction"})) == ["Sum up."]
     with pytest.raises(InputError, match="record 1 of mine: instruction must be text, and is "):
-        get_own([{**rows[0], "instruction": [user("a")]}], "mine", tokenizer, sft_mode=True)
+        get_own([{**rows[0], "instruction": [user("a")]}], "mine", tokenizer, trains_on="targets")
 
 
 def test_a_response_may_be_one_message(chat):
@@ -224,7 +224,7 @@ def test_a_response_may_be_one_message(chat):
 )
 def test_a_chat_without_a_last_answer_is_named(chat, messages, message):
     with pytest.raises(InputError, match=message):
-        get_own([{"messages": messages}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), sft_mode=True)
+        get_own([{"messages": messages}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="targets")
 
 
 def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):

@@ -8,9 +8,9 @@ from dpo.data.columns import OTHER, find_columns, recognize_columns
 from dpo.errors import InputError
 
 
-def recognize(present: str, sft_mode: bool = False, **given: str) -> dict[str, str]:
+def recognize(present: str, trains_on: str = "pairs", **given: str) -> dict[str, str]:
     columns = dict.fromkeys(present.split(), OTHER)
-    return recognize_columns(columns, given, name="mine", origin="rows.csv", sft_mode=sft_mode).used
+    return recognize_columns(columns, given, name="mine", origin="rows.csv", trains_on=trains_on).used
 
 
 DIALOGUE = {"chosen": "\n\nHuman: Hi\n\nAssistant: Yes?", "rejected": "\n\nHuman: Hi\n\nAssistant: No."}
@@ -36,8 +36,8 @@ TALK = {"conversations": [{"from": "human", "value": "Hi"}]}
     ],
 )
 def test_a_pair_is_recognized(present, found):
-    for sft_mode in (False, True):
-        columns = recognize(present, sft_mode)
+    for trains_on in ("pairs", "targets"):
+        columns = recognize(present, trains_on)
         assert list(columns.values()) == found.split()
         assert list(columns) == ["prompt", "chosen", "rejected"][-len(columns) :]
 
@@ -55,12 +55,12 @@ def test_a_pair_is_recognized(present, found):
     ],
 )
 def test_a_target_is_recognized_under_sft_alone(present, columns):
-    assert recognize(present, sft_mode=True) == columns
+    assert recognize(present, trains_on="targets") == columns
     with pytest.raises(InputError, match=r"rows\.csv has no chosen and rejected, which a loss of pairs needs"):
         recognize(present)
 
 
-@pytest.mark.parametrize("sft_mode", [False, True])
+@pytest.mark.parametrize("trains_on", ["pairs", "targets"])
 @pytest.mark.parametrize(
     ("row", "given", "told"),
     [
@@ -85,9 +85,9 @@ def test_a_target_is_recognized_under_sft_alone(present, columns):
         ({"prompt": "Hi?", **TEXTS, **LABELS}, {}, ""),
     ],
 )
-def test_where_the_prompt_is_and_which_words_are_not_used_is_told(row, given, told, sft_mode):
+def test_where_the_prompt_is_and_which_words_are_not_used_is_told(row, given, told, trains_on):
     columns = find_columns([row])
-    recognized = recognize_columns(columns, given, name="mine", origin="rows.csv", sft_mode=sft_mode)
+    recognized = recognize_columns(columns, given, name="mine", origin="rows.csv", trains_on=trains_on)
     assert recognized.tell(given) == (told and f"columns {told}")
 
 
@@ -111,37 +111,37 @@ def test_where_the_prompt_is_and_which_words_are_not_used_is_told(row, given, to
 )
 def test_words_that_could_be_the_prompt_are_never_dropped_for_what_the_responses_share(row, message):
     with pytest.raises(InputError) as error:
-        recognize_columns(find_columns([row]), {}, name="mine", origin="rows.csv", sft_mode=False)
+        recognize_columns(find_columns([row]), {}, name="mine", origin="rows.csv", trains_on="pairs")
     assert message in str(error.value)
 
 
 def test_what_the_config_says_goes_first_and_the_rest_is_recognized():
     assert recognize("prompt question chosen rejected", prompt="question")["prompt"] == "question"
-    assert recognize("input instruction output", True, prompt="instruction") == {
+    assert recognize("input instruction output", "targets", prompt="instruction") == {
         "prompt": "instruction",
         "completion": "output",
     }
-    assert recognize("prompt chosen rejected text", True, completion="text") == {
+    assert recognize("prompt chosen rejected text", "targets", completion="text") == {
         "prompt": "prompt",
         "completion": "text",
     }
     # a column that was given is nothing else
-    assert recognize("prompt answer", True, prompt="answer", completion="prompt")["completion"] == "prompt"
+    assert recognize("prompt answer", "targets", prompt="answer", completion="prompt")["completion"] == "prompt"
 
 
 @pytest.mark.parametrize(
-    ("present", "sft_mode", "given", "message"),
+    ("present", "trains_on", "given", "message"),
     [
         (
             "prompt chosen score",
-            False,
+            "pairs",
             {},
             "rows.csv has no rejected, which a loss of pairs needs; the columns are prompt, chosen, score: give "
             "'dataset_sources.mine.columns={prompt: prompt, chosen: chosen, rejected: COLUMN}'",
         ),
         (
             "question answer",
-            False,
+            "pairs",
             {},
             "rows.csv has no chosen and rejected, which a loss of pairs needs; the columns are question, answer: give "
             "'dataset_sources.mine.columns={prompt: question, chosen: COLUMN, rejected: COLUMN}', "
@@ -149,28 +149,28 @@ def test_what_the_config_says_goes_first_and_the_rest_is_recognized():
         ),
         (
             "a b(c)",
-            True,
+            "targets",
             {"completion": "b(c)"},
             "rows.csv has neither prompt and completion nor messages, one of which SFT needs; the columns are a, b(c): "
             "give 'dataset_sources.mine.columns={prompt: COLUMN, completion: \"b(c)\"}', or columns={messages: COLUMN}",
         ),
         (
             "input instruction",
-            False,
+            "pairs",
             {},
             "rows.csv has no chosen and rejected, which a loss of pairs needs; the columns are input, instruction: "
             "give 'dataset_sources.mine.columns={prompt: instruction, chosen: COLUMN, rejected: COLUMN}'",
         ),
         (
             "text",
-            True,
+            "targets",
             {},
             "rows.csv has neither prompt and completion nor messages, one of which SFT needs; the only column is text: "
             "give each record a prompt and a completion",
         ),
         (
             "prompt completion label",
-            False,
+            "pairs",
             {},
             "rows.csv has no chosen and rejected, which a loss of pairs needs; the columns are prompt, completion, "
             "label: give 'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', "
@@ -178,40 +178,40 @@ def test_what_the_config_says_goes_first_and_the_rest_is_recognized():
         ),
         (
             "prompt chosen",
-            False,
+            "pairs",
             {"chosen": "chosen", "rejected": "chosen"},
             "dataset_sources.mine.columns gives chosen for chosen and rejected: give each its own",
         ),
         (
             "question instruction input output",
-            True,
+            "targets",
             {},
             "rows.csv: prompt may be question or instruction or input: choose one, as in "
             "'dataset_sources.mine.columns={prompt: question, completion: output}'",
         ),
         (
             "query accepted preferred rejected",
-            False,
+            "pairs",
             {},
             "rows.csv: chosen may be accepted or preferred: choose one, as in "
             "'dataset_sources.mine.columns={prompt: query, chosen: accepted, rejected: rejected}'",
         ),
         (
             "prompt chosen rejected",
-            False,
+            "pairs",
             {"chosen": "best"},
             "dataset_sources.mine.columns.chosen=best: rows.csv has no such column; there are prompt, chosen, rejected",
         ),
         (
             "prompt messages",
-            True,
+            "targets",
             {"prompt": "prompt", "messages": "messages"},
             "dataset_sources.mine.columns names prompt, messages: give those of pairs (prompt, chosen, rejected), "
             "of targets (prompt, completion), or messages alone",
         ),
     ],
 )
-def test_where_none_or_several_fit_the_override_to_type_is_told(present, sft_mode, given, message):
+def test_where_none_or_several_fit_the_override_to_type_is_told(present, trains_on, given, message):
     with pytest.raises(InputError) as error:
-        recognize(present, sft_mode, **given)
+        recognize(present, trains_on, **given)
     assert str(error.value) == message

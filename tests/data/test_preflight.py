@@ -270,9 +270,9 @@ def test_the_line_about_chat_models_is_printed_once(command, tmp_path):
 # the whole preparation
 
 
-def prepare(folder, *, sft_mode: bool = False, batch_size: int = 2, batch_parts: int = 1) -> TrainingData:
+def prepare(folder, *, trains_on: str = "pairs", batch_size: int = 2, batch_parts: int = 1) -> TrainingData:
     tokenizer = load_tokenizer(str(GOLDEN / "tiny-llama"))
-    options = DatasetOptions(["hh"], {"hh": str(folder)}, sft_mode, online=False, max_length=64, max_prompt_length=32)
+    options = DatasetOptions(["hh"], {"hh": str(folder)}, trains_on, online=False, max_length=64, max_prompt_length=32)
     place = prepare_data(
         options, tokenizer, get_dataset=get_dataset, identify=identify_dataset, batch_size=batch_size,
         batch_parts=batch_parts, cache_dir=None, folder=folder, silent=True,
@@ -319,7 +319,7 @@ def test_what_will_run_is_printed_and_written_before_it_starts(three_pairs, tmp_
             {"batch_size": 4, "batch_parts": 4},
             "add data, for it is a multiple of gradient_accumulation_steps * processes = 4",
         ),
-        ({"sft_mode": True, "batch_size": 3}, "the train split of hh has 2 examples"),  # SFT counts prompts
+        ({"trains_on": "targets", "batch_size": 3}, "the train split of hh has 2 examples"),  # SFT counts prompts
     ],
 )
 def test_too_few_training_examples_for_a_batch_are_refused_with_the_size_that_fits(three_pairs, changes, message):

@@ -23,18 +23,18 @@ from dpo.data import preflight, table
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import DatasetOptions, TrainingData, prepare_data
 from dpo.data.schema import PreferenceData
-from dpo.data.table import FACTS, Prompt, PromptTable, find_or_build, is_whole, write_prompts
+from dpo.data.table import FACTS, Prompt, PromptTable, find_or_build, is_whole, iterate_prompts, write_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, RunError
 from dpo.settings.plan import resolve
 from dpo.system.launching import launch
-from preference_datasets import get_dataset, identify_dataset, load_prompts
+from preference_datasets import get_dataset, identify_dataset
 
 ODD = [
-    Prompt("a", [" b", " c", " b"], [(0, 1), (2, 1)], "keep_end", False, 0),
-    Prompt('"\\\n\u2028\0é漢🙂', ["", "\r\n"], [(1, 0)], "keep_start", True, 1, "mine"),
+    Prompt("a", [" b", " c", " b"], [{"chosen": 0, "rejected": 1}, {"chosen": 2, "rejected": 1}], "keep_end", False, 0),
+    Prompt('"\\\n\u2028\0é漢🙂', ["", "\r\n"], [{"chosen": 1, "rejected": 0}], "keep_start", True, 1, "mine"),
     Prompt("no pair", [" alone"], [], "keep_start", False, 2),
-    Prompt("<user>é", [" b"], [(0,)], "keep_start", True, 3, messages=[{"role": "user", "content": "é"}]),
+    Prompt("<user>é", [" b"], [{"chosen": 0}], "keep_start", True, 3, messages=[{"role": "user", "content": "é"}]),
 ]
 
 
@@ -49,7 +49,7 @@ def source(tmp_path) -> Path:
 
 def prepare(folder: Path, sources: dict[str, str], **changes) -> Path:
     """The table of these datasets in `folder / "examples"`."""
-    values = {"sft_mode": False, "online": False, "max_length": 64, "max_prompt_length": 32, **changes}
+    values = {"trains_on": "pairs", "online": False, "max_length": 64, "max_prompt_length": 32, **changes}
     return prepare_data(
         DatasetOptions(list(sources), sources, **values), load_tokenizer(str(GOLDEN / "tiny-llama")),
         get_dataset=get_dataset, identify=identify_dataset, batch_size=1, cache_dir=None, folder=folder, silent=False,
@@ -67,7 +67,6 @@ def test_prompts_come_back_as_they_were(tmp_path, monkeypatch, rows_per_batch):
     assert stored.counts.tolist() == [2, 1, 0, 1]
     with pytest.raises(IndexError):
         stored[4]
-    assert type(stored[0].examples[0]) is tuple
 
 
 def test_a_table_without_prompts_is_empty(tmp_path):
@@ -101,7 +100,8 @@ def test_an_edited_file_makes_another_table_whatever_its_size_and_time(source, t
 
 
 @pytest.mark.parametrize(
-    "change", [{"sft_mode": True}, {"online": True}, {"max_length": 63}, {"max_prompt_length": 31}, {"test": "edited"}]
+    "change",
+    [{"trains_on": "targets"}, {"online": True}, {"max_length": 63}, {"max_prompt_length": 31}, {"test": "edited"}],
 )
 def test_whatever_a_table_depends_on_makes_another(source, tmp_path, change):
     first = prepare(tmp_path, {"hh": str(source)})
@@ -240,7 +240,7 @@ def test_a_local_directory_that_cannot_be_made_is_one_sentence(source, tmp_path)
 def test_order_of_three_epochs_is_that_of_lists_of_prompts(names, order, tmp_path):
     """The numbers of hh alone were taken when prompts were lists; those with demo when its texts last changed."""
     sources = {name: str(GOLDEN / "words") for name in names if name == "hh"}
-    options = DatasetOptions(names, sources, sft_mode=False, online=False, max_length=64, max_prompt_length=32)
+    options = DatasetOptions(names, sources, trains_on="pairs", online=False, max_length=64, max_prompt_length=32)
     tokenizer = load_tokenizer(str(GOLDEN / "tiny-llama"))
     place = prepare_data(
         options, tokenizer, get_dataset=get_dataset, identify=identify_dataset, batch_size=2, cache_dir=None,
@@ -249,7 +249,10 @@ def test_order_of_three_epochs_is_that_of_lists_of_prompts(names, order, tmp_pat
     data = TrainingData.open(place, tokenizer, online=False, batch_size=2, n_epochs=2, n_examples=None)
 
     found = []
-    for prompts in (data.train, load_prompts(names, "train", dataset_sources=sources)):
+    for prompts in (
+        data.train,
+        [*iterate_prompts(get_dataset, names, "train", trains_on="pairs", dataset_sources=sources)],
+    ):
         seen = hashlib.sha256()
         options = {"batch_size": 4, "shuffle": True, "n_epochs": 3, "n_examples": None, "seed": 7}
         for places in iterate_examples(data.train.counts.tolist(), **options):

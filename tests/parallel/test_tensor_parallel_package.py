@@ -13,11 +13,10 @@ from support.models import COMMON, FAMILIES, GPT, GROUPED, build, list_examples,
 
 from dpo.checkpoint.files import write_checkpoint
 from dpo.errors import InputError
-from dpo.losses import find_loss
+from dpo.losses import ROLES, find_loss
 from dpo.models.weights import load_archive
 from dpo.parallel.state import full_state
 from dpo.parallel.tensor_parallel_package import split_over_devices
-from dpo.training.objective import SIDES
 from dpo.training.optimization import OPTIMIZERS
 from dpo.training.self_test import check_models
 
@@ -170,9 +169,9 @@ def test_forwards_agree_bit_for_bit_on_more_devices(family):
     examples = list_examples(2)
     (note,) = check_models(
         policy,
-        lambda: dict(zip(SIDES, plain_logps(policy, examples), strict=True)),
-        lambda: dict(zip(SIDES, plain_logps(reference, examples), strict=True)),
-        lengths=torch.tensor([example.n_scored for example in examples]).T,
+        lambda: dict(zip(ROLES, plain_logps(policy, examples), strict=True)),
+        lambda: dict(zip(ROLES, plain_logps(reference, examples), strict=True)),
+        lengths=dict(zip(ROLES, torch.tensor([example.n_scored for example in examples]).T, strict=True)),
         loss=find_loss({"name": "dpo", **DPO}),
     )
     assert "rewards within 0 of 0" in note

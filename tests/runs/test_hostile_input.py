@@ -44,7 +44,7 @@ from dpo.checkpoint.saver import Checkpoints
 from dpo.data.collation import find_examples, padded_batch
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import SplitCounter
-from dpo.data.table import PromptTable, write_prompts
+from dpo.data.table import PromptTable, iterate_prompts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
@@ -63,7 +63,7 @@ from dpo.system.redaction import redact
 from dpo.system.run_directory import FILES, create_run_dir
 from dpo.training.optimization import OPTIMIZERS, Schedule
 from dpo.training.reference import read_logps
-from preference_datasets import load_prompts
+from preference_datasets import get_dataset
 
 FUZZ = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SLOW = pytest.mark.slow
@@ -196,8 +196,8 @@ def test_names_cannot_escape(name, tmp_path):
     config = compose(f"exp_name={name}", "model.name_or_path=x", f"local_dirs=[{tmp_path}]")
     assert any(problem.startswith("exp_name=") for problem in main.find_config_problems(config))
     before = set(os.listdir(tmp_path))
-    options = {"silent": True, "cache_dir": str(tmp_path / "cache"), "tokenizer": None}
-    assert len(load_prompts([name], "train", dataset_sources={name: str(folder)}, **options)) > 0
+    options = {"trains_on": "pairs", "silent": True, "cache_dir": str(tmp_path / "cache"), "tokenizer": None}
+    assert list(iterate_prompts(get_dataset, [name], "train", dataset_sources={name: str(folder)}, **options))
     assert set(os.listdir(tmp_path)) - before <= {"cache"}
 
 
@@ -525,16 +525,16 @@ ROWS = st.lists(WELL_FORMED, min_size=1, max_size=4) | st.lists(WELL_FORMED | IL
 
 
 @FUZZ
-@given(rows=ROWS, sft_mode=st.booleans(), name=st.sampled_from(["own", "hh"]))
-def test_any_rows_are_refused_in_words_or_make_right_batches(rows, sft_mode, name, tokenizer, tmp_path):
+@given(rows=ROWS, trains_on=st.sampled_from(["pairs", "targets"]), name=st.sampled_from(["own", "hh"]))
+def test_any_rows_are_refused_in_words_or_make_right_batches(rows, trains_on, name, tokenizer, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     lengths = {"max_length": 24, "max_prompt_length": 12}
     encode = TextEncoder(tokenizer)
     try:
-        options = {"sft_mode": sft_mode, "silent": True, "dataset_sources": {name: str(file)}, "tokenizer": tokenizer}
+        options = {"trains_on": trains_on, "silent": True, "dataset_sources": {name: str(file)}, "tokenizer": tokenizer}
         counter = SplitCounter(encode)
-        write_prompts(tmp_path / "rows.arrow", counter.watch(load_prompts([name], "train", **options)))
+        write_prompts(tmp_path / "rows.arrow", counter.watch(iterate_prompts(get_dataset, [name], "train", **options)))
         prompts = PromptTable(tmp_path / "rows.arrow")
         counter.count_tokens(prompts, **lengths)
     except InputError:
@@ -542,7 +542,7 @@ def test_any_rows_are_refused_in_words_or_make_right_batches(rows, sft_mode, nam
     order = {"batch_size": 1, "shuffle": True, "n_epochs": 1, "n_examples": None, "seed": 0}
     for places in iterate_examples(prompts.counts.tolist(), **order):
         batch = padded_batch(read_examples(prompts, places), encode, **lengths)
-        for side in ("chosen",) if sft_mode else ("chosen", "rejected"):
+        for side in ("chosen",) if trains_on == "targets" else ("chosen", "rejected"):
             assert batch[f"{side}_input_ids"].shape[1] <= lengths["max_length"]
             assert (batch[f"{side}_labels"] != -100).any()
         for layout in (Padded(), SharedPrefix({"full_attention": None}, max_length=lengths["max_length"])):

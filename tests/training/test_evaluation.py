@@ -21,7 +21,7 @@ from trainers import TRAINERS, BasicTrainer
 LAYOUTS = ("padded", "shared_prefix")
 WAYS = [
     (f"loss={loss}", f"layout={layout}", f"eval_batch_size={size}")
-    for loss, layout, size in itertools.product(("sft", "dpo"), LAYOUTS, (1, 3, 4, 16))
+    for loss, layout, size in itertools.product(("sft", "dpo"), LAYOUTS, (3, 16))
 ]
 IN_THREES = [("loss=dpo", f"layout={layout}", "eval_batch_size=3") for layout in LAYOUTS]
 ONE_BY_ONE = ("layout=padded", "eval_batch_size=1")
@@ -122,7 +122,7 @@ OF_PROCESSES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("4") else ()) for name in OF_PROCESSES]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name != "2 sharded" else ()) for name in OF_PROCESSES]
 )
 def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, folder, expected):
     processes, cases = OF_PROCESSES[name]
@@ -140,7 +140,9 @@ def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, fold
 # --- losses that compare examples, or keep an average -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["aot", "aot_unpaired", "beta_dpo", "bco"])
+@pytest.mark.parametrize(
+    "name", ["aot", "bco", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_unpaired", "beta_dpo"))]
+)
 def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
     """Not on how its examples are cut into batches, nor on the updates before it."""
     command = (f"loss={name}", "loss.beta=0.5", "n_eval_examples=32")

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.runs import GOLDEN, compose, small_run, train
+from support.runs import GOLDEN, compose
 
 from dpo.data.preflight import Preflight, SplitReport, TrainingData
 from dpo.settings.plan import resolve
@@ -99,28 +99,25 @@ def test_online_a_run_costs_what_is_drawn_for_it_too():
     assert f"the whole run trains on {4 * (40 + 2 * 10 + 3 * 2 * 10)}: " in warning
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_short_run_samples_at_its_next_evaluation_and_dry_run_says_so(processes, rows, tmp_path):
-    several = ("trainer=FSDPTrainer", f"world_size={processes}") if processes > 1 else ()
-    tried, trained = (
-        train(*small_run(rows, tmp_path / "run", *SAMPLED, *several, f"dry_run={dry}")) for dry in ("true", "false")
-    )
-    assert (tried.returncode, trained.returncode) == (0, 0), tried.stderr + trained.stderr
+def test_a_short_run_samples_at_its_next_evaluation_and_dry_run_says_so(run, tmp_path, capfd):
+    said = {}
+    for dry_run in ("true", "false"):
+        run("run", *SAMPLED, f"dry_run={dry_run}")
+        said[dry_run] = capfd.readouterr().out
 
-    announced = trained.stdout[trained.stdout.index("before the first update:") :].splitlines()[:4]
+    announced = said["false"][said["false"].index("before the first update:") :].splitlines()[:4]
     assert announced[2].startswith("  evaluation of 4 examples in 1 batch (")
     assert announced[3].startswith(WAITS)
-    assert "\n".join(announced) in tried.stdout
+    assert "\n".join(announced) in said["true"]
     assert {sample["examples"] for sample in collect_samples(tmp_path / "run")} == {8, 16, 24}
 
 
-def test_samples_before_the_first_update_can_be_asked_for_and_have_at_most_so_many_tokens(rows, tmp_path):
+def test_samples_before_the_first_update_can_be_asked_for_and_have_at_most_so_many_tokens(run, tmp_path, capfd):
     settings = ("loss=sft", "n_examples=4", "do_first_sampling=true")
     texts = {}
     for most in ("5", "null"):
-        result = train(*small_run(rows, tmp_path / most, *SAMPLED, *settings, f"n_eval_tokens={most}"))
-        assert result.returncode == 0, result.stderr
-        assert WAITS not in result.stdout
+        run(most, *SAMPLED, *settings, f"n_eval_tokens={most}")
+        assert WAITS not in capfd.readouterr().out
         samples = collect_samples(tmp_path / most)
         assert [sample["examples"] for sample in samples] == [0] * 4 + [4] * 4
         texts[most] = [sample["policy"] for sample in samples]

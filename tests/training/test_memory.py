@@ -120,14 +120,19 @@ def measure_updates(config) -> int:
     "settings",
     [
         "optimizer=AdamW loss.wpo=true",
-        "loss=sft optimizer=Adafactor model.policy_dtype=bfloat16",
-        "loss=simpo model.attn_implementation=sdpa model.autocast=bfloat16",
-        "loss.wpo=true layout=padded",
-        "optimizer=SGD layout=padded model.reference_dtype=float16 activation_checkpointing=true",
-        "cache_reference_logps=all",
         "lora=lora lora.r=4",
-        "lora=lora lora.r=4 lora.reference=model model.policy_dtype=bfloat16 layout=padded",
-        "lora=qlora lora.r=4",
+        *(
+            pytest.param(settings, marks=pytest.mark.slow)
+            for settings in (
+                "loss=sft optimizer=Adafactor model.policy_dtype=bfloat16",
+                "loss=simpo model.attn_implementation=sdpa model.autocast=bfloat16",
+                "loss.wpo=true layout=padded",
+                "optimizer=SGD layout=padded model.reference_dtype=float16 activation_checkpointing=true",
+                "cache_reference_logps=all",
+                "lora=lora lora.r=4 lora.reference=model model.policy_dtype=bfloat16 layout=padded",
+                "lora=qlora lora.r=4",
+            )
+        ),
     ],
 )
 def test_the_prediction_is_what_updates_take(settings, compose):
@@ -182,6 +187,7 @@ def test_a_reference_of_an_adapter_is_a_second_one_or_a_model_with_it(reference,
     assert need["policy"] == pytest.approx(4 * PARAMETERS + 4 * ADAPTER, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_samples_take_at_most_the_rows_of_the_test_split(compose):
     most = compose("sample_during_eval=true", "eval_batch_size=1000000000", "n_eval_examples=1000000000")
     data = load_data(resolve(most), silent=True)
@@ -208,18 +214,14 @@ def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "offered"),
     [
         (("loss=sft",), "lora=lora"),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                (("lora=lora", "lora.reference=model"), "lora.reference=base"),
-                (("lora=lora", "lora.reference=model", "model.archive={adapter}"), "lora.reference=adapter"),
-                (("lora=lora",), "lora=qlora"),
-            )
-        ),
+        (("lora=lora", "lora.reference=model"), "lora.reference=base"),
+        (("lora=lora", "lora.reference=model", "model.archive={adapter}"), "lora.reference=adapter"),
+        (("lora=lora",), "lora=qlora"),
     ],
 )
 def test_adapters_are_offered_where_they_help_as_the_command_line_takes_them(overrides, offered, compose, tmp_path):
@@ -249,6 +251,7 @@ def test_processes_share_a_frozen_base_and_reduce_the_adapters_gradients_alone(c
     assert shared["reduced"] == 4 * ADAPTER // 3  # of a block
 
 
+@pytest.mark.slow
 def test_every_process_holds_a_4_bit_base_and_shares_the_rest(compose):
     pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
     (_, alone), (_, shared) = (phases_of(compose(*FSDP, "lora=qlora", "lora.r=4"), n) for n in (1, 2))
@@ -278,6 +281,7 @@ def test_a_cache_and_a_reward_model_are_counted(compose, tokenizer, tmp_path):
     assert all(need["scorer"] == pytest.approx(weights, rel=2e-2) for need in scored.values())
 
 
+@pytest.mark.slow
 def test_processes_share_rows_and_gather_all_weights(compose):
     config = compose(*ONLINE, *FSDP)
     alone, shared = (phases_of(config, n)[0]["sampling"] for n in (1, 2))
@@ -287,7 +291,14 @@ def test_processes_share_rows_and_gather_all_weights(compose):
     assert phases_of(cut, 2)[0]["sampling"]["kv_cache"] == alone["kv_cache"] / 2
 
 
-@pytest.mark.parametrize("settings", [(), ("online.temperature=0.5",), ("online.top_p=0.9",)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("online.temperature=0.5",), marks=pytest.mark.slow),
+        ("online.top_p=0.9",),
+    ],
+)
 def test_the_peak_of_sampling_is_that_of_real_tensors(settings, compose, tokenizer):
     config = compose(*ONLINE, "batch_size=8", "eval_batch_size=8", "online.n_samples=8", *settings)
     attention = config.model.attn_implementation
@@ -340,29 +351,16 @@ def test_smaller_batches_and_shorter_answers_are_offered(compose, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "settings", "sizes"),
+    ("world_size", "settings", "sizes"),  # answers; batches of a process; rows in one; texts scored at a time
     [
-        (
-            1,
-            ("batch_size=10", "online.n_samples=3"),
-            "1,200 tokens, of 30 answers, in 120 forwards of each process, of 12",
-        ),
-        (
-            2,
-            ("batch_size=10", "online.n_samples=3"),
-            "1,200 tokens, of 30 answers, in 120 forwards of each process, of 6",
-        ),
-        (
-            1,
-            ("batch_size=10", "eval_batch_size=64", "online.mix_offline=0.5"),
-            "400 tokens, of 10 answers, in 40 forwards of each process, of 10",
-        ),
+        (1, ("online.n_samples=3",), (30, 3, 12, 4)),
+        (2, ("online.n_samples=3",), (30, 3, 6, 2)),
+        (1, ("eval_batch_size=64", "online.mix_offline=0.5"), (10, 1, 10, 10)),
     ],
 )
-def test_a_dry_run_says_how_much_is_sampled(world_size, settings, sizes, compose, capsys):
-    plan = resolve(compose(*ONLINE, "trainer=FSDPTrainer", "batch_size=10", *settings), world_size=world_size)
-    memory.print_prediction(plan, load_data(plan, silent=True))
-    assert f"an update samples up to {sizes} rows" in capsys.readouterr().out
+def test_answers_are_sampled_in_rounds(world_size, settings, sizes, compose):
+    config = compose(*ONLINE, "trainer=FSDPTrainer", "batch_size=10", *settings)
+    assert memory.Rounds.of(resolve(config, world_size=world_size)) == sizes
 
 
 def test_a_dry_run_says_what_drawing_needs(run, capsys, tokenizer, tmp_path):
@@ -372,6 +370,7 @@ def test_a_dry_run_says_what_drawing_needs(run, capsys, tokenizer, tmp_path):
     said = capsys.readouterr().out
     for line in ("scorer", "training", "sampling", "scoring"):
         assert re.search(rf"^ *{line} +[\d.]+ GB", said, re.MULTILINE), line
+    assert "an update samples up to 320 tokens, of 8 answers, in 40 forwards of each process, of 8 rows" in said
     assert "the reward model sees the last 44 tokens of a prompt with its answer, which may have max_length=48" in said
 
 

@@ -12,8 +12,7 @@ from support.models import plain_logps
 from dpo.data.collation import find_examples, get_collate_fn, tokenize_batch_element
 from dpo.data.examples import Example
 from dpo.errors import InputError
-from dpo.losses import find_loss
-from dpo.training.objective import SIDES
+from dpo.losses import ROLES, TRAINS_ON, find_loss
 from dpo.training.self_test import check_models
 
 DPO = {"beta": 0.1, "label_smoothing": 0, "reference_free": False}
@@ -38,14 +37,14 @@ def policy(tiny_llama):
 def check(policy, reference, batch, name="dpo", options=DPO, other_dtype=None) -> str:
     examples = find_examples(batch)
     if reference is None:
-        examples = [Example(e.prompt, e.responses[:1]) for e in examples]
+        examples = [Example(e.prompt, e.responses[:1], roles=TRAINS_ON["targets"]) for e in examples]
     lengths = torch.tensor([e.n_scored for e in examples]).T
     config = {"name": name, **options}
     (note,) = check_models(
         policy,
-        lambda: dict(zip(SIDES, plain_logps(policy, examples), strict=False)),
-        None if reference is None else lambda: dict(zip(SIDES, plain_logps(reference, examples), strict=True)),
-        lengths=lengths,
+        lambda: dict(zip(ROLES, plain_logps(policy, examples), strict=False)),
+        None if reference is None else lambda: dict(zip(ROLES, plain_logps(reference, examples), strict=True)),
+        lengths=dict(zip(ROLES, lengths, strict=False)),
         loss=find_loss(config),
         other_dtype=other_dtype,
     )
@@ -88,7 +87,7 @@ def test_a_forward_may_differ_from_the_same_again_by_rounding_alone(policy):
             policy,
             forward,
             lambda: of_both,
-            lengths=torch.ones(2, 2),
+            lengths=dict.fromkeys(ROLES, torch.ones(2)),
             loss=find_loss(config),
         )
 
