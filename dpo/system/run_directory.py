@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -72,6 +72,12 @@ def _git(*arguments: str) -> str:
         return ""
 
 
+def _find_versions() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
+
+
 def environment(processes: int = 1) -> dict[str, Any]:
     """Facts for repeating the run: versions, devices, the git commit. No environment variables."""
     import torch  # here, as the report needs this module without torch
@@ -80,7 +86,7 @@ def environment(processes: int = 1) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES},
+        "packages": dict(_find_versions()),
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),

@@ -6,14 +6,12 @@ import json
 import math
 import re
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.gpu import (
     COMMON,
     GPU,
@@ -28,6 +26,9 @@ from support.gpu import (
     wait_until,
 )
 from support.runs import GOLDEN, distance, golden_command
+
+from benchmarks.soak import find_differences
+from dpo.system.launching import get_open_port
 
 FSDP = ("trainer=FSDPTrainer", "world_size=1")
 KINDS = ("logps", "loss", "grad_norm", "rewards")
@@ -120,8 +121,6 @@ def test_fsdp_trains_evaluates_samples_saves_and_resumes_in_bfloat16(tmp_path, r
 
 # --- runs that repeat bit for bit ------------------------------------------------------------------------------------
 
-CHANGES = ("examples_per_second", "tokens_per_second", "memory/peak_gb")  # differ between any two runs
-
 
 @pytest.mark.gpu
 @pytest.mark.slow
@@ -139,32 +138,15 @@ def test_repeats_bit_for_bit_with_deterministic_stopped_and_resumed_too(tmp_path
     runs = [Run(tmp_path, name, *common, "n_examples=48") for name in ("first", "again")]
     Run(tmp_path, "continued", *common, "n_examples=24").done()
     runs.append(Run(tmp_path, "continued", *common, "n_examples=48", "resume=auto"))
-    found = [read_result(run.done()) for run in runs]
-    assert len(found[0]["metrics.jsonl"]) == 6 + 3  # updates, evaluations
-    assert found[0]["samples.jsonl"]
-    for other in found[1:]:
-        assert other == found[0]
-
-
-def read_result(run: Run) -> dict[str, Any]:
-    """Metrics without times, samples, and the bytes of the weights."""
-    found: dict[str, Any] = {
-        file: [{key: value for key, value in line.items() if key not in CHANGES} for line in run.records(file)]
-        for file in ("metrics.jsonl", "samples.jsonl")
-    }
-    state = torch.load(run.directory / "LATEST" / "policy.pt", weights_only=True)["state"]
-    return found | {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in state.items()}
+    first, *others = [run.done() for run in runs]
+    assert len(first.records()) == 6 + 3  # updates, evaluations
+    assert first.records("samples.jsonl")
+    assert [find_differences(first.directory, other.directory) for other in others] == [[], []]
 
 
 # --- launchers and signals -------------------------------------------------------------------------------------------
 
 STOP_SECONDS = 60.0
-
-
-def find_free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 @pytest.mark.gpu
@@ -208,7 +190,7 @@ def test_processes_started_by_torchrun_and_by_slurm_end_well(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "train.py")
     runs = [Run(tmp_path, "torchrun", *common, script=torchrun)]
     place = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost",
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_open_port()), "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
     for rank in range(2):
         where = {**place, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
         runs.append(Run(tmp_path, f"slurm-{rank}", *common, f"local_run_dir={tmp_path}/slurm", **where))
@@ -279,7 +261,7 @@ def over_gloo(tmp_path):
         if trainer is None:
             return [Run(tmp_path, "plain", *common, **WITHOUT_TF32)]
         place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(find_free_port()), **WITHOUT_TF32}  # fmt: skip
+                 "MASTER_PORT": str(get_open_port()), **WITHOUT_TF32}  # fmt: skip
         own = (*common, f"trainer={trainer}", f"local_run_dir={tmp_path}/{trainer}-0")
         script = ("-c", OVER_GLOO.format(more=more))
         return [

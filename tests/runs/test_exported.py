@@ -25,6 +25,12 @@ from dpo.settings.plan import resolve
 IDS = torch.arange(20).view(2, 10)
 
 
+@pytest.fixture
+def command(command):
+    """The overrides of a small run that exports."""
+    return lambda name, *overrides: command(name, "export=true", *overrides)
+
+
 def same_as_checkpoint(run_dir, folder) -> bool:
     ours = load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, archive=str(run_dir), attn_implementation="sdpa")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -39,8 +39,7 @@ from dpo.checkpoint.files import (
     tidy,
     write_checkpoint,
 )
-from dpo.checkpoint.parts import Part, RandomPart, find_misfit
-from dpo.checkpoint.saver import Checkpoints
+from dpo.checkpoint.parts import Part, find_misfit
 from dpo.data.collation import find_examples, padded_batch
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import SplitCounter
@@ -50,7 +49,6 @@ from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.pretrained import load_config
 from dpo.models.weights import find_archive
-from dpo.parallel.mesh import Mesh
 from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
 from dpo.reporting.table import LOGS
@@ -427,18 +425,6 @@ def test_a_part_that_is_something_else_ends_the_run_in_words(part, checkpoint, r
         run("run", "resume=auto")
 
 
-@pytest.mark.parametrize("state", [{"states": 3}, {"states": [{"python": 3}]}, [], 3])
-def test_random_states_that_no_generator_takes_are_damage(state, tmp_path):
-    with pytest.raises(DamagedCheckpoint, match=r"random\.pt does not hold the state of a run: "):
-        restore(tmp_path, "random", state, RandomPart(Mesh()))
-
-
-def restore(folder: Path, name: str, state: Any, part: Part) -> None:
-    """Continue a part from a checkpoint with this state."""
-    write_checkpoint(folder / "step-8", {name: state}.items(), step_idx=8, metrics=None, facts={})
-    Checkpoints(folder, Mesh(), keep=None, log=print).restore(folder / "step-8", [part])
-
-
 def stepped(kind: type[torch.optim.Optimizer], *shapes: tuple[int, ...]) -> torch.optim.Optimizer:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
     for parameter in parameters:
@@ -481,7 +467,8 @@ def test_settings_that_a_torch_before_did_not_have_are_those_of_today(checkpoint
 def test_a_schedulers_state_sets_only_what_it_has(tmp_path):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = Schedule(optimizer, warmup_steps=4, updates=8, kind="cosine", min_ratio=0.0)
-    restore(tmp_path, "scheduler", {**scheduler.state_dict(), "step": 3, "last_epoch": 2}, Part("scheduler", scheduler))
+    torch.save({"state": {**scheduler.state_dict(), "step": 3, "last_epoch": 2}}, tmp_path / "scheduler.pt")
+    Part("scheduler", scheduler).restore(tmp_path / "scheduler.pt")
     optimizer.step()
     scheduler.step()
     assert scheduler.last_epoch == 3

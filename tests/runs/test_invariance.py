@@ -30,7 +30,7 @@ OF_AN_EXAMPLE = 1e-4  # updates at a large rate magnify rounding: the loss of on
 # two epochs of two updates, with evaluations at 0, 16 and 32 examples
 BASE = (
     "batch_size=8 eval_batch_size=8 n_eval_examples=8 n_eval_model_samples=8 n_examples=32 eval_every=16 ledger=true "
-    "export=false model.reference_dtype=null"
+    "model.reference_dtype=null"
 )
 # SGD: others divide a gradient by its size, and so make much of the rounding of one that is nearly 0
 ROUNDED = "optimizer=SGD lr=0.3 warmup_steps=0 max_grad_norm=1"

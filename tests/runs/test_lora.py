@@ -37,7 +37,7 @@ IDS = torch.arange(3, 43).reshape(2, 20)
 # SGD: others divide a gradient by its size, and so make much of the rounding of one that is nearly 0
 LORA = (
     "lora=lora", "lora.r=4", "lora.alpha=8", "optimizer=SGD", "lr=0.3", "warmup_steps=0", "n_examples=16",
-    "model.reference_dtype=null", "export=false",
+    "model.reference_dtype=null",
 )  # fmt: skip
 QLORA = (*LORA, "lora=qlora")
 SAMPLED = ("sample_during_eval=true", "n_eval_model_samples=4")
@@ -192,7 +192,7 @@ def test_a_run_whose_frozen_weights_were_exchanged_is_refused(reference, run, ba
 
 def test_dropout_is_on_in_updates_and_off_in_evaluations(run, tmp_path, capsys):
     """The learning rate leaves the weights as they are."""
-    short = ("lora=lora", "n_examples=4", "eval_every=4", "warmup_steps=0", "export=false")
+    short = ("lora=lora", "n_examples=4", "eval_every=4", "warmup_steps=0")
     run("sft", *short, "loss=sft", "lr=0.01")
     for dropout in ("0", "0.3"):
         same = ("lora.reference=adapter", f"model.archive={tmp_path / 'sft'}", "optimizer=SGD", "lr=1e-12")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import GOLDEN, read_metrics, train, write_rows
+from support.runs import GOLDEN, read_metrics, write_rows
 from transformers import LlamaForCausalLM
 
 from benchmarks.soak import find_differences, read_log
@@ -373,10 +373,3 @@ def test_a_deterministic_run_is_the_same_twice(run, tmp_path, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert find_differences(tmp_path / "a", tmp_path / "b") == []
-
-
-def test_auto_needs_a_directory_that_stays(command):
-    overrides = [o for o in command("run", "resume=auto") if not o.startswith("local_run_dir=")]
-    result = train(*overrides)
-    assert result.returncode == 2
-    assert "resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR" in result.stderr

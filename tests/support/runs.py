@@ -135,7 +135,7 @@ def train_here(overrides: list[str]) -> None:
 SMALL = (
     "loss=dpo exp_name=test model.reference_dtype=float32 eval_batch_size=4 n_eval_examples=4 eval_every=8 "
     "n_examples=24 n_epochs=null lr=1e-3 warmup_steps=4 max_length=48 max_prompt_length=32 sample_during_eval=false "
-    "wandb.enabled=false"
+    "wandb.enabled=false export=false"  # an export takes as long as the updates
 )
 
 
