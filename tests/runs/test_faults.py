@@ -29,6 +29,7 @@ from benchmarks.soak import find_differences, find_workers
 from dpo.checkpoint import saver
 from dpo.checkpoint.files import check_complete, find_checkpoints
 
+PRUNED = ("keep_checkpoints=2", "export=true")
 SHARDED = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=40")
 SLOW = pytest.mark.slow
 
@@ -36,7 +37,7 @@ SLOW = pytest.mark.slow
 @pytest.fixture
 def whole(finished) -> Path:
     """The run that nobody disturbed."""
-    return finished("keep_checkpoints=2", "export=true")
+    return finished(*PRUNED)
 
 
 @pytest.fixture
@@ -47,9 +48,7 @@ def whole_sharded(finished) -> Path:
 @pytest.fixture
 def start(command):
     """Start a run into `tmp_path / "run"`, with a fault."""
-    return lambda *overrides, fault=None: start_run(
-        command("run", "keep_checkpoints=2", "export=true", *overrides), fault
-    )
+    return lambda *overrides, fault=None: start_run(command("run", *PRUNED, *overrides), fault)
 
 
 def assert_continues(start, whole: Path, run_dir: Path) -> None:
@@ -96,7 +95,7 @@ def test_killed_again_and_again_while_it_continues(start, whole, tmp_path):
 
 
 def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_saved(start, whole, tmp_path, run):
-    run("run", "keep_checkpoints=2", "export=true", "n_examples=8")
+    run("run", *PRUNED, "n_examples=8")
     full = start("resume=auto", fault=partial(limit_file_size, 500_000))
     assert full.wait() == 1
     assert re.search(r"checkpoint \S+step-16 could not be written \(.*\); earlier ones are intact", full.text)
