@@ -49,10 +49,8 @@ def elsewhere(rows, tmp_path_factory) -> Path:
         auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]},
     )
     for name, lora in (("run", "none"), ("adapter", "lora")):
-        overrides = small_run(
-            rows, folder / name, f"model.name_or_path={home}", f"lora={lora}", "n_examples=8", "export=true"
-        )
-        mine = ("datasets=[mine]", f"dataset_sources.mine={rows / 'hh'}", "model.trust_remote_code=true")
+        overrides = small_run(rows, folder / name, f"model.name_or_path={home}", f"lora={lora}", "n_examples=8")
+        mine = ("export=true", "datasets=[mine]", f"dataset_sources.mine={rows / 'hh'}", "model.trust_remote_code=true")
         result = train(*overrides, *mine, HF_MODULES_CACHE=str(folder / "modules"))
         assert result.returncode == 0, result.stderr
         assert f"exported {folder / name}" in result.stdout
